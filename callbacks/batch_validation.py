@@ -18,8 +18,10 @@ class BatchValidation(Callback):
         interval: micro-batches of one rank, or a float: a share of an epoch's, rounded down to whole ones.
         epochs: count within each epoch from its start, and validate in every ``epochs``-th one; ``None``: count over epochs.
 
+    A validation that falls within the micro-batches of an optimizer step comes before them: the weights are the same.
+
     Raises:
-        ValueError: before the first step: more than an epoch has, or not a multiple of an optimizer step's.
+        ValueError: before the first step: more than an epoch has, or fewer than an optimizer step.
     """
 
     def __init__(self, interval: int | float, epochs: int | None = 1) -> None:
@@ -52,11 +54,14 @@ class _InBatches(Every):
 
     def start(self, step: int, epochs: Any = None) -> None:
         length, window, batches = self.run.num_train_batches, self.run.window_at(self.run.epoch), self.batches
-        too_many = batches is not None and self.epochs is not None and length is not None and batches > length
-        if too_many or (batches is not None and batches != length and batches % window):
+        if batches is not None and batches not in (0, length) and batches < window:
             raise ValueError(
-                f"val_check_interval={self.interval}: validation every {batches} batches, in epochs of {length}, with {window} in an optimizer "
-                f"step: give a multiple of {window} that an epoch has, or no epochs (in Lightning check_val_every_n_epoch=None) to count over all"
+                f"val_check_interval={self.interval}: validation every {batches} batches, with {window} in an optimizer step: give at least {window}"
+            )
+        if batches is not None and self.epochs is not None and length is not None and batches > length:
+            raise ValueError(
+                f"val_check_interval={self.interval}: validation every {batches} batches, in epochs of {length}: give a number that an epoch has, "
+                "or no epochs (in Lightning check_val_every_n_epoch=None) to count over all"
             )
 
     def due(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Any = None) -> bool:
@@ -64,7 +69,22 @@ class _InBatches(Every):
             return False
         if epoch_end is not None and self.run.num_train_batches is None:
             return True
-        return self.batches is not None and self.done > 0 and self.done % self.batches == 0
+        if self.batches is None or not self.done:
+            return False
+        left = -self.done % self.batches  # micro-batches until the validation is due
+        return not left or left < self._next_window()
+
+    def _next_window(self) -> int:
+        """Micro-batches of the next optimizer step; 1 after the last step of an epoch, if each epoch has its own count."""
+        length, state = self.run.num_train_batches, self.run.state
+        if not self.run.module.automatic_optimization:
+            return 1
+        window = self.run.window_at(state.epoch)
+        if length is None or state.batch_idx + window <= length:
+            return window
+        if state.batch_idx < length:
+            return length - state.batch_idx
+        return 1 if self.epochs is not None else min(window, length)
 
     def next_step(self, step: int) -> int:
         if self.batches is None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
+from engine import Callback
 
-from engine import Callback, Run
+if TYPE_CHECKING:
+    from torch import nn
+
+    from engine import Run
 
 
 class EarlyStopping(Callback):

@@ -35,7 +35,9 @@ def find_lr(
 
     The search restores the module, the loader and the state of all random number generators; set the learning rate yourself. With
     several ranks, call it on all of them: each gets the same result. Learning rate schedulers are left out, and so are validation and callbacks.
-    All parameter groups get the same learning rate. Based on Smith, "Cyclical Learning Rates for Training Neural Networks", 2017.
+    All parameter groups get the same learning rate. Based on Smith, "Cyclical Learning Rates for Training Neural Networks", 2017. Losses of
+    small batches are noisy: give at least 10 steps for each factor of 10 between the learning rates. The log says in which range the
+    suggestion is stable, and warns if the curve is too short or too noisy.
 
     Args:
         module, train_loader, datamodule: as in :meth:`engine.Fit.run`.
@@ -43,11 +45,12 @@ def find_lr(
         num_steps: optimizer steps.
         mode: the learning rate grows by a constant ``"exponential"`` factor or by a constant ``"linear"`` difference.
         early_stop_threshold: stop when the smoothed loss is this many times the smallest so far; ``None``: only when the loss is not finite.
-        smoothing: weight of the past in the moving average of the loss; 0: none.
+        smoothing: weight of the past in the moving average of the loss that ``early_stop_threshold`` looks at; 0: none.
         picture: the file for the picture, in ``root_dir`` unless it is absolute; ``None``: none. Formats other than ``.svg`` need matplotlib.
 
     Returns:
-        The losses; ``find_lr(...).suggestion()`` is the learning rate at which the loss falls fastest.
+        The losses; ``find_lr(...).suggestion()`` is a tenth of the learning rate at which the smoothed loss is lowest, and ``.estimate()``
+        has its range and warning too.
 
     Raises:
         ValueError: an argument is not valid, or the module optimizes manually or has several optimizers.
@@ -61,13 +64,19 @@ def find_lr(
     # A loss that diverges is the end of the sweep, not an error.
     train_copy(module, train_loader, datamodule, fit, sweep, max_steps=num_steps, on_nonfinite=None)
     found = sweep.found
+    found.smooth()
     if is_main(fit):
-        best = found.suggestion()
-        said = "too few losses for a suggestion" if best is None else f"suggestion {best:.3g}"
+        estimate = found.estimate()
+        if estimate is None:
+            said = "too few losses for a suggestion"
+        else:
+            said = f"suggestion {estimate.suggestion:.3g}, stable from {estimate.low:.3g} to {estimate.high:.3g}"
         if picture is not None:
             root = (Fit() if fit is None else fit).settings.root_dir
             said += f"; picture: {found.save(root / picture)}"
         log().info("find_lr: %s", said)
+        if estimate is not None and estimate.warning:
+            log().warning("find_lr: do not rely on the suggestion %.3g: %s", estimate.suggestion, estimate.warning)
     return found
 
 
@@ -101,7 +110,7 @@ class _Sweep(Callback):
         self.found, self.smoothing, self.threshold = found, smoothing, threshold
         self._span = min_lr, max_lr, num_steps
         self._sums: list[Tensor] = []
-        self._average = 0.0
+        self._average, self._lowest = 0.0, math.inf
 
     def on_fit_start(self, run: Run, module: nn.Module) -> None:
         if len(run.optimizers) != 1:
@@ -137,12 +146,12 @@ class _Sweep(Callback):
         return low * (high / low) ** share if self.found.mode == "exponential" else low + (high - low) * share
 
     def _keep(self, lr: float, loss: float) -> None:
-        results, beta = self.found.results, self.smoothing
-        best = min(results["smoothed"], default=math.inf)
+        results, beta, best = self.found.results, self.smoothing, self._lowest
+        results["lr"].append(lr)
+        results["loss"].append(loss)
         self._average = beta * self._average + (1 - beta) * loss
-        smoothed = self._average / (1 - beta ** (len(results["lr"]) + 1))
-        for name, value in (("lr", lr), ("loss", loss), ("smoothed", smoothed)):
-            results[name].append(value)
+        smoothed = self._average / (1 - beta ** len(results["lr"]))
+        self._lowest = min(best, smoothed)
         # Written for negative losses as well; for positive ones this is smoothed > threshold * best.
         grown = self.threshold is not None and smoothed > best + (self.threshold - 1) * abs(best)
         self.found.stopped = not math.isfinite(loss) or grown

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import nn
+from engine import Callback
 
-from engine import Callback, Run
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from engine import Run
 
 
 class LearningRateMonitor(Callback):

@@ -6,11 +6,14 @@ import math
 import re
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
+from engine import Callback, Duration, Every
 
-from engine import Callback, Duration, Every, Run
+if TYPE_CHECKING:
+    from torch import nn
+
+    from engine import Run
 
 _LONGEST = 200
 """Maximum bytes of a checkpoint's name: file systems allow 255, and suffixes are added."""
@@ -88,7 +91,9 @@ class ModelCheckpoint(Callback):
         self._due_step = 0  # the first step at which a save can be due
         self._first_step = 0
         self._training = False
-        self._run: Run | None = None  # the latest training
+        self._location: Any = (
+            None  # of the latest training's checkpoints; the run itself would keep the module in memory
+        )
         self._before: tuple[int, dict[int, float | None], dict[int, str]] | None = (
             None  # the latest step, and what was kept without it
         )
@@ -120,7 +125,7 @@ class ModelCheckpoint(Callback):
         return self._path(max(self.names)) if self.names and self.save_last else ""
 
     def _path(self, step: int) -> str:
-        return "" if self._run is None else str(self._run.checkpoint_path(self.names[step]))
+        return "" if self._location is None else str(self._location.path(self.names[step]))
 
     @property
     def checkpoints_in(self) -> str | Path | None:
@@ -128,8 +133,9 @@ class ModelCheckpoint(Callback):
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         self._training = False
-        self._run = run if stage == "fit" else self._run
         run.checkpoints_at(self.dirpath, self.max_failures)
+        if stage == "fit":
+            self._location = run.saver.location
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         self._training = True
@@ -157,7 +163,9 @@ class ModelCheckpoint(Callback):
             self._plan_next(step)
 
     def on_validation_end(self, run: Run, module: nn.Module) -> None:
-        if self._training and self._owed:
+        # A signal may have cut off the validation of the step that this run resumed from: its checkpoint has no score yet.
+        unscored = run.step == self._first_step and self.monitor is not None and self.scores.get(run.step, 0.0) is None
+        if self._training and (self._owed or unscored):
             self._save(run)
 
     def on_train_epoch_end(self, run: Run, module: nn.Module) -> None:
@@ -194,16 +202,23 @@ class ModelCheckpoint(Callback):
         return f"{type(self).__qualname__}[monitor={self.monitor!r}, mode={self.mode!r}]; every={self.every.duration}"
 
     def state_dict(self) -> dict[str, Any]:
+        # This is in each checkpoint: a name of the usual form, and scores that are all None, follow from the steps.
         return {
-            "scores": dict(self.scores),
-            "names": dict(self.names),
+            "steps": list(self.scores),
+            "scores": None if self.monitor is None else list(self.scores.values()),
+            "names": {step: name for step, name in self.names.items() if name != _usual_name(step)},
             "permanent": set(self.permanent),
             "every": self.every.state_dict(),
             "keep_every": self.keep_every.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        scores, names, permanent = dict(state["scores"]), dict(state["names"]), set(state["permanent"])
+        steps, names, permanent = state.get("steps"), dict(state["names"]), set(state["permanent"])
+        if steps is None:  # of an earlier version
+            scores = dict(state["scores"])
+        else:
+            scores = dict(zip(steps, [None] * len(steps) if state["scores"] is None else state["scores"], strict=True))
+            names = {step: names.get(step, _usual_name(step)) for step in steps}
         numbers = all(value is None or type(value) in (int, float) for value in scores.values())
         if (
             not numbers
@@ -342,6 +357,10 @@ class ModelCheckpoint(Callback):
             run.best_checkpoint = (
                 None if best is None or score is None or math.isnan(score) else run.checkpoint_path(self.names[best])
             )
+
+
+def _usual_name(step: object) -> str:
+    return f"step={step:0>8}"
 
 
 def _check(mode: str, save_top_k: Any, keeps_others: bool, max_failures: Any, filename: str) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import shutil
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from engine import Callback, Run
+from engine import Callback, Run, terminal_text
 
 from .example_pass import NotMeasured, Seen, pass_through
 from .random_state import random_kept
+from .results_table import rich_table
 
 
 @dataclass(slots=True)
@@ -76,7 +76,8 @@ class ModelSummary(Callback):
         if run.is_main_process:
             with random_kept():
                 table = self._table()
-            print("\n".join([*table, *self._totals(run), *([note] if note else [])]), flush=True)
+            lines = [*table, *self._totals(run), *([note] if note else [])]
+            print(*(terminal_text(line, one_line=True) for line in lines), sep="\n", flush=True)
 
     def _shows(self, name: str) -> bool:
         return not name or self.max_depth < 0 or name.count(".") < self.max_depth
@@ -91,21 +92,12 @@ class ModelSummary(Callback):
         )
 
     def _table(self) -> list[str]:
-        from rich import box
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
-
-        rows = self.layers[1:]
-        if not rows:
+        layers = self.layers[1:]
+        if not layers:
             return []
-        measured = any(layer.flops is not None for layer in rows)
-        table = Table("name", "type", box=box.SIMPLE_HEAD, padding=(0, 1))
-        for column in ("params", "trainable", "bytes", *(("FLOPs",) if measured else ())):
-            table.add_column(column, justify="right")
-        for column in ("in", "out") if measured else ():
-            table.add_column(column)
-        for layer in rows:
+        measured = any(layer.flops is not None for layer in layers)
+        rows = []
+        for layer in layers:
             trains = (
                 "all"
                 if layer.trainable == layer.parameters
@@ -122,11 +114,10 @@ class ModelSummary(Callback):
             ]
             if measured:
                 cells += [quantity(layer.flops or 0), _text(layer.inputs), _text(layer.outputs)]
-            table.add_row(*map(escape, cells))
-        file = io.StringIO()
+            rows.append(cells)
+        columns = ["name", "type", "params", "trainable", "bytes", *(["FLOPs", "in", "out"] if measured else [])]
         width = shutil.get_terminal_size((120, 24)).columns
-        Console(file=file, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(table)
-        return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).strip("\n").split("\n")
+        return rich_table(columns, rows, width, left=("name", "type", "in", "out")).split("\n")
 
     def _totals(self, run: Run) -> list[str]:
         whole = self.layers[0]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load
 from torch import Tensor, nn
 
-from engine import Callback, Run
+from engine import Callback, Run, serialize_tensors
 
-_COMPLETE = "complete.json"
+_COMPLETE, _WAITING = "complete.json", ".waiting-rank"
 _FORMATS = ("safetensors", "jsonl")
+_BYTES = 8 << 20
+"""Bytes of tensors in a file, by default."""
 
 
 class BasePredictionWriter(Callback):
@@ -85,7 +88,9 @@ class PredictionWriter(Callback):
 
     Formats, none of which can contain code:
 
-    - ``"safetensors"``: a file for each ``write_interval``, ``<loader>-<first batch>-rank<r>.safetensors``, with tensors of any dtype.
+    - ``"safetensors"``: a file for each ``write_interval``, ``<loader>-<first batch>-rank<r>.safetensors``, with tensors of any dtype but
+      complex128 and those that pack or quantize numbers. Batches that wait for such a file are in ``.waiting-rank<r>`` meanwhile, where a kill
+      leaves them.
     - ``"jsonl"``: one file a rank, ``rank<r>.jsonl``, one line a batch, where tensors are lists:
       ``{"loader": 0, "index": 12, "prediction": ...}``.
 
@@ -96,14 +101,15 @@ class PredictionWriter(Callback):
     def __init__(
         self,
         output_dir: str | Path | None = None,
-        write_interval: Literal["batch", "epoch"] | int = "batch",
+        write_interval: Literal["auto", "batch", "epoch"] | int = "auto",
         format: Literal["safetensors", "jsonl"] = "safetensors",
         overwrite: bool = False,
     ) -> None:
         """
         Args:
             output_dir: a folder, by default ``predictions`` in the run's folder; with several machines one that all of them see.
-            write_interval: ``"batch"``: write after each batch; a number: after so many batches; ``"epoch"``: at the end (until then a
+            write_interval: ``"auto"``: a file has some megabytes, and yet each batch is on disk when its hook returns; ``"batch"``: a file for
+                each batch; a number: after so many batches; ``"epoch"``: at the end (until then a
                 rank's part is in memory).
             format: of the files.
             overwrite: remove earlier predictions in the folder; by default they are an error.
@@ -112,10 +118,10 @@ class PredictionWriter(Callback):
             ValueError: an argument is not valid.
         """
         is_number = isinstance(write_interval, int) and not isinstance(write_interval, bool) and write_interval >= 1
-        if write_interval not in ("batch", "epoch") and not is_number:
+        if write_interval not in ("auto", "batch", "epoch") and not is_number:
             raise ValueError(
-                f"PredictionWriter(write_interval={write_interval!r}): it must be 'batch', 'epoch' or a number of batches; what is written after "
-                "batches is complete at the end of the epoch"
+                f"PredictionWriter(write_interval={write_interval!r}): it must be 'auto', 'batch', 'epoch' or a number of batches; what is written "
+                "after batches is complete at the end of the epoch"
             )
         if format not in _FORMATS:
             raise ValueError(f"PredictionWriter(format={format!r}): it must be 'safetensors' or 'jsonl'")
@@ -123,9 +129,15 @@ class PredictionWriter(Callback):
         self.write_interval, self.format, self.overwrite = write_interval, format, overwrite
         self.folder: Path | None = None
         """Where the latest predictions are."""
-        self._every = 1 if write_interval == "batch" else None if write_interval == "epoch" else int(write_interval)
-        self._waiting: list[tuple[int, Any]] = []  # index and prediction
-        self._loader = 0
+        self._every: int | None = write_interval if isinstance(write_interval, int) else None
+        if write_interval == "batch" or (write_interval == "auto" and format == "jsonl"):
+            self._every = 1
+        self._waiting_file: FileIO | None = None
+        self._bytes = 0  # of the batches in it
+        # Batches for the next file: their lines, or their trees and tensors. Texts and not objects, which the garbage collector would visit.
+        self._waiting: list[str] = []
+        self._tensors: dict[str, Tensor] = {}
+        self._first = self._loader = 0
         self._counts: list[int] = []
         self._lines: TextIO | None = None
 
@@ -154,37 +166,69 @@ class PredictionWriter(Callback):
             for path in _parts(self.folder):
                 path.unlink()
         run.engine.wait_for_everyone()
-        self._waiting.clear()
+        self._clear()
         self._loader, self._counts = 0, [0] * len(run.num_eval_batches)
 
     def on_predict_batch_end(
         self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        kept = _on_host(outputs, type(module).__name__)  # a collective for sharded outputs
+        prediction = _checked(outputs, type(module).__name__)  # a collective for sharded outputs
         if not run.engine.strategy.speaks:
             return  # another rank has the same outputs
         if dataloader_idx != self._loader:
             self._write(run)
             self._loader = dataloader_idx
         ranks = run.engine.data_group  # batches are dealt to them in turn
-        self._waiting.append((batch_idx * ranks.world_size + ranks.rank, kept))
+        index = batch_idx * ranks.world_size + ranks.rank
+        if not self._waiting:
+            self._first = index
+        tensors: dict[str, Tensor] = {}
+        if self.format == "jsonl":
+            row = {"loader": dataloader_idx, "index": index, "prediction": _plain(prediction)}
+            self._waiting.append(f"{json.dumps(row)}\n")
+        else:
+            self._waiting.append(f'"{index}": {_taken(prediction, str(index), tensors)}')
+            self._tensors.update(tensors)
         self._counts[dataloader_idx] += 1
         if self._every is not None and len(self._waiting) >= self._every:
             self._write(run)
+        elif self.write_interval == "auto":
+            self._keep(run, tensors)
 
     def on_predict_end(self, run: Run, module: nn.Module) -> None:
         assert self.folder is not None
         self._write(run)
+        if self._waiting_file is not None:
+            (self.folder / f"{_WAITING}{run.rank}").unlink()
         counts = run.engine.reduce(torch.tensor(self._counts, dtype=torch.int64, device=run.device)).tolist()
         if run.is_main_process:
             _replace(self.folder / _COMPLETE, json.dumps({"format": self.format, "batches": counts}).encode())
         run.engine.wait_for_everyone()
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
-        self._waiting.clear()
+        self._clear()
+        if self._waiting_file is not None:
+            self._waiting_file.close()
+            self._waiting_file = None
         if self._lines is not None:
             self._lines.close()
             self._lines = None
+
+    def _keep(self, run: Run, tensors: Mapping[str, Tensor]) -> None:
+        """Append the newest batch, which has these tensors, to the waiting file; write a file if there are enough."""
+        assert self.folder is not None
+        if self._waiting_file is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._waiting_file = (self.folder / f"{_WAITING}{run.rank}").open("wb", buffering=0)
+            self._bytes = 0
+        parts = [*serialize_tensors(tensors, self._about(self._waiting[-1:]))]
+        size = sum(map(len, parts))
+        content = b"".join([size.to_bytes(8, "little"), *parts])
+        while content:  # of 2 GiB and more, or on a disk that is nearly full, only a part is written
+            content = content[self._waiting_file.write(content) :]
+        self._bytes += size
+        if self._bytes >= _BYTES:
+            self._write(run)
 
     def _write(self, run: Run) -> None:
         if not self._waiting:
@@ -193,18 +237,27 @@ class PredictionWriter(Callback):
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.format == "jsonl":
             self._lines = self._lines or (self.folder / f"rank{run.rank}.jsonl").open("a", encoding="utf-8")
-            for index, prediction in self._waiting:
-                row = {"loader": self._loader, "index": index, "prediction": _plain(prediction)}
-                self._lines.write(json.dumps(row) + "\n")
+            self._lines.writelines(self._waiting)
             self._lines.flush()
         else:
-            tensors: dict[str, Tensor] = {}
-            trees = {str(index): _taken(prediction, f"{index}", tensors) for index, prediction in self._waiting}
-            path = self.folder / f"{self._loader}-{self._waiting[0][0]:08d}-rank{run.rank}.safetensors"
+            path = self.folder / f"{self._loader}-{self._first:08d}-rank{run.rank}.safetensors"
             hidden = path.with_name(f".{path.name}")
-            save_file(tensors, hidden, metadata={"loader": str(self._loader), "trees": json.dumps(trees)})
+            with hidden.open("wb") as file:
+                file.writelines(serialize_tensors(self._tensors, self._about(self._waiting)))
             hidden.replace(path)
+            if self._waiting_file is not None:
+                self._waiting_file.seek(0)
+                self._waiting_file.truncate()
+                self._bytes = 0
+        self._clear()
+
+    def _clear(self) -> None:
         self._waiting.clear()
+        self._tensors.clear()
+
+    def _about(self, trees: Sequence[str]) -> dict[str, str]:
+        """The metadata of a file with batches that have these trees."""
+        return {"loader": str(self._loader), "trees": f"{{{', '.join(trees)}}}"}
 
 
 def read_predictions(folder: str | Path, *, partial: bool = False) -> list[Any]:
@@ -229,11 +282,13 @@ def read_predictions(folder: str | Path, *, partial: bool = False) -> list[Any]:
                 if line.endswith("\n"):  # otherwise the run was killed while it wrote
                     row = json.loads(line)
                     found.setdefault(row["loader"], {})[row["index"]] = row["prediction"]
-        elif path.suffix == ".safetensors":
+        elif path.suffix == ".safetensors" and not path.name.startswith("."):  # a kill left that one half written
             with safe_open(path, "pt") as file:
-                about = file.metadata()
-                own = found.setdefault(int(about["loader"]), {})
-                own.update({int(i): _put_back(tree, file) for i, tree in json.loads(about["trees"]).items()})
+                _add(found, file.metadata(), file.get_tensor)
+        elif path.name.startswith(_WAITING):
+            for content in _whole(path.read_bytes()):
+                about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+                _add(found, about, load(content).__getitem__)
     complete = folder / _COMPLETE
     if not complete.exists() and not partial:
         kind = ValueError if found else FileNotFoundError
@@ -252,7 +307,23 @@ def read_predictions(folder: str | Path, *, partial: bool = False) -> list[Any]:
 
 def _parts(folder: Path) -> list[Path]:
     """The files of predictions that are there."""
-    return [*sorted(folder.glob("*-rank*.safetensors")), *sorted(folder.glob("rank*.jsonl")), *folder.glob(_COMPLETE)]
+    patterns = "*-rank*.safetensors", "rank*.jsonl", f"{_WAITING}*", _COMPLETE
+    return [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+
+
+def _whole(content: bytes) -> Iterator[bytes]:
+    """The parts of a waiting file; a last one that a kill left unfinished is left out."""
+    start = 8
+    while start <= len(content):
+        end = start + int.from_bytes(content[start - 8 : start], "little")
+        if end <= len(content):
+            yield content[start:end]
+        start = end + 8
+
+
+def _add(found: dict[int, dict[int, Any]], about: Mapping[str, str], tensor: Callable[[str], Tensor]) -> None:
+    batches = found.setdefault(int(about["loader"]), {})
+    batches.update({int(index): _put_back(tree, tensor) for index, tree in json.loads(about["trees"]).items()})
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -265,21 +336,25 @@ def _replace(path: Path, content: bytes) -> None:
     hidden.replace(path)
 
 
-def _on_host(value: Any, who: str) -> Any:
-    """A copy of a prediction on the CPU.
+def _checked(value: Any, who: str) -> Any:
+    """A prediction whose tensors are whole.
 
     Raises:
         TypeError: it contains an object that :class:`PredictionWriter` cannot write.
     """
     if isinstance(value, Tensor):
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return whole.detach().to("cpu", copy=True).contiguous()
+        return value.full_tensor() if hasattr(value, "full_tensor") else value
     if type(value).__module__ == "numpy" and hasattr(value, "dtype"):
-        return torch.as_tensor(value).clone()
+        return torch.as_tensor(value)
     if isinstance(value, Mapping):
-        return {str(key): _on_host(each, who) for key, each in value.items()}
+        items = {str(key): _checked(item, who) for key, item in value.items()}
+        if len(items) < len(value):
+            raise TypeError(
+                f"{who}.predict_step returned two keys of one text among {[*value]!r:.60}: keys are written as texts"
+            )
+        return items
     if isinstance(value, (list, tuple)):
-        kept = [_on_host(each, who) for each in value]
+        kept = [_checked(each, who) for each in value]
         return kept if isinstance(value, list) else tuple(kept)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -289,29 +364,32 @@ def _on_host(value: Any, who: str) -> Any:
     )
 
 
-def _taken(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """``value`` as JSON, with its tensors moved to ``tensors``: each container is a list of its kind and its items."""
+def _taken(value: Any, path: str, tensors: dict[str, Tensor]) -> str:
+    """``value`` as JSON, with copies of its tensors in ``tensors``: each container is a list of its kind and its items."""
     if isinstance(value, Tensor):
-        tensors[path] = value
-        return ["tensor", path]
+        while path in tensors:  # {"a.b": ..., "a": {"b": ...}}
+            path += "'"
+        tensors[path] = value.clone() if value.is_cpu else value.cpu()
+        return f'["tensor", {json.dumps(path)}]'
     if isinstance(value, dict):
-        return ["dict", {key: _taken(each, f"{path}.{key}", tensors) for key, each in value.items()}]
+        items = [f"{json.dumps(key)}: {_taken(each, f'{path}.{key}', tensors)}" for key, each in value.items()]
+        return f'["dict", {{{", ".join(items)}}}]'
     if isinstance(value, (list, tuple)):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return [kind, [_taken(each, f"{path}.{i}", tensors) for i, each in enumerate(value)]]
-    return value
+        items = [_taken(each, f"{path}.{i}", tensors) for i, each in enumerate(value)]
+        return f'["{"list" if isinstance(value, list) else "tuple"}", [{", ".join(items)}]]'
+    return json.dumps(value)
 
 
-def _put_back(tree: Any, file: Any) -> Any:
+def _put_back(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
     """The prediction that :func:`_taken` took apart."""
     if not isinstance(tree, list):
         return tree
     kind, content = tree
     if kind == "tensor":
-        return file.get_tensor(content)
+        return tensor(content)
     if kind == "dict":
-        return {key: _put_back(each, file) for key, each in content.items()}
-    items = [_put_back(each, file) for each in content]
+        return {key: _put_back(each, tensor) for key, each in content.items()}
+    items = [_put_back(each, tensor) for each in content]
     return items if kind == "list" else tuple(items)
 
 

@@ -7,9 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from engine import Callback, Run
+from engine import Callback, terminal_text
 
 from .progress_figures import Figures, Progress, duration, number, speed
 from .progress_screen import Screen, screen_of
@@ -18,6 +16,9 @@ from .results_table import results_table
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import nn
+
+    from engine import Run
 
 
 class ProgressBar(Callback):
@@ -253,8 +254,7 @@ class ProgressBar(Callback):
 
 
 def _items(metrics: Mapping[str, Any]) -> list[str]:
-    texts = (f"{name}={number(value)}" for name, value in metrics.items())
-    return [text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text) for text in texts]
+    return [terminal_text(f"{name}={number(value)}", one_line=True) for name, value in metrics.items()]
 
 
 def wrapped(items: Sequence[str], width: int, most: int) -> list[str]:

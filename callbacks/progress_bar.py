@@ -18,7 +18,7 @@ class RichProgressBar(ProgressBar):
 
     ::
 
-        epoch 2/10 ━━━━━━━━━━━━─────────────  45/100  step 145/1000  12.3 step/s  ETA 1:23
+        epoch 1/9 ━━━━━━━━━━━━━─────────────  45/100  step 145/1000  12.3 step/s  ETA 1:23
         validation ━━━━━━━━━━━──────────────  13/40   31.0 batch/s  ETA 0:01
         train/loss=0.1234  val/loss=0.2345  val/accuracy=0.9321
 

@@ -7,9 +7,14 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
-from engine import Run
+if TYPE_CHECKING:
+    from engine import Run
 
+
+MANY = 10_000
+"""Epochs whose windows are looked up one by one."""
 RECENT = 60
 """Seconds of training over which the rate is measured."""
 
@@ -19,7 +24,7 @@ class Progress:
     """One bar: an epoch, or an evaluation."""
 
     title: str
-    """``"epoch 2/10"``, ``"validation"``."""
+    """``"epoch 1/9"``, ``"validation"``."""
     done: int
     """Optimizer steps in the epoch, or batches of the evaluation."""
     total: int | None
@@ -56,6 +61,10 @@ class Figures:
         self._eval_batch_s: float | None = None
         self._limits: list[int | None] = []
         self._loader = 0
+        self._later: tuple[tuple[object, ...], tuple[float, float]] = (
+            (),
+            (0, 0),
+        )  # of which epochs, and their steps and micro-batches
         self.eval_name: str | None = None
         """What is being evaluated: ``"validation"``, ``"sanity check"``, ``"test"``, ``"predict"``."""
         self.eval_done = 0
@@ -99,7 +108,7 @@ class Figures:
     # -- what is shown --------------------------------------------------------------------------------------------------------------
 
     def epoch(self, run: Run) -> Progress:
-        """The epoch under way. Epochs are counted from 1, as people do."""
+        """The epoch under way. Epochs are numbered from 0, as in files and log lines: of ten, ``9/9`` is the last."""
         state, window = run.state, run.window_at(run.state.epoch)
         done, length = -(-state.batch_idx // window), run.num_train_batches
         total = None if length is None else -(-length // window)
@@ -107,7 +116,7 @@ class Figures:
             total = min(total if total is not None else run.max_steps, done + max(0, run.max_steps - run.step))
         batches = None if total is None else min(total * window, length or total * window)
         return Progress(
-            title=f"epoch {state.epoch + 1}" + ("" if run.max_epochs is None else f"/{run.max_epochs}"),
+            title=f"epoch {state.epoch}" + ("" if run.max_epochs is None else f"/{run.max_epochs - 1}"),
             done=done,
             total=total,
             fraction=min(1.0, state.batch_idx / batches) if batches else None,
@@ -158,30 +167,39 @@ class Figures:
 
     def _whole(self, run: Run) -> str:
         """Of the training: the step, and the number of steps if it is known."""
-        batches, window = self._batches_left(run), run.window_at(run.state.epoch)
-        return f"step {run.step}" + ("" if batches is None else f"/{run.step + -(-batches // window)}")
+        ahead = self._ahead(run)
+        return f"step {run.step}" + ("" if ahead is None else f"/{run.step + ahead[0]}")
 
-    def _batches_left(self, run: Run) -> int | None:
-        """Micro-batches of the training that are left on this rank."""
-        state, length, found = run.state, run.num_train_batches or self._length, []
-        if length is not None and run.max_epochs is not None:
-            found.append((run.max_epochs - state.epoch) * length - state.batch_idx)
-        if run.max_steps is not None:
-            window = run.window_at(state.epoch)
-            found.append((run.max_steps - run.step) * window - state.batch_idx % window)
-        return max(0, min(found)) if found else None
+    def _ahead(self, run: Run) -> tuple[int, int] | None:
+        """Optimizer steps and micro-batches of the training that are left on this rank. An epoch's last window may be a short one."""
+        state, length = run.state, run.num_train_batches or self._length
+        window = run.window_at(state.epoch)
+        most = math.inf if run.max_steps is None else max(0, run.max_steps - run.step)
+        epochs = math.inf if run.max_epochs is None else run.max_epochs
+        if not length or most == epochs == math.inf:
+            return None if most == math.inf else (int(most), max(0, int(most) * window - state.batch_idx % window))
+        left = max(0, length - state.batch_idx)
+        steps = -(-(left + state.batch_idx % window) // window) if left else 0
+        if steps >= most:
+            return int(most), max(0, min(left, int(most) * window - state.batch_idx % window))
+        key = state.epoch, epochs, length, most - steps
+        if key != self._later[0]:
+            self._later = key, _whole_epochs(run, state.epoch + 1, epochs, length, most - steps)
+        later, batches = self._later[1]
+        return steps + int(later), left + int(batches)
 
     def _left(self, run: Run) -> float | None:
         """Seconds of the training that are left."""
         seconds, _, done = self._since(run)
-        batches, estimates = self._batches_left(run), []
+        ahead, estimates = self._ahead(run), []
+        steps, batches = ahead or (0, None)
         if batches == 0 and self.eval_name is None:
             return 0.0
         if batches is not None and done > 0 and seconds > 0:
             batch_s = seconds / done
             training_s = batches * batch_s
             validation_s = self._one_validation(run, batch_s)
-            left = training_s + self._validations_left(run, batches, training_s) * validation_s
+            left = training_s + self._validations_left(run, steps, batches, training_s) * validation_s
             if self.eval_name == "validation":
                 left += max(0.0, validation_s - (time.monotonic() - self._eval_began))
             estimates.append(left)
@@ -195,15 +213,14 @@ class Figures:
         count = _sum(run.num_eval_batches)
         return 0.0 if count is None else count * (batch_s if self._eval_batch_s is None else self._eval_batch_s)
 
-    def _validations_left(self, run: Run, batches: int, training_s: float) -> int:
-        """Validations in the next ``batches`` micro-batches, which take ``training_s``."""
+    def _validations_left(self, run: Run, steps: int, batches: int, training_s: float) -> int:
+        """Validations in the next ``steps`` of ``batches`` micro-batches, which take ``training_s``."""
         every, state = run.val_every.duration, run.state
         if every is None or not run.val_loaders:
             return 0
         if every.unit == "seconds":
             return int(training_s / every.value)
         if every.unit == "steps":
-            steps = -(-batches // run.window_at(state.epoch))
             return math.floor((run.step + steps) / every.value) - math.floor(run.step / every.value)
         length = run.num_train_batches or self._length
         if not length:
@@ -211,6 +228,21 @@ class Figures:
         now = state.epoch + Fraction(min(state.batch_idx, length), length)
         value = Fraction(every.value).limit_denominator(1_000_000)
         return math.floor((now + Fraction(batches, length)) / value) - math.floor(now / value)
+
+
+def _whole_epochs(run: Run, first: int, end: float, length: int, most: float) -> tuple[float, float]:
+    """Steps and micro-batches of the epochs from ``first`` to before ``end``, of ``length`` micro-batches each; at most ``most`` steps."""
+    steps: float = 0
+    batches: float = 0
+    for epoch in range(first, int(min(end, first + MANY))):
+        window = run.window_at(epoch)
+        per_epoch = -(-length // window)
+        count = 1.0 if epoch < first + MANY - 1 else end - epoch  # the last one stands for all later ones
+        whole = min(count, (most - steps) // per_epoch)
+        steps, batches = steps + whole * per_epoch, batches + whole * length
+        if whole < count:
+            return most, batches + (most - steps) * window
+    return steps, batches
 
 
 def _sum(counts: list[int | None]) -> int | None:

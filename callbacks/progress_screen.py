@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import multiprocessing
 import os
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from .report.markup import element
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -125,7 +126,7 @@ class Notebook:
     def draw(self, lines: Sequence[str]) -> None:
         from IPython.display import HTML, display
 
-        shown = HTML(f"<pre style='white-space: pre-wrap'>{html.escape(chr(10).join(lines))}</pre>")
+        shown = HTML(element("pre", "\n".join(lines), style="white-space: pre-wrap"))
         if self._handle is None:
             self._handle = display(shown, display_id=True)
         else:

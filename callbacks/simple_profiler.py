@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from engine import Callback, terminal_text
 
-from engine import Callback, Run
+if TYPE_CHECKING:
+    from torch import nn
+
+    from engine import Run
 
 _log = logging.getLogger("engine")
 
@@ -24,7 +28,7 @@ class SimpleProfiler(Callback):
     are part of its phase, too. Times are those of the host: on CUDA, a phase that only queues kernels is short, and the one that waits
     for them is long; use :class:`callbacks.Profiler` there. Each measurement adds about 1 us.
 
-    Every rank measures; the log shows rank 0's table. A resumed run continues rank 0's sums.
+    Every rank measures; the log shows rank 0's table, or standard error if logging is not configured. A resumed run continues rank 0's sums.
     """
 
     critical = False
@@ -75,7 +79,7 @@ class SimpleProfiler(Callback):
         """The table: the longest first."""
         total = self._before + time.perf_counter() - self._began
         rows = sorted(self.durations.items(), key=lambda item: item[1][1], reverse=True)
-        names = [name for name, _ in rows]
+        names = [terminal_text(name, one_line=True) for name, _ in rows]
         cells = [[f"{seconds / count:.5g}", f"{seconds:.5g}"] for _, (count, seconds) in rows]
         heads = ["Action", "Mean duration (s)", "Total time (s)"]
         if self.extended:
@@ -95,7 +99,10 @@ class SimpleProfiler(Callback):
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
         summary = self.summary()
         if run.is_main_process:
-            _log.info("SimpleProfiler (%s): %s", stage, summary)
+            if _log.hasHandlers():
+                _log.info("SimpleProfiler (%s): %s", stage, summary)
+            else:  # nobody has configured logging, and the table was asked for
+                print(f"SimpleProfiler ({stage}): {summary}", file=sys.stderr, flush=True)
         if self.filename is not None:
             folder = run.folder if self.dirpath is None else Path(self.dirpath)
             folder.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ class TQDMProgressBar(ProgressBar):
 
     ::
 
-        epoch 2/10:  45%|████████████▌               | 45/100 [00:03<00:04, 12.30step/s, ETA 1:23]
+        epoch 1/9:   45%|████████████▌               | 45/100 [00:03<00:04, 12.30step/s, ETA 1:23]
         validation:  32%|█████████▎                  | 13/40 [00:00<00:00, 31.00batch/s]
         train/loss=0.1234  val/loss=0.2345  val/accuracy=0.9321
 

@@ -24,9 +24,10 @@ class WeightAveraging(Callback):
     half-precision parameters are kept in fp32, in which small changes are not lost.
 
     - Validation uses the averages. Afterwards the trained weights are back, bit for bit, also after an error.
-    - A checkpoint has both: the trained weights, and the averages in parts, under ``name``. ``load_from_checkpoint(path, weights="ema")``,
-      ``fit.validate(module, checkpoint=path, weights="ema")``, ``engine.Resume(path, weights_only=True, weights="ema")`` and
-      ``fit checkpoint export --weights ema`` use these.
+    - A checkpoint has both: the trained weights, and the averages in parts, under ``name``. ``load_from_checkpoint(path)``,
+      ``fit.test(module, checkpoint=path)``, ``engine.Resume(path, weights_only=True)`` and ``fit checkpoint export`` use those with which its
+      score was measured: the averages, unless there were none yet, or the score is a metric of the training. ``weights="trained"`` and
+      ``weights="ema"`` ask for one of them.
     - After the training the module has the averages (with ``Fit(reload_best=True)``, those of the best checkpoint).
 
     If a run has several such callbacks, validation and the module get the averages of the first; checkpoints have all.
@@ -61,8 +62,8 @@ class WeightAveraging(Callback):
         for argument, value in (("avg_fn", avg_fn), ("multi_avg_fn", multi_avg_fn)):
             if value is not None and not callable(value):
                 raise TypeError(f"{who}({argument}={value!r}): it must be a function")
-        if not isinstance(name, str) or not name or "/" in name:
-            raise ValueError(f"{who}(name={name!r}): it must be text without '/'")
+        if not isinstance(name, str) or not name or "/" in name or name == "trained":
+            raise ValueError(f"{who}(name={name!r}): it must be text without '/', and not 'trained'")
         self.use_buffers, self.avg_fn, self.multi_avg_fn, self.name = use_buffers, avg_fn, multi_avg_fn, name
         self.n_averaged = 0
         """Updates so far."""

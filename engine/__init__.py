@@ -42,6 +42,8 @@ _NAMES = {
     "isolated": "engine.utils.seed",
     "rank_zero_only": "engine.distributed.rank_zero",
     "seed_everything": "engine.utils.seed",
+    "serialize_tensors": "engine.checkpoint.tensors",
+    "terminal_text": "engine.utils.text",
 }
 _MODULES = ("launch", "callbacks")
 __all__ = ["__version__", "launch", *sorted(_NAMES)]
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from engine.callback import Callback as Callback
     from engine.checkpoint.files import DamagedCheckpoint as DamagedCheckpoint
     from engine.checkpoint.resume import Resume as Resume
+    from engine.checkpoint.tensors import serialize_tensors as serialize_tensors
     from engine.config.duration import Duration as Duration
     from engine.config.duration import Every as Every
     from engine.config.settings import Settings as Settings
@@ -86,6 +89,7 @@ if TYPE_CHECKING:
     from engine.utils.errors import RankError as RankError
     from engine.utils.seed import isolated as isolated
     from engine.utils.seed import seed_everything as seed_everything
+    from engine.utils.text import terminal_text as terminal_text
 
 
 def __getattr__(name: str) -> Any:

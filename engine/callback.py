@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from engine.config.other_trainers import knows_other_trainers
-from engine.loop.run import Run
-from engine.module import TrainModule
 from engine.utils.adapters import adapted
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from engine.loop.run import Run
+    from engine.module import TrainModule
 
 
 class Callback:
@@ -87,7 +89,7 @@ class Callback:
 
     validates_with: str | None = None
     """The name of those of :meth:`other_weights` that the model has in validation, if this callback gives it others than the trained ones: scores are
-    theirs, and ``reload_best`` loads them."""
+    theirs, a checkpoint notes that, and whoever loads it gets them."""
 
     @property
     def checkpoints_in(self) -> str | Path | None:
@@ -192,7 +194,8 @@ class Callback:
         """Other weights of the model that this callback keeps, such as averages: ``{"ema": {name in the model: tensor}}``.
 
         Checkpoints store them in parts, as the model's own, from tensors that are whole, or sharded as the parameters are; see ``weights`` of
-        :meth:`engine.TrainModule.load_from_checkpoint`. Call ``run.saver.hold()`` before you change them.
+        :meth:`engine.TrainModule.load_from_checkpoint`.
+        ``"trained"`` is the name of the trained ones. Call ``run.saver.hold()`` before you change them.
 
         Called on all ranks together when a checkpoint is made, and when one is loaded, after :meth:`load_state_dict`: the tensors are
         then filled in place.

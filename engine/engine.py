@@ -209,11 +209,13 @@ class Engine:
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Release everything that was prepared and empty the device's cache; return one ``None`` per object, to assign to their names."""
+        self._stepped = [], []
         self._prepared.free()
         return [None] * len(objects)
 
     def release(self) -> None:
         """Release every prepared model and optimizer."""
+        self._stepped = [], []
         self._prepared.release()
 
     # -- a step ---------------------------------------------------------------------------------------------------------------------------
@@ -382,8 +384,13 @@ class Engine:
         self._stepper.step(self._stepped[1], max_norm=max_norm, max_value=max_value, then=then)
 
     def settle(self) -> None:
-        """Wait until the verdict of every step is known and ``then`` has been called."""
+        """Wait until the verdict of every step is known and ``then`` has been called.
+
+        Raises:
+            RuntimeError: gradients of the latest step were not reduced, because its loss did not depend on some parameters.
+        """
         self._stepper.settle()
+        self.strategy.settle()
 
     @property
     def pending_steps(self) -> int:
@@ -440,7 +447,8 @@ class Engine:
     def load_state(self, input_dir: str | Path, *, strict: bool = True) -> dict[str, Any]:
         """Continue from :meth:`save_state`, at any world size, under any strategy, with the same objects prepared. All ranks call this.
 
-        A checkpoint of :class:`engine.Fit` works too: the first loader gets its position in the data; callbacks' states are ignored.
+        A checkpoint of :class:`engine.Fit` works too: the first loader gets its position in the data; callbacks' states, and averages of the
+        weights, are ignored.
 
         Args:
             input_dir: a directory or a URL.
@@ -596,5 +604,5 @@ class Engine:
         return Recorder(self.group, self.data_group, self.strategy.speaks, on_step, on_epoch, suffix)
 
     def before_step(self, function: Callable[[], None]) -> None:
-        """Call ``function`` once, before the next optimizer step."""
-        self._stepper.first = function
+        """Call ``function`` once, before the next optimizer step, besides others that wait for it."""
+        self._stepper.before_step(function)

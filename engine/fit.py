@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
+from operator import is_not
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
@@ -20,7 +21,6 @@ from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import Trained
 from engine.config.duration import Duration
 from engine.config.lightning_names import refuse_replaced
-from engine.config.masked import described
 from engine.config.other_trainers import knows_other_trainers
 from engine.config.resolve import UNSET, Resolved, resolve, shows_defaults
 from engine.config.settings import Settings, check
@@ -33,8 +33,9 @@ from engine.launch.local_ranks import crew
 from engine.loop import checkpoint_events, compatibility, setup, snapshot
 from engine.loop.callback_states import check_keys
 from engine.loop.evaluate import call_all, evaluate, predict, validate
+from engine.loop.first_checks import report_misspelled
 from engine.loop.hook_calls import Hooks
-from engine.loop.lifecycle import housed, session
+from engine.loop.lifecycle import housed, log_start, session
 from engine.loop.rank_checks import compare, compare_models
 from engine.loop.result import Result
 from engine.loop.run import Run
@@ -46,11 +47,12 @@ from engine.planning.inert import inert
 from engine.planning.out_of_memory import naming_what_fits
 from engine.replay.replayed_step import ReplayedStep
 from engine.replay.starting_point import starting_point
-from engine.replay.step_watch import StepWatch
+from engine.replay.step_watch import LeftOut, StepWatch
 from engine.step.precision import Precision
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
 from engine.utils.adapters import adapted
+from engine.utils.log import StartLog
 
 if TYPE_CHECKING:  # they take a second
     from engine.planning.devices import Hardware
@@ -204,7 +206,8 @@ class Fit:
             on_train_end; on_fit_end; teardown
 
         Args:
-            module: the module to train; it has the trained weights afterwards, or the best with ``reload_best``.
+            module: the module to train; afterwards it has its last weights (the averages of a callback such as ``EMA``), or the best with
+                ``reload_best``.
             train_loader: a ``DataLoader``, a list of batches, any iterable of batches, or a :class:`engine.CombinedLoader`. A dict or list of
                 loaders is read side by side, ``CombinedLoader(loaders, "max_size_cycle")``.
             val_loaders: one loader, or a list of several ``DataLoader`` objects, or a dict of loaders, which are read one after the other. A list of
@@ -234,6 +237,7 @@ class Fit:
             session(run, datamodule),
         ):
             self._trained = run.home.trained()
+            log_start(run)
             compare_models(run)
             snapshot.check_best(run)
             setup.training(run, train_loader, val_loaders, datamodule)
@@ -252,6 +256,7 @@ class Fit:
             run.finish_checkpoints()
             call_all(run, run.hooks.on_fit_end)
             snapshot.reload_best(run)
+            run.best_weights = snapshot.best_weights(run)
         return run.result()
 
     def validate(
@@ -265,8 +270,8 @@ class Fit:
     ) -> list[dict[str, float]]:
         """Run ``validation_step`` on every batch; return one dict of metrics per loader.
 
-        ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load these weights first;
-        ``weights``: rather than the trained ones, those that a callback has kept in it under this name, such as ``"ema"``.
+        ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load its weights first, those that its
+        score was measured with; ``weights``: instead ``"trained"``, or those that a callback has kept in it under a name such as ``"ema"``.
         """
         return self._evaluate(module, loaders, datamodule, checkpoint, weights, "validate", "validation")
 
@@ -281,8 +286,8 @@ class Fit:
     ) -> list[dict[str, float]]:
         """Run ``test_step`` on every batch; return one dict of metrics per loader.
 
-        ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load these weights first;
-        ``weights``: rather than the trained ones, those that a callback has kept in it under this name, such as ``"ema"``.
+        ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load its weights first, those that its
+        score was measured with; ``weights``: instead ``"trained"``, or those that a callback has kept in it under a name such as ``"ema"``.
         """
         return self._evaluate(module, loaders, datamodule, checkpoint, weights, "test", "test")
 
@@ -342,8 +347,8 @@ class Fit:
             FileNotFoundError: the run has no checkpoint from before this step.
             ValueError: the run ends before it, or the number of ranks does not divide the run's.
         """
-        checkpoint, manifest = starting_point(run, step)
-        replayed = ReplayedStep(step, 0, checkpoint, 1, manifest["world_size"])
+        start = starting_point(run, step)
+        replayed = ReplayedStep(step, 0, start.checkpoint, 1, start.manifest["world_size"])
         watch = StepWatch(replayed, detect_anomaly=detect_anomaly)
         settings = replace(
             self.settings,
@@ -355,11 +360,15 @@ class Fit:
             max_time=None,
             reload_best=False,
         )
-        callbacks = of_the_step(settings.callbacks)
-        again = Fit.from_resolved(Resolved(settings, self.origins, self.sections), [*callbacks, watch])
-        result = again.run(module, train_loader, val_loaders, datamodule=datamodule, resume=checkpoint)
+        given = own_kind("callbacks", settings.callbacks)
+        callbacks = of_the_step(given)
+        left_out = [LeftOut(callback.state_key) for callback in given if not of_the_step([callback])]
+        again = Fit.from_resolved(Resolved(settings, self.origins, self.sections), [*callbacks, *left_out, watch])
+        result = again.run(module, train_loader, val_loaders, datamodule=datamodule, resume=start.checkpoint)
         if not watch.seen:
-            raise ValueError(f"replay(step={step}): the run ends at step {result.step}: {result.stop_reason}")
+            raise ValueError(
+                f"replay(step={step}): the run ends at step {result.step}: {result.stop_reason}; give the settings that the run had at that step"
+            )
         return replayed
 
     def plan(
@@ -514,7 +523,7 @@ class Fit:
         run.stage = "sanity"
         call_all(run, run.hooks.on_sanity_check_start)
         with watched(run):
-            validate(run, None if count < 0 else count)
+            run.sanity_names = set().union(*validate(run, None if count < 0 else count))
         call_all(run, run.hooks.on_sanity_check_end)
         run.stage = "fit"
 
@@ -524,9 +533,13 @@ class Fit:
     ) -> Iterator[Run]:
         """Meet the other processes and make the run."""
         module = _train_module(module)
-        settings = replace(self.settings, callbacks=own_kind("callbacks", self.settings.callbacks))
-        with crew(settings) as group:
+        settings, callbacks = self.settings, own_kind("callbacks", self.settings.callbacks)
+        if any(map(is_not, callbacks, settings.callbacks)):  # another library's
+            settings = replace(settings, callbacks=callbacks)
+        environment = detect(os.environ)
+        with StartLog(environment.rank == 0) as start_log, crew(settings, environment) as group:
             run = self._run(module, stage, settings, group)
+            run.start_log = start_log
             run.find_train_loader = partial(find_train_loader, run)
             yield run
 
@@ -550,11 +563,10 @@ class Fit:
         if simulated:
             callbacks = inert(callbacks)
         check_keys(callbacks, Callback)
-        config = compatibility.shown(settings, origins, engine.strategy, engine.precision) | described(
-            self.sections, origins
-        )
         hooks = Hooks(callbacks, module, Callback, TrainModule)
-        return Run(settings, engine, module, callbacks, hooks, stage, config, snapshot.content)
+        if engine.is_main_process:
+            report_misspelled((module, *callbacks), Callback)
+        return Run(settings, engine, module, callbacks, hooks, stage, origins, self.sections, snapshot.content)
 
 
 def _own_or_function(module: Any) -> TrainModule | Callable[[], TrainModule]:
@@ -580,6 +592,8 @@ def _train_module(module: Any) -> TrainModule:
 def _configured(strategy: Strategy, settings: Settings, origins: Mapping[str, str]) -> tuple[dict[str, str], Settings]:
     """The settings after the strategy's own configuration has set some of them, and where each comes from."""
     found = strategy.configure(settings, origins)
+    if found is settings:
+        return dict(origins), settings
     changed = [each.name for each in fields(settings) if getattr(settings, each.name) != getattr(found, each.name)]
     return {**origins, **dict.fromkeys(changed, "the strategy's configuration")}, found
 

@@ -41,8 +41,8 @@ class TrainModule(nn.Module):
     """Set to False to call ``manual_backward`` and the optimizers' ``step`` and ``zero_grad`` in ``training_step`` yourself."""
     hparams_name: str | None = None
     """The constructor's argument that was saved as the dict of all hyperparameters, if one was."""
-    _reached: tuple[int, int] = (0, 0)
-    """Steps and epochs of the latest run."""
+    _reached: tuple[int, int, int] = (0, 0, 0)
+    """Steps, epochs and samples of the latest run."""
     strict_loading: bool = True
     """Set to False to load checkpoints that lack some parameters, or have more."""
     run: Any
@@ -267,7 +267,8 @@ class TrainModule(nn.Module):
             checkpoint_path: a checkpoint, or a folder, whose newest checkpoint is used; a directory or a URL that fsspec knows.
             strict: ``False``: parameters that only one side has, or that have other shapes, are left out and named in a warning.
             map_location: the device to move the module to; by default it stays where its constructor put it.
-            weights: rather than the trained weights, those that a callback has kept under this name, such as ``"ema"``.
+            weights: ``"trained"``, or those that a callback has kept under a name such as ``"ema"``; by default those that the checkpoint's
+                score was measured with.
             weights_only: nothing in a checkpoint is unpickled, whatever is given.
             overrides: other arguments of the constructor; they win over the saved hyperparameters. Saved ones that the constructor does not
                 take are left out.
@@ -413,7 +414,7 @@ class TrainModule(nn.Module):
     def attach(self, context: Context | None) -> None:
         """Enter a run (leave it: ``context`` is ``None``); called by it."""
         if context is None and self._context is not None:
-            self._reached = (self._context.step, self._context.epoch)
+            self._reached = (self._context.step, self._context.epoch, self._context.samples)
         self._context = context
         if context is None:
             self._record_logged = None

@@ -131,7 +131,9 @@ def main() -> None:
 
     metrics = fit.test(module, datamodule=data, checkpoint=result.best_checkpoint)[0]
     if fit.is_main_process:  # every process comes here
-        print(f"{result.status} at epoch {result.epoch}, step {result.step}; best checkpoint: {result.best_checkpoint}")
+        print(
+            f"{result.status} after {result.epoch} epochs, {result.step} steps; best checkpoint: {result.best_checkpoint}"
+        )
         print(f"test accuracy: {metrics['test/accuracy']:.2%}")
 
 

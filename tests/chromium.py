@@ -16,6 +16,25 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE_S = 120.0
+HIT = "document.title='hit';window.hit=1"
+HOSTILE = {
+    "end of a script": f"</script><script>{HIT}</script>",
+    "end of a title": f"</title></style></textarea><script>{HIT}</script>",
+    "image": f'<img src=x onerror="{HIT}">',
+    "attribute": f'"><svg onload="{HIT}">',
+    "event": f"' onmouseover='{HIT}' autofocus onfocus='{HIT}",
+    "address": f"javascript:{HIT}",
+    "link": f'<a href="javascript:{HIT}">here</a><iframe srcdoc="<script>parent.{HIT}</script>">',
+    "template": f"${{{HIT}}}`{{{{points}}}}{{{{body}}}}{{{{constructor.constructor(`{HIT}`)()}}}}",
+    "comment": f"--><script>{HIT}</script><!--<script>",
+    "lines": f"a\u2028{HIT}\u2029//\n'\\\"",
+    "bidi": "\u202egnp.exe\u2066 \u200f",
+    "escape": "\x1b[31mred\x1b]0;hit\x07",
+    "entity": "&lt;b&gt;&amp;&#x3c;b",
+    "prototype": "__proto__",
+    "constructor": "constructor",
+}
+"""Names that try to run a script, or to end what they stand in. A script that runs sets ``window.hit``."""
 
 _NOISE = (
     "--no-first-run",
@@ -64,8 +83,35 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False) -> float:
-        """Load a file and wait until its curves are drawn; return how long that took (s)."""
+    def unharmed(self) -> bool:
+        """Whether nothing of :data:`HOSTILE` has become more than text in the page, also when all of it is touched."""
+        self.evaluate(
+            "document.querySelectorAll('details').forEach(each => each.open = true);"
+            "for (const each of document.querySelectorAll('*')) {"
+            "  each.dispatchEvent(new Event('mouseover')); each.dispatchEvent(new Event('focus')); if (each.href) each.click?.(); }"
+        )
+        self.evaluate("new Promise(resolve => setTimeout(resolve, 50))")
+        found: bool = self.evaluate(
+            "window.hit === undefined && document.title !== 'hit' && !document.querySelector('img, iframe, a:not(.skip), [onload], [onfocus]')"
+        )
+        return found
+
+    def open(
+        self,
+        page: Path,
+        width: int = 1280,
+        height: int = 900,
+        dark: bool = False,
+        policy: bool = True,
+        drawn: bool = True,
+    ) -> float:
+        """Load a file and wait until its curves are drawn; return how long that took (s).
+
+        Args:
+            policy: ``False``: its Content-Security-Policy does not count.
+            drawn: ``False``: it has no curves.
+        """
+        self.call("Page.setBypassCSP", enabled=not policy)
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
         )
@@ -75,7 +121,8 @@ class Browser:
         began = time.perf_counter()
         address = page.resolve().as_uri()
         self.call("Page.navigate", url=address)
-        while not self.evaluate(f"location.href === {json.dumps(address)} && document.documentElement?.dataset.drawn"):
+        state = "document.documentElement?.dataset.drawn" if drawn else "document.readyState === 'complete'"
+        while not self.evaluate(f"location.href === {json.dumps(address)} && {state}"):
             assert time.perf_counter() - began < PATIENCE_S, self.complaints()
             time.sleep(0.02)
         return time.perf_counter() - began

@@ -1,15 +1,23 @@
 """Shared by all tests; its place makes the helpers beside it (``processes``, ``models``) importable."""
 
 import gc
+import os
 import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
 
+from engine.utils.device_names import bf16_ends_the_process
+
 # A shell lets what it starts in the background ignore Ctrl-C, and with it every process that a test interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Before torch is loaded, here and in the processes that tests start.
+if bf16_ends_the_process():
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
 
 
 def pytest_collection_finish() -> None:

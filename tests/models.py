@@ -63,7 +63,8 @@ def on_ranks(function: Callable[..., Any], world_size: int, *args: object, timeo
     folders = [str(Path(__file__).parent), str(Path(function.__code__.co_filename).parent)]
     lines = (
         f"import sys; sys.path[:0] = {folders!r}",
-        f"import {function.__module__} as tests",
+        f"import ranked, {function.__module__} as tests",
         f"report(tests.{function.__name__}(*sys.argv[1:]))",
+        "ranked.leave()",
     )
     return [ran.value for ran in run_ranks("\n".join(lines), world_size, *args, timeout=timeout)]

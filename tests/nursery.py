@@ -30,7 +30,6 @@ IMPORTED = (
         "torch.distributed.checkpoint",
     ),
     *(
-        "torch.distributed.checkpoint.hf_storage",
         "torchmetrics",
         "engine.fit",
         "engine.engine",

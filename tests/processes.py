@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,9 @@ _FOREIGN = (
     ),
     *("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_", "PET_", "KUBERNETES_", "RAY_ADDRESS", "NODE_RANK"),
 )
+
+_TRITON = re.compile(r"nanobind: leaked .*?refleaks\.html\n?", re.DOTALL)
+"""What the triton of torch 2.15 writes when any process that has imported it ends."""
 
 Process = subprocess.Popen[bytes] | Forked
 
@@ -214,7 +218,7 @@ def _collect(rank: int, returncode: int, directory: Path, seconds: float) -> Ran
         rank,
         returncode,
         (directory / f"{rank}.out").read_text(errors="replace"),
-        (directory / f"{rank}.err").read_text(errors="replace"),
+        _TRITON.sub("", (directory / f"{rank}.err").read_text(errors="replace")),
         json.loads(value.read_text()) if value.exists() else None,
         seconds,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import json
 import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from processes import PATIENCE_S, run_ranks
 
@@ -35,6 +36,18 @@ def _main(file: str, prefix: str) -> None:
         if name.startswith(prefix)
     }
     Path(os.environ["TEST_REPORT"]).write_text(json.dumps(found))
+    leave()
+
+
+def leave() -> NoReturn:
+    """End this rank after its exit handlers, without the interpreter's own shutdown: that walks all that was imported, 0.3 s of processor time.
+
+    A test of how a process ends uses :func:`processes.run_ranks`.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ class AimLogger(Logger):
         self._run["hparams"] = settings_of(run)
 
     def scalars(self, values: Mapping[str, float], at: Moment) -> None:
-        for name, value in {"samples": at.samples, **values}.items():
+        for name, value in (values if at.repeated else {"samples": at.samples, **values}).items():
             self._run.track(value, name=name, step=at.step, epoch=at.epoch)
 
     def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,10 @@ class Moment:
     """Samples trained on so far, on all ranks."""
     time: float
     """Seconds since 1970."""
+    run_step: int | None = None
+    """Optimizer steps done, where ``step`` is one that the caller gave; ``None``: ``step`` is the run's."""
+    repeated: bool = False
+    """Whether ``epoch`` and ``samples`` of this step were sent already, or are not those of ``step``: a tracker of single values leaves them out."""
 
 
 class Logger(Direct):
@@ -56,7 +60,8 @@ class Logger(Direct):
     rewinds = False
     """Whether :meth:`rewind` can remove what was sent."""
     threaded = True
-    """``False``: values are sent at once, in the training itself, and only media by a thread. For local files, which take 0.1 ms a row."""
+    """``False``: values are sent at once, in the training itself, and only media by a thread. For local files, which take 0.1 ms a row. While
+    :meth:`scalars` raises an ``OSError`` (a full disk), values wait, and are sent in order once it does not."""
 
     def __init__(self, *, retries: int = 3, waiting: int = 10_000, patience_s: float = 30.0) -> None:
         """
@@ -78,6 +83,7 @@ class Logger(Direct):
         self._progress: Progress | None = None
         self._training = False  # what is sent is numbered, and sent once
         self._position: Position = START
+        self._row_step = -1  # the step of the last values
         self._restored: dict[str, Any] | None = None
         self._early: list[Item] | None = (
             None  # what is logged before the training starts, and the earlier run's rows are removed
@@ -124,6 +130,7 @@ class Logger(Direct):
         self._training = True
         if self.rewinds:
             self._progress.forget_after(run.step)
+            self._row_step = self._progress.row_step
             self._sender.put(Item(partial(self.rewind, run.step)))
         self._send_early()
         for position, moment, values in [] if restored is None else restored["waiting"]:
@@ -131,7 +138,8 @@ class Logger(Direct):
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         if run.is_main_process and (at := self._now(run)) is not None:
-            self._put(self._position, dict(metrics), at)
+            repeated, self._row_step = at.step == self._row_step, at.step
+            self._put(self._position, dict(metrics), replace(at, repeated=True) if repeated else at)
 
     def on_media(self, run: Run, module: nn.Module, kind: str, name: str, value: Any, options: dict[str, Any]) -> None:
         if kind not in self.takes:
@@ -168,7 +176,11 @@ class Logger(Direct):
 
     def _send_values(self, run: Run, values: dict[str, float], step: int | None) -> None:
         if (at := self._now(run)) is not None:
-            self._put(self._position, values, at if step is None else replace(at, step=int(step)))
+            self._put(
+                self._position,
+                values,
+                at if step is None else replace(at, step=int(step), run_step=at.step, repeated=True),
+            )
 
     def _send_settings(self, values: Mapping[str, Any]) -> None:
         self._give(Item(partial(self.describe, flat(values))))
@@ -186,6 +198,7 @@ class Logger(Direct):
 
     def _begin(self, run: Run) -> None:
         self._progress = Progress(_progress_file(self, run), run.id)
+        self._row_step = self._progress.row_step
         self.open(run)
         self._sender = Sender(type(self).__name__, self.retries, self.waiting, self.threaded)
 
@@ -214,22 +227,31 @@ class Logger(Direct):
 
     def _put(self, position: Position, values: dict[str, float], at: Moment) -> None:
         if not self._known(position):
-            record = [list(position), [at.step, at.epoch, at.samples, at.time], values]
-            self._offer(position, partial(self.scalars, values, at), partial(self.has, values, at), record)
+            # Files and trackers hold UTF-8, which has no lone surrogates.
+            values = {name.encode(errors="backslashreplace").decode(): value for name, value in values.items()}
+            record = [list(position), list(astuple(at)), values]
+            row_step = at.step if at.run_step is None else None
+            self._offer(position, partial(self.scalars, values, at), partial(self.has, values, at), record, row_step)
 
-    def _offer(self, position: Position, send: Any, has: Any, record: Any = None, media: str = "") -> None:
+    def _offer(
+        self, position: Position, send: Any, has: Any, record: Any = None, row_step: int | None = None, media: str = ""
+    ) -> None:
         if self._sender is not None and self._progress is not None:
-            work = partial(_send, self._progress, position if self._training else None, send, has)
+            work = partial(_send, self._progress, position if self._training else None, send, has, row_step)
             self._give(Item(work, record, media))
 
 
 def _send(
-    progress: Progress, position: Position | None, send: Callable[[], None], has: Callable[[], bool] | None
+    progress: Progress,
+    position: Position | None,
+    send: Callable[[], None],
+    has: Callable[[], bool] | None,
+    row_step: int | None,
 ) -> None:
-    """``position``: ``None`` in evaluations, which are logged each time."""
+    """``position``: ``None`` in evaluations, which are logged each time; ``row_step``: of the run's own values."""
     if position is None or not (progress.begin(position) and has is not None and has()):
         send()
-    progress.done(position)
+    progress.done(position, row_step)
 
 
 def settings_of(run: Run) -> dict[str, Any]:

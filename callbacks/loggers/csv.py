@@ -6,16 +6,23 @@ import csv
 import io
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from engine import Run
 
+from .append_file import AppendFile, end_of_lines, replace_file
 from .base import Logger, Moment
 
 _FIXED = ("step", "epoch")
+_RUN_STEP = "run_step"
 _CONFIG = "config.yaml"
+_FORMULA = r"=+\-@\uff1d\uff0b\uff0d\uff20\t\r\n"
+"""How a cell begins that a spreadsheet takes for a formula, also behind what it may take for the end of a cell (``;`` and tabs)."""
+_RISKY = re.compile(rf"""(^|[;\t\r\n])(?=["'{_FORMULA}])""")
+_MARKED = re.compile(rf"""(^|[;\t\r\n])'(?=["'{_FORMULA}])""")
 
 
 class CSVLogger(Logger):
@@ -23,9 +30,13 @@ class CSVLogger(Logger):
 
     The columns are ``step`` (optimizer steps done), ``epoch`` (from 0), ``samples`` (trained on so far, by all ranks) and one for each metric, in
     the order in which they first appear; a metric that is missing in a row leaves its cell empty. A new metric adds a column and keeps
-    earlier rows. Each row is flushed when the hook returns. Only the main process writes the file.
+    earlier rows. Each row is flushed when the hook returns. Only the main process writes the file. A row of ``log_metrics(..., step=)`` has
+    that step, and the optimizer steps done in a column ``run_step``.
 
-    A resumed run appends, after removing rows later than the step that it resumed from. A run that starts at step 0
+    A name that a spreadsheet would take for a formula (``=...``, ``+...``, ``-...``, ``@...``) has an apostrophe before it, in the first
+    row; numbers stay as they are.
+
+    A resumed run appends, after removing the rows that were logged later than the step that it resumed from. A run that starts at step 0
     where such a file exists already first moves that file to ``metrics.1.csv`` (or the next free number).
 
     ``config.yaml`` in the same folder has the settings of the run with their origins, in the form of ``fit.yaml``, without secrets.
@@ -54,7 +65,7 @@ class CSVLogger(Logger):
         """The file; known from the start of the first run."""
         self._config = ""
         self._columns: list[str] = list(_FIXED)
-        self._file: TextIO | None = None
+        self._file: AppendFile | None = None
 
     @property
     def state_key(self) -> str:
@@ -70,14 +81,13 @@ class CSVLogger(Logger):
         assert self.path is not None
         path = self.path.with_name("hparams.json")
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**known, **values}, indent=2, default=str) + "\n", encoding="utf-8")
+        replace_file(path, json.dumps({**known, **values}, indent=2, default=str).encode() + b"\n")
 
     def open(self, run: Run) -> None:
         self.path = (run.folder if self.dir is None else self.dir) / self.name
         self._config = run.config_as_yaml()
         if self.path.exists():
-            _read(self.path)
+            _header(self.path)
 
     def rewind(self, step: int) -> None:
         """Truncate (resumed) or move away (new run) an earlier run's file."""
@@ -89,14 +99,15 @@ class CSVLogger(Logger):
         if step > 0:
             columns, rows = _read(self.path)
             self._columns = columns
-            _rewrite(self.path, columns, [row for row in rows if int(row["step"]) <= step])
+            _rewrite(self.path, columns, [row for row in rows if int(row.get(_RUN_STEP) or row["step"]) <= step])
         else:
             self.path.rename(free_name(self.path))
             self._columns = list(_FIXED)
 
     def scalars(self, values: Mapping[str, float], at: Moment) -> None:
         own = {name: value for name, value in values.items() if name not in _FIXED}
-        self._write({"step": at.step, "epoch": at.epoch, "samples": at.samples, **own})
+        run_step = {} if at.run_step is None else {_RUN_STEP: at.run_step}
+        self._write({"step": at.step, "epoch": at.epoch, "samples": at.samples, **run_step, **own})
 
     def has(self, values: Mapping[str, float], at: Moment) -> bool:
         assert self.path is not None
@@ -114,10 +125,7 @@ class CSVLogger(Logger):
         path = self.path.with_name(_CONFIG)
         if step == 0 and path.exists() and path.read_text(encoding="utf-8") != self._config:
             path.rename(free_name(path))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".new")
-        temporary.write_text(self._config, encoding="utf-8")
-        os.replace(temporary, path)
+        replace_file(path, self._config.encode())
 
     def _write(self, row: dict[str, Any]) -> None:
         if self._file is None:
@@ -126,28 +134,24 @@ class CSVLogger(Logger):
         if new:
             self._widen(new)
         assert self._file is not None
-        csv.writer(self._file).writerow([row.get(name, "") for name in self._columns])
-        self._file.flush()
+        self._file.write(_line([row.get(name, "") for name in self._columns]))
 
     def _widen(self, new: list[str]) -> None:
         assert self.path is not None
         self.close("")
-        _, rows = _read(self.path)
-        self._columns = [*self._columns, *new]
-        _rewrite(self.path, self._columns, rows)
-        self._file = self.path.open("a", newline="", encoding="utf-8")
+        columns, rows = _read(self.path)
+        columns += new
+        _rewrite(self.path, columns, rows)
+        self._columns, self._file = columns, AppendFile(self.path)
 
     def _open(self) -> None:
         """Open the file for appending; its columns are those of its header."""
         assert self.path is not None
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            self._columns, rows = _read(self.path)
-            _rewrite(self.path, self._columns, rows)
-        else:
+        self._columns = _header(self.path) if self.path.exists() else []
+        if not self._columns:
             self._columns = list(_FIXED)
             _rewrite(self.path, self._columns, [])
-        self._file = self.path.open("a", newline="", encoding="utf-8")
+        self._file = AppendFile(self.path, lines=True)
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
@@ -158,28 +162,45 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     """
     with path.open(newline="", encoding="utf-8") as file:
         text = file.read()
-    whole = text[: text.rfind("\n") + 1]
-    if not whole:
-        return list(_FIXED), []
-    reader = csv.DictReader(io.StringIO(whole, newline=""))
-    columns = list(reader.fieldnames or [])
-    if columns[:2] != list(_FIXED):
+    lines = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+    columns = _columns(path, next(lines, []))
+    return columns or list(_FIXED), [dict(zip(columns, row, strict=False)) for row in lines if row]
+
+
+def _header(path: Path) -> list[str]:
+    """The columns of a metrics file, without reading its rows; empty if it has none."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return _columns(path, next(csv.reader(file), []) if end_of_lines(file.fileno()) else [])
+
+
+def _columns(path: Path, header: list[str]) -> list[str]:
+    columns = [from_cell(cell) for cell in header]
+    if columns and columns[:2] != list(_FIXED):
         raise ValueError(
             f"CSVLogger: {path} exists and is not a metrics file (its columns are {columns}); move it, or give another dir= or name="
         )
-    return columns, list(reader)
+    return columns
 
 
 def _rewrite(path: Path, columns: list[str], rows: list[dict[str, str]]) -> None:
-    """Replace the file atomically: a crash leaves the old file or the new one."""
-    temporary = path.with_name(path.name + ".new")
-    with temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    lines = [[to_cell(name) for name in columns], *([row.get(name, "") for name in columns] for row in rows)]
+    replace_file(path, b"".join(map(_line, lines)))
+
+
+def _line(cells: Iterable[Any]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.writer(text).writerow(cells)
+    return text.getvalue().encode()
+
+
+def to_cell(text: str) -> str:
+    """``text`` so that a spreadsheet shows it and calculates nothing. Source: OWASP, CSV Injection."""
+    return _RISKY.sub(r"\1'", text)
+
+
+def from_cell(cell: str) -> str:
+    """The text of a cell of :func:`to_cell`."""
+    return _MARKED.sub(r"\1", cell)
 
 
 def free_name(path: Path) -> Path:

@@ -6,11 +6,13 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from engine import Run
 
+from .append_file import AppendFile, replace_file
 from .base import Logger, Moment, settings_of
 from .csv import free_name
 from .media import ENDINGS, cells, content, file_name, histogram, jsonable
@@ -23,11 +25,12 @@ class JSONLLogger(Logger):
         {"step": 20, "epoch": 1, "samples": 640, "time": 1763836103.2, "kind": "image", "name": "val/first", "file": "media/val/first-step=..."}
 
     ``step``: optimizer steps done; ``epoch``: from 0; ``samples``: trained on so far, by all ranks; ``time``: seconds since 1970. NaN and
-    infinity are the texts ``"nan"``, ``"inf"`` and ``"-inf"``. Images, figures, sounds, texts and artifacts are files, their paths relative to the
+    infinity are the texts ``"nan"``, ``"inf"`` and ``"-inf"``. A line of ``log_metrics(..., step=)`` has that step, and the optimizer steps done as
+    ``"run_step"``. Images, figures, sounds, texts and artifacts are files, their paths relative to the
     lines' folder; a histogram is ``"counts"`` and ``"edges"``, a table ``"columns"`` and ``"rows"``. The first line of a training has the
     hyperparameters and settings, without secrets, as ``"settings"``, and the run's id as ``"run"``.
 
-    Each line is in the file when the hook returns. A resumed run first removes the lines later than its step; a new one
+    Each line is in the file when the hook returns. A resumed run first removes the lines that were logged later than its step; a new one
     moves an earlier file to ``metrics.1.jsonl`` (or the next free number).
     """
 
@@ -52,7 +55,7 @@ class JSONLLogger(Logger):
         self.path: Path | None = None
         """The file; known from the start of the first run."""
         self._first: dict[str, Any] = {}
-        self._file: TextIO | None = None
+        self._file: AppendFile | None = None
 
     @property
     def state_key(self) -> str:
@@ -77,14 +80,10 @@ class JSONLLogger(Logger):
         assert self.path is not None
         self.close("")
         if step > 0 and self.path.exists():
-            temporary = self.path.with_name(self.path.name + ".new")
-            with temporary.open("w", encoding="utf-8") as file:
-                file.writelines(text for text, line in _lines(self.path) if line.get("step", 0) <= step)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
+            kept = [text for text, line in _lines(self.path) if line.get("run_step", line.get("step", 0)) <= step]
+            replace_file(self.path, "".join(kept).encode())
             return
-        if self.path.exists():
+        if self.path.exists() and self.path.stat().st_size:
             self.path.rename(free_name(self.path))
         self._write(self._first)
 
@@ -103,21 +102,20 @@ class JSONLLogger(Logger):
             line["counts"], line["edges"] = histogram(value)
         elif kind == "table":
             line["columns"], line["rows"] = value[0], cells(value[1])
-        else:
-            path = self._free(name, at.step, ENDINGS[kind])
-            path.write_bytes(content(kind, value, options.get("sample_rate", 44100)))
-            line["file"] = self._relative(path)
         if options.get("caption") is not None:
             line["caption"] = options["caption"]
-        self._write(line)
+        if kind not in ENDINGS:
+            self._write(line)
+            return
+        with self._beside(line, name, at, ENDINGS[kind]) as target:
+            target.write_bytes(content(kind, value, options.get("sample_rate", 44100)))
 
     def artifact(self, path: Path, name: str, at: Moment) -> None:
-        target = self._free(name, at.step, path.suffix)
-        if path.is_dir():
-            shutil.copytree(path, target)
-        else:
-            shutil.copy2(path, target)
-        self._write(_head(at) | {"kind": "artifact", "name": name, "file": self._relative(target)})
+        with self._beside(_head(at) | {"kind": "artifact", "name": name}, name, at, path.suffix) as target:
+            if path.is_dir():
+                shutil.copytree(path, target)
+            else:
+                shutil.copy2(path, target)
 
     def close(self, status: str) -> None:
         if self._file is not None:
@@ -128,28 +126,31 @@ class JSONLLogger(Logger):
         assert self.path is not None
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            whole = "".join(text for text, _ in _lines(self.path)) if self.path.exists() else ""
-            self._file = self.path.open("r+" if self.path.exists() else "w", encoding="utf-8")
-            self._file.seek(len(whole.encode()))
-            self._file.truncate()  # a line that a crash left unfinished
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+            self._file = AppendFile(self.path, lines=True)
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
 
-    def _free(self, name: str, step: int, ending: str) -> Path:
+    @contextmanager
+    def _beside(self, line: dict[str, Any], name: str, at: Moment, ending: str) -> Iterator[Path]:
+        """The path of a new file, which the block writes; then its ``line``. After an error neither is there."""
         assert self.path is not None
         number = 0
-        while (path := self.path.parent / "media" / file_name(name, step, ending, number)).exists():
+        while (path := self.path.parent / "media" / file_name(name, at.step, ending, number)).exists():
             number += 1
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path
-
-    def _relative(self, path: Path) -> str:
-        assert self.path is not None
-        return path.relative_to(self.path.parent).as_posix()
+        try:
+            yield path
+            self._write(line | {"file": path.relative_to(self.path.parent).as_posix()})
+        except OSError:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+            raise
 
 
 def _head(at: Moment) -> dict[str, Any]:
-    return {"step": at.step, "epoch": at.epoch, "samples": at.samples, "time": at.time}
+    run_step = {} if at.run_step is None else {"run_step": at.run_step}
+    return {"step": at.step, **run_step, "epoch": at.epoch, "samples": at.samples, "time": at.time}
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -92,7 +92,7 @@ class MLflowLogger(Logger):
     def scalars(self, values: Mapping[str, float], at: Moment) -> None:
         from mlflow.entities import Metric
 
-        everything = {"epoch": at.epoch, "samples": at.samples, **values}
+        everything = values if at.repeated else {"epoch": at.epoch, "samples": at.samples, **values}
         when = int(at.time * 1000)
         metrics = [Metric(_allowed(name), float(value), when, at.step) for name, value in everything.items()]
         for start in range(0, len(metrics), 1000):

@@ -13,12 +13,14 @@ from engine import Callback, Run
 class PlainLogger(Callback):
     """Subclass it and define ``log_metrics(metrics, step)``, and ``log_hyperparams(params)`` where they matter; both are called on rank 0, at once.
 
-    For a tracker that answers slowly or fails now and then, subclass :class:`callbacks.loggers.Logger` instead: it sends from a thread, and tries
-    again.
+    An error in one of them is logged with its traceback, and the run continues without this logger; in ``log_hyperparams``, at the start, it
+    ends the run. For a tracker that answers slowly or fails now and then, subclass :class:`callbacks.loggers.Logger` instead: it sends from a
+    thread, and tries again.
     Names and arguments are those of Lightning's loggers; ``step`` counts optimizer steps done.
     """
 
     is_logger = True
+    critical = False
     root_dir: Any = None
     save_dir: Any = None
     name: Any = None

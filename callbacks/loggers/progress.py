@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,12 +26,14 @@ class Progress:
     def __init__(self, path: Path, run_id: str) -> None:
         self._path, self._name = path, json.dumps(run_id)
         self._file: BinaryIO | None = None
-        self.sent, self.doubtful, self.count = _read(path, run_id)
-        """Up to where everything was sent; what was being sent when the process was killed, or ``None``; how many times something was sent."""
+        self.sent, self.doubtful, self.count, self.row_step = _read(path, run_id)
+        """Up to where everything was sent; what was being sent when the process was killed, or ``None``; how many times something was sent; the
+        step of the last values of the run."""
 
     def forget_after(self, step: int) -> None:
         """Forget what was sent after this step; 0: everything."""
         self.sent = min(self.sent, (step + 1, 0)) if step else START
+        self.row_step = min(self.row_step, step) if step else -1
         if self.doubtful is not None and (self.doubtful[0] > step or not step):
             self.doubtful = None
 
@@ -40,12 +43,15 @@ class Progress:
         self._write()
         return doubtful
 
-    def done(self, position: Position | None) -> None:
-        """This was sent; ``None``: in an evaluation."""
+    def done(self, position: Position | None, row_step: int | None = None) -> None:
+        """This was sent; ``None``: in an evaluation. ``row_step``: of values of the run."""
+        self.row_step = self.row_step if row_step is None else row_step
         if position is not None:
             self.sent, self.doubtful = max(self.sent, position), None
         self.count += 1
-        self._write()
+        # It is sent, and must not be sent again because its note cannot be written: after a kill the tracker is asked.
+        with suppress(OSError):
+            self._write()
 
     def close(self) -> None:
         """Close the file."""
@@ -58,19 +64,20 @@ class Progress:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.fdopen(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0)
         doubtful = "null" if self.doubtful is None else list(self.doubtful)
-        text = f"[{self._name}, {list(self.sent)}, {doubtful}, {self.count}]"  # JSON, twice for each row of each logger
+        text = f"[{self._name}, {list(self.sent)}, {doubtful}, {self.count}, {self.row_step}]"  # JSON, twice for each row of each logger
         self._file.seek(0)
         self._file.write(text.ljust(_WIDTH).encode() + b"\n")
 
 
-def _read(path: Path, run_id: str) -> tuple[Position, Position | None, int]:
+def _read(path: Path, run_id: str) -> tuple[Position, Position | None, int, int]:
     try:
-        name, sent, doubtful, count = json.loads(path.read_text())
+        name, sent, doubtful, count, *row_step = json.loads(path.read_text())
         if name != run_id:
-            return START, None, 0
-        return _position(sent), None if doubtful is None else _position(doubtful), int(count)
+            return START, None, 0, -1
+        step = int(row_step[0]) if row_step else -1
+        return _position(sent), None if doubtful is None else _position(doubtful), int(count), step
     except (OSError, ValueError, TypeError):
-        return START, None, 0
+        return START, None, 0, -1
 
 
 def _position(value: Any) -> Position:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from engine import HangError
@@ -15,13 +17,15 @@ _log = logging.getLogger("engine")
 
 LARGE = 200
 """How many images and other media wait at most: each may have megabytes."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+"""Errors of a medium's own file that may pass; others are of the medium, such as an artifact that is missing."""
 
 
 @dataclass(slots=True, eq=False)
 class Item:
     """A call to make."""
 
-    call: Callable[[], None]
+    call: Callable[[], object]
     record: Any = None
     """What a checkpoint keeps of it while it waits; ``None``: nothing."""
     media: str = ""
@@ -37,7 +41,8 @@ class Sender:
         limit: how many calls wait at most; more are left out.
         threaded: ``False``: the thread makes only those that send media, and those put while it is at work; others are made by :meth:`put`.
             For calls of 0.1 ms: a thread that computes as long costs the training more than that, since each of its operations hands
-            the interpreter over and back.
+            the interpreter over and back. They write local files: one that fails with an ``OSError`` (a full disk) is left to the thread, which
+            tries it again until the end of the run, while later ones wait.
     """
 
     def __init__(self, name: str, retries: int, limit: int, threaded: bool = True) -> None:
@@ -46,7 +51,7 @@ class Sender:
         self._changed = threading.Condition()
         self._close: Callable[[], None] | None = None
         self._abandoned = threading.Event()
-        self._failed = False
+        self._failed = self._blocked = False
         self._media = self._left_out = 0
         self._threaded = threaded
         self._thread: threading.Thread | None = None
@@ -55,9 +60,8 @@ class Sender:
         """Make this call soon."""
         if self._failed:
             return
-        if not (self._threaded or item.media or self._items):
-            self._make(item)
-        elif not self._queued(item):
+        is_done = not (self._threaded or item.media or self._items) and self._make(item)
+        if not (is_done or self._queued(item)):
             self._left_out += 1
             if self._left_out == 1:
                 _log.warning("%s does not keep up: some values are not sent", self._name)
@@ -81,6 +85,7 @@ class Sender:
     def end(self, close: Callable[[], None], patience_s: float) -> None:
         """Make the waiting calls, then ``close``; give up after ``patience_s``."""
         if self._thread is None and not self._threaded:
+            self._close = close
             self._make(Item(close))
             return
         thread = self._started()
@@ -114,26 +119,55 @@ class Sender:
                     self._items.popleft()
                     self._media -= bool(item.media)
 
-    def _make(self, item: Item) -> None:
-        for attempt in range(self._retries + 1):
+    def _make(self, item: Item) -> bool:
+        """Make a call, or give up. ``False``: its file cannot be written now, and the thread has to try again."""
+        in_thread = threading.current_thread() is self._thread
+        for attempt in count():
             try:
                 item.call()
-                return
+                break
             except HangError:
                 raise
-            except (Exception, SystemExit) as error:  # some trackers raise SystemExit
-                hopeless = self._failed or (item.media and isinstance(error, (TypeError, ValueError)))
-                if attempt == self._retries or hopeless:
+            except BaseException as error:  # some trackers raise SystemExit
+                if not (in_thread or isinstance(error, (Exception, SystemExit))):
+                    raise  # Ctrl-C in the training's thread
+                if self._close is None and self._may_pass(item, error):
+                    self._report_blocked(error)
+                    if not in_thread:
+                        return False
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._close is not None, min(2.0**attempt, 30.0))
+                    continue
+                hopeless = self._failed or self._blocked or (item.media and isinstance(error, (TypeError, ValueError)))
+                if attempt >= self._retries or hopeless:
                     self._give_up(item, error)
-                    return
-            if threading.current_thread() is self._thread and self._abandoned.wait(min(2.0**attempt, 30.0)):
-                return
+                    return True
+            if in_thread and self._abandoned.wait(min(2.0**attempt, 30.0)):
+                return True
+        if self._blocked:
+            self._blocked = False
+            _log.warning("%s writes again, and what waited comes first", self._name)
+        return True
+
+    def _may_pass(self, item: Item, error: BaseException) -> bool:
+        is_blocked = not self._threaded and not self._failed and isinstance(error, OSError)
+        return is_blocked and (not item.media or getattr(error, "errno", None) in _FULL)
+
+    def _report_blocked(self, error: BaseException) -> None:
+        if not self._blocked:
+            _log.error("%s cannot write: %s; the run continues, and what is logged waits", self._name, error)
+        self._blocked = True
 
     def _give_up(self, item: Item, error: BaseException) -> None:
         if self._abandoned.is_set():
             return
         if self._failed:
             _log.debug("%s could not be closed", self._name, exc_info=error)
+        elif self._blocked:
+            with self._changed:
+                self._failed, lost = True, len(self._items)
+                self._items.clear()
+            _log.error("%s could not write the last rows (%d), which are lost: %s", self._name, lost, error)
         elif item.media:
             _log.error("%s could not send %s and leaves it out: %s", self._name, item.media, error, exc_info=error)
         else:

@@ -14,6 +14,7 @@ import numpy as np
 
 from engine import Run
 
+from .append_file import AppendFile
 from .base import Logger, Moment, settings_of
 from .media import finite, markdown, pixels, sound
 
@@ -113,7 +114,7 @@ class TensorBoardLogger(Logger):
         from tensorboard.compat.proto.event_pb2 import Event
 
         event = Event(step=at.step, wall_time=at.time)  # one for all: add_scalar makes one for each
-        for name, value in {"epoch": at.epoch, "samples": at.samples, **values}.items():
+        for name, value in (values if at.repeated else {"epoch": at.epoch, "samples": at.samples, **values}).items():
             event.summary.value.add(tag=name, simple_value=value)
         self._writer.file_writer.event_writer.add_event(event)
         self._writer.flush()
@@ -181,7 +182,7 @@ class _EventFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._folder, self._lock = path.parent, threading.Lock()
-        self._records = RecordWriter(path.open("ab"))
+        self._records = RecordWriter(AppendFile(path))
 
     def add_event(self, event: Any) -> None:
         with self._lock:

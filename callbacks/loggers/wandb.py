@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
 from engine import Run
 
+from ..report.markup import element
 from .base import Logger, Moment, settings_of
 from .media import cells, histogram, pixels, sound
 
@@ -123,7 +123,7 @@ class WandbLogger(Logger):
         elif kind == "table":
             made = wandb.Table(columns=value[0], data=cells(value[1]))
         else:
-            made = wandb.Html(f"<pre>{escape(str(value))}</pre>")
+            made = wandb.Html(element("pre", value))
         self._log({name: made}, at)
 
     def artifact(self, path: Path, name: str, at: Moment) -> None:

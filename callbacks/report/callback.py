@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
+import re
 from dataclasses import asdict
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,11 @@ from .record import Record
 
 _SEPARATE_GROUPS = 8
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-_STATM = Path("/proc/self/statm")
+_MEMORY = {
+    "max_allocated": "device, most allocated",
+    "allocated": "device, allocated",
+    "reserved": "device, reserved",
+}
 
 
 class Report(Callback):
@@ -48,6 +55,8 @@ class Report(Callback):
         if self.path is not None and (self.path.suffix != ".html" or self.path.is_dir()):
             raise ValueError(f"Report(path={str(path)!r}): it must be the path of a file that ends in .html")
         self._record: Record | None = None
+        # Open while the record is: to open it takes longer than all else that a row needs.
+        self._statm: FileIO | None = None
         self._optimizers: list[tuple[str, Any]] = []
         self._computed = 0.0
 
@@ -71,23 +80,20 @@ class Report(Callback):
         if self._record is None:
             self._open(run)
         assert self._record is not None
-        more: dict[str, Any] = {}
         if run.stage == "fit":
             if run.times.compute != self._computed:  # an epoch has ended, and its times were added
                 self._computed = run.times.compute
                 self._record.add("times", times=asdict(run.times))
-            more = {
-                "apart": run.times.validation + run.times.checkpoint,
-                "lr": _learning_rates(self._optimizers),
-                "memory": _memory(run.device),
-                "samples": run.samples,
-            }
-        self._record.add("values", stage=run.stage, step=step, epoch=run.epoch, values=metrics, **more)
+            rates, memory = _learning_rates(self._optimizers), self._memory(run.device)
+            apart = run.times.validation + run.times.checkpoint
+            self._record.row(step, run.epoch, metrics, rates, memory, apart, run.samples)
+        else:
+            self._record.row(step, run.epoch, metrics, {}, {})
 
     def on_checkpoint_saved(self, run: Run, module: nn.Module, path: Path | str, score: float | None) -> None:
         if self._record is not None:
             best = run.best_checkpoint is not None and str(run.best_checkpoint) == str(path)
-            self._record.add("checkpoint", path=str(path), step=run.step, score=score, best=best)
+            self._record.add("checkpoint", path=str(path), step=_step_of(path), score=score, best=best)
 
     def on_checkpoint_removed(self, run: Run, module: nn.Module, path: Path | str) -> None:
         if self._record is not None:
@@ -108,11 +114,16 @@ class Report(Callback):
             epoch=result.epoch,
             times=asdict(result.times),
         )
+        if self._statm is not None:
+            self._statm.close()
+            self._statm = None
         record.close()
         write_report([run.folder], self.path or run.folder / "report.html", only=True)
 
     def _open(self, run: Run) -> None:
         self._record = Record(run.folder)
+        with contextlib.suppress(OSError):  # where there is no /proc
+            self._statm = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115
         self._record.add(
             "start",
             id=run.id,
@@ -123,6 +134,25 @@ class Report(Callback):
             hyperparameters=run.hyperparameters,
             machine=_machine(run),
         )
+
+    def _memory(self, device: torch.device) -> dict[str, int]:
+        """Bytes that this process holds."""
+        sizes = Device(device).memory()
+        shown = "max_allocated" if "max_allocated" in sizes else "allocated", "reserved"
+        named = {_MEMORY[what]: sizes[what] for what in shown if what in sizes}
+        if self._statm is not None:
+            named["main process"] = int(os.pread(self._statm.fileno(), 128, 0).split()[1]) * _PAGE_BYTES
+        return named
+
+
+def _step_of(path: Path | str) -> int | None:
+    """The step of a checkpoint, which is noticed some steps after its save. At a URL only the usual name tells it."""
+    try:
+        step: int = json.loads((Path(path) / "manifest.json").read_bytes())["counters"]["step"]
+        return step
+    except (OSError, ValueError, LookupError, TypeError):
+        named = re.fullmatch(r"step=(\d+)", str(path).rpartition("/")[2])
+        return None if named is None else int(named[1])
 
 
 def _named(optimizers: list[Any]) -> list[tuple[str, Any]]:
@@ -150,24 +180,6 @@ def _learning_rates(optimizers: list[tuple[str, Any]]) -> dict[str, float]:
             found |= {f"{name} lowest": min(rates), f"{name} highest": max(rates)}
         else:
             found |= {f"{name} group {number}": rate for number, rate in enumerate(rates, start=1)}
-    return found
-
-
-def _memory(device: torch.device) -> dict[str, int]:
-    """Bytes that this process holds."""
-    names = {
-        "max_allocated": "device, most allocated",
-        "allocated": "device, allocated",
-        "reserved": "device, reserved",
-    }
-    told = Device(device).memory()
-    found = {
-        names[what]: told[what]
-        for what in ("max_allocated" if "max_allocated" in told else "allocated", "reserved")
-        if what in told
-    }
-    with contextlib.suppress(OSError):  # where there is no /proc
-        found["main process"] = int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
     return found
 
 

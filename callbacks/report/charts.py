@@ -12,8 +12,10 @@ from .curves import Curve, Packed, share
 from .runs import RunData
 
 Chart = dict[str, Any]
-"""``title``, ``group`` (a key of :data:`GROUPS`), ``unit``, and ``series``: the number of their ``run``, ``name``, ``stage`` (a number: how the line
-is drawn), where ``x`` (steps), ``t`` (seconds) and ``y`` are among the points, ``total`` points, ``odd`` (NaN and infinite ones)."""
+"""``title``, ``group`` (a key of :data:`GROUPS`), ``unit``, and ``series``: the number of their ``run``, ``name``, ``color`` and ``dash``
+(numbers), where ``x`` (steps), ``t`` (seconds) and ``y`` are among the points, ``total`` points, ``odd`` (NaN and infinite ones)."""
+COLORS = 8
+"""The number of colors that the page has."""
 GROUPS = {
     "Metrics": "Metrics",
     **dict.fromkeys(("Learning rate", "Gradient norm", "Throughput", "Memory", "Machine"), "Optimization and machine"),
@@ -21,7 +23,8 @@ GROUPS = {
 }
 """Kinds of charts, in their order, and the headings above them."""
 
-_STAGE = re.compile(r"(train|training|val|valid|validation|test|eval)[/_](.+)")
+_STAGES = {"train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "eval": 1, "test": 2}
+_STAGE = re.compile(rf"({'|'.join(_STAGES)})[/_](.+)")
 _LOGGED = (
     ("Learning rate", re.compile(r"lr-|(.*/)?(lr|learning_rate)$")),
     ("Parameters", re.compile(r"grad_norm/")),
@@ -39,26 +42,47 @@ def charts_of(runs: Sequence[RunData], max_points: int) -> tuple[list[Chart], st
         for place, name, curve in _places(run):
             placed.setdefault(place, []).append((number, name, curve))
     limit = share([curve for series in placed.values() for _, _, curve in series], max_points)
-    packed = Packed()
+    packed, looks = Packed(), _Looks()
     charts = []
     # Groups in their order; within a group a chart stays where it first appeared.
     for place in sorted(placed, key=lambda place: list(GROUPS).index(place[0])):
         group, title, unit = place
-        names = list(dict.fromkeys(name for _, name, _ in placed[place]))
+        look = looks.of(list(dict.fromkeys(name for _, name, _ in placed[place])))
         series = [
-            {"run": number, "name": name, "stage": names.index(name), **_points(curve, limit, packed)}
+            {"run": number, "name": name, **look[name], **_points(curve, limit, packed)}
             for number, name, curve in placed[place]
         ]
         charts.append({"title": title, "group": group, "unit": unit, "series": series})
     return charts, packed.text()
 
 
+class _Looks:
+    """Colors and dashes of series: one for each stage in all charts, and different ones for the names of one chart."""
+
+    def __init__(self) -> None:
+        self._others = 0
+
+    def of(self, names: Sequence[str]) -> dict[str, dict[str, int]]:
+        """The look of the series of one chart."""
+        looks: dict[str, dict[str, int]] = {}
+        for name in names:
+            staged = _STAGE.match(name)
+            if staged and (number := _STAGES[staged[1]]) not in [look["color"] for look in looks.values()]:
+                looks[name] = {"color": number, "dash": number}
+                continue
+            used = {look["color"] for look in looks.values()}
+            turn = [(len(set(_STAGES.values())) + self._others + more) % COLORS for more in range(COLORS)]
+            looks[name] = {"color": next((color for color in turn if color not in used), turn[0]), "dash": len(looks)}
+            self._others += 1
+        return looks
+
+
 def _points(curve: Curve, limit: int, packed: Packed) -> dict[str, Any]:
     thin = curve.thinned(limit)
     timed = bool(np.isfinite(thin.seconds).all())
     return {
-        "x": packed.add(thin.steps, double=True),
-        "t": packed.add(thin.seconds, double=True) if timed else None,
+        "x": packed.add_increasing(thin.steps),
+        "t": packed.add(thin.seconds) if timed else None,
         "y": packed.add(thin.values),
         "total": len(curve),
         "odd": int(len(curve) - np.isfinite(curve.values).sum()),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
-import gzip
+import hashlib
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,35 +16,45 @@ Array = NDArray[Any]
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-@dataclass
 class Points:
-    """Values in the order in which they were recorded."""
+    """Values in the order in which they were recorded, as pieces of steps, seconds of training until then (NaN: not recorded) and values."""
 
-    steps: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    """Of training until then; NaN: not recorded."""
-    values: list[float] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._pieces: list[tuple[Array, Array, Array]] = []
 
-    def add(self, step: int, seconds: float, value: float) -> None:
-        self.steps.append(step)
-        self.seconds.append(seconds)
-        self.values.append(value)
+    def add(self, steps: Array, seconds: Array, values: Array) -> None:
+        """Add arrays of one length, float64 [n], which must not change; several curves may share those of steps and seconds."""
+        if len(steps):
+            self._pieces.append((steps, seconds, values))
 
     def cut(self, step: int) -> None:
         """Forget what came after ``step``."""
-        kept = [index for index, each in enumerate(self.steps) if each <= step]
-        if len(kept) < len(self.steps):
-            self.steps = [self.steps[index] for index in kept]
-            self.seconds = [self.seconds[index] for index in kept]
-            self.values = [self.values[index] for index in kept]
+        for index, (steps, seconds, values) in enumerate(self._pieces):
+            kept = steps <= step
+            if not kept.all():
+                self._pieces[index] = steps[kept], seconds[kept], values[kept]
 
-    def curve(self) -> Curve:
-        """Sorted by step, with one value for each: the last one recorded."""
-        steps = np.asarray(self.steps, dtype=np.float64)
+    def curve(self, shared: dict[tuple[int, ...], Array]) -> Curve:
+        """Sorted by step, with one value for each: the last one recorded.
+
+        Args:
+            shared: arrays of steps and of seconds that other curves have.
+        """
+        pieces = list(zip(*self._pieces, strict=True)) or [(np.empty(0),)] * 3
+        steps, seconds = (_shared(arrays, shared) for arrays in pieces[:2])
+        values = np.concatenate(pieces[2])
+        if (np.diff(steps) > 0).all():
+            return Curve(steps, seconds, values)
         order = np.argsort(steps, kind="stable")
-        last = np.append(np.diff(steps[order]) > 0, True)
-        kept = order[last]
-        return Curve(steps[kept], np.asarray(self.seconds)[kept], np.asarray(self.values)[kept])
+        kept = order[np.append(np.diff(steps[order]) > 0, True)]
+        return Curve(steps[kept], seconds[kept], values[kept])
+
+
+def _shared(arrays: tuple[Array, ...], shared: dict[tuple[int, ...], Array]) -> Array:
+    key = tuple(map(id, arrays))
+    if key not in shared:
+        shared[key] = np.concatenate(arrays)
+    return shared[key]
 
 
 @dataclass(eq=False)
@@ -77,7 +88,8 @@ class Curve:
         lowest, highest = (
             _firsts(np.where(np.isnan(self.values), np.inf, sign * self.values), edges) for sign in (1, -1)
         )
-        kept = np.unique(np.concatenate((lowest, highest, (0, count - 1))))
+        kept = np.zeros(count, dtype=bool)
+        kept[lowest] = kept[highest] = kept[[0, -1]] = True
         return Curve(self.steps[kept], self.seconds[kept], self.values[kept])
 
 
@@ -92,26 +104,34 @@ class Packed:
     """Arrays of float32 or float64 in one compressed text; equal arrays are stored once."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
+        self._compressor = zlib.compressobj(4, wbits=31)  # gzip
+        self._compressed: list[bytes] = []
         self._known: dict[bytes, list[int]] = {}
         self._size = 0
 
-    def add(self, values: Array, *, double: bool = False) -> list[int]:
-        """Store ``values``; return where they are: offset in bytes, count, and bytes of an element."""
-        if double:
-            raw = values.astype("<f8").tobytes()
-        else:  # an infinity stays one, and nothing else becomes one
-            raw = np.where(np.isfinite(values), np.clip(values, -_LARGEST, _LARGEST), values).astype("<f4").tobytes()
-        if raw not in self._known:
-            self._size += -self._size % 8
-            self._known[raw] = [self._size, len(values), 8 if double else 4]
-            self._parts.append(raw + b"\0" * (-len(raw) % 8))
-            self._size += len(self._parts[-1])
-        return self._known[raw]
+    def add(self, values: Array) -> list[int]:
+        """Store ``values`` as float32. Returns where they are: offset in bytes, count, and bytes of an element."""
+        # An infinity stays one, and nothing else becomes one.
+        return self._put(np.where(np.isfinite(values), np.clip(values, -_LARGEST, _LARGEST), values).astype("<f4"))
+
+    def add_increasing(self, values: Array) -> list[int]:
+        """Store ``values`` so that they stay different: as float32 where it holds them exactly, else as float64."""
+        short = values.astype("<f4")
+        return self._put(short if np.array_equal(short, values) else values.astype("<f8"))
+
+    def _put(self, values: Array) -> list[int]:
+        raw = values.tobytes()
+        key = hashlib.blake2b(raw).digest()
+        if key not in self._known:
+            self._known[key] = [self._size, len(values), values.itemsize]
+            raw += b"\0" * (-len(raw) % 8)
+            self._size += len(raw)
+            self._compressed.append(self._compressor.compress(raw))
+        return self._known[key]
 
     def text(self) -> str:
-        """All of them: base64 of gzip."""
-        return base64.b64encode(gzip.compress(b"".join(self._parts), 4, mtime=0)).decode()
+        """All of them: base64 of gzip. Called once."""
+        return base64.b64encode(b"".join((*self._compressed, self._compressor.flush()))).decode()
 
 
 def share(curves: Sequence[Curve], limit: int) -> int:

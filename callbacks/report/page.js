@@ -96,7 +96,7 @@ class Chart {
     const names = new Set(chart.series.map((one) => one.name));
     this.series = chart.series.map((one) => ({
       ...one, label: !this.several ? one.name : names.size > 1 ? `${runs[one.run]}: ${one.name}` : runs[one.run],
-      look: `c${(this.several ? one.run : one.stage) % COLORS} s${one.stage % DASHES}`,
+      look: `c${(this.several ? one.run : one.color) % COLORS} s${one.dash % DASHES}`,
     }));
     this.words = `${chart.title} ${[...names].join(" ")}`.toLowerCase();
     this.cursor = null;

@@ -14,7 +14,16 @@ from typing import Any
 from .charts import charts_of
 from .markup import Html, element, join
 from .runs import RunData, named, runs_in
-from .sections import checkpoints, configuration, curves, differences, header, results, where_the_time_went
+from .sections import (
+    checkpoints,
+    configuration,
+    curves,
+    differences,
+    evaluated,
+    header,
+    results,
+    where_the_time_went,
+)
 
 MOST_POINTS = 1_000_000
 _PLACE = Path(__file__).parent
@@ -29,8 +38,8 @@ def write_report(
 ) -> Path:
     """Write one HTML page about the runs in ``folders``; it opens without network. It compares several runs.
 
-    A folder is a run's own, or a ``root_dir``, which stands for all of its runs. The runs need to have had ``Report`` or ``CSVLogger``
-    among their callbacks; they may still be running, or have been killed.
+    A folder is a run's own, or a ``root_dir``, which stands for all of its runs. Beside runs that trained, those that only evaluated are rows of
+    a table. The runs need to have had ``Report`` or ``CSVLogger`` among their callbacks; they may still be running, or have been killed.
 
     Args:
         folders: of runs.
@@ -52,29 +61,34 @@ def write_report(
     found = {run.folder.resolve(): run for folder in folders for run in runs_in(Path(folder), only)}
     runs = list(found.values())
     named(runs)
+    evaluations = [run for run in runs if not run.trained]
+    runs = [run for run in runs if run.trained] or runs
+    if runs == evaluations:
+        evaluations = []
     if path is None:
         path = runs[0].folder / "report.html" if len(runs) == 1 else Path(folders[0]) / "comparison.html"
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        temporary.write_text(page(runs, max_points), encoding="utf-8", errors="replace")
+        temporary.write_text(page(runs, max_points, evaluations), encoding="utf-8", errors="replace")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     return path
 
 
-def page(runs: Sequence[RunData], max_points: int) -> str:
-    """The whole file."""
+def page(runs: Sequence[RunData], max_points: int, evaluations: Sequence[RunData] = ()) -> str:
+    """The whole file. ``evaluations``: runs that trained nothing, beside those that did."""
     charts, points = charts_of(runs, max_points)
     style, script = (_asset(name) for name in ("page.css", "page.js"))
     title = f"Training report: {runs[0].name}" if len(runs) == 1 else f"Training report: {len(runs)} runs"
     body = element(
         "main",
-        differences(runs),
         curves(runs, charts),
         None if len(runs) > 1 else results(runs[0]),
+        differences(runs),
+        evaluated(evaluations),
         where_the_time_went(runs),
         checkpoints(runs),
         configuration(runs),

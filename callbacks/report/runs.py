@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import errno
 import json
 import math
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
-from .curves import Curve, Points
-from .record import NAME, events
+from ..loggers.csv import from_cell
+from .curves import Array, Curve, Points
+from .record import HEAD, NAME, PLACES, WHOLE, events, packed, sampled_lines
 
 CSV, CONFIG = "metrics.csv", "config.yaml"
+_NUMBERED = re.compile(r"version_[1-9][0-9]{0,8}")
 PHASES = {
     "compute": "training steps",
     "data": "waiting for data",
@@ -25,6 +34,8 @@ PHASES = {
     "unknown": "not measured (the run was killed, or is running)",
 }
 LARGEST_STEP = 1 << 53
+MOST_RUNS = 100
+"""Runs of one ``root_dir`` on a page."""
 
 
 @dataclass
@@ -50,8 +61,12 @@ class RunData:
     """Learning rates, by optimizer."""
     speed: dict[str, Curve] = field(default_factory=dict)
     memory: dict[str, Curve] = field(default_factory=dict)
+    trained: bool = True
+    """``False``: it only evaluated."""
+    note: str = ""
+    """A sentence for the page on what it leaves out of this run; empty: nothing."""
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
-    """``path``, ``step``, ``score``, ``best``, ``time``, oldest first."""
+    """``path``, ``step``, ``score``, ``best``, ``time``, ``weights`` (that were scored; empty if it does not say), oldest first."""
     times: dict[str, float] = field(default_factory=dict)
     """Seconds by name of :data:`PHASES`."""
 
@@ -59,32 +74,79 @@ class RunData:
 def runs_in(folder: Path, only: bool = False) -> list[RunData]:
     """The runs in ``folder``: its own, and those of its numbered folders unless ``only`` its own is wanted; else those of the folders in it.
 
+    Of more than :data:`MOST_RUNS`, the last by number or name; the first of them says so in its note, and which folders may not be read.
+
     Raises:
         FileNotFoundError: ``folder`` has no run.
+        PermissionError: it may not be read, or nothing else is in it.
     """
-    found = (
-        [folder] if only else _places(folder) or [run for each in sorted(folder.glob("*/")) for run in _places(each)]
-    )
-    if not found:
+    unreadable: list[PermissionError] = []
+    folders = [folder] if only else _places(folder, MOST_RUNS + 1)
+    if not folders and folder.is_dir():
+        inner = (
+            place
+            for name in sorted(os.listdir(folder), reverse=True)
+            for place in _places(folder / name, MOST_RUNS + 1, unreadable)[::-1]
+        )
+        folders = list(islice(inner, MOST_RUNS + 1))[::-1]
+    if not folders:
+        if unreadable:
+            raise unreadable[0]
         what = "does not exist" if not folder.exists() else f"has no run with a {NAME} (Report) or {CSV} (CSVLogger)"
         raise FileNotFoundError(f"{folder} {what}: give folders of runs that had one of these callbacks")
-    return [read_run(each) for each in found]
+    runs = [read_run(each) for each in folders[-MOST_RUNS:]]
+    if len(folders) > MOST_RUNS:
+        runs[0].note = (
+            f"{folder} has more runs than the last {MOST_RUNS}, which are on this page: give the folders of runs to choose others. "
+            + runs[0].note
+        )
+    if unreadable:
+        names = ", ".join([str(error.filename) for error in unreadable[:3]] + ["..."] * (len(unreadable) > 3))
+        runs[0].note = f"Not on this page: runs in folders that may not be read ({names}). " + runs[0].note
+    return runs
 
 
-def _places(root: Path) -> list[Path]:
-    """The folders of runs of one ``root_dir``: the first one is the root itself."""
-    numbered = {int(path.name[8:]): path for path in root.glob("version_*") if path.name[8:].isdecimal()}
-    places = [root, *(numbered[number] for number in sorted(numbered))]
-    return [place for place in places if (place / NAME).is_file() or (place / CSV).is_file()]
+def _places(root: Path, most: int, unreadable: list[PermissionError] | None = None) -> list[Path]:
+    """The folders of the newest runs of one ``root_dir``, oldest first: the first run's is the root itself.
+
+    A root that may not be read is added to ``unreadable``; without it, that is an error.
+    """
+    if root.name == "version_0" and not root.exists():  # the name of the first run
+        return [root.parent] if _has_metrics(str(root.parent)) else []
+    try:
+        names = os.listdir(root)
+    except OSError as error:
+        if unreadable is not None and isinstance(error, PermissionError):
+            unreadable.append(error)
+        elif error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return []
+    numbers = sorted((int(name[8:]) for name in names if _NUMBERED.fullmatch(name)), reverse=True)
+    folders = (*(f"{root}/version_{number}" for number in numbers), str(root))
+    return [Path(folder) for folder in islice(filter(_has_metrics, folders), most)][::-1]
 
 
-def read_run(folder: Path) -> RunData:
-    """The run in ``folder``: from its record, or from the files of ``CSVLogger`` if it has no record."""
+def _has_metrics(folder: str) -> bool:
+    return os.path.isfile(f"{folder}/{NAME}") or os.path.isfile(f"{folder}/{CSV}")
+
+
+def read_run(folder: Path, whole: bool = False) -> RunData:
+    """The run in ``folder``: from its record, or from the files of ``CSVLogger`` if it has no record.
+
+    Args:
+        whole: read every row, however large the file is.
+    """
     run = RunData(folder)
-    if (folder / NAME).is_file():
-        _Reader(run).read(events(folder / NAME))
+    path = folder / (NAME if (folder / NAME).is_file() else CSV)
+    if path.name == NAME:
+        _Reader(run).read(events(path, whole))
     else:
-        _read_csv(run)
+        _read_csv(run, whole)
+    if not whole and (size := path.stat().st_size) > WHOLE:
+        run.note = (
+            f"{path} has {size / 2**30:.2f} GiB: of its rows, those at its start, at its end and at {PLACES:,} evenly spaced places were read. "
+            "Lowest, highest and rare values may be missing."
+        )
     return run
 
 
@@ -98,13 +160,14 @@ class _Reader:
         self.memory: dict[str, Points] = {}
         self.speed: dict[str, Points] = {}
         self.kept: dict[str, dict[str, Any]] = {}  # checkpoints by path
-        self.elapsed = self.began = self.last = (
-            0.0  # of training before this start; clock at the start; clock of the last event
-        )
+        # Of training before this start; the clock at the start; the clock of the last event.
+        self.elapsed = self.began = self.last = 0.0
         self.times: dict[str, float] = {}
         self.training = self.ended = False
-        # Of the last step: itself, the clock without validation and checkpoints, samples.
-        self.before: tuple[int, float, float | None] | None = None
+        self.columns: dict[int, list[Points]] = {}
+        """The columns of the rows with each number."""
+        self.before: Array | None = None
+        """The last step, its seconds, the clock without validation and checkpoints, samples; shape [4, 1]."""
 
     def read(self, found: Iterable[Mapping[str, Any]]) -> None:
         """All events, in order."""
@@ -113,12 +176,13 @@ class _Reader:
             now = _number(event.get("time"))
             if handle is not None and now is not None:
                 handle(event, now)
-                self.last = now
+                self.last = max(now, self.last) if event["event"] == "rows" else now
         self._close()
         run = self.run
-        run.metrics, run.memory = _curves(self.metrics), _curves(self.memory)
-        run.rates = _merged(_curves(self.rates))
-        run.speed = _curves(self.speed)
+        run.trained = run.starts > 0
+        groups = self.metrics, self.rates, self.speed, self.memory
+        run.metrics, rates, run.speed, run.memory = _curves(*groups)
+        run.rates = _merged(rates)
         run.checkpoints = _checkpoints(run.folder, self.kept)
 
     def _on_start(self, event: Mapping[str, Any], now: float) -> None:
@@ -143,30 +207,62 @@ class _Reader:
                 points.cut(step)
 
     def _on_values(self, event: Mapping[str, Any], now: float) -> None:
-        step = _step(event.get("step"))
-        if step is None:
-            return
-        seconds = self.elapsed + max(0.0, now - self.began) if self.training else math.nan
-        if self.training:
-            self.run.step = max(self.run.step, step)
-            self._add(self.rates, event.get("lr"), step, seconds)
-            self._add(self.memory, event.get("memory"), step, seconds)
-            self._measure(step, now, seconds, event)
-        self._add(self.metrics, event.get("values"), step, seconds)
+        """A row of an earlier version, by name."""
+        groups: dict[str, dict[str, float]] = {}
+        for kind in ("values", "lr", "memory"):
+            numbers = {str(name): _number(value, finite=False) for name, value in _mapping(event.get(kind)).items()}
+            groups[kind] = {name: value for name, value in numbers.items() if value is not None}
+        self._on_columns({"number": 0, **{kind: list(group) for kind, group in groups.items()}}, now)
+        head = 0, now, _step(event.get("step")), 0, _number(event.get("apart")), _number(event.get("samples"))
+        row = [*head, *(value for group in groups.values() for value in group.values())]
+        self._on_rows({"rows": [packed([math.nan if number is None else number for number in row])]}, now)
 
-    def _measure(self, step: int, now: float, seconds: float, event: Mapping[str, Any]) -> None:
-        """The speed since the last values of an earlier step, without validation and checkpoints."""
-        samples = _number(event.get("samples"))
-        worked = now - (_number(event.get("apart")) or 0.0)
-        if self.before is not None and step > self.before[0]:
-            earlier, then, seen = self.before
-            if (took := worked - then) > 0:
-                done = {"steps per second": (step - earlier) / took}
-                if samples is not None and seen is not None and samples > seen:
-                    done["samples per second"] = (samples - seen) / took
-                self._add(self.speed, done, step, seconds)
-        if self.before is None or step > self.before[0]:
-            self.before = step, worked, samples
+    def _on_columns(self, event: Mapping[str, Any], now: float) -> None:
+        number = _step(event.get("number"))
+        if number is not None:
+            groups = zip(("values", "lr", "memory"), (self.metrics, self.rates, self.memory), strict=True)
+            self.columns[number] = [
+                group.setdefault(str(name), Points())
+                for kind, group in groups
+                for name in (event[kind] if isinstance(event.get(kind), list) else [])
+            ]
+
+    def _on_rows(self, event: Mapping[str, Any], now: float) -> None:
+        """Rows that follow each other, of any columns."""
+        rows = [row for row in event["rows"] if len(row) >= 8 * len(HEAD) and len(row) % 8 == 0]
+        if not rows:
+            return
+        head = np.frombuffer(b"".join(row[: 8 * len(HEAD)] for row in rows), "<f8").reshape(len(rows), len(HEAD))
+        numbers, times, steps, _, apart, samples = head.T
+        good = np.isfinite(times) & (steps >= 0) & (steps < LARGEST_STEP)
+        seconds = np.full(len(rows), math.nan)
+        if self.training and good.any():
+            seconds = self.elapsed + np.maximum(0.0, times - self.began)
+            self.run.step = max(self.run.step, int(steps[good].max()))
+            worked = times - np.where(np.isfinite(apart), apart, 0.0)
+            self._measure(*(each[good] for each in (steps, seconds, worked, samples)))
+            self.last = float(times[good][-1])
+        for number, columns in self.columns.items():
+            size = 8 * (len(HEAD) + len(columns))
+            places = [place for place in np.flatnonzero(good & (numbers == number)) if len(rows[place]) == size]
+            at, passed = steps[places], seconds[places]
+            values = np.frombuffer(b"".join(rows[place][8 * len(HEAD) :] for place in places), "<f8")
+            for points, column in zip(columns, values.reshape(len(places), len(columns)).T, strict=True):
+                points.add(at, passed, column)
+
+    def _measure(self, steps: Array, seconds: Array, worked: Array, samples: Array) -> None:
+        """The speed between the first values of each step and of the one before, without validation and checkpoints."""
+        now = np.stack((steps, seconds, worked, samples))
+        now = now if self.before is None else np.concatenate((self.before, now), axis=1)
+        first = np.append(True, now[0, 1:] > np.maximum.accumulate(now[0])[:-1])
+        now = now[:, first]
+        self.before = now[:, -1:]
+        done, _, took, more = np.diff(now)
+        for name, count in (("steps per second", done), ("samples per second", more)):
+            known = (took > 0) & (count > 0)
+            if known.any():
+                points = self.speed.setdefault(name, Points())
+                points.add(now[0, 1:][known], now[1, 1:][known], count[known] / took[known])
 
     def _on_checkpoint(self, event: Mapping[str, Any], now: float) -> None:
         path = str(event.get("path"))
@@ -210,14 +306,11 @@ class _Reader:
         self.run.seconds = sum(self.run.times.values())
         self.training = False
 
-    def _add(self, group: dict[str, Points], values: Any, step: int, seconds: float) -> None:
-        for name, given in _mapping(values).items():
-            if (value := _number(given, finite=False)) is not None:
-                group.setdefault(str(name), Points()).add(step, seconds, value)
 
-
-def _curves(group: Mapping[str, Points]) -> dict[str, Curve]:
-    return {name: points.curve() for name, points in group.items() if points.steps}
+def _curves(*groups: Mapping[str, Points]) -> list[dict[str, Curve]]:
+    shared: dict[tuple[int, ...], Array] = {}
+    curves = [{name: points.curve(shared) for name, points in group.items()} for group in groups]
+    return [{name: curve for name, curve in group.items() if len(curve)} for group in curves]
 
 
 def _merged(rates: dict[str, Curve]) -> dict[str, Curve]:
@@ -246,13 +339,29 @@ def _checkpoints(folder: Path, recorded: Mapping[str, dict[str, Any]]) -> list[d
             found[name] = known
     for path in (folder / "checkpoints").glob("[!.]*/manifest.json"):
         try:
-            manifest = _mapping(json.loads(path.read_bytes()))
+            manifest = _mapping(json.loads(_read(path)))
         except (OSError, ValueError, RecursionError):
             continue
         step, score = _mapping(manifest.get("counters")).get("step"), _mapping(manifest.get("score")).get("value")
         known = {"path": str(path.parent), "step": _step(step), "score": _number(score), "best": False}
-        found.setdefault(path.parent.name, {**known, "time": _number(manifest.get("saved_at")) or 0.0})
+        entry = found.setdefault(path.parent.name, {**known, "time": _number(manifest.get("saved_at")) or 0.0})
+        entry["step"] = known["step"]  # the record has the step at which the save was noticed
+    for known in found.values():
+        known["weights"] = _scored_with(Path(known["path"]), folder / "checkpoints" / _name(known["path"]))
     return sorted(found.values(), key=lambda each: (each["step"] or 0, each["time"]))
+
+
+def _scored_with(*places: Path) -> str:
+    """The weights that a checkpoint's score was measured with, by its manifest, which is at one of these ``places``."""
+    for place in places:
+        try:
+            manifest = _mapping(json.loads(_read(place / "manifest.json")))
+        except (OSError, ValueError, RecursionError):
+            continue
+        several = any(str(file).startswith("weights/") for file in _mapping(manifest.get("files")))
+        found = manifest.get("scored_with", "" if several else "trained")
+        return found if isinstance(found, str) else ""
+    return ""
 
 
 def _exists(path: Path) -> bool:
@@ -262,33 +371,92 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _read_csv(run: RunData) -> None:
+def _read_csv(run: RunData, whole: bool) -> None:
     """A run that only ``CSVLogger`` has recorded: no times and no speed."""
     points: dict[str, Points] = {}
-    for row in _rows(run.folder / CSV):
-        step = _step(_parsed(row.get("step")))
-        if step is None:
-            continue
-        run.step = max(run.step, step)
-        for name, text in row.items():
-            if name not in ("step", "epoch", "samples") and (value := _parsed(text)) is not None:
-                points.setdefault(str(name), Points()).add(step, math.nan, value)
-    curves = _curves(points)
+    with suppress(csv.Error):  # a cell beyond csv's limit: the rows before it count
+        for block in _blocks(run.folder / CSV, whole):
+            rows, steps = _filled(block.get("step", ()))
+            good = (steps >= 0) & (steps < LARGEST_STEP)
+            step_of = np.full(max(map(len, block.values())), math.nan)
+            step_of[rows[good]] = np.floor(steps[good])
+            run.step = int(np.nanmax(step_of, initial=run.step))
+            for name, cells in block.items():
+                if name not in ("step", "run_step", "epoch", "samples"):
+                    places, values = _filled(cells)
+                    known = np.isfinite(step_of[places])
+                    at = step_of[places[known]]
+                    points.setdefault(name, Points()).add(at, np.full(len(at), math.nan), values[known])
+    (curves,) = _curves(points)
     run.rates = {name: curve for name, curve in curves.items() if name.startswith("lr-")}
     run.metrics = {name: curve for name, curve in curves.items() if name not in run.rates}
     run.checkpoints = _checkpoints(run.folder, {})
+    run.trained = (run.folder / CONFIG).exists()  # which a training writes
     try:
-        settings = yaml.safe_load((run.folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
-        return
-    run.config = [(name, text, "") for name, text in _flat(_mapping(settings))]
+        text = _read(run.folder / CONFIG).decode()
+        # This ends early where values are nested too deeply; the parser alone takes ever longer.
+        yaml.compose(text, Loader=yaml.SafeLoader)
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ValueError(
+                "it has aliases, which may stand for more values than anybody can read, and no logger writes them"
+            )
+        run.config = [(name, text, "") for name, text in _flat(_mapping(yaml.safe_load(text)))]
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        run.config = [(CONFIG, f"not read: {error or type(error).__name__}", "")]
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole rows of a CSV file; a last row that a kill left unfinished is left out."""
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        text = file.read()
-    yield from csv.DictReader(text[: text.rfind("\n") + 1].splitlines(keepends=True))
+def _read(path: Path) -> bytes:
+    """The content of a regular file; a pipe or a device could block for ever.
+
+    Raises:
+        OSError: it is another thing, or cannot be read.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is not a regular file")
+    return path.read_bytes()
+
+
+def _blocks(path: Path, whole: bool) -> Iterator[dict[str, tuple[str, ...]]]:
+    """Columns of a CSV file, some thousand rows at a time; a last row that a kill left unfinished is left out."""
+    whole = whole or path.stat().st_size <= WHOLE
+    with path.open(newline="", encoding="utf-8", errors="replace") as file, path.open("rb") as raw:
+        some = (line.decode(errors="replace") for _, line in sampled_lines(raw))
+        lines = _readable(csv.reader(_whole(file if whole else some)))
+        names = [from_cell(cell) for cell in next(lines, [])]
+        while rows := list(islice(lines, 5_000)):
+            full = [row for row in rows if len(row) == len(names)]
+            if full:
+                yield dict(zip(names, zip(*full, strict=True), strict=True))
+
+
+def _readable(rows: Iterable[list[str]]) -> Iterator[list[str]]:
+    """The rows before the first cell of more than 100 kB, which no logger writes."""
+    with contextlib.suppress(csv.Error):
+        yield from rows
+
+
+def _whole(lines: Iterable[str]) -> Iterator[str]:
+    """The lines without a last one that has no end."""
+    before = ""
+    for line in lines:
+        if before:
+            yield before
+        before = line
+    if before.endswith("\n"):
+        yield before
+
+
+def _filled(cells: Sequence[str]) -> tuple[Array, Array]:
+    """The places of cells that have numbers, and these numbers."""
+    places = [place for place, text in enumerate(cells) if text]
+    try:
+        numbers = [float(cells[place]) for place in places]
+    except ValueError:
+        pairs = [(place, number) for place in places if (number := _parsed(cells[place])) is not None]
+        places, numbers = [place for place, _ in pairs], [number for _, number in pairs]
+    return np.array(places, dtype=np.int64), np.array(numbers, dtype=np.float64)
 
 
 def _settings(event: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -354,3 +522,11 @@ def named(runs: Sequence[RunData]) -> None:
         while length < len(own) and sum(other[-length:] == own[-length:] for other in paths) > 1:
             length += 1
         run.name = "/".join(own[-length:])
+
+
+def logged_at(folder: Path, step: int) -> dict[str, float]:
+    """The values that the run in ``folder`` has recorded at ``step``; empty if it has no record."""
+    if not any((folder / name).is_file() for name in (NAME, CSV)):
+        return {}
+    metrics = read_run(folder, whole=True).metrics
+    return {name: float(value) for name, curve in metrics.items() for value in curve.values[curve.steps == step]}

@@ -10,13 +10,16 @@ from .charts import GROUPS, Chart
 from .markup import Html, element, table
 from .runs import PHASES, RunData
 
+_PLACES = ("root_dir",)
+"""Settings that differ between runs without making them different."""
 _GOOD, _BAD = ("completed", "stopped"), ("failed", "no end recorded", "interrupted")
 
 
 def header(runs: Sequence[RunData], title: str) -> Html:
     """Title, how the run ended, and its facts; of several runs a table."""
+    notes = [element("p", run.note) for run in runs if run.note]
     if len(runs) > 1:
-        return element("header", element("h1", title), _overview(runs))
+        return element("header", element("h1", title), notes, _overview(runs))
     run = runs[0]
     status = element("p", _status(run), " ", run.reason)
     pairs = [
@@ -24,7 +27,7 @@ def header(runs: Sequence[RunData], title: str) -> Html:
         for name, value in _facts(run).items()
         if value
     ]
-    return element("header", element("h1", title), status, element("dl", pairs))
+    return element("header", element("h1", title), status, notes, element("dl", pairs))
 
 
 def _status(run: RunData) -> Html:
@@ -98,11 +101,16 @@ def differences(runs: Sequence[RunData]) -> Html | None:
         return None
     names = [run.name for run in runs]
     configs = [{name: value for name, value, _ in run.config} for run in runs]
+    defaults = {(name, value) for run in runs for name, value, origin in run.config if origin == "default"}
     settings: list[list[object]] = []
-    for name in dict.fromkeys(name for config in configs for name in config):
-        values = [config.get(name, "not set" if config else "not recorded") for config in configs]
-        if len(set(values)) > 1:
-            settings.append([name, *values])
+    for name in dict.fromkeys(name for config in configs for name in config if name not in _PLACES):
+        recorded = [config.get(name) for config in configs if config]
+        # A run of an earlier version lacks settings that came later, which had no other value than their default.
+        different = {
+            value for value in recorded if value is not None and (None not in recorded or (name, value) not in defaults)
+        }
+        if len(different) > 1 or (different and None in recorded):
+            settings.append([name, *(config.get(name, "not set" if config else "not recorded") for config in configs)])
     same = element("p", "The runs have the same configuration.")
     last: list[list[object]] = [
         [name, *(number(float(run.metrics[name].values[-1])) if name in run.metrics else "" for run in runs)]
@@ -114,6 +122,17 @@ def differences(runs: Sequence[RunData]) -> Html | None:
         table("Settings that differ", ["setting", *names], settings) if settings else same,
         table("Last value of each metric", ["metric", *names], last, numbers_from=1) if last else None,
     )
+
+
+def evaluated(runs: Sequence[RunData]) -> Html | None:
+    """Values of runs that only evaluated."""
+    rows: list[list[object]] = [
+        [run.name, name, number(float(curve.values[-1])), f"{int(curve.steps[-1]):,}", element("code", str(run.folder))]
+        for run in runs
+        for name, curve in sorted(run.metrics.items())
+    ]
+    head: list[object] = ["evaluation", "metric", "value", "at step", "folder"]
+    return _section("evaluations", "Evaluations", table("Values of each evaluation", head, rows)) if rows else None
 
 
 def where_the_time_went(runs: Sequence[RunData]) -> Html | None:
@@ -152,16 +171,19 @@ def _bar(run: RunData, titled: bool) -> Html:
 def checkpoints(runs: Sequence[RunData]) -> Html | None:
     """The checkpoints that are there."""
     rows: list[list[object]] = []
+    others = any(each["weights"] not in ("", "trained") for run in runs for each in run.checkpoints)
     for run in runs:
         for each in run.checkpoints:
             name = each["path"].rstrip("/").rpartition("/")[2]
             cells: list[object] = [name, *([run.name] if len(runs) > 1 else [])]
             cells += ["" if each["step"] is None else f"{each['step']:,}", element("time", moment(each["time"]))]
             cells += ["" if each["score"] is None else number(each["score"]), "best" if each["best"] else ""]
+            cells += [each["weights"]] if others else []
             rows.append([*cells, element("code", each["path"])])
     if not rows:
         return None
-    head: list[object] = ["checkpoint", *(["run"] if len(runs) > 1 else []), "step", "saved", "score", "best", "path"]
+    head: list[object] = ["checkpoint", *(["run"] if len(runs) > 1 else []), "step", "saved", "score", "best"]
+    head += [*(["weights"] if others else []), "path"]
     return _section("checkpoints", "Checkpoints", table("Checkpoints that were kept", head, rows))
 
 

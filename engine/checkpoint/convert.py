@@ -11,25 +11,28 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.directory import SHARED, write_tree
-from engine.checkpoint.files import Record
+from engine.checkpoint.files import Record, held
 from engine.checkpoint.foreign_files import (
     METADATA,
     PICKLE,
     DistributedFiles,
     InMemory,
-    SafetensorsFile,
     Tensors,
     load_pickle,
 )
 from engine.checkpoint.json_tree import pack, same_memory
-from engine.checkpoint.manifest import MANIFEST
+from engine.checkpoint.manifest import MANIFEST, SCORED_WITH, WEIGHTS
 from engine.checkpoint.optimizer_names import named, nested
+from engine.checkpoint.other_weights import STEM, packed
+from engine.checkpoint.remote_storage import without_query
 from engine.checkpoint.storage import Location, split
 from engine.checkpoint.tensors import Stored, TensorFiles, storable, write_tensors
 from engine.checkpoint.user_paths import folder, local_copy
 
 SHARD = 2 << 30
 """The maximum bytes of tensors in memory at a time, and in one file."""
+AVERAGE = "average"
+"""The name of averaged weights in the new checkpoint: that of :class:`callbacks.WeightAveraging`."""
 _MODELS = ("model", "state_dict", "module")
 _SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "NativeMixedPrecisionPlugin")
 _LIGHTNING = frozenset(
@@ -92,6 +95,8 @@ class _Content:
     hparams: dict[str, Any] = field(default_factory=dict)
     hparams_name: str | None = None
     user: dict[str, Any] = field(default_factory=dict)
+    average: dict[str, Tensor] = field(default_factory=dict)
+    """Averages of the model's weights, with which it was validated."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -122,10 +127,11 @@ def convert(source: str | Path, out: str | Path, *, trust_pickle: bool = False) 
     if name in {*location.manifests(), *location.damaged()} or ("://" not in str(out) and Path(out).exists()):
         raise FileExistsError(f"{out} exists already: choose another path")
     with local_copy(source) as path:
-        content = _read(path, str(source), trust_pickle)
+        shown = without_query(source)
+        content = _read(path, shown, trust_pickle)
         location.begin(name, True)
         try:
-            converted = _write(location, name, content, str(source))
+            converted = _write(location, name, content, shown)
         except BaseException:
             location.abandon(name, True)
             raise
@@ -141,7 +147,7 @@ def _read(path: Path, told: str, trust_pickle: bool) -> _Content:
         raise ValueError(f"{told} is a checkpoint of this library already: there is nothing to convert")
     safe = path.is_dir() and next(path.glob("*.safetensors"), None) is not None
     if path.is_file() and path.suffix == ".safetensors":
-        one = SafetensorsFile(path)
+        one = TensorFiles(path, [path])
         return _Content("safetensors file", one, {name: name for name in one.stored})
     if safe and not (path / METADATA).is_file():
         several = TensorFiles(path)
@@ -154,13 +160,14 @@ def _read(path: Path, told: str, trust_pickle: bool) -> _Content:
         raise ValueError(f"{told}{f' has a {METADATA} that' if path.is_dir() else ''} {PICKLE}")
     if path.is_dir():
         return _distributed(path)
-    loaded = load_pickle(str(path), told, mmap=True)
+    with held(path) as file:
+        loaded = load_pickle(file, told, mmap=True)
     if not isinstance(loaded, Mapping):
         raise ValueError(
             f"{told} holds a {type(loaded).__name__}: a dict of tensors by name is needed, or one with {', '.join(_MODELS)}"
         )
     if "state_dict" in loaded and "pytorch-lightning_version" in loaded:
-        return _lightning(loaded, _tensors("Lightning checkpoint", loaded["state_dict"], told))
+        return _of_lightning(loaded, told)
     key = next((key for key in _MODELS if isinstance(loaded.get(key), Mapping)), None)
     content = _tensors("torch.save file", loaded if key is None else loaded[key], told)
     if key is not None:
@@ -198,6 +205,23 @@ def _tensors(kind: str, state: Mapping[str, Any], told: str) -> _Content:
     return _Content(
         kind, InMemory(tensors), {name: name for name in tensors if name not in aliases}, aliases, notes=notes
     )
+
+
+def _of_lightning(loaded: Mapping[str, Any], told: str) -> _Content:
+    """A Lightning checkpoint. Where its ``WeightAveraging`` was used, ``state_dict`` is the average, which was validated."""
+    trained = loaded.get("current_model_state")
+    if not isinstance(trained, Mapping):
+        return _lightning(loaded, _tensors("Lightning checkpoint", loaded["state_dict"], told))
+    average, rest = _tensors("Lightning checkpoint", loaded["state_dict"], told), dict(loaded)
+    for name in ("current_model_state", "averaging_state"):
+        rest.pop(name, None)
+    content = _lightning(rest, _tensors("Lightning checkpoint", trained, told))
+    names = {*average.names, *average.aliases}
+    content.average = {str(name): value for name, value in loaded["state_dict"].items() if str(name) in names}
+    content.notes.append(
+        f"the average of WeightAveraging is there as the weights {AVERAGE!r}; in a training it starts again"
+    )
+    return content
 
 
 def _lightning(loaded: Mapping[str, Any], content: _Content) -> _Content:
@@ -260,7 +284,8 @@ def _distributed(path: Path) -> _Content:
         else:
             content.notes.append(f"left out: {top!r}")
     if (path / "meta.pt").is_file():  # Lightning's, with sharded tensors
-        optim, loaded = content.optim, load_pickle(str(path / "meta.pt"), path / "meta.pt")
+        with held(path / "meta.pt") as file:
+            optim, loaded = content.optim, load_pickle(file, path / "meta.pt")
         content = _lightning({**loaded, "optimizer_states": []}, content)
         content.kind, content.optim = "Lightning sharded checkpoint", optim
     return content
@@ -335,6 +360,13 @@ def _write(location: Location, name: str, content: _Content, told: str) -> Conve
         "converted_from": {"path": told, "kind": content.kind},
         "versions": {"torch": str(torch.__version__)},
     }
+    if content.average:
+        (draft / WEIGHTS).mkdir()
+        tensors, tree = packed({AVERAGE: content.average})
+        within = {key.removeprefix(f"{WEIGHTS}/"): tensor for key, tensor in tensors.items()}
+        files |= _write_tensors(draft, f"{WEIGHTS}/rank=00000.safetensors", within)
+        files |= write_tree(draft, STEM, (tree, {}))
+        facts[SCORED_WITH] = AVERAGE
     location.send(name, files)
     location.seal(name, 1, facts, files)
     path = str(location.path(name))

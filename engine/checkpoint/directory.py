@@ -17,15 +17,14 @@ It is written into the hidden sibling ``.step=00000120.partial``, synced to the 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from engine.checkpoint.files import (
     DamagedCheckpoint,
@@ -41,6 +40,9 @@ from engine.checkpoint.files import (
 from engine.checkpoint.json_tree import unpack
 from engine.checkpoint.manifest import FOLDERS, MANIFEST, WEIGHTS, age_of, check_manifest
 from engine.checkpoint.tensors import TensorFiles, read_tensors, write_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHARED, RANK = "state/shared", "state/rank={:05d}"
 
@@ -189,7 +191,7 @@ class Opened:
         there = {f"{folder}/{path.name}" for path in (self.directory / folder).glob("*.safetensors")}
         if strange := sorted(there - self.files.keys()):
             raise DamagedCheckpoint(f"{self.directory}: {strange[0]} is not in the manifest")
-        return TensorFiles(self.directory / folder, bool(there))
+        return TensorFiles(self.directory / folder, [self.directory / name for name in sorted(there)])
 
     def tree(self, stem: str, tensors: Mapping[str, Any] | None = None) -> Any:
         """A tree that :func:`write_tree` wrote; ``None`` when there is no such file.
@@ -234,46 +236,79 @@ def read_manifests(root: Path) -> dict[Path, dict[str, Any]]:
     Complete: a manifest that is as it was written, and every file there with its right size. After a run that went back to an earlier
     step, the newest is the last that this run wrote, not the one with the highest step.
     """
-    found: list[tuple[Any, str, Path, dict[str, Any]]] = []
-    for path in directories(root):
-        # An old one that was moved aside stands in while its successor is not yet there.
-        with suppress(DamagedCheckpoint, OSError):
-            stands_in = path.suffix == ".replaced" and path.name.startswith(".") and not (root / path.stem[1:]).exists()
-            if (stands_in or not path.name.startswith(".")) and (path / MANIFEST).is_file():
-                manifest = read_manifest(path)
-                found.append((age_of(manifest), path.name, path, manifest))
+    found = [(age_of(manifest), path.name, path, manifest) for path, manifest in complete(root)]
     return {path: manifest for _, _, path, manifest in sorted(found, key=lambda entry: entry[:2])}
 
 
-def remove(path: Path) -> bool:
+def complete(root: Path, without: str = "") -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The complete checkpoints directly in ``root``, except for ``without``, with their manifests, each read when it is asked for."""
+    with os.scandir(root) if root.is_dir() else nullcontext(()) as entries:
+        for entry in entries:
+            name = entry.name
+            # An old one that was moved aside stands in while its successor is not yet there.
+            stands_in = name.startswith(".") and name.endswith(".replaced")
+            if name == without or (stands_in and os.path.exists(f"{root}/{name[1:].removesuffix('.replaced')}")):
+                continue
+            if (stands_in or not name.startswith(".")) and os.path.isfile(f"{root}/{name}/{MANIFEST}"):
+                with suppress(DamagedCheckpoint, OSError):
+                    yield root / name, read_manifest(root / name)
+
+
+def new_serials(root: Path, known: set[tuple[str, int, int]]) -> list[int]:
+    """The serial numbers of the checkpoints in ``root`` that are not in ``known``, to which they are added.
+
+    Args:
+        known: names, with inodes and times: a checkpoint that replaces one of its name is new.
+    """
+    serials: list[int] = []
+    with os.scandir(root) as entries:
+        for entry in entries:
+            with suppress(DamagedCheckpoint, OSError):
+                status = entry.stat()
+                key = entry.name, status.st_ino, status.st_mtime_ns
+                if key not in known and not entry.name.startswith("."):
+                    known.add(key)
+                    manifest = check_manifest(entry.path, read_json(inside(root / entry.name, MANIFEST)))
+                    serials.append(manifest["serial"])
+    return serials
+
+
+def remove(path: Path, newest: Path | None = None) -> bool:
     """Delete a checkpoint: it is hidden, then its manifest goes, then the rest; a kill in between leaves nothing that looks like one.
 
     Of a link to one only the link goes.
+
+    Args:
+        newest: the one that the caller wrote last; while it is complete, the folder is not searched for another.
 
     Returns:
         False: it stays, because someone is reading it, or because no other complete one lies beside it.
 
     Raises:
         ValueError: ``path`` exists, but is not a checkpoint.
+        OSError: not everything could be deleted; a later call deletes the rest.
     """
-    if not path.exists():
-        return True
-    if not (path / MANIFEST).is_file():
-        raise ValueError(f"{path} is not a checkpoint ({MANIFEST} is missing): it is not deleted")
-    if not any(other != path for other in list_checkpoints(path.parent)):
-        return False
-    lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    if lock is None:
-        return False
-    try:
-        removed = path.with_name(f".{path.name}.removed")
-        _delete(removed)
-        path.rename(removed)
-        if not removed.is_symlink():
-            (removed / MANIFEST).unlink()
+    removed = path.with_name(f".{path.name}.removed")
+    if path.exists():
+        if not (path / MANIFEST).is_file():
+            raise ValueError(f"{path} is not a checkpoint ({MANIFEST} is missing): it is not deleted")
+        stays = newest is not None and newest != path and is_readable(newest)
+        if not stays and not any(complete(path.parent, path.name)):
+            return False
+        lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if lock is None:
+            return False
+        try:
+            _delete(removed)
+            path.rename(removed)
+            if not removed.is_symlink():
+                (removed / MANIFEST).unlink()
+        finally:
+            os.close(lock)
+    if os.path.lexists(removed):
         _delete(removed)  # another job's sweep may be deleting it
-    finally:
-        os.close(lock)
+        if os.path.lexists(removed):
+            raise OSError(errno.ENOTEMPTY, "not all of its files could be deleted", str(removed))
     return True
 
 
@@ -298,6 +333,8 @@ def is_one(path: Path) -> bool:
 def is_readable(path: Path) -> bool:
     """Whether this version reads the manifest of the checkpoint at ``path``, and all files exist."""
     try:
+        if not (path / MANIFEST).is_file():
+            return False  # here already: the error of read_manifest lists all others
         read_manifest(path)
     except (DamagedCheckpoint, OSError):
         return False
@@ -306,11 +343,9 @@ def is_readable(path: Path) -> bool:
 
 def sweep(root: Path) -> None:
     """Delete what killed runs left in ``root``; drafts of other running jobs stay."""
-    complete = set(list_checkpoints(root))
+    whole = set(list_checkpoints(root))
     for path in directories(root):
-        ours = (
-            path.name.startswith(".") and path.suffix in (".partial", ".replaced", ".removed") and path not in complete
-        )
+        ours = path.name.startswith(".") and path.suffix in (".partial", ".replaced", ".removed") and path not in whole
         with suppress(OSError):
             if ours and all(each.name in (*FOLDERS, WEIGHTS, MANIFEST) for each in path.iterdir()):
                 descriptor = os.open(path, os.O_RDONLY)
@@ -323,7 +358,9 @@ def sweep(root: Path) -> None:
 
 def directories(root: Path) -> list[Path]:
     """The entries of ``root``, which may not exist."""
-    return [path for path in sorted(root.iterdir()) if path.is_dir()] if root.is_dir() else []
+    return (
+        [root / name for name in sorted(os.listdir(root)) if os.path.isdir(f"{root}/{name}")] if root.is_dir() else []
+    )
 
 
 def _delete(path: Path) -> None:

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from engine.checkpoint import published
 from engine.checkpoint.directory import SHARED
-from engine.checkpoint.files import printable, write_json
+from engine.checkpoint.files import write_json
 from engine.checkpoint.json_tree import same_memory
-from engine.checkpoint.manifest import WEIGHTS
+from engine.checkpoint.other_weights import weights_folder
 from engine.checkpoint.reader import Source
 from engine.checkpoint.tensors import Stored, storable, write_tensors
 from engine.checkpoint.user_paths import opened, outgoing
 from engine.config.file_size import size_in_bytes
+from engine.utils.text import terminal_text
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Possible dtypes of exported floating point tensors."""
@@ -66,6 +67,8 @@ class Exported:
     tensors: int
     bytes: int
     """The bytes of the tensors."""
+    weights: str
+    """``"trained"``, or the name of the weights, such as ``"ema"``."""
     tied: dict[str, str] = field(default_factory=dict)
     """Names that share a tensor with an exported one."""
     published: list[str] = field(default_factory=list)
@@ -97,7 +100,8 @@ def export_checkpoint(
         max_shard_size: bytes of a file, or ``"5GB"``; a larger tensor gets its own file.
         prefix_strip: removed from names that start with it; by default what the module has published.
         include, exclude: patterns (``*``, ``?``, ``[...]``) of the checkpoint's names; by default all of them.
-        weights: rather than the trained weights, those that a callback has kept under this name, such as ``"ema"``.
+        weights: ``"trained"``, or those that a callback has kept under a name such as ``"ema"``; by default those that the checkpoint's score was
+            measured with.
 
     Raises:
         FileNotFoundError, DamagedCheckpoint: there is no checkpoint, or it is damaged.
@@ -107,7 +111,7 @@ def export_checkpoint(
     """
     limit = size_in_bytes(max_shard_size)
     wanted = _dtype(dtype)
-    with opened(path, ("model", "state", *([] if weights is None else [WEIGHTS]))) as found, outgoing(out) as directory:
+    with opened(path, ("model", "state", *weights_folder(weights))) as found, outgoing(out) as directory:
         source, beside = Source(found, weights), published.find(found.directory, found.tree(SHARED) or {})
         everything = source.names
         names = [name for name in _chosen(everything, include, exclude) if name not in source.extra]
@@ -136,6 +140,7 @@ def export_checkpoint(
             published=shown[len(written) :],
             tensors=len(sizes),
             bytes=sum(sizes.values()),
+            weights=source.weights,
             tied={
                 name: first[source.aliases.get(name, name)]
                 for name in names
@@ -173,7 +178,9 @@ def _named(first: Mapping[str, str], beside: published.Published, prefix: str | 
     found = {beside.names[name]: old for old, name in first.items() if name in beside.names}
     if lost := sorted(beside.names.keys() - first.values()):
         raise ValueError(
-            printable(f"the checkpoint has no {lost[0]!r}, which belongs to the adapter: include it, or exclude less")
+            terminal_text(
+                f"the checkpoint has no {lost[0]!r}, which belongs to the adapter: include it, or exclude less"
+            )
         )
     return found
 

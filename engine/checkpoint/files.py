@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import errno
 import json
-import mmap
 import os
 import stat
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from os.path import islink
 from pathlib import Path
 from typing import Any, NoReturn
+
+from engine.utils.text import terminal_text
 
 CHUNK = 1 << 22
 """Bytes that are written and checksummed at a time: few enough to stay in the processor's cache."""
 BLOCK = 1 << 26
 """Bytes per checksum: several threads, and several ranks, share the work of checking one file."""
+_READ = 1 << 20
+"""Bytes that are read and checksummed at a time."""
 THREADS = min(8, os.cpu_count() or 1)
 
 Record = dict[str, Any]
@@ -29,12 +33,7 @@ class DamagedCheckpoint(ValueError):
     """A checkpoint that is incomplete, changed since it was written, or of an unknown form. The message has the file and the reason."""
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(printable(message))  # it may quote what an attacker wrote
-
-
-def printable(text: object) -> str:
-    """Text safe for a terminal: unprintable characters except line ends (escape sequences, bidi controls) become Python escapes."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in str(text))
+        super().__init__(terminal_text(message))  # it may quote what an attacker wrote
 
 
 def is_entry(name: object) -> bool:
@@ -104,11 +103,42 @@ def open_file(path: Path) -> int:
     Raises:
         DamagedCheckpoint: it is a pipe, a device or a directory: opening or reading it could block forever.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
+    if stat.S_ISREG(os.stat(path).st_mode):  # opening a device may already do something
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
     raise DamagedCheckpoint(f"{path} is not a file")
+
+
+@contextmanager
+def held(file: Any) -> Iterator[Any]:
+    """A name under which a file is found even if another one takes its place meanwhile; what is not a path stays as it is.
+
+    Raises:
+        DamagedCheckpoint: as :func:`open_file`.
+    """
+    if not isinstance(file, str | os.PathLike):
+        yield file
+        return
+    descriptor = open_file(Path(file))
+    try:
+        yield f"/dev/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def fill(path: Path, descriptor: int, memory: memoryview, place: int) -> None:
+    """Fill memory with a file's bytes from ``place`` on. They are not mapped: a mapped file that is cut short ends the process.
+
+    Raises:
+        DamagedCheckpoint: the file ends before.
+    """
+    while memory:
+        count = os.preadv(descriptor, [memory], place)
+        if not count:
+            raise DamagedCheckpoint(f"{path} has become shorter while it was read")
+        memory, place = memory[count:], place + count
 
 
 def parse_json(path: Any, text: bytes) -> Any:
@@ -126,6 +156,10 @@ def inside(directory: Path, name: str) -> Path:
         DamagedCheckpoint: it leads out of the directory, by ``..``, as an absolute path or by a link.
     """
     path = directory / name
+    folder, _, file = name.rpartition("/")
+    plain = is_entry(file) and (not folder or (is_entry(folder) and not islink(path.parent)))
+    if plain and not islink(path):
+        return path  # nearly always: without a look-up of each folder above
     try:
         if path.resolve().is_relative_to(directory.resolve()):
             return path
@@ -170,9 +204,12 @@ def _sum(path: Path, size: int, index: int) -> str:
         low, high = index * BLOCK, min(size, (index + 1) * BLOCK)
         if low >= high:
             return f"{0:08x}"
-        # Mapped rather than read: half the time, since nothing is copied.
-        with mmap.mmap(descriptor, high - low, prot=mmap.PROT_READ, offset=low) as mapped:
-            return f"{zlib.crc32(mapped):08x}"
+        memory, checksum = memoryview(bytearray(min(_READ, high - low))), 0
+        for place in range(low, high, _READ):
+            part = memory[: min(_READ, high - place)]
+            fill(path, descriptor, part, place)
+            checksum = zlib.crc32(part, checksum)
+        return f"{checksum:08x}"
     finally:
         os.close(descriptor)
 

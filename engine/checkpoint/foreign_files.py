@@ -2,6 +2,9 @@
 
 A pickle can name any function to be called while it is read. Here it is read by ``torch.load(weights_only=True)``, and the
 index of a ``torch.distributed.checkpoint`` directory by an unpickler that knows only inert stand-ins for the classes of such an index.
+
+A small pickle can also stand for more values than any machine can visit: lists that hold one list many times, which holds another many times.
+What is read is therefore measured, each object once, before anything walks through it.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ import io
 import os
 import pickle
 import pickletools
-from collections.abc import Callable, Mapping, Sequence
+import zipfile
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path, PosixPath, WindowsPath
 from typing import Any, Protocol
@@ -19,7 +23,8 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.files import DamagedCheckpoint, inside, open_file
-from engine.checkpoint.tensors import FORMATS, Stored
+from engine.checkpoint.tensors import Stored
+from engine.utils.text import terminal_text
 
 PICKLE = (
     "is a pickle, which can run code when it is opened: --trust-pickle (trust_pickle=True) reads it anyway, tensors and plain values "
@@ -47,50 +52,28 @@ class InMemory:
         return {name: self.tensors[name].detach().cpu() for name in names}
 
 
-class SafetensorsFile:
-    """One ``.safetensors`` file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        dtypes = {short: dtype for dtype, short in FORMATS.items()}
-
-        def read(file: Any) -> dict[str, Stored]:
-            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is not a dict
-            return {name: Stored(name, torch.Size(s.get_shape()), dtypes[s.get_dtype()]) for name, s in found.items()}
-
-        self.stored: dict[str, Stored] = self._open(read)
-
-    def whole(self, names: Sequence[str]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self._open(lambda file: {name: file.get_tensor(name) for name in names})
-        return found
-
-    def _open(self, read: Callable[[Any], Any]) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(str(self.path), framework="pt") as file:
-                return read(file)
-        except (SafetensorError, KeyError) as error:
-            raise DamagedCheckpoint(f"{self.path}: cannot be read as safetensors: {error}") from error
-
-
 def load_pickle(file: Any, where: object, mmap: bool = False) -> Any:
     """Load a ``torch.save`` file that contains only tensors and plain values.
 
     Raises:
         ValueError: it contains anything else; the message names it.
-        DamagedCheckpoint: it cannot be read.
+        DamagedCheckpoint: it cannot be read, or stands for more than it holds (:func:`check_bounds`).
     """
     try:
+        check_pickles(where, file)
         with torch.serialization.safe_globals([PosixPath, WindowsPath]):  # common in hyperparameters, and harmless
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        check_bounds(where, loaded)
+        return loaded
+    except DamagedCheckpoint:
+        raise
     except pickle.UnpicklingError as error:
         text = str(error)
         if "GLOBAL " in text or "global" in text:
             name = text.partition("GLOBAL ")[2].split(" ")[0] or text.splitlines()[0]
             raise ValueError(
-                f"{where} holds {name}, which is neither a tensor nor a plain value: it is not read. Save the file without it, or load it "
-                "where it comes from and save its state_dict()"
+                f"{where} holds {terminal_text(name)}, which is neither a tensor nor a plain value: it is not read. Save the file without it, or "
+                "load it where it comes from and save its state_dict()"
             ) from error
         raise DamagedCheckpoint(f"{where} cannot be read: {text.splitlines()[0]}") from error
     except RuntimeError as error:
@@ -180,7 +163,7 @@ class DistributedFiles:
         path = inside(self.directory, relative)
         if low < 0 or length < 0 or not path.is_file() or low + length > path.stat().st_size:
             raise DamagedCheckpoint(f"{self.directory}: {relative} is missing or too short for {name!r}")
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path), "rb") as file:
             file.seek(low)
             return load_pickle(io.BytesIO(file.read(length)), f"{path} ({name})")
 
@@ -243,6 +226,74 @@ class _Foreign(Exception):
     """A class that an index does not contain."""
 
 
+_FACTOR, _FREE = 16, 1_000_000
+"""A file may stand for this many times the values that it holds, and for so many besides."""
+_LARGE = 1 << 26
+"""Bytes: more are not made of nothing."""
+_DEEPEST = 200
+"""Values in values in values: more than this cannot be written as JSON."""
+
+
+def check_bounds(where: object, tree: Any) -> None:
+    """Check that a tree can be walked through: that objects which occur in it often do not multiply, and that it is not nested too deeply.
+
+    Raises:
+        DamagedCheckpoint: it has too many values where each is counted as often as it occurs, is nested too deeply or in itself, or a tensor has
+            many times the elements of its memory.
+    """
+    sizes: dict[int, tuple[int, int]] = {}  # values in each container, and how deep they are nested
+    open_ones: set[int] = set()
+    held, pending = 0, [tree]
+    while pending:
+        node = pending[-1]
+        inner = _inner(node)
+        if id(node) in sizes or inner is None:
+            _check_tensor(where, node)
+            pending.pop()
+        elif id(node) in open_ones:
+            open_ones.discard(id(node))
+            pending.pop()
+            measured = [sizes.get(id(each), (1, 0)) for each in inner]
+            sizes[id(node)] = (
+                1 + sum(size for size, _ in measured),
+                1 + max((depth for _, depth in measured), default=0),
+            )
+            if sizes[id(node)][1] > _DEEPEST:
+                raise DamagedCheckpoint(
+                    f"{where} is nested more than {_DEEPEST} levels deep, and cannot be a checkpoint"
+                )
+        else:
+            open_ones.add(id(node))
+            held += len(inner)
+            if any(id(each) in open_ones for each in inner):
+                raise DamagedCheckpoint(f"{where} has a value that holds itself, and cannot be a checkpoint")
+            pending += [each for each in inner if id(each) not in sizes]
+    if sizes.get(id(tree), (0, 0))[0] > _FREE + _FACTOR * held:
+        raise DamagedCheckpoint(
+            f"{where} holds {held:,} values, which stand for more than {_FREE + _FACTOR * held:,} because some occur in others again and again: "
+            "it cannot be a checkpoint"
+        )
+
+
+def _inner(node: Any) -> list[Any] | None:
+    """The values in a container; ``None`` for any other value."""
+    if isinstance(node, Mapping):
+        return [*node.keys(), *node.values()]
+    if isinstance(node, (list, tuple, set, frozenset)):
+        return list(node)
+    return list(vars(node).values()) if isinstance(node, _StandIn) else None
+
+
+def _check_tensor(where: object, value: Any) -> None:
+    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
+        memory = value.untyped_storage().nbytes()
+        if value.nbytes > _FREE + _FACTOR * memory:
+            raise DamagedCheckpoint(
+                f"{where} has a tensor of shape {list(value.shape)} whose {value.nbytes:,} bytes are {memory:,} bytes again and again: "
+                "it cannot be a checkpoint"
+            )
+
+
 _SIZED = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"))
 
 
@@ -257,17 +308,104 @@ def _check_sizes(content: bytes) -> None:
             raise ValueError(f"{operation.name} {argument} in {len(content)} bytes")
 
 
+def check_pickles(where: object, file: Any) -> None:
+    """Check a file of ``torch.save`` before it is loaded: nothing in it is compressed, and its tuples do not multiply.
+
+    Args:
+        file: a path, or an open file, which is at its start afterwards. What is not such a file passes.
+
+    Raises:
+        DamagedCheckpoint: an entry is compressed, or tuples stand for too many values: a dict would compute their hashes.
+    """
+    if isinstance(file, (str, os.PathLike)):
+        with os.fdopen(open_file(Path(file)), "rb") as opened:
+            check_pickles(where, opened)
+        return
+    try:
+        is_archive = file.read(4) == b"PK\3\4"  # as torch decides it
+        file.seek(0)
+        if not is_archive:
+            for _ in range(4):  # a number, the version, the system, the object
+                _check_tuples(where, file)
+            return
+        with zipfile.ZipFile(file) as archive:
+            for entry in archive.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    raise DamagedCheckpoint(f"{where}: {entry.filename} is compressed, which torch.save does not do")
+                if entry.filename.endswith(".pkl"):
+                    with archive.open(entry) as inner:
+                        _check_tuples(where, io.BytesIO(inner.read()))
+    except DamagedCheckpoint:
+        raise
+    except Exception:  # torch.load says what is wrong with it
+        return
+    finally:
+        file.seek(0)
+
+
+_GROWS = frozenset(("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"))
+
+
+def _check_tuples(where: object, file: Any) -> None:
+    """Follow one pickle's stack without executing it, and count values as often as they are used: a tuple's hash visits all of them.
+
+    Raises:
+        DamagedCheckpoint: they are many times those that the pickle holds, or it may make a large ``bytearray`` of a number.
+    """
+    stack: list[list[int] | None] = []  # the number of values of each; None for a mark
+    memo: dict[int, list[int]] = {}
+    used, largest, has_bytes = 0, 0, False
+    for count, (operation, argument, _) in enumerate(pickletools.genops(file)):
+        name = operation.name
+        largest = max(largest, argument) if type(argument) is int else largest
+        has_bytes = has_bytes or (name == "GLOBAL" and str(argument).endswith(" bytearray"))
+        if has_bytes and largest > _LARGE:
+            raise DamagedCheckpoint(
+                f"{where} has a bytearray, and a number so large that it may be its size: it is not read"
+            )
+        if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            memo[len(memo) if name == "MEMOIZE" else int(argument or 0)] = (stack[-1] if stack else None) or [1]
+            continue
+        if name in ("GET", "BINGET", "LONG_BINGET", "DUP"):
+            value = (stack[-1] if stack else None) if name == "DUP" else memo.get(int(argument or 0))
+            stack.append(value or [1])
+        else:
+            taken = []
+            for kind in reversed(operation.stack_before):
+                while kind is pickletools.stackslice and stack and stack[-1] is not None:
+                    taken.append(stack.pop())
+                if kind is not pickletools.stackslice and stack:
+                    taken.append(stack.pop())
+            size = 1 + sum(value[0] for value in taken if value is not None)
+            if name in _GROWS and taken and taken[-1] is not None:
+                taken[-1][0] = size
+                stack.append(taken[-1])
+                continue
+            stack += [None if kind is pickletools.markobject else [size] for kind in operation.stack_after]
+            if name != "REDUCE" and "TUPLE" not in name:
+                continue
+        used += stack[-1][0] if stack and stack[-1] is not None else 1
+        if used > _FREE + _FACTOR * count:
+            raise DamagedCheckpoint(
+                f"{where} holds few values, which stand for more than {used:,} because some occur in others again and again: "
+                "it cannot be a checkpoint"
+            )
+
+
 def _unpickled(path: Path) -> Any:
     try:
         with os.fdopen(open_file(path), "rb") as file:
             content = file.read()
         _check_sizes(content)
-        return _Index(io.BytesIO(content)).load()
+        _check_tuples(path, io.BytesIO(content))
+        index = _Index(io.BytesIO(content)).load()
+        check_bounds(path, index)
+        return index
     except _Foreign as error:
         raise ValueError(
-            f"{path} holds {error}, which a checkpoint's index does not contain: it is not read"
+            f"{path} holds {terminal_text(error)}, which a checkpoint's index does not contain: it is not read"
         ) from error
-    except FileNotFoundError:
+    except (FileNotFoundError, DamagedCheckpoint):
         raise
     except Exception as error:  # a pickle can fail in any way
         raise DamagedCheckpoint(f"{path} cannot be read: {type(error).__name__}: {error}") from error

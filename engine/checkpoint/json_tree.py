@@ -7,12 +7,12 @@ import math
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from engine.checkpoint.tensors import known_format
+
+if TYPE_CHECKING:  # manifests are read without torch
+    from torch import Tensor
 
 _TAG = "$"  # {"$": kind, ...} represents what JSON cannot express
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -82,7 +82,7 @@ class _Packer:
             return {_TAG: kind.__name__, "items": [self.value(each, (*path, i)) for i, each in enumerate(item)]}
         if kind is bytes:
             return {_TAG: "bytes", "base64": base64.b64encode(item).decode("ascii")}
-        if isinstance(item, Tensor):
+        if (torch := sys.modules.get("torch")) and isinstance(item, torch.Tensor):
             return {_TAG: "tensor", "name": self._tensor(item, path)}
         if numpy := sys.modules.get("numpy"):  # without it there are no arrays
             if isinstance(item, numpy.generic) and item.dtype.name in _NUMPY:
@@ -102,7 +102,9 @@ class _Packer:
         return {_TAG: kind.__name__, "items": pairs}
 
     def _tensor(self, item: Tensor, path: tuple[Any, ...]) -> str:
-        plain = type(item) in (Tensor, torch.nn.Parameter) or self.cut(item)
+        import torch
+
+        plain = type(item) in (torch.Tensor, torch.nn.Parameter) or self.cut(item)
         if not plain or item.layout != torch.strided or item.is_quantized:
             raise TypeError(
                 f"{_where(path)} is a tensor of a special kind ({type(item).__name__}, {item.layout}): make it a dense one"
@@ -118,6 +120,8 @@ class _Packer:
         return self._names[known]
 
     def _array(self, item: Any, path: tuple[Any, ...]) -> str:
+        import torch
+
         name = self._name(path)
         # Copied: torch accepts neither negative strides nor foreign byte order, and warns about read-only memory.
         self.tensors[name] = torch.from_numpy(item.astype(item.dtype.newbyteorder("="), order="C", copy=True))
@@ -142,7 +146,9 @@ def _is_key(key: Any) -> bool:
 
 def same_memory(tensor: Tensor) -> Any:
     """A key that is equal for tensors with the same elements in the same memory, such as tied weights."""
-    if not tensor.numel() or type(tensor) not in (Tensor, torch.nn.Parameter):
+    import torch
+
+    if not tensor.numel() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return id(tensor)
     return (
         tensor.data_ptr(),

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.directory import SHARED, Opened
 from engine.checkpoint.files import DamagedCheckpoint, blocks, read_json, verify
-from engine.checkpoint.manifest import FOLDERS, MANIFEST, WEIGHTS, check_manifest
-from engine.checkpoint.other_weights import OtherWeights
+from engine.checkpoint.manifest import FOLDERS, MANIFEST, SCORED_WITH, TRAINED, WEIGHTS, check_manifest
 from engine.checkpoint.storage import Location
-from engine.checkpoint.tensors import TensorFiles
-from engine.checkpoint.user_paths import find, folder
+from engine.checkpoint.tensors import TensorFiles, check_header
+from engine.checkpoint.user_paths import find, find_in, folder
 from engine.config.masked import without_secrets
 
 Entry = dict[str, Any]
+OTHERS = f"{WEIGHTS}/{WEIGHTS}"
+"""The tree that names other weights than the trained ones."""
+
+
+class Unread:
+    """Stands for a tensor of a tree, which is neither shown nor read: reading imports torch."""
+
+    def numpy(self) -> Unread:
+        return self
 
 
 def entries(root: str | Path) -> list[Entry]:
@@ -24,17 +33,19 @@ def entries(root: str | Path) -> list[Entry]:
 
     Returns:
         ``name``, ``path``, ``complete`` of each; for a complete one also ``step``, ``epoch``, ``saved_at`` (seconds since 1970), ``bytes``,
-        ``world_size``, ``metrics`` and ``score``; for an incomplete one ``reason``.
+        ``world_size``, ``metrics``, ``score`` and ``scored_with`` (the weights that a score is measured with: ``"trained"``, a name such as
+        ``"ema"``, or ``None`` if an earlier version has not noted it); for an incomplete one ``reason``.
 
     Raises:
         FileNotFoundError: there is no checkpoint, not even an incomplete one.
     """
     where = folder(root)
     if where is None:  # a checkpoint rather than a folder of them, or nothing
-        where, names = find(root)
+        where, names = find_in(root, where)
         return [_entry(where, name, manifest) for name, manifest in where.manifests().items() if name in names]
-    found = [_entry(where, name, manifest) for name, manifest in where.manifests().items()]
-    damaged = where.damaged().items()
+    manifests = where.manifests()
+    found = [_entry(where, name, manifest) for name, manifest in manifests.items()]
+    damaged = where.damaged(manifests).items()
     return [
         *found,
         *({"name": name, "path": str(where.path(name)), "complete": False, "reason": why} for name, why in damaged),
@@ -54,7 +65,15 @@ def _entry(where: Location, name: str, manifest: Mapping[str, Any]) -> Entry:
         "world_size": manifest["world_size"],
         "metrics": _fields(manifest.get("metrics")),
         "score": _score(manifest),
+        SCORED_WITH: scored_with(manifest),
     }
+
+
+def scored_with(manifest: Mapping[str, Any]) -> str | None:
+    """The name of the weights that a checkpoint's score was measured with, for people; ``None``: it has several and does not say."""
+    several = any(file.startswith(f"{WEIGHTS}/") for file in manifest["files"])
+    found = manifest.get(SCORED_WITH, None if several else TRAINED)
+    return found if isinstance(found, str) else None
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -85,11 +104,11 @@ def facts(path: str | Path, tensors: bool = False) -> dict[str, Any]:
         rest = {
             name: value for name, value in found.manifest.items() if name not in (*entry, "files", "crc32", "counters")
         }
-        shared = _fields(found.tree(SHARED))
+        shared = _fields(found.tree(SHARED, defaultdict(Unread)))
         report = {**entry, **rest, "files": {name: known["bytes"] for name, known in found.files.items()}}
         if isinstance(shared.get("hparams"), dict):
             report["hparams"] = without_secrets({str(name): value for name, value in shared["hparams"].items()})
-        if others := OtherWeights(found).names:
+        if others := list(_fields(found.tree(OTHERS, {}))):
             report["weights"] = others
         if tensors:
             folders = ("model", "optim", *([WEIGHTS] if others else ()))
@@ -117,8 +136,9 @@ def problems(path: str | Path) -> dict[str, list[str]]:
     """
     where = folder(path)
     if where is not None:
-        found = {str(where.path(name)): _problems(where, name) for name in where.manifests()}
-        return found | {str(where.path(name)): _problems(where, name, why) for name, why in where.damaged().items()}
+        names = list(where.manifests())
+        damaged = where.damaged(names)
+        return {str(where.path(name)): _problems(where, name, damaged.get(name, "")) for name in [*names, *damaged]}
     try:
         where, names = find(path)
     except DamagedCheckpoint as error:
@@ -155,15 +175,13 @@ def _problems(where: Location, name: str, known: str = "") -> list[str]:
 
 
 def _open(directory: Path, files: Sequence[str] | Mapping[str, Any]) -> None:
-    """Open every file with its reader, which raises on errors."""
+    """Read all that is not a tensor: headers and trees. Raises on errors."""
     with Opened(directory, folders=()) as opened:
-        for folder in ("model", "optim"):
-            known = opened.tensors(folder).stored
-            opened.tree(f"{folder}/{folder}", known if folder == "optim" else {})
-        OtherWeights(opened)
         for file in files:
-            if file.startswith("state/") and file.endswith(".json"):
-                opened.tree(file.removesuffix(".json"))
+            if file.endswith(".safetensors"):
+                check_header(directory / file)
+            elif file.endswith(".json"):
+                opened.tree(file.removesuffix(".json"), defaultdict(Unread))
 
 
 def by_score(manifests: Mapping[str, Mapping[str, Any]]) -> list[str]:

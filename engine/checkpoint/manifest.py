@@ -28,6 +28,10 @@ MANIFEST = "manifest.json"
 FOLDERS = ("model", "optim", "state")
 WEIGHTS = "weights"
 """One more folder, in checkpoints that have other weights besides the trained ones; versions that do not know it call these damaged."""
+SCORED_WITH = "scored_with"
+"""The entry that names the weights with which the score was measured: what users of the checkpoint get, unless they ask for others."""
+TRAINED = "trained"
+"""The name of a checkpoint's own weights, from which the training continues. Checkpoints without other weights name none."""
 _OURS = {"format": int, "serial": int, "saved_at": float, "world_size": int, "files": dict, "crc32": str}
 _LATEST = 253402300800.0
 """The year 10,000, in seconds since 1970: later times cannot be displayed."""
@@ -50,13 +54,13 @@ def manifest_of(world_size: int, facts: Mapping[str, Any], files: Mapping[str, R
     return {**manifest, "crc32": _sum(manifest)}
 
 
-def next_serial(manifests: Iterable[Mapping[str, Any]]) -> int:
-    """The ``serial`` of the next checkpoint beside these: one more than their maximum.
+def next_serial(serials: Iterable[int]) -> int:
+    """The ``serial`` of the next checkpoint beside those with ``serials``: one more than their maximum.
 
     It tells which checkpoint of a folder was written last. A clock cannot, since clocks may be set back; neither can the step, since a
     run may resume from an earlier one.
     """
-    return min(_MOST_SERIAL, 1 + max((manifest["serial"] for manifest in manifests), default=0))
+    return min(_MOST_SERIAL, 1 + max(serials, default=0))
 
 
 def age_of(manifest: Mapping[str, Any]) -> tuple[int, float, int, float]:

@@ -10,12 +10,13 @@ import torch
 
 from engine.checkpoint.directory import SHARED, Opened
 from engine.checkpoint.field_checks import SHARED_FORM, Fields, checked
-from engine.checkpoint.files import printable
+from engine.checkpoint.other_weights import weights_folder
 from engine.checkpoint.reader import Source, own_state
 from engine.checkpoint.user_entries import Entries
 from engine.checkpoint.user_paths import opened
 from engine.config.hyperparameters import constructor_arguments, replaced_by_defaults
 from engine.utils.log import logger
+from engine.utils.text import terminal_text
 
 T = TypeVar("T")
 
@@ -24,7 +25,7 @@ def load_module(
     cls: type[T], path: str | Path, strict: bool, map_location: Any, weights: str | None, overrides: Mapping[str, Any]
 ) -> T:  # fmt: skip
     """See ``TrainModule.load_from_checkpoint``, whose arguments these are."""
-    with opened(path, ("model", "state", *([] if weights is None else ["weights"]))) as found:
+    with opened(path, ("model", "state", *weights_folder(weights))) as found:
         shared = _shared(found)
         texts = found.manifest.get("hparams")
         module: Any = _construct(cls, path, shared, "", texts if isinstance(texts, dict) else {}, overrides)
@@ -65,7 +66,7 @@ def _construct(
     saved = {str(name): value for name, value in shared.get(f"{prefix}hparams", {}).items()}
     positional, named = constructor_arguments(cls, saved, overrides, shared.get(f"{prefix}hparams_name"))
     if lost := replaced_by_defaults(cls, texts, {*saved, *overrides}):
-        made = printable(", ".join(f"{name}={text}" for name, text in lost.items()))
+        made = terminal_text(", ".join(f"{name}={text}" for name, text in lost.items()), one_line=True)
         logger.warning(
             "%s: the %s was made with %s, which a checkpoint cannot hold: give them here",
             *(path, "data module" if prefix else "module", made),

@@ -2,41 +2,141 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+import struct
 import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from engine.checkpoint.files import DamagedCheckpoint, inside
-from engine.checkpoint.manifest import MANIFEST
+from engine.checkpoint.files import CHUNK, DamagedCheckpoint, inside, open_file, parse_json, read_json
+from engine.checkpoint.manifest import FOLDERS, MANIFEST, check_manifest
+
+_HEAD = struct.Struct("<4s22xH2x")
+"""The head of the first entry: its signature, and the length of the name that follows."""
+_ENCRYPTED = 1
+"""The flag of an entry that is encrypted."""
 
 
 def is_one_file(path: str | Path) -> bool:
-    """Whether there is such a file at a local path."""
-    if "://" in str(path) or not zipfile.is_zipfile(path):
+    """Whether there is such a file at a local path, which may be damaged."""
+    if "://" in str(path):
         return False
-    with zipfile.ZipFile(path) as archive:
-        return MANIFEST in archive.namelist()
+    try:
+        descriptor = open_file(Path(path))
+    except (OSError, ValueError):  # nothing there, no regular file, or a name that no file can have
+        return False
+    with os.fdopen(descriptor, "rb") as file:
+        head = file.read(_HEAD.size + len(MANIFEST))
+        if len(head) == _HEAD.size + len(MANIFEST):
+            signature, length = _HEAD.unpack_from(head)
+            if signature == b"PK\3\4" and length == len(MANIFEST) and head.endswith(MANIFEST.encode()):
+                return True  # also one of which the end is lost
+        try:
+            with _archive(path, file) as archive:  # made by another program
+                return MANIFEST in archive.namelist()
+        except DamagedCheckpoint:
+            return False
 
 
 def pack(folder: Path, file: Path) -> None:
-    """Write the checkpoint in ``folder`` as ``file``, which is replaced when it is complete."""
+    """Write the checkpoint in ``folder``, the files of its manifest, as ``file``, which is replaced when it is complete.
+
+    Raises:
+        DamagedCheckpoint: a link in the folder leads out of it, or a file of the manifest is not a regular one of its size.
+    """
+    for path in folder.rglob("*"):
+        inside(folder, str(path.relative_to(folder)))
+    files = check_manifest(folder, read_json(inside(folder, MANIFEST)))["files"]
     written = file.with_name(f".{file.name}.partial")
-    with zipfile.ZipFile(written, "w") as archive:
-        for each in sorted(folder.rglob("*")):
-            archive.write(each, each.relative_to(folder))
+    try:
+        with zipfile.ZipFile(written, "w") as archive:
+            for name in (MANIFEST, *files):
+                with os.fdopen(open_file(inside(folder, name)), "rb") as source:
+                    entry = zipfile.ZipInfo(name)
+                    entry.file_size, entry.external_attr = os.fstat(source.fileno()).st_size, 0o644 << 16
+                    if name in files and entry.file_size != files[name]["bytes"]:
+                        raise DamagedCheckpoint(
+                            f"{folder}: {name} has {entry.file_size} bytes, and had {files[name]['bytes']} when it was written"
+                        )
+                    with archive.open(entry, "w") as target:
+                        shutil.copyfileobj(source, target, CHUNK)
+    except BaseException:
+        written.unlink(missing_ok=True)
+        raise
     os.replace(written, file)
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Write the files of ``file`` into a new ``folder``.
+    """Write the files of ``file`` into a new ``folder``: those of its manifest, of the sizes that it names.
 
     Raises:
-        DamagedCheckpoint: it is damaged, or a name in it leads out of the folder.
+        DamagedCheckpoint: it is damaged, encrypted or compressed, has other files than its manifest, or a name in it leads out of the folder.
     """
+    with os.fdopen(open_file(file), "rb") as opened, _archive(file, opened) as archive:
+        entries = _checked(file, os.fstat(opened.fileno()).st_size, archive.infolist())
+        with archive.open(entries[MANIFEST]) as source:
+            known = check_manifest(file, parse_json(f"{file}: {MANIFEST}", source.read()))["files"]
+        if strange := sorted(entries.keys() ^ {MANIFEST, *known}):
+            raise DamagedCheckpoint(
+                f"{file}: {strange[0]} is {'not in the manifest' if strange[0] in entries else 'missing'}"
+            )
+        for name in known:
+            if entries[name].file_size != known[name]["bytes"]:
+                raise DamagedCheckpoint(
+                    f"{file}: {name} has {entries[name].file_size} bytes, and had {known[name]['bytes']} when it was written"
+                )
+        for name in FOLDERS:
+            (folder / name).mkdir(parents=True)
+        for name, entry in entries.items():
+            target = inside(folder, name)
+            target.parent.mkdir(exist_ok=True)
+            with archive.open(entry) as source, target.open("xb") as copy:
+                shutil.copyfileobj(source, copy, CHUNK)
+
+
+def _checked(file: Path, size: int, infos: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
+    """The files of an archive of ``size`` bytes by name; together they are not larger than the archive."""
+    entries: dict[str, zipfile.ZipInfo] = {}
+    for info in infos:
+        name = info.filename
+        if info.flag_bits & _ENCRYPTED:
+            raise DamagedCheckpoint(f"{file}: {name} is encrypted: pack the checkpoint again with fit checkpoint pack")
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            raise DamagedCheckpoint(
+                f"{file}: {name} is compressed, which a checkpoint's archive is not: pack it with fit checkpoint pack, or zip -0"
+            )
+        if info.is_dir() and not info.file_size:
+            continue  # other programs, and earlier versions, write the folders too
+        if name in entries:
+            raise DamagedCheckpoint(f"{file}: it has {name} twice")
+        entries[name] = info
+    if MANIFEST not in entries:
+        raise DamagedCheckpoint(f"{file}: {MANIFEST} is missing")
+    if sum(info.file_size for info in entries.values()) > size:
+        raise DamagedCheckpoint(f"{file}: its files would be larger than the archive itself")
+    return entries
+
+
+@contextmanager
+def _archive(path: str | Path, file: Any) -> Iterator[zipfile.ZipFile]:
+    """The archive in an open file; damage that is found while the context lasts is a :class:`DamagedCheckpoint`."""
     try:
         with zipfile.ZipFile(file) as archive:
-            for name in archive.namelist():
-                inside(folder, name.rstrip("/"))
-            archive.extractall(folder)
-    except zipfile.BadZipFile as error:
-        raise DamagedCheckpoint(f"{file}: {error}") from error
+            yield archive
+    except DamagedCheckpoint:
+        raise
+    except (*_DAMAGE, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a position that no file has
+            raise
+        raise DamagedCheckpoint(f"{path} is a damaged archive: {type(error).__name__}: {error}") from error
+
+
+_DAMAGE = (
+    zipfile.BadZipFile, zipfile.LargeZipFile, struct.error, zlib.error, EOFError, ValueError, LookupError, RuntimeError, OverflowError, MemoryError,
+)  # fmt: skip
+"""Errors of the reader; ``RuntimeError``: an entry is encrypted, or (``NotImplementedError``) needs a newer program."""

@@ -5,7 +5,8 @@
     weights/rank=00000.safetensors      what this rank wrote; a tensor is called <name of the weights>/<name in the model>
     weights/weights.json                {<name of the weights>: {"aliases": names in the model that share a tensor}}
 
-They need not cover the whole model: the rest is that of the trained weights.
+They need not cover the whole model: the rest is that of the trained weights. The manifest names the weights with which the score was measured
+(``scored_with``); checkpoints of versions before that do not.
 """
 
 from __future__ import annotations
@@ -16,13 +17,20 @@ from typing import Any
 from torch import Tensor
 
 from engine.checkpoint.directory import Opened
-from engine.checkpoint.files import DamagedCheckpoint, printable
-from engine.checkpoint.manifest import WEIGHTS
+from engine.checkpoint.files import DamagedCheckpoint
+from engine.checkpoint.manifest import SCORED_WITH, TRAINED, WEIGHTS
 from engine.checkpoint.model_state import split
 from engine.checkpoint.tensors import Stored
 from engine.utils.errors import nearest
+from engine.utils.log import logger
+from engine.utils.text import terminal_text
 
 STEM = f"{WEIGHTS}/{WEIGHTS}"
+
+
+def weights_folder(wanted: str | None) -> tuple[str, ...]:
+    """The folder whose checksums must be checked before the weights ``wanted`` are read, besides the model's."""
+    return () if wanted == TRAINED else (WEIGHTS,)
 
 
 def packed(weights: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -63,6 +71,11 @@ class OtherWeights:
             if name not in self._of:
                 raise DamagedCheckpoint(f"{self.where}: {STEM}.json does not name {key!r}")
             self._of[name][own] = stored
+        self._scored = opened.manifest.get(SCORED_WITH, None if self._of else TRAINED)
+        if self._scored not in (None, TRAINED, *self._of):
+            raise DamagedCheckpoint(
+                f"{self.where}: {SCORED_WITH} names the weights {self._scored!r:.80}, which are not there"
+            )
         for name, entry in tree.items():
             for other, first in entry["aliases"].items():
                 if first not in self._of[str(name)]:
@@ -74,6 +87,22 @@ class OtherWeights:
         """The names of the weights that are there."""
         return list(self._of)
 
+    def chosen(self, wanted: str | None) -> str:
+        """The name of the weights to load; ``None``: those with which the score was measured.
+
+        Raises:
+            ValueError: there are none of this name.
+        """
+        if wanted not in (None, TRAINED):
+            self.of(wanted)
+        elif wanted is None and self._scored is None:
+            logger.warning(
+                "%s also has the weights %s, and a version wrote it that did not note with which weights the score was measured: the trained ones "
+                "are loaded; weights=%r loads the others",
+                self.where, terminal_text(", ".join(map(repr, self._of))), next(iter(self._of)),
+            )  # fmt: skip
+        return wanted or self._scored or TRAINED
+
     def of(self, name: str) -> dict[str, Stored]:
         """The tensors of the weights ``name``, by their names in the model.
 
@@ -81,9 +110,13 @@ class OtherWeights:
             ValueError: there are none of this name; the message lists the names.
         """
         if name not in self._of:
-            there = ", ".join(map(repr, self._of)) or "the trained ones only (a callback such as EMA adds others)"
+            there = (
+                ", ".join(map(repr, [TRAINED, *self._of]))
+                if self._of
+                else "the trained ones only (a callback such as EMA adds others)"
+            )
             raise ValueError(
-                printable(f"{self.where} has no weights {name!r}; it has {there}{nearest(name, self._of)}")
+                terminal_text(f"{self.where} has no weights {name!r}; it has {there}{nearest(name, self._of)}")
             )
         return self._of[name]
 
@@ -95,7 +128,7 @@ class OtherWeights:
         """
         there, rest = self.of(name), dict(targets)
         if missing := [key for key in rest if key not in there]:
-            raise ValueError(f"{self.where}: the weights {name!r} lack {printable(', '.join(missing[:5]))}")
+            raise ValueError(f"{self.where}: the weights {name!r} lack {terminal_text(', '.join(missing[:5]))}")
         while rest:  # once, unless two tensors here are one in the checkpoint
             now: dict[str, Tensor] = {}
             for key in list(rest):

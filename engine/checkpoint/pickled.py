@@ -10,36 +10,42 @@ from typing import Any
 import torch
 
 from engine.checkpoint.directory import SHARED
+from engine.checkpoint.other_weights import weights_folder
 from engine.checkpoint.reader import Source, whole
 from engine.checkpoint.user_paths import opened
 
 
-def as_dict(path: str | Path, map_location: Any = None) -> dict[str, Any]:
+def as_dict(path: str | Path, map_location: Any = None, weights: str | None = None) -> dict[str, Any]:
     """The checkpoint at ``path``, or the newest one in it: ``state_dict`` on ``map_location`` (by default the CPU), ``epoch``, ``global_step``,
-    ``hyper_parameters`` and what ``on_save_checkpoint`` added.
+    ``hyper_parameters`` and what ``on_save_checkpoint`` added. ``weights``: as in :func:`engine.checkpoint.export.export_checkpoint`.
 
     Raises:
         FileNotFoundError, DamagedCheckpoint: there is none, or it is damaged.
+        ValueError: there are no such ``weights``.
     """
-    with opened(path, ("model", "state")) as found:
-        source, shared, counters = Source(found), found.tree(SHARED) or {}, found.manifest.get("counters") or {}
-        weights = {name: whole(source.stored(name)) for name in source.names if name not in source.extra}
-        source.read_model(weights)
+    with opened(path, ("model", "state", *weights_folder(weights))) as found:
+        source, shared, counters = (
+            Source(found, weights),
+            found.tree(SHARED) or {},
+            found.manifest.get("counters") or {},
+        )
+        tensors = {name: whole(source.stored(name)) for name in source.names if name not in source.extra}
+        source.read_model(tensors)
     device = torch.device("cpu" if map_location is None else map_location)
     return {
         **(shared.get("user") or {}),
         "epoch": counters.get("epoch", 0),
         "global_step": counters.get("step", 0),
-        "state_dict": {name: tensor.to(device) for name, tensor in weights.items()},
+        "state_dict": {name: tensor.to(device) for name, tensor in tensors.items()},
         "hyper_parameters": dict(shared.get("hparams", {})),
     }
 
 
-def write_checkpoint(file: Path, path: str | Path) -> None:
-    """:func:`write` of the checkpoint at ``path``."""
+def write_checkpoint(file: Path, path: str | Path, weights: str | None = None) -> None:
+    """:func:`write` of the checkpoint at ``path``; ``weights``: as in :func:`as_dict`."""
     with opened(path, ("state",)) as found:
         name = (found.tree(SHARED) or {}).get("hparams_name")
-    content = as_dict(path)
+    content = as_dict(path, weights=weights)
     write(file, content["state_dict"], content["epoch"], content["global_step"], content["hyper_parameters"], name)
 
 

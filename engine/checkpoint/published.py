@@ -11,6 +11,7 @@ Files are data that others read by their names: code is neither stored nor writt
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.field_checks import checked
-from engine.checkpoint.files import DamagedCheckpoint, is_entry, write_file
+from engine.checkpoint.files import DamagedCheckpoint, is_entry, parse_json, write_file
 
 PUBLISHED = "published"
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken")
@@ -92,13 +93,16 @@ def write(found: Published, directory: Path, dtype: torch.dtype | None) -> list[
     """Write the files into ``directory``; ``config.json`` names the ``dtype`` of the exported tensors, if they were converted.
 
     Raises:
-        FileExistsError: one is there already.
+        FileExistsError: one is there already, if only as a link to nothing.
+        DamagedCheckpoint: ``config.json`` is not one.
     """
-    if there := sorted(name for name in found.files if (directory / name).exists()):
+    if there := sorted(name for name in found.files if os.path.lexists(directory / name)):
         raise FileExistsError(f"{directory} holds {there[0]} already: choose another directory, or remove it")
     for name, data in found.files.items():
         if name == "config.json" and dtype is not None:
-            config = json.loads(data)
+            config = parse_json(f"the published {name}", data)
+            if not isinstance(config, dict):
+                raise DamagedCheckpoint(f"the published {name} is not a mapping")
             key = "torch_dtype" if "torch_dtype" in config else "dtype"
             data = json.dumps({**config, key: str(dtype).removeprefix("torch.")}, indent=2).encode() + b"\n"
         write_file(directory / name, [data])

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from engine.checkpoint.directory import Opened
 from engine.checkpoint.field_checks import checked_optimizer
-from engine.checkpoint.files import DamagedCheckpoint, printable
+from engine.checkpoint.files import DamagedCheckpoint
+from engine.checkpoint.manifest import TRAINED
 from engine.checkpoint.other_weights import OtherWeights
 from engine.checkpoint.tensors import Stored
 from engine.config.hyperparameters import HParams
 from engine.config.masked import HIDDEN
 from engine.utils.errors import DoesNotFit
 from engine.utils.overrides import overridden
+from engine.utils.text import terminal_text
 
 
 @dataclass
@@ -48,7 +50,7 @@ class Report:
             for kind, names in kinds
             if names
         )
-        return printable("; ".join(parts))
+        return terminal_text("; ".join(parts))
 
 
 _TRAINED = (torch.float16, torch.bfloat16, torch.float32)
@@ -78,7 +80,8 @@ class Source:
     """The models and optimizers of one open checkpoint. Every rank reads for itself.
 
     Args:
-        weights: the name of other weights, such as ``"ema"``, which take the place of the trained ones.
+        weights: ``"trained"``, from which a training continues; or the name of others, such as ``"ema"``, which take their place; ``None``: those
+            with which the checkpoint's score was measured.
 
     Raises:
         ValueError: there are no weights of this name.
@@ -87,8 +90,9 @@ class Source:
     def __init__(self, opened: Opened, weights: str | None = None) -> None:
         self.where = opened.directory
         self.others = OtherWeights(opened)
-        self._weights = weights
-        self._instead = {} if weights is None else self.others.of(weights)
+        self.weights = self.others.chosen(weights)
+        """The name of the weights that are read."""
+        self._instead = {} if self.weights == TRAINED else self.others.of(self.weights)
         self._hparams = opened.manifest.get("hparams")
         self._model, self._optim = opened.tensors("model"), opened.tensors("optim")
         tree = opened.tree("model/model", {})
@@ -138,8 +142,7 @@ class Source:
     def read_model(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors of the model."""
         if instead := {name: targets[name] for name in targets if name in self._instead}:
-            assert self._weights is not None
-            self.others.read_into(self._weights, instead)
+            self.others.read_into(self.weights, instead)
         rest = {name: target for name, target in targets.items() if name not in instead}
         while rest:  # once, unless the model has two tensors for one in the checkpoint
             now: dict[str, Tensor] = {}
@@ -175,7 +178,7 @@ class Source:
             if n not in own or (isinstance(v, type(own[n])) and v != own[n] and v != HIDDEN)
         }
         shown = ", ".join(f"{name}={value!s:.40}" for name, value in other.items())
-        return f"; it was created with {printable(shown)}" if shown else ""
+        return f"; it was created with {terminal_text(shown)}" if shown else ""
 
     def load_model(self, module: nn.Module, own: Mapping[str, Any], strict: bool) -> Report:
         """Fill parameters and buffers of ``module`` in place.

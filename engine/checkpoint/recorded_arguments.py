@@ -29,6 +29,8 @@ class Recorded:
     """All of them as text, including those that it cannot hold; without secrets."""
     sections: Mapping[str, Mapping[str, Any]]
     """``"model"`` and ``"data"``: the parameters from which ``fit run`` built them, as in YAML; without secrets."""
+    callbacks: tuple[str, ...] = ()
+    """The keys of callbacks' states."""
 
 
 def recorded(root_dir: Path, kept: str | Path | None, wanted: str, argument: str) -> Recorded | None:
@@ -53,6 +55,7 @@ def recorded(root_dir: Path, kept: str | Path | None, wanted: str, argument: str
                 shared.get("hparams_name"),
                 {str(name): str(text) for name, text in _mapping(manifest.get("hparams")).items()},
                 {name: _init_args(manifest, name) for name in ("model", "data")},
+                tuple(_mapping(shared.get("callbacks"))),
             )
     except FileNotFoundError:
         if wanted != "auto":

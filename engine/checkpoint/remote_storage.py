@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,21 +15,33 @@ from typing import Any
 from engine.checkpoint import directory
 from engine.checkpoint.files import DamagedCheckpoint, Record, check_entry, inside, is_entry, parse_json
 from engine.checkpoint.manifest import FOLDERS, MANIFEST, age_of, check_manifest, manifest_of, next_serial
+from engine.utils.text import has_password, terminal_text
 
 
 def reach(url: str) -> tuple[Any, str]:
     """The fsspec file system of a URL, and the path in it.
 
     Raises:
-        ValueError: fsspec does not know the protocol, or its package is missing.
+        ValueError: fsspec does not know the protocol, or its package is missing; or the URL has a password, which would stand in logs, records
+            and pages.
     """
     import fsspec
 
+    if has_password(url):
+        raise ValueError(
+            f"{terminal_text(url)}: a URL with a password is not taken, since paths stand in logs, records and reports. Give the password to fsspec: "
+            "as FSSPEC_FTP_PASSWORD in the environment (for ftp://; likewise for others), or in ~/.config/fsspec"
+        )
     try:
         files, inner = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError) as error:
         raise ValueError(f"{url}: {error}") from error
     return files, str(inner)
+
+
+def without_query(path: str | Path) -> str:
+    """A path, or a URL as it may be shown: what follows ``?`` may be a signature that lets everybody read."""
+    return str(path).partition("?")[0] if "://" in str(path) else str(path)
 
 
 _UNFINISHED = f"{MANIFEST} is missing: a run is writing it, or was killed while it did"
@@ -52,7 +64,7 @@ class Remote:
         self.root = root.rstrip("/")
         self.files, self._inside = reach(self.root)
         self._drafts: dict[str, Path] = {}
-        self._serial = 0
+        self._serial, self._known = 0, set[str]()
         self._folder: Path | None = None
 
     def path(self, name: str) -> str:
@@ -90,7 +102,7 @@ class Remote:
             self.files.put_file(str(self._drafts[name] / file), target)
 
     def seal(self, name: str, world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record]) -> None:
-        self._serial = next_serial([{"serial": self._serial}] if self._serial else self.manifests().values())
+        self._serial = next_serial([self._serial, *self._new_serials()])
         manifest = manifest_of(world_size, facts, files, self._serial)
         for file, known in files.items():
             found = self.files.size(self._at(f"{name}/{file}"))
@@ -101,6 +113,22 @@ class Remote:
         self.files.pipe_file(self._at(f"{name}/{MANIFEST}"), json.dumps(manifest, allow_nan=False, indent=1).encode())
         self._drop(name)
 
+    def _new_serials(self) -> list[int]:
+        """The serial numbers in manifests that are new here, or have changed, since the last call: others may save here too."""
+        self.files.invalidate_cache(self._inside)
+        try:
+            entries = self.files.find(self._inside, maxdepth=2, detail=True)
+        except FileNotFoundError:
+            return []
+        there = {str(entry): path for path, entry in entries.items() if path.endswith(f"/{MANIFEST}")}
+        new = there.keys() - self._known
+        self._known = set(there)
+        serials: list[int] = []
+        for path in (there[entry] for entry in new):
+            with suppress(DamagedCheckpoint, OSError):
+                serials.append(check_manifest(path, parse_json(path, self.files.cat_file(path)))["serial"])
+        return serials
+
     def abandon(self, name: str, first: bool) -> None:
         begun = name in self._drafts
         self._drop(name)
@@ -110,16 +138,19 @@ class Remote:
                     self._delete(name)
 
     def manifests(self) -> dict[str, dict[str, Any]]:
-        found: list[tuple[Any, str, dict[str, Any]]] = []
-        for name in self._names():
-            with suppress(DamagedCheckpoint, OSError):
-                manifest = self._whole(name)
-                found.append((age_of(manifest), name, manifest))
+        found = [(age_of(manifest), name, manifest) for name, manifest in self.complete()]
         return {name: manifest for _, name, manifest in sorted(found, key=lambda entry: entry[:2])}
 
-    def damaged(self) -> dict[str, str]:
+    def complete(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name in self._names():
+            with suppress(DamagedCheckpoint, OSError):
+                yield name, self._whole(name)
+
+    def damaged(self, complete: Container[str] | None = None) -> dict[str, str]:
         found: dict[str, str] = {}
         for name in self._names():
+            if complete is not None and name in complete:
+                continue
             try:
                 self._whole(name)
             except FileNotFoundError:
@@ -152,7 +183,7 @@ class Remote:
 
     def fetch(self, name: str) -> Path:
         target = self._copies / name
-        manifest = self._manifest(name)
+        manifest = self.manifest(name)
         if not (target / MANIFEST).exists() or directory.read_manifest(target)["crc32"] != manifest["crc32"]:
             shutil.rmtree(target, ignore_errors=True)
             for file in [*manifest["files"], MANIFEST]:
@@ -163,7 +194,7 @@ class Remote:
 
     def remove(self, name: str) -> bool:
         check_entry(self.root, name)
-        if not any(other != name for other in self.manifests()):
+        if not any(other != name for other, _ in self.complete()):
             return False
         with suppress(FileNotFoundError):
             self.files.rm_file(self._at(f"{name}/{MANIFEST}"))
@@ -220,7 +251,7 @@ class Remote:
             inner in FOLDERS and file.startswith("rank=") for inner, _, file in found
         )  # checkpoints in it do not count
 
-    def _manifest(self, name: str) -> dict[str, Any]:
+    def manifest(self, name: str) -> dict[str, Any]:
         try:
             text = self.files.cat_file(self._at(f"{name}/{MANIFEST}"))
         except FileNotFoundError as error:

@@ -15,9 +15,9 @@ from torch import nn
 
 from engine.checkpoint.directory import RANK, SHARED, Opened
 from engine.checkpoint.field_checks import OWN_FORM, SHARED_FORM, Fields, checked, unlike
-from engine.checkpoint.files import DamagedCheckpoint, printable
+from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.listing import by_score
-from engine.checkpoint.manifest import FOLDERS
+from engine.checkpoint.manifest import FOLDERS, TRAINED
 from engine.checkpoint.reader import Source
 from engine.checkpoint.snapshot import own_form, shared_form
 from engine.checkpoint.storage import Location, split
@@ -27,6 +27,7 @@ from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.utils.errors import nearest
 from engine.utils.log import logger
+from engine.utils.text import terminal_text
 
 NAMES = ("last", "auto", "best")
 """The names that ``resume=`` and ``checkpoint=`` accept besides paths and URLs."""
@@ -49,7 +50,8 @@ class Resume:
     """``"configured"``: learning rates, weight decays and other hyperparameters are those of ``configure_optimizers`` rather than the
     saved ones; a learning rate that a schedule has changed is changed by the same factor. Optimizer states and schedules continue."""
     weights: str | None = None
-    """Start with weights that a callback has kept under this name, such as ``"ema"``; with ``weights_only``."""
+    """With ``weights_only``: start with these weights, ``"trained"`` or those that a callback has kept under a name such as ``"ema"``; by default
+    with those that the checkpoint's score was measured with. A run that continues always has the trained ones."""
 
     def __post_init__(self) -> None:
         if self.hyperparameters not in ("checkpoint", "configured"):
@@ -73,8 +75,8 @@ class Loaded:
 
     @cached_property
     def source(self) -> Source:
-        """Its models and optimizers."""
-        return Source(self.opened)
+        """Its models and optimizers, with the trained weights."""
+        return Source(self.opened, TRAINED)
 
     @cached_property
     def shared(self) -> Fields:
@@ -110,7 +112,7 @@ class Loaded:
             take(state)
         except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ValueError(
-                f"{self.path}: the saved state does not fit {what}: {type(error).__name__}: {printable(error)}"
+                f"{self.path}: the saved state does not fit {what}: {type(error).__name__}: {terminal_text(error)}"
             ) from error
 
     def own(self, position: Any) -> Any:
@@ -166,7 +168,7 @@ def opening(
             ) from error
         if loaded is not None:
             for reason in reasons if group.is_main else ():
-                report("%s; using %s", printable(reason), name)
+                report("%s; using %s", reason, name)
             loaded.passed = passed
             with loaded.opened:
                 yield loaded
@@ -177,7 +179,7 @@ def opening(
         passed.append(name)
     what = f"no complete checkpoint{' with a score' if wanted == 'best' else ''} in {location.root}"
     if not reasons:
-        raise FileNotFoundError(f"{argument}={wanted!r}: {what}")
+        raise FileNotFoundError(f"{argument}={wanted!r}: {what}; one of another run is given by its path")
     listed = "".join(f"\n  {reason}" for reason in reasons)
     raise DamagedCheckpoint(
         f"{argument}={wanted!r}: {what} can be used; these exist:{listed}\n"
@@ -217,15 +219,13 @@ def check_optimizer(loaded: Loaded, index: int, optimizer: Any) -> None:
         )
         if missing:
             raise ValueError(
-                f"{loaded.path} has the state of {printable(kind or 'another optimizer')} for optimizer {index}, which is {own}: no usable "
+                f"{loaded.path} has the state of {terminal_text(kind or 'another optimizer')} for optimizer {index}, which is {own}: no usable "
                 f"{', '.join(missing)} is saved. Give the optimizer that was saved, or start it fresh with Resume(path, optimizer=False)"
             )
     if type(optimizer).__module__.startswith("torch.optim."):
         _check_torch(loaded, index, optimizer, saved)
     if kind not in (None, own):
-        logger.warning(
-            "%s: optimizer %d was %s, and its state continues in %s", loaded.path, index, printable(kind), own
-        )
+        logger.warning("%s: optimizer %d was %s, and its state continues in %s", loaded.path, index, kind, own)
 
 
 def _check_torch(loaded: Loaded, index: int, optimizer: Any, saved: Any) -> None:
@@ -283,7 +283,7 @@ def check_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> N
             else f"no {own} (see {', '.join(sorted(map(str, differ | odd)))})"
         )
         raise ValueError(
-            f"{loaded.path} has the state of {printable(what)} for scheduler {index}, which is {own}: give the saved scheduler, or start "
+            f"{loaded.path} has the state of {terminal_text(what)} for scheduler {index}, which is {own}: give the saved scheduler, or start "
             "optimizers and schedulers fresh with Resume(path, optimizer=False)"
         )
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from engine.checkpoint.resume import NAMES, Resume
 from engine.checkpoint.run_json import ENDED, Mark, in_use, new_mark
-from engine.checkpoint.run_locks import Held, Runs, has_checkpoints, plain, runs
+from engine.checkpoint.run_locks import Held, Runs, plain, runs
 from engine.checkpoint.storage import Location, locate
 from engine.checkpoint.user_paths import folder
 from engine.distributed.all_or_none import together
@@ -74,6 +74,11 @@ class RunFolder:
         """Where checkpoints are kept; in an evaluation, where they are read."""
         self.named: str = row["named"]
         """Where the names ``"last"``, ``"best"`` and ``"auto"`` are looked up."""
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether :meth:`announce` has logged where the run is."""
+        return self._news is None
 
     def announce(self) -> None:
         """Log once where the run is, before something is written there."""
@@ -196,7 +201,7 @@ class RunFolder:
             return root.of(_inner(self._wanted) or self._wanted)
         candidates = self._candidates(root)
         for number in candidates:
-            if has_checkpoints(root.location(number)):
+            if root.has_checkpoints(number):
                 return number
             if (mark := root.holder(number)) is not None:
                 raise FolderInUse(in_use(root.folder(number), mark))
@@ -228,7 +233,7 @@ def source_of(root_dir: Path, kept: str | Path | None, wanted: str) -> tuple[Loc
 
 def _newest(root: Runs) -> Location:
     """Where the newest training that has checkpoints keeps them."""
-    return root.location(next((n for n in _trainings(root) if has_checkpoints(root.location(n))), 0))
+    return root.location(next((n for n in _trainings(root) if root.has_checkpoints(n)), 0))
 
 
 def _trainings(root: Runs) -> list[int]:

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import count
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,6 +42,8 @@ from engine.checkpoint.storage import Location, locate
 from engine.utils.errors import FolderInUse
 from engine.utils.log import logger
 
+FIRST = "version_0"
+"""Where a path names one run: the first one, whose folder is the root."""
 _NUMBERED = re.compile(r"version_([1-9][0-9]{0,8})")
 _PATIENCE = 3, 0.05
 """Attempts to get a lock, and seconds between two of them: another process may be checking whether it is free."""
@@ -68,7 +70,23 @@ class Runs:
 
     def location(self, number: int) -> Location:
         """The folder of this run's checkpoints."""
-        return locate("/".join(filter(None, (self.folder(number), self.inner))))
+        return locate(self._checkpoints(number))
+
+    def _checkpoints(self, number: int) -> str:
+        return f"{self.folder(number)}/{self.inner}" if self.inner else self.folder(number)
+
+    def has_checkpoints(self, number: int) -> bool:
+        """Whether this run has checkpoints, including unreadable ones."""
+        root = self._checkpoints(number)
+        try:
+            if "://" not in root:
+                os.stat(root)  # usually there is no such folder
+            where = locate(root)
+            return any(where.complete()) or any(not name.startswith(".") for name in where.damaged())
+        except FileNotFoundError:
+            return False
+        except PermissionError:
+            return True
 
     def mark(self, number: int) -> Mark:
         """The run's mark; empty for an old run without a mark, and for an unreadable one."""
@@ -126,7 +144,7 @@ class Runs:
         return last + 1 if last or self._is_run(0) else 0
 
     def _is_run(self, number: int) -> bool:
-        return bool(self.mark(number)) or has_checkpoints(self.location(number))
+        return bool(self.mark(number)) or self.has_checkpoints(number)
 
     def _numbered(self) -> list[int]:
         """Numbers that are taken, by runs or by anything else."""
@@ -142,14 +160,6 @@ def runs(root: str | Path, inner: str = "") -> Runs:
     return RemoteRuns(str(root), inner) if "://" in str(root) else LocalRuns(Path(root), inner)
 
 
-def has_checkpoints(where: Location) -> bool:
-    """Whether there are checkpoints, including unreadable ones."""
-    try:
-        return bool(where.manifests()) or any(not name.startswith(".") for name in where.damaged())
-    except PermissionError:
-        return True
-
-
 # -- on a file system -----------------------------------------------------------------------------------------------------------------
 
 
@@ -160,11 +170,11 @@ class LocalRuns(Runs):
         self.root, self.inner = root.absolute(), inner  # a script may change the current directory
 
     def folder(self, number: int) -> str:
-        return str(self.root / f"version_{number}" if number else self.root)
+        return f"{self.root}/version_{number}" if number else str(self.root)
 
     def mark(self, number: int) -> Mark:
         try:
-            descriptor = os.open(Path(self.folder(number)) / RUN, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+            descriptor = os.open(f"{self.folder(number)}/{RUN}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         except OSError:
             return {}
         try:
@@ -175,7 +185,7 @@ class LocalRuns(Runs):
     def holder(self, number: int) -> Mark | None:
         mark = self.mark(number)
         try:
-            descriptor = os.open(Path(self.folder(number)) / RUN, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+            descriptor = os.open(f"{self.folder(number)}/{RUN}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         except OSError:
             return None
         try:
@@ -193,9 +203,9 @@ class LocalRuns(Runs):
     def _take(self, number: int, mark: Mark, new: bool) -> Held | None:
         folder = Path(self.folder(number))
         path = folder / RUN
-        if new and not path.exists() and (folder.exists() if number else has_checkpoints(self.location(number))):
+        if new and not path.exists() and (folder.exists() if number else self.has_checkpoints(number)):
             return None
-        made = [each for each in (folder, *folder.parents) if not each.exists()]
+        made = [*takewhile(lambda each: not os.path.exists(each), chain((folder,), folder.parents))]
         folder.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
@@ -213,7 +223,7 @@ class LocalRuns(Runs):
         before = read(descriptor)
         free = _lock(descriptor, fcntl.LOCK_EX, before) and os.fstat(descriptor).st_nlink > 0
         if free and new:  # a folder with only a mark was left by a run that was killed before it wrote
-            made_now = not number and os.fstat(descriptor).st_size == 0 and not has_checkpoints(self.location(0))
+            made_now = not number and os.fstat(descriptor).st_size == 0 and not self.has_checkpoints(0)
             free = made_now or os.listdir(folder) == [RUN]
         if not free:
             os.close(descriptor)
@@ -324,9 +334,7 @@ class RemoteRuns(Runs):
 
     def _take(self, number: int, mark: Mark, new: bool) -> Held | None:
         before = self.mark(number)
-        if runs_here(before) or (
-            new and (before or number in self._numbered() or has_checkpoints(self.location(number)))
-        ):
+        if runs_here(before) or (new and (before or number in self._numbered() or self.has_checkpoints(number))):
             return None
         if before.get("status") == RUNNING and before.get("host") != mark["host"]:
             logger.warning(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from engine.checkpoint import directory
-from engine.checkpoint.files import DamagedCheckpoint, Record, check_entry
-from engine.checkpoint.manifest import FOLDERS, MANIFEST, manifest_of, next_serial
+from engine.checkpoint.files import DamagedCheckpoint, Record, check_entry, read_json
+from engine.checkpoint.manifest import FOLDERS, MANIFEST, check_manifest, manifest_of, next_serial
 from engine.checkpoint.one_file import is_one_file, unpack
 from engine.checkpoint.remote_storage import Remote
 
@@ -45,8 +46,14 @@ class Location(Protocol):
     def manifests(self) -> dict[str, dict[str, Any]]:
         """The manifests of the complete checkpoints by name, oldest first."""
 
-    def damaged(self) -> dict[str, str]:
-        """Incomplete checkpoints by name, with the reason."""
+    def manifest(self, name: str) -> dict[str, Any]:
+        """The manifest of the checkpoint of this name; a missing or damaged one is an error."""
+
+    def complete(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Names and manifests of the complete checkpoints in any order; each is read when it is asked for."""
+
+    def damaged(self, complete: Container[str] | None = None) -> dict[str, str]:
+        """Incomplete checkpoints by name, with the reason; ``complete``: names in :meth:`manifests`, if the caller has read them."""
 
     def unusable(self) -> dict[str, str]:
         """Those of :meth:`damaged` that are neither drafts nor remains of a removal."""
@@ -101,7 +108,8 @@ class Local:
         self.directory = root.absolute()  # a script may change the current directory
         self.root = str(self.directory)
         self._lock: int | None = None
-        self._serial = 0
+        self._serial, self._known = 0, set[tuple[str, int, int]]()
+        self._newest: Path | None = None
 
     def path(self, name: str) -> Path:
         return self.directory / name
@@ -117,10 +125,10 @@ class Local:
         """Nothing to do: the files are in the draft."""
 
     def seal(self, name: str, world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record]) -> None:
-        self._serial = next_serial(
-            [{"serial": self._serial}] if self._serial else self.manifests().values()
-        )  # the folder is listed once
+        # Each manifest is read once. Other jobs, and other writers of this one, may save here too.
+        self._serial = next_serial([self._serial, *directory.new_serials(self.directory, self._known)])
         directory.seal(self.path(name), manifest_of(world_size, facts, files, self._serial), files)
+        self._newest = self.path(name)
         self._unlock()
 
     def abandon(self, name: str, first: bool) -> None:
@@ -136,15 +144,21 @@ class Local:
     def manifests(self) -> dict[str, dict[str, Any]]:
         return {path.name: manifest for path, manifest in directory.read_manifests(self.directory).items()}
 
-    def damaged(self) -> dict[str, str]:
+    def manifest(self, name: str) -> dict[str, Any]:
+        return check_manifest(self.path(name), read_json(self.path(name) / MANIFEST))
+
+    def complete(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        return ((path.name, manifest) for path, manifest in directory.complete(self.directory))
+
+    def damaged(self, complete: Container[str] | None = None) -> dict[str, str]:
         found: dict[str, str] = {}
-        complete = self.manifests()
-        for path in directory.directories(self.directory):
+        complete = self.manifests() if complete is None else complete
+        for name in sorted(os.listdir(self.root)) if self.directory.is_dir() else ():
             try:
-                if path.name not in complete and any((path / name).exists() for name in (*FOLDERS, MANIFEST)):
-                    found[path.name] = self._reason(path)
+                if name not in complete and any(_exists(f"{self.root}/{name}/{part}") for part in (*FOLDERS, MANIFEST)):
+                    found[name] = self._reason(self.path(name))
             except OSError as error:
-                found[path.name] = str(error)
+                found[name] = str(error)
         return found
 
     def _reason(self, path: Path) -> str:
@@ -170,7 +184,7 @@ class Local:
         return self.path(name)
 
     def remove(self, name: str) -> bool:
-        return directory.remove(self.path(check_entry(self.root, name)))
+        return directory.remove(self.path(check_entry(self.root, name)), self._newest)
 
     def busy(self, name: str) -> bool:
         path = self.path(name)
@@ -178,6 +192,17 @@ class Local:
 
     def sweep(self) -> None:
         directory.sweep(self.directory)
+
+
+def _exists(path: str) -> bool:
+    """Whether there is something; a folder that may not be read is an error."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return False
+    return True
 
 
 class OneFile(Local):

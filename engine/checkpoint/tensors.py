@@ -2,26 +2,31 @@
 
 The files are those of ``torch.distributed.checkpoint``'s Hugging Face storage: each says in its metadata where in the whole tensors
 its shards are, so any number of ranks reads what any other number wrote, and ``safetensors`` alone reads what one rank wrote.
+
+Torch is imported where tensors are used: ``fit checkpoint list`` reads none.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import warnings
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from engine.checkpoint.files import CHUNK, DamagedCheckpoint, Record, fill, open_file, parse_json, write_file
 
-from engine.checkpoint.files import DamagedCheckpoint, Record, write_file
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-FORMATS: dict[torch.dtype, str] = {
-    getattr(torch, name): short
-    for name, short in (
+FORMATS: dict[str, str] = dict(
+    (
         *(
             ("float64", "F64"),
             ("float32", "F32"),
@@ -37,10 +42,22 @@ FORMATS: dict[torch.dtype, str] = {
             ("float8_e5m2", "F8_E5M2"),
             ("float8_e4m3fnuz", "F8_E4M3FNUZ"),
             ("float8_e5m2fnuz", "F8_E5M2FNUZ"),
+            ("float8_e8m0fnu", "F8_E8M0"),
         ),
     )
+)
+"""The dtypes of safetensors by torch's names, and its own names for them."""
+_READ = {
+    short: (name, 1 if short == "BOOL" else int("".join(filter(str.isdigit, short.partition("_")[0]))) // 8)
+    for name, short in FORMATS.items()
 }
-"""The dtypes of safetensors, and its names for them."""
+"""torch's names of the dtypes, and bytes of an element, by safetensors' names."""
+_LONGEST_HEADER = 100_000_000
+"""Bytes; safetensors reads no longer one."""
+_MOST = 1 << 63
+"""torch counts elements in signed 64-bit integers."""
+_SHARDING = "DCP_SHARDING_INFO"
+"""Where a file's metadata says at which offsets its shards start."""
 COMPLEX = "@complex128"
 """The suffix of names of complex128 tensors, which safetensors does not support: they are stored as pairs of F64, with one more dim."""
 
@@ -56,8 +73,10 @@ class Stored:
 
 def storable(tensor: Any) -> bool:
     """Whether safetensors can hold it: a dense tensor with memory, of a supported dtype."""
+    import torch
+
     return (
-        isinstance(tensor, Tensor)
+        isinstance(tensor, torch.Tensor)
         and known_format(tensor.dtype)
         and not tensor.is_meta
         and tensor.layout == torch.strided
@@ -66,7 +85,11 @@ def storable(tensor: Any) -> bool:
 
 def known_format(dtype: torch.dtype) -> bool:
     """Whether a file can hold tensors of this type."""
-    return dtype in FORMATS or dtype == torch.complex128
+    return (name := _name(dtype)) in FORMATS or name == "complex128"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def write_tensors(
@@ -74,97 +97,111 @@ def write_tensors(
 ) -> Record:
     """Write one file and wait until it is on the disk. Tensors of a device are copied to the host one at a time.
 
-    torch's and safetensors' own writers first assemble the whole file in memory while they hold the GIL; this one writes directly
-    from the tensors' memory, computes the checksum on the way, and lets other threads run.
+    Torch's writer first assembles the whole file in memory while it holds the GIL; this one writes directly from the tensors' memory,
+    computes the checksum on the way, and lets other threads run.
 
     Args:
         offsets: where in the whole tensor each one starts; by default they are whole.
     """
+    import torch
+
     parts = {name: (tensor, list(offsets[name]) if offsets else []) for name, tensor in tensors.items()}
     for name, (tensor, begin) in list(parts.items()):
         if tensor.dtype == torch.complex128:
             del parts[name]
             parts[name + COMPLEX] = torch.view_as_real(tensor.resolve_conj()), [*begin, 0]
-    # Large elements first: every tensor then starts at a multiple of its element size.
-    ordered = sorted(
-        ((name, tensor) for name, (tensor, _) in parts.items()), key=lambda item: (-item[1].element_size(), item[0])
-    )
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    metadata = {"format": "pt"}
     if offsets is not None:
-        where = {name: {"saved_offsets": parts[name][1]} for name, _ in ordered}
-        header["__metadata__"] |= {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(where)}
+        where = {name: {"saved_offsets": begin} for name, (_, begin) in parts.items()}
+        metadata |= {"DCP_VERSION": "1.0", _SHARDING: json.dumps(where)}
+    return write_file(path, serialize_tensors({name: tensor for name, (tensor, _) in parts.items()}, metadata))
+
+
+def serialize_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[Any]:
+    """Yield the content of a safetensors file in parts: its header, then the bytes of each tensor.
+
+    Tensors of a device are copied to the host one at a time; contiguous ones of the host are not copied.
+
+    Args:
+        tensors: dense ones with memory, by name.
+        metadata: texts for the file's header.
+
+    Raises:
+        TypeError: safetensors has no name for a tensor's dtype.
+    """
+    # Large elements first: every tensor then starts at a multiple of its element size.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    # Pieces of text, not one nested dict: 100,000 small objects would start the garbage collector.
+    entries = ['"__metadata__":{' + ",".join([f"{_json(key)}:{_json(text)}" for key, text in metadata.items()]) + "}"]
     low = 0
     for name, tensor in ordered:
-        high = low + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": FORMATS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [low, high]}
+        if (dtype := _name(tensor.dtype)) not in FORMATS:
+            raise TypeError(f"tensor {name!r} has the dtype {dtype}, which safetensors cannot hold: convert it")
+        high = low + tensor.nbytes
+        entries.append(
+            f'{_json(name)}:{{"dtype":"{FORMATS[dtype]}","shape":{[*tensor.shape]},"data_offsets":[{low},{high}]}}'
+        )
         low = high
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return write_file(
-        path,
-        (
-            part
-            for parts in ([len(text).to_bytes(8, "little"), text], map(_bytes, (t for _, t in ordered)))
-            for part in parts
-        ),
-    )
+    header = f"{{{','.join(entries)}}}".encode()
+    header += b" " * (-len(header) % 8)
+    yield len(header).to_bytes(8, "little") + header
+    for _, tensor in ordered:
+        yield _bytes(tensor)
+
+
+_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def _bytes(tensor: Tensor) -> Any:
-    here = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return here.reshape(-1).view(torch.uint8).numpy() if here.numel() else b""
+    if (dtype := _name(tensor.dtype)) == "bfloat16" or dtype.startswith("float8"):  # NumPy has no such numbers
+        import torch
+
+        tensor = tensor.view(torch.int16 if dtype == "bfloat16" else torch.int8)
+    return tensor.numpy(force=True).ravel().view("u1")
 
 
 class TensorFiles:
-    """The tensors of one directory of a checkpoint, and reading of any part of them.
+    """The tensors of some safetensors files, and reading of any part of them.
+
+    Each file is opened without blocking, checked to be a regular one, and read rather than mapped, so whatever another program does to the files
+    meanwhile is an error. safetensors and torch would wait forever at a pipe in a file's place, and a file that is cut short while it is mapped
+    ends the process.
+
+    Args:
+        directory: the folder of the files; errors name it.
+        files: by default all of the folder's.
 
     Raises:
         DamagedCheckpoint: a file is not a safetensors file, or shards of a tensor are missing.
     """
 
-    def __init__(self, directory: Path, any_files: bool = True) -> None:
+    def __init__(self, directory: Path, files: Iterable[Path] | None = None) -> None:
         self.directory = directory
         self.stored: dict[str, Stored] = {}
         """The tensors by name."""
-        self._entries: dict[str, Any] = {}
-        if not any_files:
-            return
-        # Imported here: it takes 0.7 s, and most processes do not read.
-        from torch.distributed.checkpoint import HuggingFaceStorageReader
-
-        reader: Any = HuggingFaceStorageReader(str(directory))
-        metadata = _checked(directory, reader.read_metadata)
-        vars(reader)["read_metadata"] = lambda *_, **__: metadata  # the headers are read once
-        self._reader = reader
-        self._entries = metadata.state_dict_metadata
-        _checked(directory, self._list)
-
-    def _list(self) -> None:
-        """Fill :attr:`stored`."""
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-        for name, entry in self._entries.items():
-            assert isinstance(
-                entry, TensorStorageMetadata
-            )  # the other kind is pickled, and never written by this library
-            if bad := _untiled(entry.size, [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]):
-                raise DamagedCheckpoint(f"{self.directory}: parts of {name!r} {bad}")
-            if name.endswith(COMPLEX):
-                name = name.removesuffix(COMPLEX)
-                self.stored[name] = Stored(name, entry.size[:-1], torch.complex128)
-            else:
-                self.stored[name] = Stored(name, entry.size, entry.properties.dtype)
+        self._parts: dict[str, list[_Part]] = {}
+        for path in sorted(directory.glob("*.safetensors")) if files is None else files:
+            for name, part in _read_header(path).items():
+                self._parts.setdefault(name, []).append(part)
+        for name, parts in self._parts.items():
+            known = _whole(name, parts)
+            if isinstance(known, str):
+                raise DamagedCheckpoint(f"{directory}: parts of {name!r} {known}")
+            self.stored[known.name] = known
 
     def parts(self) -> dict[str, int]:
         """The number of shards of each tensor in the files."""
-        return {name.removesuffix(COMPLEX): len(entry.chunks) for name, entry in self._entries.items()}
+        return {name.removesuffix(COMPLEX): len(parts) for name, parts in self._parts.items()}
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors by name, whole ones or this rank's shards (``DTensor``), on any device. Not a collective.
 
         Raises:
             ValueError: a name does not exist, or has another shape.
+            DamagedCheckpoint: a file is not the one whose header was read, or has become shorter.
         """
+        import torch
+
         for name, target in targets.items():
             known = self.stored.get(name)
             if known is None:
@@ -173,46 +210,207 @@ class TensorFiles:
                 raise ValueError(
                     f"{self.directory}: {name!r} has shape {list(known.shape)}, and {list(target.shape)} was requested"
                 )
-        if targets:
-            from torch.distributed.checkpoint import DefaultLoadPlanner, load
+        self._fill((name, *_local(target.detach())) for name, target in targets.items())
+        for target in targets.values():  # written through views and aliases: bump the version of the tensor itself
+            torch.autograd.graph.increment_version(target)
 
-            state = {}
-            for name, target in targets.items():
-                if self.stored[name].dtype == torch.complex128:
-                    state[name + COMPLEX] = _pairs(target.detach())
-                else:
-                    state[name] = target.detach()
-            planner = DefaultLoadPlanner(flatten_state_dict=False)
-            with torch.no_grad(), warnings.catch_warnings():
-                # Every rank reads for itself on purpose.
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-                _checked(
-                    self.directory, lambda: load(state, storage_reader=self._reader, planner=planner, no_dist=True)
-                )
-            for target in targets.values():  # written through views and aliases: bump the version of the tensor itself
-                torch.autograd.graph.increment_version(target)
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """The rows ``first`` up to ``last`` of a tensor, on the CPU; others are not read.
 
-    def whole(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        Raises:
+            DamagedCheckpoint: as :meth:`read_into`.
+        """
+        import torch
+
+        known = self.stored[name]
+        values = torch.empty((last - first, *known.shape[1:]), dtype=known.dtype)
+        self._fill([(name, (first, *(0 for _ in known.shape[1:])), values)])
+        return values
+
+    def whole(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Whole tensors on the CPU; all of them by default."""
+        import torch
+
         chosen = self.stored if names is None else {name: self.stored[name] for name in names}
-        found = {name: torch.empty(known.shape, dtype=known.dtype) for name, known in chosen.items()}
-        self.read_into(found)
-        return found
+        values = {name: torch.empty(known.shape, dtype=known.dtype) for name, known in chosen.items()}
+        self.read_into(values)
+        return values
+
+    def _fill(self, boxes: Iterable[tuple[str, Sequence[int], Tensor]]) -> None:
+        """Fill tensors, each with the values of a named one from an offset on."""
+        import torch
+
+        pieces: dict[_File, list[tuple[_Part, Box, Tensor]]] = {}
+        for name, begin, target in boxes:
+            if self.stored[name].dtype == torch.complex128:
+                name, begin, target = name + COMPLEX, (*begin, 0), torch.view_as_real(target)
+            for part in self._parts[name]:
+                if (box := _common((tuple(begin), target.shape), (part.begin, part.shape))) is not None:
+                    low, size = box
+                    here = tuple(slice(at - b, at - b + n) for at, b, n in zip(low, begin, size, strict=True))
+                    there = tuple(at - b for at, b in zip(low, part.begin, strict=True)), size
+                    pieces.setdefault(part.file, []).append((part, there, target[here]))
+        for file, wanted in pieces.items():
+            with file.open() as descriptor:
+                for part, box, target in sorted(wanted, key=lambda piece: piece[0].place):
+                    part.read_into(descriptor, box, target)
+
+
+def check_header(path: Path) -> None:
+    """Check that a file is a safetensors file whose tensors lie in it, without reading them.
+
+    Raises:
+        DamagedCheckpoint: it is not.
+    """
+    _read_header(path)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of one file, on the CPU."""
-    from safetensors.torch import load_file
-
-    found: dict[str, Tensor] = _checked(path, lambda: load_file(path))
-    return {
-        name.removesuffix(COMPLEX): torch.view_as_complex(t) if name.endswith(COMPLEX) else t
-        for name, t in found.items()
-    }
+    return TensorFiles(path, [path]).whole()
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a shard starts in its tensor, and its shape."""
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file whose header was read."""
+
+    path: Path
+    identity: tuple[int, ...]
+
+    @contextmanager
+    def open(self) -> Iterator[int]:
+        """The file's descriptor.
+
+        Raises:
+            DamagedCheckpoint: there is another file now, or this one was changed.
+        """
+        descriptor = open_file(self.path)
+        try:
+            if _identity(descriptor) != self.identity:
+                raise DamagedCheckpoint(f"{self.path} was replaced or changed while it was read")
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+def _common(one: Box, other: Box) -> Box | None:
+    """The elements that two boxes of a tensor have in common, if there are any."""
+    low = tuple(max(pair) for pair in zip(one[0], other[0], strict=True))
+    sides = zip(*one, *other, low, strict=True)
+    size = tuple(min(b + n, o + m) - at for b, n, o, m, at in sides)
+    return (low, size) if all(n > 0 for n in size) else None
+
+
+def _identity(descriptor: int) -> tuple[int, ...]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor in a file, or a part of one."""
+
+    file: _File
+    place: int
+    """Where its bytes start in the file."""
+    dtype: str
+    """torch's name."""
+    begin: tuple[int, ...]
+    """Where in the whole tensor it starts."""
+    shape: tuple[int, ...]
+
+    def read_into(self, descriptor: int, box: Box, target: Tensor) -> None:
+        """Fill ``target`` with a box of this part."""
+        import torch
+
+        dtype = getattr(torch, self.dtype)
+        (begin, size), shape = box, self.shape
+        if not shape:
+            (begin, size), shape, target = ((0,), (1,)), (1,), target.view(1)
+        row = math.prod(shape[1:]) * dtype.itemsize
+        place = self.place + begin[0] * row
+        plain = type(target) is torch.Tensor and target.is_cpu and not target.is_neg() and not target.is_conj()
+        if plain and target.dtype == dtype and size[1:] == shape[1:] and target.is_contiguous():
+            self._read(descriptor, target, place)
+            return
+        inner = tuple(slice(b, b + n) for b, n in zip(begin[1:], size[1:], strict=True))
+        most = max(1, min(size[0], CHUNK // row))
+        rows = torch.empty((most, *shape[1:]), dtype=dtype)
+        for first in range(0, size[0], most):
+            some = rows[: min(most, size[0] - first)]
+            self._read(descriptor, some, place + first * row)
+            target[first : first + most].copy_(some[:, *inner])
+
+    def _read(self, descriptor: int, target: Tensor, place: int) -> None:
+        """Fill a contiguous tensor of the CPU with the file's bytes from ``place`` on."""
+        import torch
+
+        values: Any = target.reshape(-1).view(torch.uint8).numpy()
+        fill(self.file.path, descriptor, memoryview(values), place)
+
+
+def _read_header(path: Path) -> dict[str, _Part]:
+    """The tensors of a file, and parts of tensors. What is wrong with it is found before anything is allocated."""
+
+    def damaged(reason: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(f"{path}: a safetensors file cannot be read: {reason}")
+
+    with os.fdopen(open_file(path), "rb") as stream:
+        file = _File(path, _identity(stream.fileno()))
+        size = os.fstat(stream.fileno()).st_size - 8
+        length = int.from_bytes(stream.read(8), "little") if size > 0 else 0
+        if not 0 < length <= min(size, _LONGEST_HEADER):
+            raise damaged("its header does not fit its size")
+        text = stream.read(length)
+    try:
+        header = parse_json(path, text)
+        facts = header.pop("__metadata__", {})
+        begins = parse_json(path, facts[_SHARDING].encode()) if _SHARDING in facts else None
+    except (DamagedCheckpoint, AttributeError, TypeError) as error:
+        raise damaged(f"its header is not what safetensors writes: {error}") from error
+    parts, ranges = {}, []
+    for name, entry in header.items():
+        try:
+            (dtype, width), shape, (low, high) = _READ[entry["dtype"]], entry["shape"], entry["data_offsets"]
+            begin = [0] * len(shape) if begins is None else begins[name]["saved_offsets"]
+            numbers = [*begin, *shape, low, high]
+            valid = len(begin) == len(shape) and all(type(n) is int and 0 <= n < _MOST for n in numbers)
+            valid = valid and high - low == math.prod(shape) * width
+        except (LookupError, TypeError, ValueError):
+            valid = False
+        if not valid:
+            raise damaged(f"its header describes {name!r} as {str(entry)[:200]}")
+        parts[name] = _Part(file, 8 + length + low, dtype, tuple(begin), tuple(shape))
+        ranges.append((low, high))
+    ranges = [(0, 0), *sorted(ranges), (size - length, size - length)]
+    if any(one[1] != other[0] for one, other in itertools.pairwise(ranges)):
+        raise damaged("its header does not fit its size")
+    return parts
+
+
+def _whole(name: str, parts: Sequence[_Part]) -> Stored | str:
+    """The tensor that parts make, or what is wrong with them."""
+    import torch
+
+    first = parts[0]
+    if any(part.dtype != first.dtype or len(part.shape) != len(first.shape) for part in parts):
+        return "have several dtypes or numbers of dims"
+    ends = [[b + n for b, n in zip(part.begin, part.shape, strict=True)] for part in parts]
+    shape = [max(column) for column in zip(*ends, strict=True)]
+    if math.prod(max(1, n) for n in shape) >= _MOST:
+        return "lie too far out"
+    if wrong := _untiled(shape, [(part.begin, part.shape) for part in parts]):
+        return wrong
+    dtype: torch.dtype = getattr(torch, first.dtype)
+    if not name.endswith(COMPLEX):
+        return Stored(name, torch.Size(shape), dtype)
+    if dtype != torch.float64 or shape[-1:] != [2]:
+        return "are not pairs of F64"
+    return Stored(name.removesuffix(COMPLEX), torch.Size(shape[:-1]), torch.complex128)
 
 
 def _untiled(shape: Sequence[int], parts: Sequence[Box]) -> str:
@@ -238,40 +436,16 @@ def _untiled(shape: Sequence[int], parts: Sequence[Box]) -> str:
     return ""
 
 
-def _pairs(tensor: Any) -> Tensor:
-    """A complex tensor's memory as pairs of real numbers, also of this rank's shard."""
-    if type(tensor) is Tensor:
-        return torch.view_as_real(tensor)
-    local = torch.view_as_real(tensor.to_local())
-    stride = (*(2 * step for step in tensor.stride()), 1)
-    made: Tensor = type(tensor).from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=torch.Size((*tensor.shape, 2)),
-        stride=stride,
-    )
-    return made
+def is_cut(tensor: Tensor) -> bool:
+    """Whether it is sharded over ranks. (Never, if nobody has imported ``DTensor``.)"""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _checked(directory: Path, read: Any) -> Any:
-    from safetensors import SafetensorError
-
-    try:
-        return read()
-    except DamagedCheckpoint:
-        raise
-    except (
-        SafetensorError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ValueError,
-        ArithmeticError,
-        RecursionError,
-        AssertionError,
-    ) as error:
-        raise DamagedCheckpoint(
-            f"{directory}: a safetensors file cannot be read: {type(error).__name__}: {error}"
-        ) from error
+def _local(tensor: Tensor) -> tuple[Sequence[int], Tensor]:
+    """This rank's part of a tensor: where it starts, and its memory."""
+    if not is_cut(tensor):
+        return (0,) * tensor.ndim, tensor
+    shard: Any = tensor
+    (chunk,) = shard.__create_chunk_list__()
+    return chunk.offsets, shard.to_local()

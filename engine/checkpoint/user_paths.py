@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,13 +12,14 @@ from engine.checkpoint.directory import Opened
 from engine.checkpoint.files import DamagedCheckpoint, inside
 from engine.checkpoint.manifest import FOLDERS, MANIFEST
 from engine.checkpoint.one_file import is_one_file
-from engine.checkpoint.remote_storage import Remote, reach
-from engine.checkpoint.run_locks import runs
+from engine.checkpoint.remote_storage import Remote, reach, without_query
+from engine.checkpoint.run_locks import FIRST, runs
 from engine.checkpoint.storage import Location, OneFile, locate, split
 
 
 def folder(path: str | Path) -> Location | None:
-    """The folder of checkpoints at a path or a URL: itself, or its ``checkpoints/``, of the newest run that has any.
+    """The folder of checkpoints at a path or a URL: itself, or its ``checkpoints/``, of the newest run that has any. ``version_0`` names the
+    first run of a ``root_dir``, which has no folder of this name.
 
     ``None``: there are none, or it is a checkpoint itself.
 
@@ -34,10 +36,33 @@ def folder(path: str | Path) -> Location | None:
     if _has_manifest(where, name):
         return None
     root = str(path).rstrip("/")
-    tried = [locate(f"{each}{inner}") for each in runs(root).folders() for inner in ("", "/checkpoints")]
-    return next((each for each in tried if each.manifests()), None) or next(
-        (each for each in tried if each.damaged()), None
-    )
+    folders = runs(root).folders()
+    above, _, name = root.rpartition("/")
+    if name == FIRST:
+        folders.append(above or ".")
+
+    tried: list[Location] = []
+    for each in folders:
+        if not _has_folders(each):  # of 100,000 runs, most may have saved nothing
+            continue
+        for place in (locate(each), locate(f"{each}/checkpoints")):
+            if any(place.complete()):
+                return place
+            tried.append(place)
+    return next((place for place in tried if place.damaged(())), None)
+
+
+def _has_folders(path: str) -> bool:
+    """Whether a folder may have checkpoints, or a folder with some; of a URL this is not known."""
+    if "://" in path:
+        return True
+    try:
+        with os.scandir(path) as inner:
+            return any(entry.is_dir() for entry in inner)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
 
 
 def find(path: str | Path) -> tuple[Location, list[str]]:
@@ -48,7 +73,11 @@ def find(path: str | Path) -> tuple[Location, list[str]]:
         NotADirectoryError: it is a file.
         DamagedCheckpoint: there are only incomplete ones; the message has the reason.
     """
-    inner = folder(path)
+    return find_in(path, folder(path))
+
+
+def find_in(path: str | Path, inner: Location | None) -> tuple[Location, list[str]]:
+    """Do what :func:`find` does, for a caller that has called :func:`folder` already: ``inner`` is its result."""
     if inner is not None and (names := list(inner.manifests())):
         return inner, names
     where, name = split(path)
@@ -94,9 +123,9 @@ def local_copy(path: str | Path) -> Iterator[Path]:
         return
     files, inner = reach(str(path))
     if not files.exists(inner):
-        raise FileNotFoundError(f"{path} does not exist")
+        raise FileNotFoundError(f"{without_query(path)} does not exist")
     with tempfile.TemporaryDirectory(prefix="copy-") as folder:
-        target = Path(folder) / inner.rstrip("/").rpartition("/")[2]
+        target = Path(folder) / without_query(path).rstrip("/").rpartition("/")[2]
         for file in files.find(inner):
             to = target if file == inner else inside(target, file.removeprefix(inner.rstrip("/")).lstrip("/"))
             to.parent.mkdir(parents=True, exist_ok=True)

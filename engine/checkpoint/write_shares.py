@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from engine.checkpoint.tensors import is_cut
 
 
 class Part(NamedTuple):
@@ -31,12 +32,6 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     cut = {name: tensor for name, tensor in tensors.items() if is_cut(tensor)}
     found = {name: Part(tensor.detach(), (0,) * tensor.ndim) for name, tensor in tensors.items() if name not in cut}
     return found | _cut_parts(cut) if cut else found
-
-
-def is_cut(tensor: Tensor) -> bool:
-    """Whether it is sharded over ranks. (Never, if nobody has imported ``DTensor``.)"""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _cut_parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:

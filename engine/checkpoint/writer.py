@@ -24,7 +24,7 @@ from engine.checkpoint.manifest import WEIGHTS, packed_facts
 from engine.checkpoint.model_state import _merged, split
 from engine.checkpoint.storage import locate, same
 from engine.checkpoint.storage import split as location_of
-from engine.checkpoint.tensors import write_tensors
+from engine.checkpoint.tensors import is_cut, write_tensors
 from engine.checkpoint.write_shares import Part
 from engine.distributed.all_or_none import together
 from engine.distributed.collectives import gather_json
@@ -35,6 +35,8 @@ from engine.utils.parameters import parameters_of
 
 CLOSE_S = 5.0
 """How long (s) a failed run of several ranks waits for a checkpoint in progress: the others wait for this rank's exit."""
+KEEP_S = 30.0
+"""How long (s) the copies of a save beside the training stay for the next one: a later save makes new ones, on its own thread."""
 _open: weakref.WeakSet[Saver] = weakref.WeakSet()
 
 Packed = tuple[Any, dict[str, Tensor]]
@@ -74,6 +76,8 @@ class _Job:
     remove: Sequence[str]
     staging: Staging | None
     future: Future[None] | None = None
+    superseded: threading.Event = field(default_factory=threading.Event)
+    """Another checkpoint takes over the copies' buffers, or they are freed already."""
 
 
 class Saver:
@@ -99,7 +103,10 @@ class Saver:
         self.noticed: Callable[[str, str], None] = lambda event, name: None
         """Called on the main process, perhaps in the writing thread, with ``"saved"`` or ``"removed"`` and a checkpoint's name, when it is so."""
         self._failures = 0
+        self._stuck: set[str] = set()
         self._job: _Job | None = None
+        self._buffered: _Job | None = None  # the latest one with copies
+        self._lock = threading.Lock()
         self._side: Group | None = None
         self._staging: Staging | None = None
         self._rows: list[Any] | None = None
@@ -155,6 +162,7 @@ class Saver:
             # Collectives of another thread need their own process group.
             ranks = self.group.world_size
             self._side = self.group.part([list(range(ranks))]) if ranks > 1 else self.group
+        self._take_buffers(job)
         if self._staging is None:
             self._staging = Staging(self.group.device)
         loose = {(stem, n): tensor for stem, (_, tensors) in job.trees.items() for n, tensor in tensors.items()}
@@ -164,6 +172,13 @@ class Saver:
         _open.add(self)
         # A daemon: a failing rank exits even when the thread waits for ranks that are gone.
         threading.Thread(target=self._run, args=(job, job.future, self._side), name="checkpoint", daemon=True).start()
+
+    def _take_buffers(self, job: _Job | None) -> None:
+        """From here on, the thread of the last save does not free them."""
+        with self._lock:
+            if self._buffered is not None:
+                self._buffered.superseded.set()
+            self._buffered = job
 
     def hold(self) -> None:
         """Wait until tensors may change, because the checkpoint in progress has its copies."""
@@ -216,7 +231,8 @@ class Saver:
             if not failed:
                 raise
             logger.error("the checkpoint in progress was abandoned: %s: %s", type(error).__name__, error)
-            self._staging = None
+            self._staging = None  # the thread still reads it
+        self._take_buffers(None)
         if self._staging is not None:
             self._staging.close()
         self._staging = self._rows = None
@@ -243,7 +259,7 @@ class Saver:
             self.postponed = [each for each in there[: there.index(name)] if each in postponed] if name in there else []
 
     def remove(self, names: Sequence[str]) -> None:
-        """Delete checkpoints (on the main process); one that is in use is retried later."""
+        """Delete checkpoints (on the main process); those that are in use, or that an error keeps, are tried again later."""
         if self.group.is_main and (names or self.postponed):
             wanted, self.postponed = [*self.postponed, *names], []
             self.postponed += [name for name in dict.fromkeys(wanted) if name in self.kept or not self._remove(name)]
@@ -251,9 +267,14 @@ class Saver:
     def _remove(self, name: str) -> bool:
         try:
             gone = self.location.remove(name)
-        except (OSError, ValueError) as error:  # not a reason to give up the checkpoint that is being written
-            logger.warning("checkpoint %s could not be removed: %s: %s", name, type(error).__name__, error)
-            return True
+        except Exception as error:  # not a reason to give up the checkpoint that is being written; remote ones have errors of their own
+            gives_up = isinstance(error, ValueError)
+            again = "" if gives_up else " (tried again after each save)"
+            if name not in self._stuck:
+                logger.warning("checkpoint %s could not be removed: %s: %s%s", name, type(error).__name__, error, again)
+            self._stuck.add(name)
+            return gives_up
+        self._stuck.discard(name)
         if gone:
             self.noticed("removed", name)
         return gone
@@ -285,7 +306,7 @@ class Saver:
 
         def work() -> list[Any]:
             tensors, model = split(content.model)
-            optim, states = pack(dict(content.optim), write_shares.is_cut)
+            optim, states = pack(dict(content.optim), is_cut)
             packed_facts(content.facts)
             trees.update(
                 {
@@ -330,6 +351,11 @@ class Saver:
             future.set_exception(error)
         else:
             future.set_result(None)
+        job.parts, job.trees = {}, {}
+        if job.staging is not None and not job.superseded.wait(KEEP_S):
+            with self._lock:
+                if not job.superseded.is_set():
+                    job.staging.close()
 
     def _write(self, job: _Job, group: Group) -> None:
         try:

@@ -1,4 +1,4 @@
-"""``fit checkpoint``: the arguments. The actions need torch, and are imported when the arguments are valid."""
+"""``fit checkpoint``: the arguments. The actions are imported when the arguments are valid."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from engine.cli.exits import Parser
 from engine.config.file_size import size_in_bytes
 
 ACTIONS = "engine.cli.checkpoint_actions"
 """The module with a function for each subcommand."""
+WEIGHTS = "'trained', or those that a callback has kept, such as 'ema'; by default those that the checkpoint's score was measured with"
+"""The help of ``--weights``."""
 _PLACE = "a directory or a URL that fsspec knows"
 
 
@@ -26,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The subcommands and their arguments."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="fit checkpoint",
         description="Inspect, verify, export, convert, pack and remove checkpoints, without running code from them.",
     )
@@ -66,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="instead a dict for torch.load: weights, hyperparameters and counters under Lightning's keys",
     )
+    command.add_argument("--weights", metavar="NAME", help=f"with --pickle: {WEIGHTS}")
     _prune(
         add("prune", "delete all complete checkpoints of a folder except the newest, and those with the best scores")
     )
@@ -111,7 +115,7 @@ def _export(command: argparse.ArgumentParser, one: str) -> None:
     command.add_argument(
         "--weights",
         metavar="NAME",
-        help="rather than the trained weights, those that a callback has kept, such as 'ema'",
+        help=WEIGHTS,
     )
     for name, text in (
         ("include", "only names that match a pattern, such as 'model.*'"),

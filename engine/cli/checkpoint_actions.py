@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
-from engine.checkpoint import pickled
-from engine.checkpoint.convert import convert
-from engine.checkpoint.export import export_checkpoint
-from engine.checkpoint.files import printable
 from engine.checkpoint.listing import entries, facts, problems, prune
-from engine.checkpoint.one_file import pack
-from engine.checkpoint.user_paths import opened
+from engine.checkpoint.manifest import SCORED_WITH, TRAINED
+from engine.checkpoint.run_locks import FIRST, plain
+from engine.cli.exits import show
 from engine.cli.main import table
 from engine.config.masked import rows as settings_rows
+from engine.utils.text import terminal_text
+
+WITH_TENSORS = "engine.cli.checkpoint_tensor_actions"
+"""The module with the functions that read tensors, and so import torch; those here do not."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -29,38 +29,51 @@ def run(arguments: argparse.Namespace) -> int:
         0, or 1 with one line on stderr that says why.
     """
     try:
-        value, lines, good = _ACTIONS[arguments.action](arguments)
+        action = _ACTIONS.get(arguments.action)
+        if action is None:
+            action = importlib.import_module(WITH_TENSORS).ACTIONS[arguments.action]
+        value, lines, good = action(arguments)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         print(
-            f"fit checkpoint {arguments.action}: {printable(' '.join(str(error).split())) or type(error).__name__}",
+            f"fit checkpoint {arguments.action}: {terminal_text(' '.join(str(error).split())) or type(error).__name__}",
             file=sys.stderr,
         )
         return 1
     if arguments.json:
         print(json.dumps(_plain(value), indent=1))
     elif lines:
-        print("\n".join(printable(line).replace("\n", "\\n") for line in lines))
+        show(*(terminal_text(line, one_line=True) for line in lines))
     return 0 if good else 1
 
 
+_LONGEST = 1000
+"""Characters of a name, or of a value, that are printed."""
 Answer = tuple[Any, list[str], bool]
 """The JSON value, the printed lines, and whether all is well."""
 
 
 def _list(arguments: argparse.Namespace) -> Answer:
     found = entries(arguments.root)
-    rows = [("name", "step", "epoch", "time", "size", "ranks", "score and metrics")]
+    others = any(entry["complete"] and entry[SCORED_WITH] != TRAINED for entry in found)  # else it goes without saying
+    rows = [("name", "step", "epoch", "time", "size", "ranks", *(["weights"] if others else []), "score and metrics")]
     for entry in found:
         if entry["complete"]:
             told = (
                 _text(entry["step"]),
                 _text(entry["epoch"]),
                 _time(entry["saved_at"]),
-                _size(entry["bytes"]),
+                size_text(entry["bytes"]),
                 str(entry["world_size"]),
             )
-            rows.append((entry["name"], *told, _metrics(entry)))
+            weights = [entry[SCORED_WITH] or "not noted"] if others else []
+            rows.append((entry["name"], *told, *weights, _metrics(entry)))
     lines = table(rows) if len(rows) > 1 else []
+    place = found[0]["path"].removesuffix(f"/{found[0]['name']}")
+    if plain(place).startswith(f"{plain(arguments.root)}/version_"):
+        lines.insert(
+            0,
+            f"{place}: the newest run in {arguments.root} that has checkpoints. The first is {arguments.root}/{FIRST}",
+        )
     lines += [f"{entry['name']}  incomplete or damaged: {entry['reason']}" for entry in found if not entry["complete"]]
     return found, lines, all(entry["complete"] for entry in found)
 
@@ -75,14 +88,15 @@ def _show(arguments: argparse.Namespace) -> Answer:
     }
     shown |= {
         "saved_at": _time(found["saved_at"]),
-        "bytes": f"{found['bytes']} ({_size(found['bytes'])}) in {len(found['files'])} files",
+        "bytes": f"{found['bytes']} ({size_text(found['bytes'])}) in {len(found['files'])} files",
     }
     lines = [found["name"], *_section(shown)]
     config = found.get("config")
     if isinstance(config, dict) and all(
         isinstance(entry, dict) and {"value", "origin"} <= entry.keys() for entry in config.values()
     ):
-        lines += ["  config", *("    " + line for line in table(settings_rows(config)))]
+        settings = [(name, _text(value), origin) for name, value, origin in settings_rows(config)]
+        lines += ["  config", *("    " + line for line in table(settings))]
     for folder, each in tensors.items():
         lines += ["", f"{folder}: {len(each)} tensors"]
         lines += table(
@@ -106,43 +120,6 @@ def _verify(arguments: argparse.Namespace) -> Answer:
     return found, lines, not any(found.values())
 
 
-def _export(arguments: argparse.Namespace) -> Answer:
-    found = export_checkpoint(
-        arguments.path,
-        arguments.out,
-        dtype=arguments.dtype,
-        max_shard_size=arguments.max_shard_size,
-        prefix_strip=arguments.prefix_strip,
-        include=arguments.include,
-        exclude=arguments.exclude,
-        weights=arguments.weights,
-    )
-    lines = [*found.files, *found.published, f"{found.tensors} tensors, {_size(found.bytes)}"]
-    lines += [f"tied, written once: {name} is {first}" for name, first in found.tied.items()]
-    lines += [f"left out: {name}" for name in found.left_out]
-    return asdict(found), lines, True
-
-
-def _convert(arguments: argparse.Namespace) -> Answer:
-    found = convert(arguments.source, arguments.out, trust_pickle=arguments.trust_pickle)
-    lines = [
-        f"{found.path}: from a {found.kind}",
-        f"{found.tensors} tensors, {_size(found.bytes)}; {found.optimizers} optimizer(s); epoch {found.epoch}, step {found.step}",
-        f"hyperparameters: {', '.join(found.hyperparameters) or 'none'}",
-    ]
-    return asdict(found), [*lines, *found.notes], True
-
-
-def _pack(arguments: argparse.Namespace) -> Answer:
-    out = Path(arguments.out).absolute()
-    if out.exists():
-        raise FileExistsError(f"{out} exists: choose another path, or remove it")
-    with opened(arguments.path) as found:
-        pack(found.directory, out) if not arguments.pickle else pickled.write_checkpoint(out, found.directory)
-    size = out.stat().st_size
-    return {"path": str(out), "bytes": size}, [f"{out}: {_size(size)}"], True
-
-
 def _prune(arguments: argparse.Namespace) -> Answer:
     found = prune(arguments.root, arguments.keep, arguments.keep_best, arguments.dry_run)
     words = {
@@ -157,22 +134,20 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], Answer]] = {
     "list": _list,
     "show": _show,
     "verify": _verify,
-    "export": _export,
-    "convert": _convert,
-    "pack": _pack,
     "prune": _prune,
 }
 
 
 def _section(values: Mapping[str, Any], indent: str = "  ") -> list[str]:
     """One value per line; dicts below their name."""
-    width = max((len(str(name)) for name in values), default=0)
+    named = [(_cut(str(name)), value) for name, value in values.items()]
+    width = min(max((len(name) for name, _ in named), default=0), 60)
     lines: list[str] = []
-    for name, value in values.items():
+    for name, value in named:
         if isinstance(value, dict) and value:
             lines += [f"{indent}{name}", *_section(value, indent + "  ")]
         else:
-            lines.append(f"{indent}{name!s:<{width}}  {_text(value)}")
+            lines.append(f"{indent}{name:<{width}}  {_text(value)}")
     return lines
 
 
@@ -188,14 +163,18 @@ def _metrics(entry: Mapping[str, Any]) -> str:
 def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    return "-" if value is None or value == {} else str(value)
+    return "-" if value is None or value == {} else _cut(str(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters; --json prints all)"
 
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"

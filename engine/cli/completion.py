@@ -14,6 +14,7 @@ import argcomplete
 from argcomplete.completers import BaseCompleter, FilesCompleter
 
 from engine.cli import main as cli
+from engine.cli.exits import Parser, UsageError
 from engine.cli.targets import CALLBACKS
 from engine.config.name_and_options import PRECISIONS
 from engine.config.settings import Settings
@@ -69,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The one argument."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="fit completion",
         description="Print a script that completes commands, options, settings and their values.",
         epilog='bash: eval "$(fit completion bash)"    zsh: eval "$(fit completion zsh)"    fish: fit completion fish | source',
@@ -79,8 +80,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def complete() -> None:
-    """Write what the word at the shell's cursor may become, and end the process."""
-    words = argcomplete.split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))[3]
+    """Write what the word at the shell's cursor may become, and end the process.
+
+    Raises:
+        UsageError: no shell has set the variables that say what the line and the cursor are.
+    """
+    try:
+        words = argcomplete.split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))[3]
+    except (KeyError, ValueError) as error:
+        raise UsageError(
+            "_ARGCOMPLETE is set, which asks for completions of COMP_LINE, a text, at COMP_POINT, a number: "
+            f"{type(error).__name__}: {error}; unset _ARGCOMPLETE to run a command"
+        ) from error
     # zsh passes all of its line: variables and other commands may precede ours.
     begin = max((index for index, word in enumerate(words, 1) if word.endswith((";", "|", "&"))), default=0)
     start = next((index for index in range(begin, len(words)) if os.path.basename(words[index]) == "fit"), 0)
@@ -117,7 +128,9 @@ class _Values(BaseCompleter):
 def _fitting(prefix: str, words: Iterable[str]) -> Iterable[str]:
     """The words that start so; if none does, files, which bash looks for itself."""
     found = [word for word in words if word.startswith(prefix)]
-    return found if found or os.environ.get("_ARGCOMPLETE_SHELL") == "bash" else FilesCompleter()(prefix)
+    if found or os.environ.get("_ARGCOMPLETE_SHELL") == "bash":
+        return found
+    return [name for name in FilesCompleter()(prefix) if name.isprintable()]  # a terminal would obey the others
 
 
 def _words(argument: str) -> Iterable[str]:

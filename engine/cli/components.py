@@ -39,8 +39,31 @@ class Components:
         return [self.model, *([self.data] if self.data is not None else []), *self.callbacks]
 
 
+@dataclass(frozen=True)
+class EarlierRun:
+    """What a checkpoint says of its run, for a command that repeats it; taken where neither the command line nor a file says otherwise."""
+
+    origin: str
+    settings: Mapping[str, Any]
+    """Settings of ``Fit``, as plain values."""
+    sections: Mapping[str, Any]
+    """Descriptions of objects (:data:`SECTIONS`), whose code will run."""
+    without_model: str
+    """The error if nothing names a model."""
+
+    def origins(self) -> dict[str, str]:
+        """The origin of each object."""
+        callbacks = [f"callbacks.{index}" for index in range(len(self.sections.get("callbacks", ())))]
+        return dict.fromkeys((*self.sections, *callbacks), self.origin)
+
+
 def components_of(
-    target: str | None, data: str | None, callbacks: Sequence[str], overrides: Sequence[str], config: str | None
+    target: str | None,
+    data: str | None,
+    callbacks: Sequence[str],
+    overrides: Sequence[str],
+    config: str | None,
+    earlier: EarlierRun | None = None,
 ) -> Components:
     """Combine the file and the command line.
 
@@ -48,6 +71,7 @@ def components_of(
         target, data, callbacks: classes of the command line; the first two replace those of the file, the last are added after its.
         overrides: ``NAME=VALUE`` texts; dotted names set parameters of objects, all others are settings of ``Fit``.
         config: the file; ``None``: the one that ``FIT_CONFIG`` names, else ``./fit.yaml`` if there is one.
+        earlier: the run to repeat.
 
     Raises:
         UsageError: no model, an unknown target or object, or a malformed section.
@@ -55,10 +79,17 @@ def components_of(
     """
     for text in overrides:
         _check_section(text)
-    resolved = resolve({}, os.environ, None if config is None else Path(config), overrides, SECTIONS)
+    below = {} if earlier is None else {**earlier.settings, **earlier.sections}
+    origin = "" if earlier is None else earlier.origin
+    resolved = resolve({}, os.environ, None if config is None else Path(config), overrides, SECTIONS, below, origin)
     sections = resolved.sections
-    origins = _origins_of_file(resolved.file) if sections else {}
+    origins = {
+        **({} if earlier is None else earlier.origins()),
+        **(_origins_of_file(resolved.file) if sections else {}),
+    }
     model = _component("model", target, sections.get("model"), origins, "the target", TrainModule)
+    if model is None and earlier is not None:
+        raise UsageError(earlier.without_model)
     if model is None:
         where = (
             f"{resolved.file} has no section model:"

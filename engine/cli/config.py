@@ -6,6 +6,8 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
+from engine.cli.exits import Parser
+
 
 def main(argv: Sequence[str]) -> int:
     """Write or check a file of settings.
@@ -19,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of ``fit config``."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="fit config",
         description="Write a commented file of settings, from answers to questions unless one of the first five options is given.",
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.cli.config_questions import ask
-from engine.cli.exits import FAILED, UsageError, complain
+from engine.cli.exits import FAILED, UsageError, complain, show
 from engine.config import from_training_arguments
 from engine.config.commented_file import document
 from engine.config.from_accelerate import file as accelerate_file
@@ -68,16 +68,16 @@ def _write(arguments: argparse.Namespace) -> int:
         draft.unlink()
     write_atomically(path, text)
     given = [f"{name}={getattr(resolved.settings, name)}" for name in values]
-    print(f"{path}: written; {', '.join(given) or 'all settings have their defaults'}")
+    show(f"{path}: written; {', '.join(given) or 'all settings have their defaults'}")
     return 0
 
 
 def _check(path: Path) -> int:
     resolved = _judge(path)
     given = [name for name, origin in resolved.origins.items() if origin.startswith("file ")]
-    print(f"{path}: {len(given)} setting(s), all valid" + (f": {', '.join(given)}" if given else ""))
+    show(f"{path}: {len(given)} setting(s), all valid" + (f": {', '.join(given)}" if given else ""))
     if resolved.sections:
-        print(f"{path}: {', '.join(resolved.sections)}: read by 'fit run', not checked here")
+        show(f"{path}: {', '.join(resolved.sections)}: read by 'fit run', not checked here")
     return 0
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from engine.cli.building import Component, Parsed, parameters, parser_of, type_of
 from engine.config.masked import readable
@@ -54,7 +56,7 @@ def class_help(command: str, components: Sequence[Component]) -> str:
             inspect.isclass(component.target) and component.target.__doc__ is None
         )  # then getdoc would describe the base class
         about = "" if bare else (inspect.getdoc(component.target) or "").split("\n\n")[0]
-        about = " ".join(about.split())
+        about = _plain(about)
         lines += [f"{component.name}: {component.path}", *([f"  {about}"] if about else [])]
         rows = [
             (f"{component.name}.{name}", *_about(action)) for name, action in parameters(parser_of(component)).items()
@@ -76,16 +78,26 @@ def _about(action: argparse.Action) -> tuple[str, str]:
     """A parameter's type, and its default with its documentation."""
     kind = type_of(action)
     default = "required" if action.required else f"default {_shown(action.default)}"
-    return _type_text(kind), f"{default}{f'; {action.help}' if action.help else ''}"
+    return _type_text(kind), f"{default}{f'; {_plain(action.help)}' if action.help else ''}"
+
+
+def _plain(text: str) -> str:
+    """A docstring in one line, with the targets of its roles: ``:class:`engine.Every``` is engine.Every."""
+    return _ROLE.sub(r"\1", " ".join(text.split()))
+
+
+_ROLE = re.compile(r":[\w:]+:`~?([^`<]+?)(?: <[^`]*>)?`")
 
 
 def _type_text(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return f"{kind.__name__} {{{', '.join(kind.__members__)}}}"
+    if get_origin(kind) in (Union, UnionType):
+        return " | ".join(text for part in get_args(kind) if (text := _type_text(part)) != "any") or "any"
+    if kind is NoneType:
+        return "None"
     text = kind.__name__ if isinstance(kind, type) and not getattr(kind, "__args__", None) else str(kind)
-    if text in ("None", "Untyped") or kind is None:
-        return "any"
-    return text.replace("typing.", "").replace("Union[", "").replace(", Untyped]", "")
+    return "any" if text in ("None", "Untyped") else text.replace("typing.", "")
 
 
 def _shown(value: Any) -> str:

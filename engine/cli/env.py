@@ -6,6 +6,8 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
+from engine.cli.exits import Parser
+
 ACTIONS = "engine.cli.env_actions"
 """The module that does it."""
 
@@ -22,8 +24,6 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    top = argparse.ArgumentParser(
-        prog="fit env", description="Print versions, devices, environment, and each setting with its origin."
-    )
+    top = Parser(prog="fit env", description="Print versions, devices, environment, and each setting with its origin.")
     top.add_argument("--json", action="store_true", help="print one JSON object")
     return top

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from engine.cli.exits import show
 from engine.cli.main import table, version
 from engine.config.masked import readable, rows
 from engine.config.resolve import SECTIONS, resolve
@@ -17,6 +18,7 @@ from engine.distributed.environment import detect, hints
 from engine.loop import compatibility
 from engine.utils import accelerator, cuda
 from engine.utils.device import Device
+from engine.utils.device_names import BF16_REMEDY, bf16_ends_the_process
 
 _PACKAGES = (
     *("fit-trainer", "torch", "torchmetrics", "safetensors", "numpy", "rich", "pyyaml"),
@@ -31,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         0, or 1 when the settings or the environment would make a run fail; the report then says why.
     """
     report = collect(os.environ)
-    print(json.dumps(report, indent=2) if arguments.json else as_text(report))
+    show(json.dumps(report, indent=2) if arguments.json else as_text(report))
     return 1 if report["errors"] else 0
 
 
@@ -43,13 +45,14 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
         was read from), ``hints`` (lines about it), ``settings`` (name -> ``value`` and ``origin``, as in ``run.config``) and ``errors``
         (what makes environment or settings fail).
     """
+    faulty = bf16_ends_the_process()
     report: dict[str, Any] = {
         "versions": {"python": f"{platform.python_version()} ({platform.platform()})"}
         | {name: version(name) for name in _PACKAGES},
-        "devices": _devices(),
+        "devices": _devices(faulty),
         "environment": None,
         "variables": {},
-        "hints": [],
+        "hints": [BF16_REMEDY] if faulty else [],
         "settings": {},
         "errors": [],
     }
@@ -57,7 +60,7 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
         found = detect(environ)
         report["environment"] = asdict(found)
         report["variables"] = report["environment"].pop("variables")
-        report["hints"] = hints(environ, found)
+        report["hints"] += hints(environ, found)
     except (ValueError, RuntimeError) as error:
         report["errors"].append(str(error))
     try:
@@ -93,7 +96,8 @@ def _section(title: str, values: Mapping[str, Any]) -> list[str]:
     return [title, *(f"  {name:<{width}}  {value}" for name, value in values.items()), ""]
 
 
-def _devices() -> dict[str, str]:
+def _devices(faulty: bool) -> dict[str, str]:
+    """``faulty``: a product in bf16 on the CPU would end this process, so the CPU is not asked what it can do."""
     import torch
     import torch.distributed as dist
 
@@ -107,9 +111,11 @@ def _devices() -> dict[str, str]:
         for index in range(accelerator.devices(kind)):
             found[f"{kind}:{index}"] = Device(torch.device(kind, index)).described()
     device = torch.device(kind or "cpu")
-    can = accelerator.capabilities(device)
-    found[f"{device.type} has"] = ", ".join(name for name, there in can.items() if there)
-    found[f"{device.type} lacks"] = ", ".join(name for name, there in can.items() if not there) or "nothing of these"
+    if not faulty or device.type != "cpu":
+        can = accelerator.capabilities(device)
+        found[f"{device.type} has"] = ", ".join(name for name, there in can.items() if there)
+        lacks = [name for name, there in can.items() if not there]
+        found[f"{device.type} lacks"] = ", ".join(lacks) or "nothing of these"
     found["float32 products"] = cuda.products()[0] or "set for each device by itself (torch.backends.*.fp32_precision)"
     if dist.is_available():
         there = [

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import os
 import sys
 from collections.abc import Callable
+from typing import NoReturn
+
+from engine.utils.errors import INTERRUPTED
+from engine.utils.text import terminal_text
 
 OK = 0
 FAILED = 1
@@ -13,8 +19,6 @@ USAGE = 2
 """Wrong options, settings or targets: nothing was started."""
 DOES_NOT_FIT = 3
 """``fit plan`` forecasts that a rank needs more memory than its device has."""
-INTERRUPTED = 130
-"""Ctrl-C, as shells show it."""
 
 STATUSES = """\
 exit status:
@@ -31,8 +35,18 @@ class UsageError(Exception):
     """Something that the caller gave is wrong; the message says what, and what to do."""
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors quote the words of the command line as text: a shell's ``*`` makes words of the names of files."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(terminal_text(message, one_line=True))
+
+
 def open_streams() -> None:
-    """Redirect standard streams that were closed before the start (``>&-``) to nowhere, instead of to the next file that is opened."""
+    """Redirect standard streams that were closed before the start (``>&-``) to nowhere, instead of to the next file that is opened.
+
+    What the encoding of standard output cannot express is written as Python's escapes, as on standard error.
+    """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)
@@ -40,6 +54,8 @@ def open_streams() -> None:
                 os.dup2(null, number)
                 os.close(null)
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def guarded(command: Callable[[], int]) -> int:
@@ -64,4 +80,9 @@ def guarded(command: Callable[[], int]) -> int:
 def complain(error: object) -> None:
     """``fit: error: ...`` on stderr."""
     sys.stdout.flush()
-    print(f"fit: error: {error}", file=sys.stderr, flush=True)
+    print(terminal_text(f"fit: error: {error}"), file=sys.stderr, flush=True)
+
+
+def show(*lines: object) -> None:
+    """Print lines that quote names: nothing in them reaches the terminal as a command to it."""
+    print(*map(terminal_text, lines), sep="\n", flush=True)

@@ -1,4 +1,4 @@
-"""The parameters of a checkpoint's module; those of the command line and the file of settings win over them."""
+"""The parameters of a checkpoint's module and data; those of the command line and the file of settings win over them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.checkpoint.files import printable
 from engine.checkpoint.recorded_arguments import Recorded
 from engine.cli.building import Component, Parsed, parameters, parser_of
 from engine.cli.exits import UsageError
@@ -34,8 +33,9 @@ def completed(component: Component, found: Recorded) -> Component:
     """
     names = parameters(parser_of(component))
     tops = dict.fromkeys(name.split(".")[0] for name in names)
-    held = kept_arguments(component.target, found.hparams, found.hparams_name)
-    texts, hints = found.sections["model"], hints_of(component.target)
+    is_model = component.name == "model"
+    held = kept_arguments(component.target, found.hparams, found.hparams_name) if is_model else {}
+    texts, hints = found.sections[component.name], hints_of(component.target)
     current = _defaults(component)
     fixed = {name: value for name, value in held.items() if name not in tops}  # of a constructor that takes anything
     init_args, origins, taken = dict(component.init_args), dict(component.origins), dict(fixed)
@@ -55,10 +55,10 @@ def completed(component: Component, found: Recorded) -> Component:
             origins.setdefault(name, f"checkpoint {found.path}")
             taken[name] = text
         elif partly is None:
-            shown = printable(flow(text))
+            shown = flow(text)
             raise UsageError(
-                f"{found.path}: the module was created with {name}={shown}, which is not taken from a checkpoint: it may name code, or is a secret. "
-                f"Give it, as in --set {shlex.quote(f'model.{name}={shown}')}"
+                f"{found.path}: the {'module' if is_model else 'data'} was created with {name}={shown}, which is not taken from a "
+                f"checkpoint: it may name code, or is a secret. Give it, as in --set {shlex.quote(f'{component.name}.{name}={shown}')}"
             )
     _tell(
         component, found, {name: value for name, value in taken.items() if plain(value) != current.get(name, current)}
@@ -69,8 +69,8 @@ def completed(component: Component, found: Recorded) -> Component:
         *component.init_args,
         *(key.removesuffix("+").split(".")[0] for key, _ in component.overrides),
     }
-    for name, text in replaced_by_defaults(component.target, found.texts, given).items():
-        made = printable(f"{name}={text}")
+    for name, text in replaced_by_defaults(component.target, found.texts if is_model else {}, given).items():
+        made = f"{name}={text}"
         _say(
             logging.WARNING,
             "%s: the module was created with %s, which a checkpoint cannot hold: using the default",
@@ -93,13 +93,13 @@ def compare(parsed: Parsed, found: Recorded) -> None:
                 f"{component.name}.{name}={flow(shown['here'][name])}",
                 f"the {flow(shown['there'][name])} of {found.path}",
             )
-            _say(logging.WARNING, "%s: using %s, not %s", component.origin(name), *map(printable, what))
+            _say(logging.WARNING, "%s: using %s, not %s", component.origin(name), *what)
 
 
 def _tell(component: Component, found: Recorded, values: Mapping[str, Any]) -> None:
     if values:
         shown = ", ".join(f"{name}={flow(value)}" for name, value in without_secrets(plain(values)).items())
-        _say(logging.INFO, "%s: from the checkpoint %s: %s", component.title, found.path, printable(shown))
+        _say(logging.INFO, "%s: from the checkpoint %s: %s", component.title, found.path, shown)
 
 
 def _say(level: int, text: str, *values: object) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from engine.cli.exits import STATUSES, guarded, open_streams
+from engine.cli.exits import STATUSES, Parser, guarded, open_streams
 from engine.utils.errors import nearest
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     open_streams()
     if argv is None and "_ARGCOMPLETE" in os.environ:  # a shell asks for completions of its line
-        importlib.import_module("engine.cli.completion").complete()
+        return guarded(lambda: importlib.import_module("engine.cli.completion").complete())
     arguments = list(sys.argv[1:] if argv is None else argv)
     top = parser()
     # The rest belongs to the command.
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the words before a command's own arguments."""
     width = max(map(len, COMMANDS)) + 2
     lines = "\n".join(f"  {name:<{width}}{line}" for name, (_, line) in COMMANDS.items())
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="fit",
         description="Train PyTorch models.",
         epilog=f"commands:\n{lines}\n\n{STATUSES}",

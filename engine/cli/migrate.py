@@ -1,4 +1,4 @@
-"""``fit migrate``: the options. The work needs torch, and is imported when they are valid."""
+"""``fit migrate``: the options. The work is imported when they are valid; it does not import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.cli.exits import FAILED, OK, UsageError
+from engine.cli.exits import FAILED, OK, Parser, UsageError, show
 
 REPORT, TEXT = "engine.migrate.report", "engine.migrate.text"
 """The modules that make the report and write it out."""
@@ -31,13 +31,13 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps(found.as_json(report), indent=2))
     else:
-        print(*importlib.import_module(TEXT).lines(report, changes_only=arguments.changes), sep="\n")
+        show(*importlib.import_module(TEXT).lines(report, changes_only=arguments.changes))
     return FAILED if arguments.check and not report.works else OK
 
 
 def parser() -> argparse.ArgumentParser:
     """The arguments."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="fit migrate",
         description="Report where Python files and notebooks use Lightning and Accelerate, and what each use is here: it works as is (with the base "
         "class or import of engine), it works through engine.interop (only the import changes), or it needs a change, which is named. Sources are "

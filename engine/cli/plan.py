@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.cli.exits import STATUSES, UsageError
+from engine.cli.exits import STATUSES, Parser, UsageError
 
 ACTIONS = "engine.cli.plan_actions"
 """The module that does it."""
@@ -94,7 +94,7 @@ def _check_page(name: str) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="fit plan",
         description="Forecast a training on many ranks: the memory of a rank, what it sends, the time of a step,\n"
         "and whether it fits. The real strategy and optimizer run one step on this machine, in one\n"

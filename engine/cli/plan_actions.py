@@ -13,7 +13,7 @@ from typing import Any
 from engine.cli.building import Parsed
 from engine.cli.components import Components, components_of
 from engine.cli.describing import class_help
-from engine.cli.exits import DOES_NOT_FIT, OK, UsageError
+from engine.cli.exits import DOES_NOT_FIT, OK, UsageError, show
 from engine.cli.reporting import reported
 from engine.cli.run_actions import log_to_terminal, to_build
 from engine.cli.targets import importable_here
@@ -21,13 +21,14 @@ from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
 from engine.planning.cluster import cluster_of
 from engine.planning.plan import Plan
-from engine.planning.plan_table import show
+from engine.planning.plan_table import show as show_plan
 from engine.planning.planned_run import costs
 from engine.planning.search import PlanSearch, Tried
 from engine.planning.search_table import show as show_search
 from engine.planning.tables import console
 from engine.planning.tracing import NeedsValues
 from engine.utils.log import logger
+from engine.utils.text import terminal_text
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -39,7 +40,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     importable_here()
     wanted = components_of(arguments.target, arguments.data, [], arguments.set, arguments.config)
     if arguments.help:
-        print(class_help("plan", wanted.objects))
+        show(class_help("plan", wanted.objects))
         return OK
     log_to_terminal()
     # Output of the target and its data must not mix with the lines of the answer.
@@ -48,17 +49,17 @@ def _plan(arguments: argparse.Namespace) -> int:
     if isinstance(found, PlanSearch):
         _print(found.as_json(), show_search, arguments.json)
         return OK if found.best else DOES_NOT_FIT
-    _print(found.as_json(), show, arguments.json)
+    _print(found.as_json(), show_plan, arguments.json)
     if arguments.page is not None:
         _write_page(found, arguments.page, quiet=arguments.json)
     return OK if found.fits else DOES_NOT_FIT
 
 
-def _print(found: dict[str, Any], show: Callable[[Any, Any], None], as_json: bool) -> None:
+def _print(found: dict[str, Any], show_table: Callable[[Any, Any], None], as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, indent=1))
     else:
-        show(found, console())
+        show_table(found, console())
 
 
 def _write_page(found: Plan, name: str, quiet: bool) -> None:
@@ -67,13 +68,13 @@ def _write_page(found: Plan, name: str, quiet: bool) -> None:
     except OSError as error:
         raise UsageError(f"--page {name}: cannot be written: {error.strerror or error}") from None
     if not quiet:
-        print(f"The page is {name}.")
+        show(f"The page is {name}.")
 
 
 def _report(tried: Tried) -> None:
     """A line for each plan of a search, which may take minutes."""
     if tried.plan is not None:
-        print(f"{tried.candidate}: {tried.reason or tried.verdict}", file=sys.stderr, flush=True)
+        print(terminal_text(f"{tried.candidate}: {tried.reason or tried.verdict}"), file=sys.stderr, flush=True)
 
 
 def planned(wanted: Components, arguments: argparse.Namespace) -> Plan | PlanSearch:

@@ -6,6 +6,8 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
+from engine.cli.exits import Parser
+
 ACTIONS = "engine.cli.replay_actions"
 """The module that does it."""
 
@@ -18,19 +20,30 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="fit replay",
         description="Run one step of an earlier training again, from its newest checkpoint before that step, and print the samples, the loss of each "
         "micro-batch, the norm of the gradients and the first number that is not finite. On as many ranks as the run had, every number is the "
         "same to the last bit. Nothing of the run changes.",
-        epilog="A run of 'fit run' needs no target: model, data and settings are those of its checkpoint. A script can call Fit.replay.",
+        epilog="TARGET, --data, --callback, --set and --config are those of fit run; the sections model:, data: and callbacks: of a file of "
+        "settings serve as well. Settings and parameters that are numbers and words are the run's where nothing else is given. What its "
+        "checkpoint names as code is not imported. A script can call Fit.replay.",
         allow_abbrev=False,
     )
     top.add_argument("run", metavar="RUN", help="the run's folder, or one of its checkpoints; a directory or a URL")
     top.add_argument("--step", type=int, required=True, metavar="N", help="the step's number, from 1")
-    top.add_argument("--target", metavar="TARGET", help="the TrainModule, as of fit run, of a run that a script made")
-    top.add_argument("--data", metavar="CLASS", help="its data, as of fit run")
-    more = "settings that differ from the run's, and arguments, as of fit run"
+    top.add_argument("--target", metavar="TARGET", help="the TrainModule of the run")
+    top.add_argument("--data", metavar="CLASS", help="its data")
+    callback = "a callback of the run that changes a step; may be repeated"
+    top.add_argument("--callback", action="append", default=[], metavar="CLASS", help=callback)
+    file = "the file of settings (default: $FIT_CONFIG, then ./fit.yaml if there is one)"
+    top.add_argument("--config", metavar="FILE", help=file)
+    top.add_argument(
+        "--run-recorded-code",
+        action="store_true",
+        help="import and call what the checkpoint names as model, data and callbacks: only for a run that you made yourself. Prints it first",
+    )
+    more = "settings of Fit, model.*, data.* and callbacks.*, where they differ from the run's"
     top.add_argument("--set", action="extend", nargs="+", default=[], metavar="NAME=VALUE", help=more)
     top.add_argument(
         "--detect-anomaly", action="store_true", help="let autograd name the operation whose gradient is not finite"

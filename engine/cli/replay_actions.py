@@ -4,69 +4,244 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
+import os
+import shlex
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engine.cli.components import components_of
+from engine.callback import Callback, of_the_step
+from engine.checkpoint.recorded_arguments import Recorded, recorded
+from engine.cli.building import Parsed
+from engine.cli.components import SECTIONS, Components, EarlierRun, components_of
 from engine.cli.exits import OK, UsageError
+from engine.cli.hyperparameters import compare, completed
 from engine.cli.reporting import reported
-from engine.cli.run_actions import built, log_to_terminal, of_checkpoint
-from engine.cli.targets import importable_here
-from engine.config.yaml_writer import as_yaml
+from engine.cli.run_actions import built, log_to_terminal
+from engine.cli.targets import CALLBACKS, importable_here
+from engine.config.resolve import DEFAULT_FILE
+from engine.config.yaml_values import KINDS
+from engine.config.yaml_writer import flow
 from engine.data.datamodule import DataModule
-from engine.replay.starting_point import starting_point
+from engine.distributed.environment import detect
+from engine.replay.starting_point import StartingPoint, starting_point
+from engine.replay.step_watch import LeftOut
+from engine.utils.log import logger
+from engine.utils.text import terminal_text
+
+_STRATEGIES = ("auto", "single", "ddp", "fsdp", "tp", "pp", "mesh")
+"""Strategies whose recorded options are numbers and words. DeepSpeed's name files, and a plug-in's may be anything."""
+
+_OUTSIDE_STEPS = ("EMA", "EarlyStopping", "GradientNorm", "LearningRateMonitor")
+"""Callbacks of ours that log, average or stop, and never change what a step computes."""
+
+_SAFE_PATH = "PYTHONSAFEPATH"
+_LONG = 200
+"""Characters of a text that are shown of it."""
 
 
 def replay(arguments: argparse.Namespace) -> int:
     """Run the step again with the options of :func:`engine.cli.replay.parser`; returns the exit status."""
-    return reported(lambda: _replay(arguments))
+    with _unchanged(_SAFE_PATH):
+        return reported(lambda: _replay(arguments))
+
+
+@contextlib.contextmanager
+def _unchanged(variable: str) -> Iterator[None]:
+    """Afterwards the environment's ``variable`` is as before: who calls :func:`engine.cli.main.main` may start other Pythons."""
+    before = os.environ.get(variable)
+    try:
+        yield
+    finally:
+        os.environ.pop(variable, None)
+        if before is not None:
+            os.environ[variable] = before
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    importable_here()
     try:
-        checkpoint, manifest = starting_point(arguments.run, arguments.step)
+        start = starting_point(arguments.run, arguments.step)
     except (FileNotFoundError, ValueError) as error:
         raise UsageError(error) from None
+    if not _is_inside(start.checkpoint):
+        importable_here()
+    elif arguments.config is None and "FIT_CONFIG" not in os.environ and Path(DEFAULT_FILE).exists():
+        raise UsageError(
+            f"{DEFAULT_FILE} lies in the folder of the run, from where no code is taken: add --config {DEFAULT_FILE} if you wrote it, or call "
+            "fit replay in another folder"
+        )
+    else:
+        os.environ[_SAFE_PATH] = "1"  # for Pythons that libraries start, as jsonargparse's reader of stubs does
     log_to_terminal()
-    with _settings(manifest, arguments) as config:
-        wanted = components_of(arguments.target, arguments.data, [], arguments.set, config)
+    earlier, withheld = _earlier(start, arguments)
+    wanted = components_of(
+        arguments.target, arguments.data, arguments.callback, arguments.set, arguments.config, earlier
+    )
+    for name, value in withheld.items():
+        if wanted.resolved.origins[name] == "default":
+            raise UsageError(
+                f"{start.described_by}: the run had {name}={flow(value)}, which is not taken from a checkpoint: it may name code or files. "
+                f"Give it, as in --set {shlex.quote(f'{name}={flow(value)}')}, or add --run-recorded-code"
+            )
+    found = recorded(wanted.resolved.settings.root_dir, None, start.described_by, "RUN")
+    assert found is not None
+    parsed = [Parsed(completed(each, found) if each.name in found.sections else each) for each in wanted.objects]
+    for each in parsed:
+        if each.component.name in found.sections:
+            compare(each, found)
+    left_out = _left_out(wanted, found, start)
     # Output of the run and its callbacks must not mix with the lines of the answer.
     with contextlib.redirect_stdout(sys.stderr):
-        fit, module, data = built(wanted, of_checkpoint(wanted, "run", checkpoint))
+        fit, module, data = built(wanted, parsed, *left_out)
         datamodule, loader = (data, None) if isinstance(data, DataModule) else (None, data)
-        found = fit.replay(
+        step = fit.replay(
             module,
             loader,
             datamodule=datamodule,
-            run=checkpoint,
+            run=start.checkpoint,
             step=arguments.step,
             detect_anomaly=arguments.detect_anomaly,
         )
     if fit.is_main_process:
-        print(json.dumps(asdict(found)) if arguments.json else found.text(arguments.per_layer))
+        logged = _logged(start, arguments.step)
+        step.recorded = {name: logged[name] for name in step.metrics if name in logged}
+        print(json.dumps(asdict(step)) if arguments.json else step.text(arguments.per_layer))
     return OK
 
 
-@contextlib.contextmanager
-def _settings(manifest: Mapping[str, Any], arguments: argparse.Namespace) -> Iterator[str]:
-    """The run's own settings and objects as a file, except for the objects that the command line names."""
-    recorded = manifest.get("config")
-    if not isinstance(recorded, dict):
-        raise UsageError(f"{arguments.run}: its checkpoint has no settings: a script can call Fit.replay")
-    if arguments.target is None and "model" not in recorded:
-        raise UsageError(
-            f"{arguments.run} was made by a script, and not by 'fit run': name its module with --target and its data with --data, or call "
-            "Fit.replay in the script"
+def _earlier(start: StartingPoint, arguments: argparse.Namespace) -> tuple[EarlierRun, dict[str, Any]]:
+    """What the run's checkpoint says, without what may run code unless that was allowed; and the settings that were left out."""
+    values = _config(start)
+    if not values:
+        raise UsageError(f"{start.described_by} has no settings of a run: a script can call Fit.replay")
+    named = {"model": arguments.target, "data": arguments.data}
+    sections = {name: values[name] for name in SECTIONS if _paths(values.get(name)) and named.get(name) is None}
+    settings = {
+        name: value for name, value in values.items() if name in KINDS and name not in ("callbacks", "root_dir")
+    }
+    withheld = {name: settings[name] for name in ("strategy", "compile") if _may_run_code(name, settings.get(name))}
+    if arguments.run_recorded_code:
+        replaced = {text.partition("=")[0] for text in arguments.set}
+        named_code = {name: value for name, value in {**sections, **withheld}.items() if name not in replaced}
+        if named_code and detect(os.environ).rank == 0:
+            lines = [f"{name}: {flow(_shortened(value))}" for name, value in named_code.items()]
+            head = f"importing and calling what {start.described_by} names:"
+            text = "\n  ".join(terminal_text(line, one_line=True) for line in (head, *lines))
+            print(text, file=sys.stderr, flush=True)
+        withheld = {}
+    else:
+        settings = {name: value for name, value in settings.items() if name not in withheld}
+    if (root := _root(start.checkpoint)) is not None:
+        settings["root_dir"] = str(root)
+    allowed = sections if arguments.run_recorded_code else {}
+    origin = f"checkpoint {start.described_by}"
+    return EarlierRun(origin, settings, allowed, _without_model(start, sections)), withheld
+
+
+def _config(start: StartingPoint) -> dict[str, Any]:
+    """The recorded settings and descriptions of objects, as plain values."""
+    config = start.manifest.get("config")
+    entries = config.items() if isinstance(config, dict) else ()
+    return {str(name): entry["value"] for name, entry in entries if isinstance(entry, dict) and "value" in entry}
+
+
+def _paths(section: Any) -> list[str]:
+    """The classes of a recorded section; none if a script made the objects."""
+    entries = section if isinstance(section, list) else [section]
+    paths = [entry.get("class_path") if isinstance(entry, Mapping) else None for entry in entries]
+    return [path for path in paths if isinstance(path, str)] if all(isinstance(path, str) for path in paths) else []
+
+
+def _shortened(value: Any) -> Any:
+    """A value with long text cut off, so that what stands beside it stays in sight."""
+    if isinstance(value, Mapping):
+        return {_shortened(key): _shortened(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_shortened(inner) for inner in value]
+    return f"{value[:_LONG]}... ({len(value)} characters)" if isinstance(value, str) and len(value) > _LONG else value
+
+
+def _may_run_code(setting: str, value: Any) -> bool:
+    """Whether a recorded value of ``strategy`` or ``compile`` may name a file or, as torch.compile's ``cpp.cxx`` does, a command."""
+    if setting == "compile":
+        return isinstance(value, Mapping)
+    name = value.get("name") if isinstance(value, Mapping) else value
+    return value is not None and name not in _STRATEGIES
+
+
+def _without_model(start: StartingPoint, sections: Mapping[str, Any]) -> str:
+    """The error for a replay that names no model."""
+    ask = "name its module with --target and its data with --data, or in a file of settings"
+    if not sections:
+        return (
+            f"{start.described_by} was made by a script, and not by 'fit run': {ask}, or call Fit.replay in the script"
         )
-    given = {"model": arguments.target, "data": arguments.data}
-    kept = {name: entry for name, entry in recorded.items() if given.get(name) is None}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "fit.yaml"
-        path.write_text(as_yaml(kept))
-        yield str(path)
+    options = {"model": "--target", "data": "--data", "callbacks": "--callback"}
+    paths = [(name, path) for name, section in sections.items() for path in _paths(section)]
+    given = [
+        terminal_text(f"{options[name]} {shlex.quote(path)}", one_line=True)
+        for name, path in paths
+        if not _only_watches(_name(path))
+    ]
+    return (
+        f"which code is to run? Nothing that a checkpoint names is imported: {ask}. {start.described_by} names {' '.join(given)}; if you made "
+        "this run yourself, --run-recorded-code imports and calls these"
+    )
+
+
+def _root(checkpoint: str) -> Path | None:
+    """The ``root_dir`` of the run with this checkpoint, if it is on this machine and in the usual place."""
+    path = Path(checkpoint)
+    if "://" in checkpoint or path.parent.name != "checkpoints":
+        return None
+    run = path.parent.parent
+    return run.parent if run.name.startswith("version_") else run
+
+
+def _is_inside(checkpoint: str) -> bool:
+    """Whether the current directory belongs to the run. Then its files may be as foreign as the run: none is imported for its name alone, as
+    ``html.py`` would be where Python's own is not loaded yet."""
+    root = _root(checkpoint)
+    return root is not None and Path.cwd().is_relative_to(root.resolve())
+
+
+def _left_out(wanted: Components, found: Recorded, start: StartingPoint) -> list[Callback]:
+    """Receivers of the states of callbacks that are not given. Those that may change a step are named in a warning."""
+    given = {callback.title for callback in wanted.callbacks}
+    states = {key: key.partition("; ")[0].partition("[")[0] for key in found.callbacks}
+    names = [*map(_name, _paths(_config(start).get("callbacks"))), *states.values()]
+    missing = dict.fromkeys(n for n in names if n not in given and not n.startswith("_") and not _only_watches(n))
+    if missing and detect(os.environ).rank == 0:
+        logger.warning(
+            "%s names callbacks that are not given here: %s; if one of them changes a step, give it with --callback",
+            start.described_by,
+            terminal_text(", ".join(missing), one_line=True),
+        )
+    return [LeftOut(key) for key, name in states.items() if name not in given]
+
+
+def _name(path: str) -> str:
+    return path.rpartition(":")[2].rpartition(".")[2]
+
+
+def _only_watches(name: str) -> bool:
+    """Whether this is a callback of ours that cannot change a step, such as a logger or a progress bar."""
+    if name in _OUTSIDE_STEPS:
+        return True
+    package = importlib.import_module(CALLBACKS)
+    kind = getattr(package, name) if name in package.__all__ else None
+    return isinstance(kind, type) and issubclass(kind, Callback) and not of_the_step([kind])  # type: ignore[list-item]
+
+
+def _logged(start: StartingPoint, step: int) -> dict[str, float]:
+    """What the run has logged at the step, from the files of ``Report`` or ``CSVLogger`` in its folder."""
+    path = Path(start.described_by)
+    if "://" in start.described_by:
+        return {}
+    logged_at = importlib.import_module(f"{CALLBACKS}.report.runs").logged_at
+    values: dict[str, float] = logged_at(path.parent.parent if path.parent.name == "checkpoints" else path.parent, step)
+    return values

@@ -6,7 +6,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-from engine.cli.exits import FAILED, OK, UsageError, complain
+from engine.cli.exits import FAILED, OK, Parser, UsageError, complain, show
 
 CALLBACKS = "engine.callbacks"
 """The package that makes the page."""
@@ -29,13 +29,13 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         complain(error)
         return FAILED
-    print(path)
+    show(path)
     return OK
 
 
 def parser() -> argparse.ArgumentParser:
     """The arguments."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="fit report",
         description="Write one HTML page about runs, which opens without network: curves, times, configuration, checkpoints, and the differences "
         "between runs. The runs had the callback Report or CSVLogger; they may have been killed, or still be running.",

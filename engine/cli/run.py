@@ -6,7 +6,8 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-from engine.cli.exits import STATUSES, UsageError
+from engine.cli.checkpoint import WEIGHTS
+from engine.cli.exits import STATUSES, Parser, UsageError
 
 ACTIONS = "engine.cli.run_actions"
 """The module that does it."""
@@ -80,7 +81,7 @@ def _main(command: str, argv: Sequence[str]) -> int:
 
 def parser(command: str) -> argparse.ArgumentParser:
     """The options of ``fit run``, ``validate``, ``test`` or ``predict``."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog=f"fit {command}",
         description=_ABOUT[command],
         epilog=f"{_TARGET}\n\n{STATUSES}",
@@ -120,7 +121,7 @@ def parser(command: str) -> argparse.ArgumentParser:
         return top
     text = f"last, best, or a checkpoint's path or URL; without it the constructor's weights; {_SAVED}"
     top.add_argument("--checkpoint", metavar="CHECKPOINT", help=text)
-    top.add_argument("--weights", metavar="NAME", help="other weights of the checkpoint than the trained ones: ema")
+    top.add_argument("--weights", metavar="NAME", help=WEIGHTS)
     top.add_argument("--json", action="store_true", help="print one JSON value")
     if command == "predict":
         top.add_argument(

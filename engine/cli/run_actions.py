@@ -18,7 +18,7 @@ from engine.checkpoint.recorded_arguments import recorded
 from engine.cli.building import Parsed
 from engine.cli.components import Components, components_of
 from engine.cli.describing import class_help, config_text
-from engine.cli.exits import OK, UsageError
+from engine.cli.exits import OK, UsageError, show
 from engine.cli.hyperparameters import compare, completed
 from engine.cli.predictions import check_output, write
 from engine.cli.reporting import reported
@@ -30,6 +30,7 @@ from engine.module import TrainModule
 from engine.utils.errors import DoesNotFit
 from engine.utils.log import logger
 from engine.utils.seed import seed_everything
+from engine.utils.text import terminal_text
 
 
 def run(command: str, arguments: argparse.Namespace) -> int:
@@ -45,7 +46,7 @@ def _run(command: str, arguments: argparse.Namespace) -> int:
     importable_here()
     wanted = components_of(arguments.target, arguments.data, arguments.callback, arguments.set, arguments.config)
     if arguments.help:
-        print(class_help(command, wanted.objects))
+        show(class_help(command, wanted.objects))
         return OK
     log_to_terminal()
     checkpoint = arguments.resume if command == "run" else arguments.checkpoint
@@ -55,7 +56,8 @@ def _run(command: str, arguments: argparse.Namespace) -> int:
         else of_checkpoint(wanted, command, checkpoint)
     )
     if arguments.print_config:
-        print(config_text(wanted.resolved, parsed), end="")
+        text = config_text(wanted.resolved, parsed)
+        print(terminal_text(text) if sys.stdout.isatty() else text, end="")
         return OK
     if command == "predict":
         check_output(arguments.output)
@@ -151,11 +153,11 @@ def _done(command: str, fit: Fit, module: TrainModule, data: Any, arguments: arg
 def _tell(command: str, answer: Any, arguments: argparse.Namespace, shown: bool) -> None:
     """Print the answer. ``shown``: a progress bar has printed the metrics of an evaluation already."""
     if command == "run":
-        print(answer)
+        show(answer)
     elif arguments.json:
         print(json.dumps(answer))
     elif command == "predict":
-        print("\n".join(f"{name}: {value}" for name, value in answer.items()))
+        show(*(f"{name}: {value}" for name, value in answer.items()))
     elif not shown:
         _table(answer)
 
@@ -172,10 +174,11 @@ class _Loaders(Callback):
 def _table(metrics: list[dict[str, float]]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("metric", "value")
     for name, value in ((name, value) for of_loader in metrics for name, value in of_loader.items()):
-        table.add_row(name, f"{value:.6g}")
+        table.add_row(Text(terminal_text(name, one_line=True)), f"{value:.6g}")
     Console().print(table)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine.cli.exits import FAILED, OK
+from engine.utils.device_names import BF16_REMEDY
+from engine.utils.text import terminal_text
 
 JOBS = "engine.cli.self_check_jobs"
 """The module that runs the checks, with ``python -m``."""
@@ -57,6 +60,7 @@ CHECKS: dict[str, tuple[str, str]] = {
     ),
 }
 """Name -> its title in the table, and what to do when it fails."""
+_ILLEGAL = f"the process ended with signal {int(signal.SIGILL)}"
 ALONE = ("store", "single", "bf16", "resume", "one rank")
 TOGETHER = ("collectives", "ddp", "fsdp")
 
@@ -116,7 +120,8 @@ def _job(names: Sequence[str], work: Path) -> list[Outcome]:
         if rest:
             name = rest.pop(0)
             seconds = time.perf_counter() - began - sum(line["seconds"] for line in lines)
-            found.append(Outcome(name, "", False, ended, round(seconds, 2), CHECKS[name][1]))
+            mend = BF16_REMEDY if ended.startswith(_ILLEGAL) else CHECKS[name][1]
+            found.append(Outcome(name, "", False, ended, round(seconds, 2), mend))
     return found
 
 
@@ -146,14 +151,16 @@ def _started(names: Sequence[str], report: Path, work: Path) -> str:
 def _table(outcomes: Sequence[Outcome]) -> None:
     from rich.console import Console
     from rich.table import Column, Table
+    from rich.text import Text
 
     table = Table(Column("check", no_wrap=True), Column("devices", no_wrap=True), "result", "seconds", "how to fix")
-    words = {True: "[green]ok[/]", False: "[red]failed[/]", None: "-"}
+    words = {True: ("ok", "green"), False: ("failed", "red"), None: ("-", "")}
     for each in outcomes:
-        result = words[each.ok] + (f" {_escaped(each.detail)}" if each.detail else "")
-        table.add_row(CHECKS[each.check][0], each.devices, result, f"{each.seconds:.1f}", _escaped(each.mend))
+        result = Text.assemble(words[each.ok], terminal_text(f" {each.detail}" if each.detail else ""))
+        table.add_row(
+            CHECKS[each.check][0], each.devices, result, f"{each.seconds:.1f}", Text(terminal_text(each.mend))
+        )
     Console().print(table)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", "\\[")
+    Console().print(
+        "These checks are of the installation on this machine, not of your project; 'fit test TARGET' runs the test loop of a module."
+    )

@@ -180,6 +180,12 @@ class Every:
         self._last_step, self._last_s = step, elapsed_s
         return True
 
+    def keep_due(self) -> None:
+        """What was due at the last call was cut off: it is due again, also after a resume."""
+        self._last_step, self._last_s = -1, 0.0
+        if self._count:
+            self._count -= 1
+
     def next_step(self, step: int) -> int:
         """The first step after ``step`` at which it can be due, apart from the ends of epochs: until then :meth:`due` need not be called."""
         if self._reached == self._steps:

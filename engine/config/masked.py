@@ -120,10 +120,11 @@ _WORDS = frozenset(("token", "key", "apikey", "secret", "password", "passwd", "p
 _NUMBERS = frozenset(("password", "passwords", "passwd", "pwd", "passcode", "passphrase"))
 """Names whose values are secret even as numbers; ``key_dim`` is not."""
 _SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
-_IN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2})[^/\s]+@")
-_GIVEN = re.compile(r"([\w.-]+)(\s*(?:=|:(?!//))\s*)(\"[^\"]*\"|'[^']*'|[^\s,;&}\])]+)")
+# Each pattern takes a time that grows with the length of the text alone: hyperparameters may be megabytes.
+_IN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2})[^/\s]+@")
+_GIVEN = re.compile(r"(?<![\w.-])([\w.-]+)(\s*(?:=|:(?!//))\s*)(\"[^\"]*\"|'[^']*'|[^\s,;&}\])]+)")
 _ITSELF = re.compile(
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*|\bBearer\s+\S+|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*|\bBearer\s+\S+|\beyJ[\w-]{8,2000}\.[\w-]{8,}\.[\w-]*"
     r"|\b(?:sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|AIza|[rs]k_(?:live|test)_|npm_)[\w-]{12,}"
     r"|(?i:\bauthorization\b\W{1,4}\w+\s+[^\s'\"]+)",
     re.DOTALL,

@@ -15,9 +15,11 @@ from engine.config.other_trainers import hint
 from engine.config.settings import OVERFIT, Settings, fast_dev_run_overrides
 from engine.config.yaml_reader import Node
 from engine.config.yaml_values import KINDS, read_value
+from engine.config.yaml_writer import flow
+from engine.utils.log import TERMINAL
 
 PREFIX = "FIT_"
-RESERVED = ("FIT_CONFIG", "FIT_PARENT_PID")
+RESERVED = ("FIT_CONFIG", "FIT_PARENT_PID", TERMINAL)
 """Variables with our prefix that are not settings: the file's path, and the mark of a rank that ``Fit`` started."""
 DEFAULT_FILE = "fit.yaml"
 SECTIONS = ("model", "data", "callbacks")
@@ -73,8 +75,10 @@ def resolve(
     file: Path | None = None,
     overrides: Sequence[str] = (),
     sections: Sequence[str] = (),
+    earlier: Mapping[str, Any] | None = None,
+    earlier_origin: str = "",
 ) -> Resolved:
-    """Resolve the settings: command line > code > environment > file > default.
+    """Resolve the settings: command line > code > environment > file > earlier run > default.
 
     Args:
         given: the arguments given in code; :data:`UNSET` marks those not given.
@@ -83,6 +87,7 @@ def resolve(
         overrides: ``name=value`` texts of the command line, values as YAML; the last one of a name wins. ``strategy.stage=3`` changes one
             key of a mapping from any source; a plain strategy becomes one. Those of ``sections`` are left to the caller.
         sections: top-level keys of the file that are the caller's (:data:`SECTIONS`); elsewhere they are an error.
+        earlier, earlier_origin: settings and sections of an earlier run as plain values, and where they are from.
 
     Raises:
         ValueError, TypeError: a name or a value that is not possible, with its origin.
@@ -92,6 +97,13 @@ def resolve(
     origins = dict.fromkeys(KINDS, "default")
     path = _path(environ, file)
     theirs: dict[str, Any] = {}
+    for name, value in (earlier or {}).items():
+        if name in sections:
+            theirs[name] = value
+        else:
+            node = yaml_reader.compose(flow(value), earlier_origin)
+            _check_name(name, earlier_origin)
+            values[name], origins[name] = read_value(name, node, earlier_origin), earlier_origin
     for name, node, origin in _from_file(path) if path is not None else ():
         if name in sections:
             try:
@@ -136,12 +148,17 @@ def _from_environment(environ: Mapping[str, str]) -> _Entries:
 
 def _path(environ: Mapping[str, str], file: Path | None) -> Path | None:
     named = file if file is not None else environ.get("FIT_CONFIG")
-    path = Path(named or DEFAULT_FILE)
-    if path.exists():
-        return path
+    path, reason = Path(named or DEFAULT_FILE), "is not a file"
+    try:
+        if path.exists():
+            return path
+    except OSError as error:  # a name that no file can have, or a folder that may not be searched
+        if not named:
+            raise
+        reason = f"cannot be read ({error.strerror})"
     if named:
         by = "the requested file" if file is not None else "FIT_CONFIG"
-        raise FileNotFoundError(f"{by} names {str(path)!r}, which is not a file (current directory: {Path.cwd()})")
+        raise FileNotFoundError(f"{by} names {str(path)!r}, which {reason} (current directory: {Path.cwd()})")
     return None
 
 

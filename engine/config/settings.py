@@ -52,11 +52,13 @@ class Settings:
     max_epochs: int | None = None
     """Stop after this many epochs. 1 when neither this nor ``max_steps`` nor ``max_time`` is given."""
     min_epochs: int | None = None
-    """Callbacks (early stopping), ``run.stop()`` and ``max_time`` do not end the training before this many epochs, but then."""
+    """Epochs before which callbacks (early stopping), ``run.stop()`` and ``max_time`` do not end the training; an earlier wish to stop is met
+    then."""
     max_steps: int | None = None
     """Stop after this many optimizer steps."""
     min_steps: int | None = None
-    """The same in optimizer steps; if both are given, both must be reached. Ctrl-C and SIGTERM end the training at any time."""
+    """Optimizer steps before which callbacks, ``run.stop()`` and ``max_time`` do not end the training; with ``min_epochs`` both must be reached.
+    Ctrl-C and SIGTERM end the training at any time."""
     max_time: Duration | None = None
     """Stop after this time: ``"10 min"``, ``"1.5 h"``, ``"DD:HH:MM:SS"`` or a ``timedelta``."""
     accumulate_grad_batches: int | dict[int, int] = 1
@@ -74,11 +76,12 @@ class Settings:
     limit_train_batches: int | float | None = None
     """Micro-batches of an epoch on each rank: an int is a number (0: none), a float in (0, 1] a fraction, ``None`` all."""
     limit_val_batches: int | float | None = None
-    """The same for each validation loader, during training and in ``Fit.validate``; 0 switches validation off."""
+    """Batches of each validation loader on each rank, during training and in ``Fit.validate``: an int is a number (0 switches validation off), a
+    float in (0, 1] a fraction, ``None`` all."""
     limit_test_batches: int | float | None = None
-    """The same for each loader of ``Fit.test``; 0 tests nothing."""
+    """Batches of each loader of ``Fit.test`` on each rank: an int is a number (0 tests nothing), a float in (0, 1] a fraction, ``None`` all."""
     limit_predict_batches: int | float | None = None
-    """The same for each loader of ``Fit.predict``; 0 predicts nothing."""
+    """Batches of each loader of ``Fit.predict`` on each rank: an int is a number (0 predicts nothing), a float in (0, 1] a fraction, ``None`` all."""
     overfit_batches: int | float = 0
     """Train on the first batches only, the same in every epoch, unshuffled: an int is a number, a float in (0, 1] a fraction, 0 all. Validation is
     limited and unshuffled likewise."""
@@ -113,7 +116,8 @@ class Settings:
     """Maximum time without a finished batch, and for a collective, after the first step: several ranks then end with an error that names
     those that lag; a single process logs its position. ``None``: ``start_timeout`` applies throughout, without monitoring."""
     start_timeout: Duration = _HALF_HOUR
-    """The same up to the first step: processes connect, data are prepared, the model is compiled."""
+    """Maximum time without a sign of life, and for a collective, up to the first step: processes connect, data are prepared, the model is
+    compiled."""
     check: bool = False
     """Compare the ranks before the first step: parameters, lengths of loaders, structure of the first batch, and that batches arrive unchanged."""
     debug: bool = False
@@ -319,6 +323,8 @@ def _path(name: str, value: Any) -> Path:
         raise wrong_type(name, value, "a path")
     if not str(value).strip():
         raise wrong(name, value, "a path; '.' is the current directory")
+    if len(str(value).splitlines()) > 1:  # it would look like two lines of a log
+        raise wrong(name, value, "a path without line ends")
     return Path(value).expanduser()
 
 

@@ -107,7 +107,7 @@ def construct(node: Node) -> Any:
     """
     loader = _loader()("")
     try:
-        return loader.construct_document(copy.deepcopy(node))  # it changes the nodes of merges
+        return loader.construct_document(_without_merges(copy.deepcopy(node)))
     except Exception as error:
         raise ValueError(f"cannot be read: {one_line(error)}") from None
     finally:
@@ -186,6 +186,26 @@ def _check_keys(node: Node, origin: str, lines: bool) -> None:
 def _bases(node: Node) -> list[Node]:
     found = [value for key, value in node.value if _is_merge(key)]
     return [base for value in found for base in (value.value if value.id == "sequence" else [value])]
+
+
+def _without_merges(node: Node) -> Node:
+    """The node, with merged entries written out in place: versions of PyYAML differ in which entry of a merge within a merge wins."""
+    if node.id == "mapping":
+        node.value = list(_pairs(node).values())
+        for _, value in node.value:
+            _without_merges(value)
+    elif node.id == "sequence":
+        for value in node.value:
+            _without_merges(value)
+    return node
+
+
+def _pairs(node: Node) -> dict[str, tuple[Node, Node]]:
+    """Key and value of each entry by name: those of its bases first, and its own in place of theirs."""
+    pairs: dict[str, tuple[Node, Node]] = {}
+    for base in reversed(_bases(node)):
+        pairs |= _pairs(base)
+    return pairs | {str(key.value): (key, value) for key, value in node.value if not _is_merge(key)}
 
 
 def _is_merge(key: Node) -> bool:

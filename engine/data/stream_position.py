@@ -5,12 +5,17 @@ A mark is a copy of the state, which later reading cannot change.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import multiprocessing.util
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
+
+from engine.distributed import scratch
 
 
 def source_for(data: Any) -> Source:
@@ -155,6 +160,8 @@ class Traced(IterableDataset[Any]):
         if state is not None and "iterator" in state:
             self.iterator.load_state_dict(state["iterator"])
         own: Iterator[Any] = self.iterator
+        if worker is not None:
+            end_orphan()
         return self._watched(own) if stateful(self.dataset) or stateful(own) else own
 
     def _watched(self, own: Iterator[Any]) -> Iterator[Any]:
@@ -291,9 +298,51 @@ def end_workers(iterator: Any) -> None:
 
 
 def altered(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """A shallow copy of a user's loader, of the same class, with some attributes replaced and no iterator yet."""
+    """A shallow copy of a user's loader, of the same class, with some attributes replaced and no iterator yet.
+
+    Its workers end when this process is killed, also while they start, and leave no directories behind.
+    """
     copied = copy.copy(loader)
     copied._iterator = None
+    if loader.num_workers:
+        _keep_directory()
+        initialise = attributes.get("worker_init_fn", loader.worker_init_fn)
+        attributes["worker_init_fn"] = initialise if isinstance(initialise, _Start) else _Start(initialise)
     for name, value in attributes.items():
         object.__setattr__(copied, name, value)  # DataLoader's own __setattr__ forbids it
     return copied
+
+
+class _Start:
+    """A worker's first call: the user's function. A worker whose parent died meanwhile ends."""
+
+    def __init__(self, user: Callable[[int], Any] | None) -> None:
+        self.user = user
+
+    def __call__(self, worker_id: int) -> None:
+        if self.user is not None:
+            self.user(worker_id)
+        end_orphan()
+
+
+def end_orphan() -> None:
+    """End this worker if its parent has died: torch's worker loop, which begins now, takes the new parent for the old one and never ends."""
+    parent = multiprocessing.parent_process()
+    by_server = type(multiprocessing.current_process()).__name__ == "ForkServerProcess"  # a child of the server
+    if parent is not None and os.getppid() != parent.pid and not by_server:
+        os._exit(1)
+
+
+def _keep_directory() -> None:
+    """Give multiprocessing a directory for the sockets of this process and of its workers, which our next job removes if this one is killed.
+
+    By default each worker makes one for itself, and a worker that is killed leaves it there for ever.
+    """
+    configuration = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # children inherit it
+    if configuration.get("tempdir") is not None:
+        return
+    with contextlib.suppress(OSError):  # no place for it: multiprocessing says so if it needs one
+        directory = scratch.make("fitw-")  # as short as "pymp-": a socket's path has 107 characters
+        configuration["tempdir"] = str(directory)
+        # As multiprocessing does with its own: after its children have ended.
+        multiprocessing.util.Finalize(None, scratch.remove, args=(directory,), exitpriority=-100)

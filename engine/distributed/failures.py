@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
+import io
 import json
+import multiprocessing
 import os
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 
 from engine.distributed.environment import Environment
-from engine.utils.errors import HangError, RankError
+from engine.utils import tracebacks
+from engine.utils.errors import INTERRUPTED, HangError, RankError
 
 # Messages of gloo, NCCL and the store when the other side is gone.
 _PEER_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl")
+
+LOST = "lost another rank"
+"""The start of the line about an error that only says so."""
 
 _attached: set[str] = set()
 
@@ -37,28 +45,112 @@ def attach(environment: Environment) -> None:
     """Set up this process as a rank: call it as soon as the environment is known; repeated calls do nothing.
 
     With ``error_file`` an uncaught exception is written there (in Torch Elastic's form, which torchrun prints too) before it
-    is shown. With ``parent_pid`` the process ends within a second after that parent, however it ended.
+    is shown, as of :class:`Uncaught`. With ``parent_pid`` the process ends within a second after that parent, however it ended.
 
     Raises:
         RuntimeError: the variables of a relaunched rank were inherited by a process that is not one.
     """
     if environment.error_file and environment.error_file not in _attached:
         _attached.add(environment.error_file)
-        _record_uncaught(Path(environment.error_file))
-    if environment.parent_pid and str(environment.parent_pid) not in _attached:
+        sys.excepthook = hook(environment)
+    if environment.parent_pid and str(environment.parent_pid) not in _attached and not _imports_script():
         _attached.add(str(environment.parent_pid))
         _live_with(environment.parent_pid, environment.rank)
 
 
-def _record_uncaught(path: Path) -> None:
-    show = sys.excepthook
+def refuse_imported_script() -> None:
+    """Refuse to train or meet other ranks while multiprocessing imports the script in a process of its own.
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, Exception):
-            record(error, path)
-        show(kind, error, trace)
+    Raises:
+        RuntimeError: this is such a process.
+    """
+    if _imports_script():
+        raise RuntimeError(
+            "a DataLoader worker, or another process that multiprocessing has started with 'spawn' or 'forkserver', imports this script and would "
+            "train as well: put what the script does, this call too, under \"if __name__ == '__main__':\"; or use multiprocessing_context='fork'"
+        )
 
-    sys.excepthook = hook
+
+def _imports_script() -> bool:
+    return getattr(
+        multiprocessing.current_process(), "_inheriting", False
+    )  # as CPython checks it before it starts a process
+
+
+class Uncaught:
+    """The hook for uncaught exceptions of a rank: one failure is told once.
+
+    An exception is shown without our frames, each line marked with the rank; one that only says that another rank is gone is a line. A rank
+    that rank 0 has started (``Fit(devices=n)``) shows nothing, because rank 0 does. After Ctrl-C rank 0 prints the line that the run has given to
+    its ``KeyboardInterrupt``, the others nothing, and the process exits with status 130.
+
+    Args:
+        before: the hook that this one replaces; it shows a Ctrl-C that no run has noticed.
+    """
+
+    def __init__(self, environment: Environment, before: Callable[..., object]) -> None:
+        self._environment, self.before = environment, before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        here = self._environment
+        if isinstance(error, KeyboardInterrupt):
+            if error.args and here.rank == 0:
+                print(error, file=sys.stderr, flush=True)
+            elif here.rank == 0:  # outside of a run: the program's own
+                self.before(kind, error, trace)
+                return
+            if not hasattr(sys, "ps1"):  # not at a prompt
+                raise SystemExit(
+                    INTERRUPTED
+                )  # exit handlers run; in a hook for uncaught exceptions nobody can catch it
+            return
+        error = error.with_traceback(trace)
+        if here.world_size > 1:
+            tracebacks.trim(error)
+        if here.error_file and isinstance(error, Exception):
+            record(error, Path(here.error_file))
+        if here.world_size == 1:
+            self.before(kind, error, error.__traceback__)
+            return
+        if is_told_elsewhere(here):
+            return
+        if isinstance(error, (RankError, HangError)) and blames_peer(error):
+            text = f"{kind.__name__}: {error}"  # its message is complete: the other rank, and where it is
+        elif blames_peer(error):
+            text = f"{LOST}: {last_line(error)}"
+        else:
+            text = "".join(traceback.format_exception(error))
+        mark = "" if isinstance(error, RankError) else f"[rank{here.rank}]: "  # torch's mark
+        sys.stderr.write("".join(f"{mark}{line}\n" for line in text.splitlines()))
+        sys.stderr.flush()
+
+
+def hook(environment: Environment) -> Uncaught:
+    """The hook for uncaught exceptions of this rank: the one that it has, or a new one."""
+    now = sys.excepthook
+    return now if isinstance(now, Uncaught) else Uncaught(environment, now)
+
+
+def show_interrupts(environment: Environment) -> None:
+    """From now on an uncaught Ctrl-C is shown as of :class:`Uncaught`, in a single process too."""
+    sys.excepthook = hook(environment)
+
+
+def show_interrupts_no_longer(environment: Environment) -> None:
+    """Take back :func:`show_interrupts` in a single process: the program has caught its Ctrl-C."""
+    now = sys.excepthook
+    if isinstance(now, Uncaught) and environment.world_size == 1 and environment.error_file not in _attached:
+        sys.excepthook = now.before
+
+
+def is_told_elsewhere(environment: Environment) -> bool:
+    """Whether rank 0 has started this rank itself and is there to show its failure."""
+    return environment.parent_pid is not None and os.getppid() == environment.parent_pid
+
+
+def last_line(error: BaseException) -> str:
+    """An exception's type, and the first line of its message."""
+    return "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
 
 
 def record(error: BaseException, path: Path) -> None:
@@ -117,10 +209,28 @@ def _live_with(parent: int, rank: int) -> None:
         # A Python thread that wakes up while the interpreter shuts down aborts the process (seen in 20 % of exits).
         done.set()
         thread.join(1.0)
+        _shorten_exit()
 
     thread = threading.Thread(target=watch, name="fit-parent-watch", daemon=True)
     thread.start()
     atexit.register(stop)
+
+
+def _shorten_exit() -> None:
+    """Let the interpreter end without collecting garbage, which takes 0.3 s and more after ``import torch``, and for which rank 0 waits.
+
+    Everything else happens as ever: exit handlers, the end of modules and of what they hold, and the exit status (which ``os._exit`` here would
+    have to guess). Files in cycles of objects are not closed: what is still in their buffers is written now.
+    """
+    for item in gc.get_objects():
+        if type(item) in _BUFFERED:
+            with contextlib.suppress(OSError, ValueError):  # as in a destructor; it is closed
+                item.flush()
+    gc.disable()
+    gc.freeze()
+
+
+_BUFFERED = {io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair}
 
 
 def _alive(pid: int) -> bool:

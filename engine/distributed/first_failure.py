@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from engine.distributed import failures
-from engine.utils.errors import TERMINATED
+from engine.utils.errors import INTERRUPTED, TERMINATED
 
 LAST_LINES = 15
 """Lines of a rank's standard error that are shown when there is no traceback in it."""
@@ -66,6 +66,12 @@ def preempted(ranks: Iterable[Rank]) -> bool:
     return TERMINATED in codes and codes <= {None, 0, TERMINATED, -signal.SIGTERM}
 
 
+def interrupted(ranks: Iterable[Rank]) -> bool:
+    """Whether no rank failed, and some ended on a Ctrl-C that the launcher did not get."""
+    codes = {rank.code for rank in ranks}
+    return INTERRUPTED in codes and codes <= {None, 0, INTERRUPTED, -signal.SIGINT}
+
+
 def story(rank: Rank, tail: str = "", log: Path | None = None) -> str:
     """A report of a rank's end: which rank, where and how, and finally its traceback."""
     code = rank.code or 0
@@ -87,6 +93,32 @@ def story(rank: Rank, tail: str = "", log: Path | None = None) -> str:
     return f"{head}. It left no traceback" + (
         f"; its last lines:\n\n{last}" if last else " and no last words." if log else ": see its output above."
     )
+
+
+def lines_of_others(ranks: Iterable[Rank], first: Rank | None, tails: Mapping[int, str] = MappingProxyType({})) -> str:
+    """A line for each rank but the ``first`` to fail that has failed as well, or was ended because of it."""
+    lines = []
+    for rank in ranks:
+        if rank is first or rank.code == 0:
+            continue
+        code, (text, _, saw) = rank.code or 0, failures.read(rank.error_file)
+        text = text or traceback_in(tails.get(rank.rank, ""))
+        if saw:
+            how = failures.LOST
+        elif text:
+            how = summary(text)
+        elif rank.told or not code:
+            how = "was ended because of it"
+        else:
+            how = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+        lines.append(f"rank {rank.rank}: {how}")
+    return "\n".join(lines)
+
+
+def summary(text: str) -> str:
+    """The line of a traceback that names the exception, with the first line of its message."""
+    lines = text.rpartition("Traceback (most recent call last):\n")[2].splitlines()
+    return next((line for line in lines if line and not line.startswith(" ")), "")
 
 
 def traceback_in(text: str) -> str:

@@ -19,6 +19,7 @@ from engine.distributed import failures, process_groups, relaunch, stores
 from engine.distributed.environment import Environment, detect
 from engine.distributed.meeting import meet
 from engine.utils import accelerator as accelerators
+from engine.utils import torch_private
 from engine.utils.log import logger
 
 LEAVE_S = 5.0
@@ -97,13 +98,8 @@ class Group:
     def limit(self, timeout: timedelta) -> None:
         """Set the timeout of later collectives in all process groups. Those that have started keep theirs."""
         if self.cpu is not None:
-            for group in list(dist.distributed_c10d._world.pg_map):
-                for device in group._device_types:
-                    backend = group._get_backend(device)
-                    # In debug mode torch wraps each back end; some third-party ones have no timeout.
-                    backend = getattr(backend, "wrapped_pg", backend)
-                    if hasattr(backend, "_set_default_timeout"):
-                        backend._set_default_timeout(timeout)
+            for group in torch_private.process_groups():
+                torch_private.set_timeout(group, timeout)
 
     def part(self, parts: Sequence[Sequence[int]]) -> Group:
         """The subgroup in ``parts`` that contains this rank, with ranks from 0. A collective; every rank is in exactly one."""
@@ -195,6 +191,7 @@ def join(
         if environment.name == "single":
             relaunch.work_alone()
         return Group(environment, device)
+    failures.refuse_imported_script()
     process_groups.allow_descriptors(environment.world_size)
     prefixed = _meet(environment, timeout, store, check)
     if debug:
@@ -206,6 +203,7 @@ def join(
         environment.world_size,
         timeout,
         dist.get_debug_level() == dist.DebugLevel.DETAIL,
+        hook=failures.hook(environment),
     )
     _shared = _adopt(timeout, prefixed, debug or dist.get_debug_level() == dist.DebugLevel.DETAIL)
     return Group(environment, device, _shared)
@@ -277,7 +275,7 @@ def _adopt(timeout: timedelta, store: dist.Store | None, debug: bool) -> _Shared
     # Handlers run last in, first out: ours must run before those that serve the store or wait for our exit.
     atexit.unregister(_leave)
     atexit.register(_leave)
-    theirs = store or dist.distributed_c10d._get_default_store()
+    theirs = store or world.get_group_store()
     return _Shared(world, cpu, theirs, store is not None, os.getpid(), debug)
 
 
@@ -325,11 +323,18 @@ def _open(environment: Environment, timeout: timedelta, where: str, who: str) ->
 
 
 def _leave() -> None:
-    """Destroy the default group if it is ours: after all ranks have reached this point, unless this process ends with an error."""
+    """Destroy the default group if it is ours, and let gloo's threads come to rest."""
     global _shared
     shared, _shared = _shared, None
-    if shared is None or not shared.ours or shared.pid != os.getpid() or shared.world is not dist.group.WORLD:
+    if shared is None or shared.pid != os.getpid():
         return
+    if shared.ours and shared.world is dist.group.WORLD:
+        _leave_together(shared)
+    process_groups.wait_before_exit()
+
+
+def _leave_together(shared: _Shared) -> None:
+    """Destroy the default group: after all ranks have reached this point, unless this process ends with an error."""
     # Set by the interpreter when it prints an uncaught exception (last_exc is its name from Python 3.12 on).
     if shared.failed or getattr(sys, "last_exc", None) is not None or getattr(sys, "last_value", None) is not None:
         _abandon()
@@ -347,7 +352,7 @@ def _leave() -> None:
 
 def _abandon() -> None:
     """Keep torch's process groups alive forever: their destructors wait (up to the timeout) for work that others will never join."""
-    for process_group in list(dist.distributed_c10d._world.pg_map):
+    for process_group in torch_private.process_groups():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
 
 

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.utils import accelerator
+from engine.utils import accelerator, torch_private
 
 try:
     import resource
@@ -27,6 +28,15 @@ OTHER_DESCRIPTORS = 512
 ROOM = 65536
 """The soft limit of descriptors is raised to this where the hard one allows it: some programs look at every possible descriptor."""
 
+QUIET_S = 0.1
+"""The longest that a fork waits for gloo's threads (s)."""
+LAST_QUIET_S = 2.0
+"""The longest that the end of a process waits for them (s)."""
+FORKS_MAY_HANG = sys.version_info < (3, 11, 10) and os.path.isdir("/proc/self/task")
+"""Whether this Python's forked children may hang beside gloo's threads; see :func:`_wait_before_forks`."""
+
+_forks_wait = False  # in this process
+
 _connected: dist.ProcessGroup | None = (
     None  # the default group that was connected to this process's device when we initialised it
 )
@@ -38,9 +48,17 @@ Parts = Sequence[Sequence[int]]
 
 
 def initialise(
-    device: torch.device, store: dist.Store, rank: int, world_size: int, timeout: timedelta, debug: bool
+    device: torch.device,
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    debug: bool,
+    hook: Any = None,
 ) -> None:
     """Initialise torch's default group: gloo for CPU tensors, and the device's own back end for its tensors.
+
+    ``hook`` is ``sys.excepthook`` as long as the group is there; ``None``: the present one stays.
 
     With a back end that can split (NCCL) the device's connections are made here, so that :func:`divided` splits them.
     In debug mode torch wraps the back ends, and they are connected at their first use.
@@ -60,8 +78,9 @@ def initialise(
         timeout=timeout,
         device_id=device if several and not debug else None,
     )
-    if world_size == 1:
-        sys.excepthook = before  # torch's begins each line of an error with the rank; here is only one
+    sys.excepthook = (
+        before if hook is None else hook
+    )  # torch's begins each line of an error with the rank, also of a single one
     _hooks = (before, sys.excepthook)
     world = _world()
     _connected = world if world.bound_device_id is not None else None
@@ -75,6 +94,7 @@ def initialise_alone(device: torch.device) -> None:
     own = "" if device.type == "cpu" else f",{device.type}:{accelerator.collectives_backend(device)}"
     dist.init_process_group(f"cpu:gloo{own}", store=dist.HashStore(), rank=0, world_size=1)
     sys.excepthook = hook  # as in `initialise`
+    _wait_before_forks()
 
 
 def destroy() -> None:
@@ -93,6 +113,7 @@ def backend_of(device: torch.device) -> str:
 
 def on_cpu(parts: Parts | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
     """This rank's new gloo group, for flags, objects and CPU tensors; by default of all ranks. A collective."""
+    _wait_before_forks()
     with _bound(None):
         return _each(parts or [list(range(dist.get_world_size()))], "gloo", timeout)
 
@@ -102,7 +123,9 @@ def divided(parts: Parts, device: torch.device) -> dist.ProcessGroup | None:
     backend = backend_of(device)
     if _splits(device):
         with _bound(device):
-            return dist.split_group(split_ranks=[list(part) for part in parts], backend=f"{device.type}:{backend}")
+            return torch_private.member(
+                dist.split_group(split_ranks=[list(part) for part in parts], backend=f"{device.type}:{backend}")
+            )
     with _bound(None):
         return _each(parts, backend, None)
 
@@ -121,9 +144,7 @@ def _splits(device: torch.device) -> bool:
     if world is not _connected and world.bound_device_id is None:
         return False
     # Without the argument torch would split gloo's connections as well.
-    return "backend" in inspect.signature(dist.split_group).parameters and bool(
-        world._get_backend(device).supports_splitting
-    )
+    return "backend" in inspect.signature(dist.split_group).parameters and torch_private.can_split(world, device)
 
 
 @contextlib.contextmanager
@@ -141,6 +162,54 @@ def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
+
+
+def _wait_before_forks() -> None:
+    """From now on, a fork of this process waits until gloo's threads sleep, on a Python where its child could hang otherwise.
+
+    A forked child of CPython before 3.11.10 waits forever for the lock of thread states if another thread of the parent held it at that
+    moment (python/cpython#112275). gloo's threads take it after each collective, when they release its tensors, and a run has collectives just
+    before it forks data workers: one short training in 60 hung. Called where a gloo group is made; repeated calls do nothing.
+    """
+    global _forks_wait
+    if FORKS_MAY_HANG and not _forks_wait:
+        _forks_wait = True
+        os.register_at_fork(before=_wait_for_gloo)
+
+
+def wait_before_exit() -> None:
+    """Wait until gloo's threads sleep: one that releases a tensor while the interpreter is taken down aborts the process.
+
+    It holds the tensors of a collective for a moment after the collective is complete, longer on a loaded machine.
+    """
+    if os.path.isdir("/proc/self/task"):
+        _wait_for_gloo(LAST_QUIET_S)
+        time.sleep(0.0002)  # without the GIL, for which a thread may have waited asleep
+        _wait_for_gloo(LAST_QUIET_S)
+
+
+def _wait_for_gloo(seconds: float = QUIET_S) -> None:
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(OSError):  # no descriptor is left: continue without a look
+        while _gloo_works(deadline):
+            time.sleep(0.0002)
+
+
+def _gloo_works(deadline: float) -> bool:
+    """Whether a thread of gloo does not sleep, as far as that can be seen until ``deadline``."""
+    for task in os.listdir("/proc/self/task"):
+        if time.monotonic() > deadline:
+            break
+        try:
+            with open(f"/proc/self/task/{task}/stat", "rb") as file:
+                text = file.read()
+        except (FileNotFoundError, ProcessLookupError):  # the thread has ended
+            continue
+        # "17 (pt_gloo_runloop) S 1 ...": the name may contain anything.
+        name, _, rest = text.partition(b"(")[2].rpartition(b")")
+        if name.startswith(b"pt_gloo") and not rest.startswith(b" S"):
+            return True
+    return False
 
 
 def allow_descriptors(world_size: int) -> None:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from engine.distributed import command_line, failures, scratch, stores
 from engine.distributed.environment import Environment
-from engine.distributed.first_failure import Rank, cause, story
+from engine.distributed.first_failure import Rank, cause, lines_of_others, story, summary
 from engine.distributed.raise_in_thread import Interrupt
 from engine.utils.errors import RankError
 from engine.utils.log import logger
@@ -163,7 +163,12 @@ class Started:
                 dead = [end for end in ends if needed or end.code not in fine]
                 if dead:
                     found = cause(dead)
-                    self._story = story(found[0] if found else min(dead, key=lambda end: end.ended))
+                    first = found[0] if found else min(dead, key=lambda end: end.ended)
+                    others = lines_of_others(
+                        (child.end for child in self._children if needed or child.end in dead), first
+                    )
+                    ended = "rank 0: was ended because of it" if needed else ""
+                    self._story = "\n".join([story(first), "", *filter(None, (ended, others))]).rstrip()
                     self._failed.set()
         return self._failed.is_set()
 
@@ -175,12 +180,13 @@ class Started:
         if self._interrupt.withdrawn.wait(GIVE_UP_S - INTERRUPT_S):
             return
         self._terminate(0.0)
-        self._die(f"{self._story}\n\nrank 0 did not react within {GIVE_UP_S:g} s and is terminated.")
+        self._die(f"RankError: {self._story}\n\nrank 0 did not react within {GIVE_UP_S:g} s and is terminated.")
 
     def _terminate(self, limit_s: float) -> None:
         """Send SIGTERM to all running ranks, and SIGKILL to those still running ``limit_s`` later."""
         self._terminated = True
         for child in self._children:
+            child.end.told = child.end.told or not child.end.ended
             child.process.terminate()
         self._await_all(limit_s)
         for child in self._children:
@@ -217,17 +223,31 @@ class Started:
             self._await_all(limit_s, until=self._failed)
         failed = not isinstance(error, KeyboardInterrupt) and self._judge()
         self._terminate(KILL_S)
-        if failed and not self._reported:
+        if isinstance(error, Exception) and not self._reported:  # rank 0's own, which was shown
+            print(self._after(error), end="", file=sys.stderr, flush=True)
+        elif failed and not self._reported:
             logging.shutdown()
-            self._die(self._story)
+            self._die(f"RankError: {self._story}")
         scratch.remove(self._directory)
         for thread in self._threads:  # one that wakes up while the interpreter shuts down would abort the process
             thread.join(1.0)
 
+    def _after(self, error: Exception) -> str:
+        """What follows rank 0's own ``error``: a line for each other rank, and the traceback of one that failed in another way."""
+        ends = [child.end for child in self._children]
+        said = {end: failures.read(end.error_file) for end in ends}
+        own = [
+            end
+            for end, (text, _, saw) in said.items()
+            if text and not saw and summary(text) != failures.last_line(error)
+        ]
+        parts = [lines_of_others(ends, own[0] if own else None), *map(story, own[:1])]
+        return "".join(f"{part}\n" for part in parts if part)
+
     def _die(self, text: str) -> None:
         # The only way to a non-zero exit code from another thread or from an exit handler.
         with contextlib.suppress(Exception):
-            print(f"RankError: {text}", file=sys.stderr)
+            print(text, file=sys.stderr)
             scratch.remove(self._directory)
             sys.stdout.flush()
             sys.stderr.flush()
@@ -285,6 +305,7 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Sta
     environment = Environment("relaunch", 0, world_size, 0, world_size, 1, "127.0.0.1", store.port, agent_store=True)
     _started = Started(environment, store, children, directory)
     atexit.register(_started._finish)
+    sys.excepthook = failures.hook(environment)
     return _started
 
 

@@ -23,7 +23,8 @@ def make(prefix: str) -> Path:
                 remove(left)
                 os.close(descriptor)
     found = Path(tempfile.mkdtemp(prefix=prefix))
-    descriptor = _hold(found / _HOLDER, os.O_RDWR | os.O_CREAT)
+    descriptor = _hold(found / "new", os.O_RDWR | os.O_CREAT)
+    (found / "new").rename(found / _HOLDER)  # locked already: another process that looks for what is left sees no other
     if descriptor is not None:
         _held[found] = descriptor
     return found

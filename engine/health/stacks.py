@@ -9,14 +9,15 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 
-from engine.utils import accelerator
+from engine.utils import accelerator, torch_private
 
 _LIBRARIES = tuple(
     {
@@ -31,6 +32,12 @@ _WAITS = (
     str(Path(torch.__file__).resolve().parent / "autograd" / "graph.py"),
     str(Path(__file__).resolve().parent),
 )
+_LOADERS = {
+    "engine.loop.epoch_clock": "training",
+    "engine.loop.train": "training",
+    "engine.loop.evaluate": "evaluation",
+}
+"""The loader that a module's functions read."""
 _DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy", "_pydevd_bundle", "IPython.core.debugger")
 
 
@@ -80,6 +87,44 @@ def position(thread: int) -> Position:
     busy = f"; it is {_doing[thread]}" if thread in _doing else ""
     waits = file.startswith(_WAITS)
     return Position(line + inner + busy, waits, debugged, not waits and _DEVICE_WAITS.search(_call(frame)) is not None)
+
+
+@dataclass(frozen=True)
+class LateWorker:
+    """A process of a ``DataLoader`` that has not reached torch's worker loop."""
+
+    pid: int
+    name: str
+    """``worker 0 of the training loader``."""
+
+
+def late_workers(thread: int) -> list[LateWorker]:
+    """Workers that have not started, of the loader for which the thread with this ``threading.get_ident()`` waits. Known on Linux only."""
+    workers: Sequence[Any] = ()
+    frame, module = sys._current_frames().get(thread), ""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module == "torch.utils.data.dataloader":
+            workers = workers or getattr(frame.f_locals.get("self"), "_workers", ())
+        elif workers and not module.startswith("engine.data."):
+            break  # who reads the loader
+        frame = frame.f_back
+    if not workers:
+        return []
+    kind, unchanged = _LOADERS.get(module, "data"), _command("self")
+    return [
+        LateWorker(worker.pid, f"worker {number} of the {kind} loader")
+        for number, worker in enumerate(workers)
+        if unchanged and _command(worker.pid) == unchanged  # torch renames a process in which a worker starts
+    ]
+
+
+def _command(pid: int | str) -> str:
+    """The name of a process's main thread; empty when it has ended, or cannot be known."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:
+        return ""
 
 
 def _call(frame: FrameType) -> str:
@@ -140,9 +185,7 @@ def all_threads() -> str:
 
 def flight_record() -> str | None:
     """NCCL's last collectives from torch's flight recorder (JSON); ``None`` if nothing was recorded."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None) if accelerator.in_use() else None
     with contextlib.suppress(RuntimeError):
-        if dump is not None:
-            found = dump()
-            return found.decode() if isinstance(found, bytes) else str(found)
+        record = torch_private.nccl_record() if accelerator.in_use() else None
+        return record.decode() if isinstance(record, bytes) else record
     return None

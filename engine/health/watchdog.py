@@ -6,16 +6,18 @@ allowed time, each rank writes the stacks of its threads to a file and leaves a 
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -26,8 +28,10 @@ from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.distributed.raise_in_thread import Interrupt
 from engine.health import stacks
+from engine.utils import torch_private
 from engine.utils.errors import HangError
 from engine.utils.log import logger
+from engine.utils.text import terminal_text
 
 NOTES_S = 3.0
 """How long rank 0 waits for the notes of all others (s); their stalls are noticed within a poll of each other."""
@@ -35,6 +39,8 @@ REPORT_S = 6.0
 """How long the others wait for rank 0's report (s)."""
 LEAVE_S = 3.0
 """After the report: how long the training's thread may take to react (s). A thread that does not is in native code, or sleeps."""
+WORKER_S = 60.0
+"""A loader's worker that has not started for so long is reported (s): it may hang in its fork, and then never starts."""
 IDLE = 0.05
 """A thread that uses less of a core than this waits or sleeps."""
 MOST = 8
@@ -66,6 +72,8 @@ class Watchdog:
         limit_s: allowed seconds without a change afterwards.
         directory: where stacks are written: ``rank=<r>.txt``.
 
+    Its thread is one that an earlier watchdog has left, if there is one; otherwise it starts one, which takes as long as a short evaluation.
+
     With several ranks a stall ends the process: :class:`HangError` is raised in the training's thread, and if that does not react the process
     exits with status 1 and the report on its standard error. A single process only logs its position.
     A thread that a debugger holds does not count as hanging.
@@ -78,7 +86,8 @@ class Watchdog:
         self._first_s, self._limit_s = first_s, limit_s
         self._directory = directory
         self._thread, self._native = threading.get_ident(), threading.get_native_id()
-        self._processor_s: float | None = None  # used until the progress changed last
+        self._processor_s: float | None = time.thread_time()  # used until the progress changed last
+        self._late: dict[int, float] = {}  # workers that have not started, by process: since when (infinity: reported)
         host = socket.gethostname()
         self._who: list[str] = [
             f"rank {rank} (host {where}, process {pid})"
@@ -90,14 +99,14 @@ class Watchdog:
         self._waiting = False
         self._interrupt = Interrupt(HangError)
         self._stopped, self._reported, self._fired = threading.Event(), threading.Event(), threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="fit-watchdog", daemon=True)
-        self._watcher.start()
+        self._before, self._still_s, self._looked, self._told = self._begun, 0.0, time.monotonic(), False
+        self._watcher = Watcher.of(self, self._pause)
 
     def stop(self) -> None:
         """The training is over, or its error is known."""
         self._interrupt.withdraw()
         self._stopped.set()
-        self._watcher.join(1.0)  # a thread that wakes up while the interpreter is taken down would abort the process
+        self._watcher.leave(self)
 
     def explain(self, error: BaseException) -> HangError | None:
         """The error to raise instead of ``error``, if that is only how this rank noticed the hang."""
@@ -120,36 +129,56 @@ class Watchdog:
         found.waiting = self._waiting
         return found
 
-    def _watch(self) -> None:
-        before, still_s, looked, told = self._begun, 0.0, time.monotonic(), False
-        self._processor_s = stacks.processor_s(self._native)
-        while not self._stopped.wait(self._pause):
-            now, current = time.monotonic(), self._progress()
-            # A suspended process (or a sleeping laptop) has not hung meanwhile.
-            still_s += min(now - looked, 2 * self._pause)
-            looked = now
-            if current != before:
-                before, still_s, told = current, 0.0, False
-                self._processor_s = stacks.processor_s(self._native)
-            elif still_s > (self._first_s if current == self._begun else self._limit_s) and not told:
-                here = self._position(still_s)
-                if here.debugged:
-                    still_s = 0.0
-                    continue
-                told = True
-                if self._group.world_size > 1:
-                    self._fire(current, here, still_s)
-                    return
+    def look(self) -> None:
+        """Compare the progress with that of the last look. The thread of the watchdog calls this after each pause."""
+        if self._fired.is_set():
+            return
+        now, current = time.monotonic(), self._progress()
+        # A suspended process (or a sleeping laptop) has not hung meanwhile.
+        self._still_s += min(now - self._looked, 2 * self._pause)
+        self._looked = now
+        if current != self._before:
+            self._before, self._still_s, self._told = current, 0.0, False
+            self._processor_s = stacks.processor_s(self._native)
+            return
+        self._report_late_workers(now)
+        if self._told or self._still_s <= (self._first_s if current == self._begun else self._limit_s):
+            return
+        here = self._position(self._still_s)
+        if here.debugged:
+            self._still_s = 0.0
+            return
+        self._told = True
+        if self._group.world_size > 1:
+            self._fire(current, here, self._still_s)
+            return
+        logger.warning(
+            "no batch was finished for %.3g s; the training is at %s; all stacks: %s",
+            self._still_s,
+            here.line,
+            self._write(),
+        )
+
+    def _report_late_workers(self, now: float) -> None:
+        """Name, once, the workers of a loader that the training waits for, if they do not start."""
+        late = {worker.pid: worker for worker in stacks.late_workers(self._thread)}
+        self._late = {pid: self._late.get(pid, now) for pid in late}
+        for pid, since in self._late.items():
+            if now - since > WORKER_S:
+                self._late[pid] = float("inf")
                 logger.warning(
-                    "no batch was finished for %.3g s; the training is at %s; all stacks: %s",
-                    still_s,
-                    here.line,
-                    self._write(),
+                    "%s has not started after %.3g s (process %d): it still imports, or it hangs in its fork and will never start",
+                    late[pid].name,
+                    now - since,
+                    pid,
                 )
 
     def _position(self, still_s: float) -> stacks.Position:
         """Where the training stands, and what its thread does there, as far as that can be known."""
         here, used = stacks.position(self._thread), stacks.processor_s(self._native)
+        if late := stacks.late_workers(self._thread):
+            names = ", ".join(worker.name for worker in late[:MOST])
+            here = replace(here, line=f"{here.line} ({names} {'has' if len(late) == 1 else 'have'} not started)")
         busy = None if used is None or self._processor_s is None else (used - self._processor_s) / still_s
         on_cpu = self._group.device.type == "cpu"
         # A device may be waited for by looking at it all the time; but there is nothing to wait for where the CPU itself computes.
@@ -191,10 +220,10 @@ class Watchdog:
 
     def _collectives(self) -> int:
         total = 0
-        groups: list[Any] = [group for group in (dist.group.WORLD, self._group.cpu) if group is not None]
+        groups = [group for group in (dist.group.WORLD, self._group.cpu) if group is not None]
         for group in groups:
             try:
-                total += group._get_sequence_number_for_group()
+                total += torch_private.collectives_started(group)
             except RuntimeError:  # a backend that does not count
                 return 0
         return total
@@ -265,10 +294,80 @@ class Watchdog:
         if self._group.environment.error_file:
             failures.record(error, Path(self._group.environment.error_file))
         try:
-            print(f"HangError: {self._report}", file=sys.stderr, flush=True)
+            print(terminal_text(f"HangError: {self._report}"), file=sys.stderr, flush=True)
             sys.stdout.flush()
         finally:
             os._exit(1)
+
+
+class Watcher(threading.Thread):
+    """The thread of a watchdog, or of one watchdog after the other: it ends at the first pause after which it has none.
+
+    Args:
+        pause: seconds between two looks.
+    """
+
+    idle: ClassVar[list[Watcher]] = []
+    """Those without a watchdog. Whoever removes one has it: the next watchdog, or the thread itself, which then ends."""
+
+    def __init__(self, pause: float) -> None:
+        super().__init__(name="fit-watchdog", daemon=True)
+        self.pause = pause
+        self.dog: Watchdog | None = None
+        self._looking, self._ended = threading.Lock(), threading.Event()
+
+    @classmethod
+    def of(cls, dog: Watchdog, pause: float) -> Watcher:
+        """A thread that looks after this watchdog."""
+        for watcher in [*cls.idle]:
+            with suppress(ValueError):
+                if watcher.pause == pause or not watcher.is_alive():
+                    cls.idle.remove(watcher)
+                    if watcher.is_alive():  # not so in a forked process
+                        watcher.dog = dog
+                        return watcher
+        watcher = cls(pause)
+        watcher.dog = dog
+        watcher.start()
+        return watcher
+
+    def leave(self, dog: Watchdog) -> None:
+        """This watchdog needs no more looks; one that is under way has a second."""
+        if self.dog is not dog:
+            return
+        under_way = not self._looking.acquire(timeout=1.0)
+        self.dog = None
+        if not under_way:
+            self._looking.release()
+        self.idle.append(self)
+
+    def run(self) -> None:
+        while not self._ended.wait(self.pause):
+            if not self._look():
+                with suppress(ValueError):
+                    self.idle.remove(self)
+                    return
+
+    def _look(self) -> bool:
+        """Whether there is a watchdog. No name in :meth:`run` refers to it, or a pause would keep all objects of a run that has ended."""
+        with self._looking:
+            if self.dog is None:
+                return False
+            self.dog.look()
+            return True
+
+    def end(self) -> None:
+        """End the thread, which has no watchdog."""
+        if self.is_alive():
+            self._ended.set()
+            self.join(1.0)
+
+
+@atexit.register
+def _end_idle() -> None:
+    """A thread that wakes up while the interpreter is taken down would abort the process."""
+    for watcher in [*Watcher.idle]:
+        watcher.end()
 
 
 def collective_limit(limit_s: float, device: torch.device) -> timedelta:

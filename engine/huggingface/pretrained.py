@@ -78,24 +78,24 @@ class Pretrained:
             if isinstance(tensor, Tensor):
                 names.setdefault(id(tensor), []).append(name)
                 tensors[id(tensor)] = tensor
-        with SavedWeights(self.folder()) as saved:
-            targets: dict[str, Any] = {}
-            new: list[int] = []
-            missing: list[int] = []
-            for key, own in names.items():
-                plain = [name.removeprefix("base_model.model.").replace(".base_layer.", ".") for name in own]
-                tried = [each for name in plain for each in (name, name.removeprefix(prefix), prefix + name)]
-                if (found := next((name for name in tried if name in saved.stored), None)) is not None:
-                    targets[found] = tensors[key]
-                else:
-                    (new if ".lora_" in own[0] else missing).append(key)
-            if missing:
-                lost = ", ".join(names[key][0] for key in missing[:5])
-                raise ValueError(
-                    f"{self.path} has no tensor for {lost} of {type(base_of(model)).__name__}: load it with from_pretrained on one process, "
-                    "which initializes or converts them, and save the result with save_pretrained"
-                )
-            saved.read_into(targets)
+        saved = SavedWeights(self.folder())
+        targets: dict[str, Any] = {}
+        new: list[int] = []
+        missing: list[int] = []
+        for key, own in names.items():
+            plain = [name.removeprefix("base_model.model.").replace(".base_layer.", ".") for name in own]
+            tried = [each for name in plain for each in (name, name.removeprefix(prefix), prefix + name)]
+            if (found := next((name for name in tried if name in saved.stored), None)) is not None:
+                targets[found] = tensors[key]
+            else:
+                (new if ".lora_" in own[0] else missing).append(key)
+        if missing:
+            lost = ", ".join(names[key][0] for key in missing[:5])
+            raise ValueError(
+                f"{self.path} has no tensor for {lost} of {type(base_of(model)).__name__}: load it with from_pretrained on one process, "
+                "which initializes or converts them, and save the result with save_pretrained"
+            )
+        saved.read_into(targets)
         generator = torch.Generator().manual_seed(seed % 2**63)
         for key in new:
             fill(tensors[key], _new_value(names[key][0], shape_of(tensors[key]), generator))

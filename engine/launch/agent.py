@@ -38,6 +38,7 @@ from engine.launch.output import Direct, Output
 from engine.launch.signals import HANDLED, handle_signals, signals
 from engine.launch.torch_log import torch_log
 from engine.utils.errors import TERMINATED
+from engine.utils.log import TERMINAL, has_terminal
 
 SETTLE_S = 0.5
 """After a failure: time (s) for ranks that fail of the same cause to write their tracebacks, so that the first can be found."""
@@ -116,7 +117,7 @@ def _run(job: Job, meeting: rendezvous.Watched, output: Output, errors: Path) ->
         meeting.shutdown()
     if result is None or result.is_failed() or result.state != WorkerState.SUCCEEDED:
         output.drain()
-        output.say(agent.told or "the job has its machines already")
+        output.say(f"{agent.told or 'the job has its machines already'}\n\n{agent.others}".rstrip())
         return 1
     return 0
 
@@ -145,7 +146,11 @@ def make_agent(
         job,
         meeting,
         output,
-        RankFiles(output, errors, {**job.variables, **_interface(job, meeting.address)}),
+        RankFiles(
+            output,
+            errors,
+            {**job.variables, **_interface(job, meeting.address), **({TERMINAL: "1"} if has_terminal() else {})},
+        ),
         start_method,
     )
 
@@ -206,7 +211,9 @@ class Agent(LocalElasticAgent):
         self._ranks: list[Rank] = []
         self._freed = float("-inf")
         self.told = ""
-        """The report of the last failure."""
+        """The report of the last failure: the first rank's."""
+        self.others = ""
+        """A line for each other rank of this machine."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         before = self._rank_files.attempts
@@ -243,6 +250,8 @@ class Agent(LocalElasticAgent):
         self._look()
         if any(each.code not in (None, 0) for each in self._ranks):
             self._settle()
+            if first_failure.interrupted(self._ranks):
+                raise SignalException("a rank was interrupted", signal.SIGINT)
             return self._preempted() if first_failure.preempted(self._ranks) else self._failed(worker_group)
         if self._meeting.failed_elsewhere:
             return self._failed(worker_group)
@@ -320,10 +329,11 @@ class Agent(LocalElasticAgent):
             again = "; press it again to kill them" if interrupted else ""
             self._output.say(f"{'Ctrl-C' if interrupted else number.name}: the ranks finish their step and save{again}")
             self._end(signal.SIGINT if interrupted else signal.SIGTERM, self._job.grace_s, hurry)
+        self._output.drain()
+        self._output.forget_last_words()
         fine = (0, TERMINATED, -signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT)
         for each in self._ranks:
             if each.code not in fine:
-                self._output.drain()
                 self._output.say(self._story(each))
                 break
 
@@ -347,7 +357,10 @@ class Agent(LocalElasticAgent):
     def _failed(self, worker_group: WorkerGroup) -> RunResult:
         self._end(signal.SIGTERM, FAIL_S)
         self._output.drain()
-        found = first_failure.cause(self._ranks, {each.rank: self._output.tail(each.rank) for each in self._ranks})
+        tails = {each.rank: self._output.tail(each.rank) for each in self._ranks}
+        found = first_failure.cause(self._ranks, tails)
+        self._output.forget_last_words()
+        self.others = first_failure.lines_of_others(self._ranks, found[0] if found else None, tails)
         told = self._story(found[0]) if found else ""
         only_saw = found is None or found[1]
         if (worker_group.group_world_size or 1) > 1:
@@ -358,7 +371,9 @@ class Agent(LocalElasticAgent):
             self._freed = time.monotonic()
             return self._start_free(f"{told.split('; its output')[0]}: a rank of another machine is gone")
         if left:
-            self._output.say(f"{told}\n\nrestart {self._job.max_restarts - left + 1} of {self._job.max_restarts}")
+            self._output.say(
+                f"{told}\n\n{self.others}\nrestart {self._job.max_restarts - left + 1} of {self._job.max_restarts}"
+            )
         if found is None:  # torch's agent does not consider these ranks failed
             return RunResult(state=WorkerState.FAILED)
         return super()._monitor_workers(worker_group)

@@ -9,20 +9,23 @@ from datetime import timedelta
 
 from engine import strategies
 from engine.config.settings import Settings
-from engine.distributed import relaunch
+from engine.distributed import failures, relaunch
 from engine.distributed.environment import Environment, detect
 from engine.distributed.environments.base import shown
 from engine.distributed.group import Group, join
 from engine.utils import accelerator
-from engine.utils.log import warn_once
+from engine.utils.log import logger, warn_once
 
 
 @contextmanager
-def crew(settings: Settings) -> Iterator[Group]:
-    """The group of all processes of this job, met. An error that only says that others are gone is replaced by theirs."""
+def crew(settings: Settings, environment: Environment | None = None) -> Iterator[Group]:
+    """The group of all processes of this job, met. An error that only says that others are gone is replaced by theirs.
+
+    ``environment``: this process's, if the caller has read it.
+    """
     kind = accelerator.device_type(settings.accelerator)
     timeout = timedelta(seconds=settings.start_timeout.value)
-    environment = detect(os.environ)
+    environment = environment or detect(os.environ)
     started: relaunch.Started | None = None
     if environment.world_size == 1 and environment.name == "single":
         strategies.get(settings.strategy, 1)  # an unknown name is said before processes are started
@@ -58,6 +61,9 @@ def _start(kind: str, settings: Settings) -> relaunch.Started | None:
         raise ValueError(
             f"strategy='single' and devices={devices!r}: one process cannot use {wanted} devices; use strategy='ddp' or 'auto'"
         )
+    if relaunch.current() is None:
+        failures.refuse_imported_script()
+        logger.info("this script runs as %d processes (%s): starting %d more", wanted, kind, wanted - 1)
     try:
         return relaunch.start(wanted, timeout=timedelta(seconds=settings.start_timeout.value))
     except RuntimeError as error:

@@ -10,14 +10,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TextIO
+
+from engine.distributed import failures
 
 TAIL = 64 * 1024
 """Bytes of a rank's standard error that are kept to search for a traceback."""
 LINE = 64 * 1024
 """Maximum bytes of an unfinished line before it is shown as a line."""
+HOLD_S = 10.0
+"""Longest time (s) that a traceback is held back: if the rank ends with it, the launcher shows it once, or one line of it."""
+_LAST_WORDS = ("Traceback (most recent call last):", "fit: error: ", failures.LOST)
 PIPE = 1 << 20
 """Maximum capacity of a pipe (Linux, without privileges)."""
 
@@ -29,6 +34,9 @@ class _Stream:
     target: TextIO
     is_error: bool
     pending: bytes = b""
+    held: list[str] = field(default_factory=list)
+    """The lines from a traceback on, which may be the rank's last words."""
+    held_since: float = 0.0
 
 
 class Output:
@@ -46,6 +54,7 @@ class Output:
         self._writing: list[int] = []
         self._files: dict[int, BinaryIO] = {}
         self._tails: dict[int, bytes] = {}
+        self._last_words: list[_Stream] = []
         self._prefixed = True
         self._lock = threading.Lock()  # guards streams, files, tails and whole lines on the terminal
         self._selector = selectors.DefaultSelector()
@@ -95,8 +104,11 @@ class Output:
                 self._end(stream)
 
     def close(self) -> None:
-        """Drain, and end the thread."""
+        """Drain, show what is held back, and end the thread."""
         self.drain()
+        with self._lock:
+            for stream in self._last_words:
+                self._release(stream)
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -104,6 +116,11 @@ class Output:
             for file in self._files.values():
                 file.close()
             self._files.clear()
+
+    def forget_last_words(self) -> None:
+        """Do not show the tracebacks with which ranks have ended: the launcher tells how they failed."""
+        with self._lock:
+            self._last_words.clear()
 
     def tail(self, rank: int) -> str:
         """The end of a rank's standard error in this attempt."""
@@ -126,11 +143,15 @@ class Output:
             if not self._streams:
                 time.sleep(0.05)
                 continue
-            for key, _ in self._selector.select(0.1):
-                with self._lock:
+            ready = self._selector.select(0.1)
+            with self._lock:
+                for key, _ in ready:
                     stream = self._streams.get(int(key.fd))
                     if stream is not None and self._read(stream) == 0:
                         self._end(stream)
+                for stream in self._streams.values():
+                    if stream.held and time.monotonic() - stream.held_since > HOLD_S:
+                        self._release(stream)
 
     def _read(self, stream: _Stream) -> int:
         """Read what is available: return the number of bytes, 0 at the end of the pipe, -1 when nothing is available now."""
@@ -155,6 +176,8 @@ class Output:
     def _end(self, stream: _Stream) -> None:
         if stream.pending:
             self._display(stream, [stream.pending])
+        if stream.held:
+            self._last_words.append(stream)
         self._selector.unregister(stream.fd)
         del self._streams[stream.fd]
         os.close(stream.fd)
@@ -162,11 +185,23 @@ class Output:
     def _display(self, stream: _Stream, lines: Iterable[bytes]) -> None:
         if self._show is not None and stream.rank not in self._show:
             return
-        prefix = self._prefix(stream) if self._prefixed else ""
         # A progress bar rewrites itself after each carriage return; only its last state stays visible.
         shown = [re.split(r"\r+", line.decode(errors="replace").rstrip("\r"))[-1] for line in lines]
-        if shown:
-            self._write(stream.target, "".join(f"{prefix}{line}\n" for line in shown))
+        if stream.is_error and not stream.held:
+            start = next((index for index, line in enumerate(shown) if line.startswith(_LAST_WORDS)), len(shown))
+            stream.held, shown, stream.held_since = shown[start:], shown[:start], time.monotonic()
+        elif stream.held:
+            stream.held, shown = [*stream.held, *shown], []
+        self._show_lines(stream, shown)
+
+    def _show_lines(self, stream: _Stream, lines: list[str]) -> None:
+        prefix = self._prefix(stream) if self._prefixed else ""
+        if lines:
+            self._write(stream.target, "".join(f"{prefix}{line}\n" for line in lines))
+
+    def _release(self, stream: _Stream) -> None:
+        lines, stream.held = stream.held, []
+        self._show_lines(stream, lines)
 
     def _prefix(self, stream: _Stream) -> str:
         prefix = f"[rank {stream.rank}]"
@@ -210,6 +245,9 @@ class Direct:
 
     def drain(self) -> None:
         """Nothing to read."""
+
+    def forget_last_words(self) -> None:
+        """They were shown as they came."""
 
     def tail(self, rank: int) -> str:
         """Unknown."""

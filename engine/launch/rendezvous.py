@@ -168,18 +168,43 @@ class Dynamic(Watched, DynamicRendezvousHandler):
 
 
 class Static(Watched, StaticTCPRendezvous):
-    """Numbered machines; all rounds share one store."""
+    """Numbered machines. Their agents share one store, in which the first machine publishes the ranks' store of a later round."""
+
+    _ranks_store: dist.Store | None = None
 
     @property
     def cause_key(self) -> str:
         return f"fit/cause/{self._rounds}"
 
+    def next_rendezvous(self) -> RendezvousInfo:
+        """As above. The first round's ranks use the agents' store, whose port the user has chosen; a later one's would find their keys in it."""
+        agents = super().next_rendezvous()
+        if self._rounds == 1:
+            return agents
+        info = bounded(
+            lambda: self._serve_round(dist.PrefixStore(f"fit/round/{self._rounds}", agents.store)),
+            self.limit_s + STORE_S,
+            "the publication of the ranks' store",
+        )
+        return RendezvousInfo(agents.store, agents.rank, agents.world_size, info)
+
+    def _serve_round(self, published: dist.Store) -> RendezvousStoreInfo:
+        port = None
+        if self.rank == 0:
+            self._ranks_store = dist.TCPStore(
+                self.master_addr, 0, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=self.timeout
+            )
+            port = self._ranks_store.port
+        return RendezvousStoreInfo.build(self.rank, published, self.master_addr, port)
+
 
 class Alone(Watched):
     """One machine without a rendezvous. Its ranks connect through a store that only this machine reaches, and nothing in it is unpickled.
 
+    Each round has a new store: a script that calls ``init_process_group()`` itself would find the keys of the ranks before.
+
     Args:
-        port: of the store; 0: any that is free.
+        port: of the first round's store; 0: any that is free. Later rounds use any.
         run_id: the job's name, the prefix of the store's keys; random by default, so that other users of this machine cannot guess them.
     """
 
@@ -192,6 +217,8 @@ class Alone(Watched):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The next round, at once."""
+        if self._rounds:
+            self._store = stores.serve(LOCAL, 0, timeout=_seconds(STORE_S))
         self._rounds += 1
         part = dist.PrefixStore(f"{self._run_id}/{self._rounds}", self._store)
         return RendezvousInfo(part, 0, 1, RendezvousStoreInfo(LOCAL, self._store.port))

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from engine.checkpoint.files import printable
+from engine.checkpoint.manifest import TRAINED
 from engine.loop.hook_calls import Hooked
 from engine.utils.log import logger
 from engine.utils.overrides import overridden
+from engine.utils.text import terminal_text
 
 
 def check_keys(callbacks: Sequence[Hooked], base: type) -> None:
@@ -62,8 +63,9 @@ def weights(callbacks: Sequence[Hooked], run: Any, module: nn.Module) -> dict[st
     found: dict[str, dict[str, Any]] = {}
     for callback in callbacks:
         for name, own in callback.other_weights(run, module).items():
-            if name in found or not name or "/" in name:
+            if name in found or name == TRAINED or not name or "/" in name:
                 why = "another callback has weights of this name" if name in found else "a name is text without '/'"
+                why = "the weights that are trained are called so" if name == TRAINED else why
                 raise ValueError(f"{type(callback).__name__} has the weights {name!r}: {why}; give them another name")
             found[name] = own
     return found
@@ -91,7 +93,7 @@ def load_states(
         logger.warning(
             "%s has the state of %s, which no callback has: it is not restored. A state goes to the callback that has the state_key "
             "under which it was saved; those here: %s",
-            where, printable(", ".join(lost)), ", ".join(sorted(map(_key, callbacks))) or "none",
+            where, terminal_text(", ".join(lost), one_line=True), ", ".join(sorted(map(_key, callbacks))) or "none",
         )  # fmt: skip
 
 

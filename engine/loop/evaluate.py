@@ -36,6 +36,7 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
         run.optimization.before_validation()
     began, saving, outer = time.perf_counter(), run.times.checkpoint, run.recorder
     run.saver.hold()  # callbacks may swap the weights
+    run.engine.snapshot.hold()
     for loader in run.val_loaders:
         loader.set_epoch(run.state.epoch)  # a shuffled one gives the same order after a resume
     try:
@@ -44,6 +45,7 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
     except Preempted:
         run.record_to(outer)
         run.state.validated_step, results = before, []
+        run.val_every.keep_due()
     run.times.validation += time.perf_counter() - began - (run.times.checkpoint - saving)
     if run.stage == "fit" and run.agreement.now(run.stop_level):
         run.accept_stop()
@@ -190,10 +192,11 @@ def batches(
 @contextmanager
 def evaluating(run: Run, name: str) -> Iterator[None]:
     """Eval mode without gradients; afterwards restores each submodule's mode (unless the module overrides that) and all random numbers."""
-    module, run.evaluating = run.module, True
+    module = run.module
     flags = [(m, m.training) for m in module.modules()]
-    getattr(module, f"on_{name}_model_eval")()
+    run.evaluating = True
     try:
+        getattr(module, f"on_{name}_model_eval")()
         with isolated(), torch.no_grad():
             yield
     finally:

@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from engine.utils.overrides import overridden
 
 Method = Callable[..., Any]
@@ -71,7 +69,7 @@ def check(module: Any, base: type) -> None:
     Raises:
         TypeError: one takes other arguments.
     """
-    if overridden(module, "state_dict", nn.Module):
+    if overridden(module, "state_dict", base):
         takes = inspect.signature(module.state_dict)
         if not _binds(takes, [], ["keep_vars"]):
             raise TypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,24 +73,30 @@ class Hooks:
         self._failed: dict[int, set[str]] = {}  # by id of a callback: the events in which it failed
         self._owners: dict[str, list[str]] = {}  # whose the hooks of each event are
         check(module, module_base)
-        early = [c for c in callbacks if not c.runs_last]
-        late = [c for c in callbacks if c.runs_last]
-        for event in (name for name in vars(base) if name.startswith("on_") or name in ("setup", "teardown")):
-            found = [(f"[Callback]{c.state_key}", self._of_callback(c, event, base)) for c in early]
-            found += [(f"[TrainModule]{type(module).__name__}", _of_module(module, module_base, event))]
-            last = [(f"[Callback]{c.state_key}", self._of_callback(c, event, base)) for c in late]
+        named = [(f"[Callback]{c.state_key}", c) for c in callbacks]
+        early, late = ([(name, c) for name, c in named if c.runs_last is last] for last in (False, True))
+        owner = f"[TrainModule]{type(module).__name__}"
+        for event in _events(base):
+            found = [(name, hook) for name, c in early if (hook := self._of_callback(c, event, base)) is not None]
+            if (method := _of_module(module, module_base, event)) is not None:
+                found.append((owner, method))
+            last = [(name, hook) for name, c in late if (hook := self._of_callback(c, event, base)) is not None]
             if event in APART:
                 self._set(f"last_{event}", last)
             else:
                 found += last
             self._set(event, found)
 
-    def _set(self, name: str, found: Sequence[tuple[str, Hook | None]]) -> None:
-        called = [(owner, hook) for owner, hook in found if hook is not None]
-        if called and name in HOLDING:
-            called.insert(0, ("[Run]copies of the checkpoint", _hold))
-        self._owners[name] = [owner for owner, _ in called]
-        setattr(self, name, tuple(hook for _, hook in called))
+    def _set(self, name: str, found: list[tuple[str, Hook]]) -> None:
+        if found and name in HOLDING:
+            found.insert(0, ("[Run]copies of the checkpoint", _hold))
+        self._owners[name] = [owner for owner, _ in found]
+        setattr(self, name, tuple([hook for _, hook in found]))
+
+    def add(self, event: str, owner: str, hook: Hook) -> None:
+        """Call one more hook of ``event`` from now on, after the others. ``owner``: its name for :meth:`wrap`."""
+        setattr(self, event, (*getattr(self, event), hook))
+        self._owners[event].append(owner)
 
     def wrap(self, wrapper: Callable[[str, Hook], Hook]) -> None:
         """Replace each hook from now on, to measure it.
@@ -135,6 +142,12 @@ class Hooks:
 
     def __getattr__(self, name: str) -> tuple[Hook, ...]:
         raise AttributeError(f"there is no event {name!r}")  # also tells type checkers that events are attributes
+
+
+@functools.cache
+def _events(base: type) -> tuple[str, ...]:
+    """The names of the events that the class ``base`` defines."""
+    return tuple(name for name in vars(base) if name.startswith("on_") or name in ("setup", "teardown"))
 
 
 def _for_a_logger(method: Hook) -> Hook:

@@ -8,11 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.nn.parameter import is_lazy
+
+from engine import strategies
 from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import RunFolder, Trained
 from engine.data.datamodule import DataModule
 from engine.data.sampler import mixed
-from engine.distributed import relaunch
+from engine.distributed import failures, relaunch
 from engine.loop.checkpoint_events import announce
 from engine.loop.evaluate import Preempted
 from engine.loop.hook_arguments import fitted
@@ -34,7 +37,8 @@ def session(
     Args:
         building: the context, around the strategy's own, in which the module builds its model.
     """
-    module = run.module
+    module, environment = run.module, run.engine.group.environment
+    failures.show_interrupts_no_longer(environment)  # of an earlier run
     with switched(run.settings), interruptible(run):
         try:
             module.attach(run)
@@ -47,6 +51,8 @@ def session(
                 raise
             cause = _cause(run, error)
             run.exception = cause
+            if run.interrupted:
+                failures.show_interrupts(environment)
             run.engine.group.failed = not isinstance(cause, CheckError)  # all ranks raise that one together
             _report(run, cause)
             if cause is not error:
@@ -54,6 +60,10 @@ def session(
             raise
         finally:
             _tear_down(run, datamodule)
+            if isinstance(run.exception, KeyboardInterrupt):
+                run.exception.args = run.exception.args or (_summary(run, "Ctrl-C"),)
+            elif run.terminated and run.is_main_process:
+                logger.warning("%s", _summary(run, "SIGTERM"))
 
 
 @contextmanager
@@ -74,6 +84,27 @@ def housed(run: Run, wanted: str | Path | Resume | None, earlier: Trained | None
         run.home.close(failed)
 
 
+def log_start(run: Run) -> None:
+    """Log what trains where."""
+    if not run.is_main_process:
+        return
+    parameters = [p for p in run.module.parameters() if not is_lazy(p)]
+    count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    nodes = run.engine.group.environment.num_nodes
+    logger.info(
+        "training with %d process%s (%s)%s, strategy %s, precision %s; %s parameters%s%s",
+        run.world_size,
+        "es" if run.world_size > 1 else "",
+        run.device.type,
+        f" on {nodes} machines" if nodes > 1 else "",
+        strategies.describe(run.engine.strategy, run.settings.strategy)["name"],
+        run.engine.precision.name,
+        f"{count:,}",
+        "" if count == trained else f", {trained:,} of them trained",
+        "" if run.home.is_announced else f"; run folder: {run.home.path}",
+    )
+
+
 def _end_early(run: Run) -> None:
     """After Ctrl-C or SIGTERM, when everything is saved and closed: pass the signal on to the caller."""
     if run.stage == "fit" and run.world_size > 1 and not run.preempted and run.agreement.now(run.stop_level):
@@ -87,10 +118,8 @@ def _end_early(run: Run) -> None:
 
 def _cause(run: Run, error: BaseException) -> BaseException:
     """The error for callbacks and the caller: the original one, unless it is only a consequence of another."""
-    if isinstance(error, KeyboardInterrupt):
-        return error
-    if run.interrupted:
-        return KeyboardInterrupt()  # data workers get Ctrl-C too, and their exit is noticed first
+    if run.interrupted and not isinstance(error, KeyboardInterrupt):
+        error = KeyboardInterrupt()  # data workers get Ctrl-C too, and their exit is noticed first
     started = relaunch.current()
     if started is not None:
         try:
@@ -98,6 +127,24 @@ def _cause(run: Run, error: BaseException) -> BaseException:
         except RankError as other:
             return other
     return error
+
+
+def _summary(run: Run, cause: str) -> str:
+    """A line about a run that Ctrl-C or SIGTERM (``cause``) has ended: where it stopped, what is saved, how to continue."""
+    if run.stage not in ("fit", "sanity"):
+        return f"{cause}: {run.stage} was ended"
+    step, name = (run.saved[0][0], run.saved[1]) if run.saved is not None else (0, "")
+    done = f"{cause}: the training ended after step {run.step}"
+    again = 'resume="last" (fit run: --resume last) continues from it'
+    if name and name not in run.saver.lost:
+        path = run.checkpoint_path(name)
+        return (
+            f"{done}, saved in {path}; {again}" if step == run.step else f"{done}; saved: step {step}, {path}; {again}"
+        )
+    if run.loaded_from is not None:
+        return f"{done}; nothing new is saved since {run.loaded_from}; {again}"
+    saves = any(callback.runs_last for callback in run.callbacks)
+    return f"{done}; nothing is saved{' yet' if saves else f': callbacks=ModelCheckpoint() saves after {cause} too'}"
 
 
 def _set_up(run: Run, datamodule: DataModule | None, building: Callable[[], AbstractContextManager[Any]]) -> None:

@@ -54,7 +54,7 @@ def log_media(run: Any, kind: str, name: str, value: Any, **options: Any) -> Non
     taken = media.checked(kind, name, value, **options)
     if not any(kind in callback.takes for callback in run.callbacks):
         warn_once(f"log_{kind}: no logger of this run takes it; {name!r} and others of this kind are left out")
-    elif run.is_main_process:
+    elif run.is_main_process and run.stage != "sanity":  # whose numbers are not logged either
         for hook in run.hooks.on_media:
             hook(run, run.module, kind, name, taken, options)
 

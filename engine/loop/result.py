@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.utils.text import terminal_text
+
 
 @dataclass(slots=True)
 class TrainState:
@@ -58,7 +60,7 @@ class Result:
     stop_reason: str
     """What ended the run, in words."""
     epoch: int
-    """Finished epochs."""
+    """Finished epochs: a count, while epochs are numbered from 0."""
     step: int
     """Optimizer steps."""
     metrics: dict[str, float]
@@ -71,13 +73,21 @@ class Result:
     """Where the seconds of the training went."""
     folder: Path | None = None
     """The run's own folder, in ``root_dir``. It exists if something was written."""
+    best_weights: str | None = None
+    """The weights that ``best_checkpoint`` was scored with: ``"trained"``, or those of a callback that validates with others, such as ``"ema"``.
+    ``test(module, checkpoint="best")`` and ``load_from_checkpoint`` load them."""
 
     def __str__(self) -> str:
         """A few lines for people: how the run ended, a line for each metric, and where its checkpoints are."""
         reason = f" ({self.stop_reason})" if self.stop_reason else ""
-        lines = [f"{self.status}{reason}: epoch {self.epoch}, step {self.step}"]
-        lines += [f"{name} {value:.6g}" for name, value in self.metrics.items()]
-        kept = {"last checkpoint": self.last_checkpoint, "best checkpoint": self.best_checkpoint}
+        counts = (
+            f"{count} {unit}{'' if count == 1 else 's'}" for count, unit in ((self.epoch, "epoch"), (self.step, "step"))
+        )
+        lines = [f"{self.status}{reason}: {', '.join(counts)}"]
+        lines += [f"{terminal_text(name, one_line=True)} {value:.6g}" for name, value in self.metrics.items()]
+        others = f" (weights {self.best_weights!r})" if self.best_weights not in (None, "trained") else ""
+        best = None if self.best_checkpoint is None else f"{self.best_checkpoint}{others}"
+        kept = {"last checkpoint": self.last_checkpoint, "best checkpoint": best}
         return "\n".join([*lines, *(f"{name}: {path}" for name, path in kept.items() if path is not None)])
 
 

@@ -19,7 +19,7 @@ from engine.checkpoint.storage import same, split
 from engine.checkpoint.writer import Content, Saver
 from engine.config.duration import Every
 from engine.config.hyperparameters import as_data, for_loggers
-from engine.config.masked import Config, plain, without_secrets
+from engine.config.masked import Config, described, plain, without_secrets
 from engine.config.other_trainers import knows_other_trainers
 from engine.config.settings import Settings
 from engine.config.yaml_writer import as_yaml
@@ -30,6 +30,7 @@ from engine.distributed.collectives import gather_json
 from engine.engine import Engine
 from engine.health.garbage import Collector
 from engine.loop import module_calls
+from engine.loop.compatibility import shown
 from engine.loop.hook_calls import Hooked, Hooks
 from engine.loop.live_metrics import LiveMetrics
 from engine.loop.phases import Phases, phase
@@ -40,7 +41,8 @@ from engine.loop.trainer_view import TrainerView
 from engine.metrics.recorder import Recorder
 from engine.module import TrainModule
 from engine.step.optimizers import Modes, Schedule
-from engine.utils.log import logger
+from engine.utils.log import StartLog, logger
+from engine.utils.text import terminal_text
 
 
 @knows_other_trainers
@@ -48,21 +50,24 @@ class Run:
     """The run as callbacks see it. Plain attributes are read-only by convention.
 
     :class:`engine.Fit` builds it from its ``settings``, the ``engine``, the ``module``, the ``callbacks`` with their bound ``hooks``, the
-    ``stage``, the ``config`` to show, and the ``content`` of its checkpoints.
+    ``stage``, the ``origins`` of the settings, the ``sections`` of ``fit run``, and the ``content`` of its checkpoints.
     """
 
     stage: str
     """``"fit"`` (validation in it included), ``"sanity"`` (the check before training), ``"validate"``, ``"test"``, ``"predict"``."""
-    config: Config
-    """The settings as plain JSON values, for loggers and checkpoints: name -> ``value`` and ``origin``, secrets as ``"***"``."""
     home: RunFolder
     """This run's folder, locked while it runs."""
     stream_state: Any = None
     """State that the training loader needs after a resume besides the position, until it takes it."""
     pulse = 0
     """Progress besides training batches, for the watchdog: evaluation batches and saves."""
-    _saved: tuple[tuple[int, int, int, int], str] | None = None
+    saved: tuple[tuple[int, int, int, int], str] | None = None
+    """Position (step, epoch, batch, validated step) and name of the checkpoint that this run has saved last."""
     _chosen: str | None = None
+    sanity_names: set[str] | None = None
+    """The metrics that validation has logged in the sanity check; ``None``: there was none."""
+    nan_reported = endless_reported = False
+    """The user was warned that the loss is not a number, and that the data may never end."""
     stepping = False
     """Inside an optimizer step: the state is not consistent and cannot be saved."""
     stride = 1
@@ -88,6 +93,8 @@ class Run:
     withheld: frozenset[str] = frozenset()
     """Of the values that ``on_log`` gets now, those logged with ``logger=False``: loggers do not get them."""
     best_checkpoint: Path | str | None = None
+    best_weights: str | None = None
+    """As of :class:`engine.Result`, once the training is over."""
     last_checkpoint: Path | str | None = None
     roll_back: Callable[[Path | str], None]
     """Takes weights, optimizers and schedulers of a checkpoint; the rest continues."""
@@ -99,7 +106,7 @@ class Run:
     """Micro-batches of this rank in an epoch; ``None`` when the loader has no length."""
     exception: BaseException | None = None
     interrupted = False
-    """Ctrl-C has reached this rank."""
+    """Ctrl-C has reached some rank."""
     terminated = False
     """SIGTERM has reached some rank."""
     preempted = False
@@ -110,6 +117,8 @@ class Run:
     items: Tally
     """The counts of the :class:`engine.Loss` objects, over all ranks."""
     _example: Any = None
+    start_log = StartLog(False)
+    """Shows the log on an attached terminal until the first step is done."""
     loaded_from: Path | str | None = None
     """The checkpoint that this run resumed from, or took its weights from."""
     find_train_loader: Callable[[], None]
@@ -133,17 +142,23 @@ class Run:
         callbacks: tuple[Hooked, ...],
         hooks: Hooks,
         stage: str,
-        config: Config,
+        origins: Mapping[str, str],
+        sections: Mapping[str, Any],
         content: Callable[[Run, Mapping[str, Any] | None], Content],
     ) -> None:
         self.settings, self.engine, self.module = settings, engine, module
-        self.callbacks, self.config, self.hooks, self.stage = callbacks, config, hooks, stage
+        self.callbacks, self.hooks, self.stage = callbacks, hooks, stage
+        self._origins, self._sections = origins, sections
         self._content = content  # this rank's, of a checkpoint at this moment
-        self.state = TrainState() if stage == "fit" else TrainState(epoch=module.current_epoch, step=module.global_step)
+        self.state = TrainState()
+        if stage != "fit":
+            self.state.step, self.state.epoch, self.state.samples = module._reached
         self.live = LiveMetrics(engine.recorder(on_step=True, on_epoch=False))
         self.record_to(self.live.training)
         self.metrics: dict[str, float] = {}
         """The latest value of every logged name; one logged ``on_step`` and ``on_epoch`` is there without a suffix too (the epoch's)."""
+        self.training_metrics: set[str] = set()
+        """Those of them that were measured in training, with the trained weights, rather than in an evaluation."""
         self.progress: dict[str, float] = {}
         """Those of them that were logged with ``prog_bar=True``."""
         self.optimizers: list[Any] = []
@@ -174,7 +189,8 @@ class Run:
         self.method: Callable[[str], Callable[..., Any]] = partial(getattr, module)
         """The callable that runs the evaluation step of this name."""
         self._started = time.monotonic()
-        self._logs_itself = not any(callback.shows_progress for callback in callbacks)
+        self.logs_itself = not any(callback.shows_progress for callback in callbacks)
+        """Whether no progress bar shows the steps."""
 
     @property
     def loggers(self) -> list[Any]:
@@ -191,6 +207,13 @@ class Run:
         """The optimizer steps of the whole training, by ``max_epochs`` and ``max_steps``, for schedules: exact, from ``setup`` on (where all ranks
         read it together); with ``automatic_optimization = False`` one a batch. ``None``: only a time ends it, or its loader has no length."""
         return total_steps(self)
+
+    @cached_property
+    def config(self) -> Config:
+        """The settings as plain JSON values, for loggers and checkpoints: name -> ``value`` and ``origin``, secrets as ``"***"``."""
+        engine = self.engine
+        settings = shown(self.settings, self._origins, engine.strategy, engine.precision)
+        return settings | described(self._sections, self._origins)
 
     def config_as_yaml(self) -> str:
         """:attr:`config` in the form of ``fit.yaml``, each line with its origin."""
@@ -339,10 +362,13 @@ class Run:
         """All ranks have agreed to stop."""
         level = self.agreement.level
         self.preempted, self.terminated = self.preempted or level >= HURRY, self.terminated or level >= TERMINATE
+        self.interrupted = self.interrupted or level == HURRY
         if not self.stop_reason:
-            self.stop_reason = self.stop_wish or (
-                "terminated (SIGTERM on another rank)" if level >= TERMINATE else "another rank asked to stop"
-            )
+            elsewhere = {
+                HURRY: "interrupted (Ctrl-C on another rank)",
+                TERMINATE: "terminated (SIGTERM on another rank)",
+            }
+            self.stop_reason = self.stop_wish or elsewhere.get(level, "another rank asked to stop")
 
     def applied(self, happened: bool) -> None:
         """An optimizer step was taken: ``happened`` (or skipped: counters and schedulers then stay where they are)."""
@@ -366,17 +392,20 @@ class Run:
 
     def begin(self) -> None:
         """The training starts or resumes here: intervals continue, and the last step is not reported again."""
+        if not self.logs_itself:  # a progress bar has the terminal now
+            self.start_log.close()
         self._logged_step = self.step
         self.below_minimum = self.step < (self.settings.min_steps or 0)
         self.val_every.start(self.step, self.epochs)
         self._log_every.start(self.step)
         self.gc_every.start(self.step)
 
-    def publish_due(self) -> None:
-        """The step's values: of the run's first step, and every ``log_every_n_steps`` steps."""
-        due = self._log_every.due(self.step, None, 0.0)
-        if due or (not self._logged_step and self.step):
+    def publish_due(self) -> bool:
+        """The step's values, when they are due: of the run's first step, and every ``log_every_n_steps`` steps."""
+        due = self._log_every.due(self.step, None, 0.0) or (not self._logged_step and self.step > 0)
+        if due:
             self._publish_step(self.recorder.window)
+        return due
 
     def publish_last(self) -> None:
         """Report the values of the step that ended the training, unless they were reported."""
@@ -394,21 +423,26 @@ class Run:
             hook(self, self.module, values, self.state.step)
         if not values:
             return
-        self.metrics.update(
-            {name.removesuffix("_epoch"): value for name, value in values.items() if name.endswith("_epoch")}
-        )
-        self.metrics.update(values)
+        named = {
+            name.removesuffix("_epoch"): value for name, value in values.items() if name.endswith("_epoch")
+        } | values
+        self.metrics.update(named)
+        (self.training_metrics.difference_update if self.evaluating else self.training_metrics.update)(named)
         self.withheld = recorder.withheld_names()
         if shown := recorder.progress_names():
             self.progress.update({name: value for name, value in values.items() if name in shown})
         for hook in self.hooks.on_log:
             hook(self, self.module, values, self.state.step)
-        if self._logs_itself and self.is_main_process and logger.isEnabledFor(logging.INFO):
+        if self.logs_itself and self.is_main_process and logger.isEnabledFor(logging.INFO):
             logger.info(
                 "epoch %d step %d: %s",
                 self.epoch,
                 self.step,
-                ", ".join(f"{name}={value:.4g}" for name, value in values.items() if name not in self.withheld),
+                ", ".join(
+                    f"{terminal_text(name, one_line=True)}={value:.4g}"
+                    for name, value in values.items()
+                    if name not in self.withheld
+                ),
             )
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------
@@ -494,10 +528,10 @@ class Run:
         # The end of an epoch and the start of the next are one position. Inside a window the state at its start counts.
         whole = 0 if state.epoch_done else state.whole_batches
         key = (state.step, state.epoch + state.epoch_done, whole, state.validated_step)
-        if self._saved is not None and (
-            key == self._saved[0] or (state.batch_idx != state.whole_batches and self._saved[0][0] == state.step)
+        if self.saved is not None and (
+            key == self.saved[0] or (state.batch_idx != state.whole_batches and self.saved[0][0] == state.step)
         ):
-            known = self._saved[1]
+            known = self.saved[1]
             if known not in self.saver.lost and name in (None, known):
                 self.saver.discard(remove)
                 return self.saver.location.path(known)
@@ -509,8 +543,9 @@ class Run:
             path = self.saver.save(
                 name, content, asynchronous=asynchronous, tolerant=tolerant, remove=remove, unchanging=unchanging
             )
-        self._saved = (key, name_of(path))
-        self.checkpoint_scores[name_of(path)] = None if score is None else score["value"]
+        self.saved = (key, name_of(path))
+        if self.hooks.on_checkpoint_saved:  # it takes the score out again
+            self.checkpoint_scores[name_of(path)] = None if score is None else score["value"]
         if asynchronous:
             self.engine.before_step(self.saver.hold)
         self.pulse += 1
@@ -561,6 +596,10 @@ class Run:
             loader.close()
         self.loaders.clear()
         self.train_loader, self.val_loaders = None, []
+        # The rest of what refers back to the run: without cycles, weights and optimizer states are freed with their last reference.
+        for name in ("before_save", "find_train_loader", "finish_checkpoints", "optimization", "roll_back"):
+            vars(self).pop(name, None)
+        self.agreement.clock = time.monotonic
 
     # -- manual optimization ----------------------------------------------------------------------------------------------------
 
@@ -593,4 +632,5 @@ class Run:
         end, times, metrics = "interrupted" if self.interrupted else status, self.times, dict(self.metrics)
         times.other = max(0.0, time.monotonic() - self._started - times.compute - times.apart)
         checkpoints = self.best_checkpoint, self.last_checkpoint
-        return Result(end, self.stop_reason, epochs, self.step, metrics, *checkpoints, times, self.home.path)
+        path, best = self.home.path, self.best_weights
+        return Result(end, self.stop_reason, epochs, self.step, metrics, *checkpoints, times, path, best)

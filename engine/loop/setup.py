@@ -20,6 +20,7 @@ from engine.distributed.collectives import gather_json
 from engine.loop.automatic_step import Automatic, ByHand, InParts
 from engine.loop.batch_transfer import transfer_of
 from engine.loop.closure_step import OF_THE_STEP, ByClosure, needs_closure, refuse
+from engine.loop.first_checks import check_parameters
 from engine.loop.given_loaders import is_loader
 from engine.loop.manual_optimization import ManualOptimizer
 from engine.loop.run import Run
@@ -54,6 +55,12 @@ class TrainingStep(nn.Module):
 
     def forward(self, *args: Any, step: str = "training_step") -> Any:
         return getattr(self.module, step)(*args)
+
+
+def _warn(run: Run, message: str) -> None:
+    """Warn, on the main process alone: what the message says holds on all ranks."""
+    if run.is_main_process:
+        warn_once(message)
 
 
 def loaders_for(run: Run, kind: str, given: Any, datamodule: DataModule | None) -> list[PreparedLoader]:
@@ -165,7 +172,7 @@ def validation_loaders(run: Run, given: Any, datamodule: DataModule | None) -> l
         return []
     found = loaders_for(run, "validation", given, datamodule)
     if found and type(module).validation_step is TrainModule.validation_step and "validation_step" not in vars(module):
-        warn_once(f"{type(module).__name__} has no validation_step: the validation data is not used")
+        _warn(run, f"{type(module).__name__} has no validation_step: the validation data is not used")
         return []
     for loader in found:
         limit(loader, "limit_val_batches", settings.limit_val_batches)
@@ -237,8 +244,9 @@ def place(run: Run) -> None:
     """The module on its device, compiled and distributed as the settings say."""
     module, engine = run.module, run.engine
     if not module.training:
-        warn_once(
-            f"{type(module).__name__} is in eval mode (dropout off, batch norm frozen) during training; call module.train() before the run"
+        _warn(
+            run,
+            f"{type(module).__name__} is in eval mode (dropout off, batch norm frozen) during training; call module.train() before the run",
         )
     if not module.automatic_optimization:
         if engine.strategy.matched_forward or engine.strategy.fused:
@@ -283,6 +291,8 @@ def optimizers(run: Run) -> None:
     if given is None and not overridden:
         raise TypeError(f"{type(module).__name__} must define configure_optimizers(self); return None to train nothing")
     found, schedules = configured(given)
+    if overridden:
+        check_parameters(module, found)
     prepared = [engine.prepare_optimizer(o) for o in found]
     if module.automatic_optimization:
         engine.window.join()
@@ -292,8 +302,9 @@ def optimizers(run: Run) -> None:
         elif module.automatic_optimization:
             schedule.check()
         if schedule.interval == "step" and schedule.reduce_on_plateau and schedule.frequency == 1:
-            warn_once(
-                "ReduceLROnPlateau with interval='step', frequency=1 reads its metric every step; it changes only when it is logged"
+            _warn(
+                run,
+                "ReduceLROnPlateau with interval='step', frequency=1 reads its metric every step; it changes only when it is logged",
             )
     if module.automatic_optimization:
         refuse(run, found)
@@ -311,8 +322,9 @@ def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Automatic:
     if not module.automatic_optimization:
         for name in (*OF_THE_STEP, "lr_scheduler_step"):
             if name != "clip_gradients" and overrides(module, name):
-                warn_once(
-                    f"{type(module).__name__}.{name} is not called with automatic_optimization=False: call it in training_step"
+                _warn(
+                    run,
+                    f"{type(module).__name__}.{name} is not called with automatic_optimization=False: call it in training_step",
                 )
         return ByHand(run, [ManualOptimizer(each, run) for each in prepared])
     if any(overrides(module, name) for name in OF_THE_STEP) or any(needs_closure(each.optimizer) for each in prepared):

@@ -19,13 +19,19 @@ from engine.utils.log import logger
 def interruptible(run: Run) -> Iterator[None]:
     """Ctrl-C and SIGTERM end the run after the step; a second Ctrl-C at once. The user's own handlers stay in place."""
     owner, main = os.getpid(), threading.current_thread() is threading.main_thread()
+    pressed = False  # here; `run.interrupted` is true on all ranks after a Ctrl-C on one
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if run.interrupted:
+        nonlocal pressed
+        if pressed:
             raise KeyboardInterrupt
+        pressed = True
+        if os.getpid() != owner:  # a data worker: the run still reads from it until the step ends
+            return
         run.interrupted = True
         run.stop("interrupted (Ctrl-C)", HURRY)
-        logger.warning("Ctrl-C: the run ends after this step; press it again to end at once")
+        if run.is_main_process:
+            logger.warning("Ctrl-C: the run ends after this step; press it again to end at once")
 
     def terminate(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:  # a fork of this process, which runs no loop

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.files import printable
 from engine.checkpoint.json_tree import pack
-from engine.checkpoint.manifest import FOLDERS, WEIGHTS
+from engine.checkpoint.manifest import FOLDERS, SCORED_WITH, TRAINED, WEIGHTS
+from engine.checkpoint.other_weights import weights_folder
 from engine.checkpoint.reader import Source
 from engine.checkpoint.resume import (
     Loaded,
@@ -27,11 +27,13 @@ from engine.checkpoint.resume import (
     opening,
     rebase,
 )
+from engine.checkpoint.storage import split
 from engine.checkpoint.user_entries import Entries
 from engine.checkpoint.writer import Content, stepped
 from engine.config.hyperparameters import as_data
 from engine.config.masked import without_secrets
 from engine.distributed.all_or_none import together
+from engine.distributed.collectives import gather_json
 from engine.loop.callback_states import load_states, states, weights
 from engine.loop.own_loop_counters import state_of_loop
 from engine.loop.result import TrainState
@@ -42,6 +44,7 @@ from engine.metrics.torchmetrics_states import load_metric_states, metric_states
 from engine.step.optimizers import counters
 from engine.utils.log import logger
 from engine.utils.seed import restore
+from engine.utils.text import terminal_text
 
 
 def content(run: Run, score: Mapping[str, Any] | None = None) -> Content:
@@ -55,13 +58,15 @@ def content(run: Run, score: Mapping[str, Any] | None = None) -> Content:
     others = weights(run.callbacks, run, run.module)
     shared["callbacks"] = states(run.callbacks)
     facts = {
-        "counters": {"epoch": run.state.epoch, "step": run.state.step, "batch_idx": run.state.batch_idx},
+        "counters": {name: getattr(run.state, name) for name in ("epoch", "step", "batch_idx", "samples")},
         "metrics": dict(run.metrics),
         "module": f"{type(run.module).__module__}:{type(run.module).__qualname__}",
         "hparams": without_secrets(_readable(run.module.hparams)),
         "config": run.config,
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
     }
+    if others:
+        facts[SCORED_WITH] = _scored_with(run, others, score)
     return Content(
         model=strategy.model_parts(run.module),
         optim={str(i): strategy.optimizer_parts(o, run.module) for i, o in enumerate(run.optimizers)},
@@ -77,6 +82,13 @@ def content(run: Run, score: Mapping[str, Any] | None = None) -> Content:
         stepped=stepped(run.optimizers),
         weights=others,
     )
+
+
+def _scored_with(run: Run, others: Mapping[str, Any], score: Mapping[str, Any] | None) -> str:
+    """The name of the weights that a score is measured with: those of validation, unless the metric was logged in training."""
+    if score is not None and score["monitor"] in run.training_metrics:
+        return TRAINED
+    return next((c.validates_with for c in run.callbacks if c.validates_with in others), None) or TRAINED
 
 
 def _shared(run: Run) -> dict[str, Any]:
@@ -129,7 +141,10 @@ def resume(run: Run, wanted: str | Path | Resume) -> None:
     run.home.named = run.saver.location.root  # from now on
     try:
         with opening(
-            run.engine.group, where, what, ("model", WEIGHTS) if how.weights_only else (*FOLDERS, WEIGHTS)
+            run.engine.group,
+            where,
+            what,
+            ("model", *weights_folder(how.weights)) if how.weights_only else (*FOLDERS, WEIGHTS),
         ) as loaded:
             run.saver.kept = {loaded.name, *loaded.passed}
             if how.weights_only:
@@ -163,15 +178,31 @@ def reload_best(run: Run) -> None:
         return
     run.wait_for_checkpoint()
     with opening(run.engine.group, run.saver.location, str(run.best_checkpoint), ("model", WEIGHTS)) as loaded:
-        names = [c.validates_with for c in run.callbacks if c.validates_with in loaded.source.others.names]
-        _load_weights(run, loaded, True, names[0] if names else None)
+        others = dict.fromkeys(loaded.source.others.names)
+        _load_weights(run, loaded, True, loaded.manifest.get(SCORED_WITH) or _scored_with(run, others, None))
+
+
+def best_weights(run: Run) -> str | None:
+    """The weights that the best checkpoint's score was measured with, as its manifest names them; all ranks call this together.
+
+    ``None``: there is no best checkpoint, or it cannot be read.
+    """
+    if run.best_checkpoint is None:
+        return None
+    name: str | None = None
+    if run.engine.is_main_process:
+        with suppress(OSError, ValueError):
+            where, what = split(run.best_checkpoint)
+            name = str(where.manifest(what).get(SCORED_WITH, TRAINED))
+    found: str | None = gather_json(run.engine.group, name)[0]
+    return found
 
 
 def roll_back(run: Run, path: Path | str) -> None:
     """Take weights, optimizers and schedulers of a checkpoint in the middle of a training; counters, data and random numbers continue."""
     how = Resume(path)
     with opening(run.engine.group, *run.home.source(str(path)), FOLDERS) as loaded:
-        _load_weights(run, loaded, how.strict)
+        _load_weights(run, loaded, how.strict, TRAINED)
         _load_optimizers(run, loaded, loaded.shared["schedulers"], how)
 
 
@@ -183,27 +214,30 @@ def reseed(run: Run, seed: int, order: str | None) -> None:
 
 
 def load_weights(run: Run, wanted: str | Path | None, which: str | None = None) -> None:
-    """Take only the parameters and buffers of a checkpoint, and its step and epoch, at which an evaluation is logged.
+    """Take only the parameters and buffers of a checkpoint, and its step, epoch and samples, at which an evaluation is logged.
 
     Args:
-        which: the name of other weights than the trained ones.
+        which: ``"trained"``, or the name of others; ``None``: those that its score was measured with.
     """
     if wanted is None and which is not None:
         raise ValueError(f"weights={which!r} are those of a checkpoint: give it with checkpoint=...")
     if wanted is not None:
-        folders = ("model",) if which is None else ("model", WEIGHTS)
+        folders = ("model", *weights_folder(which))
         with opening(run.engine.group, *run.home.source(str(wanted)), folders, "checkpoint") as loaded:
             _load_weights(run, loaded, True, which)
             run.loaded_from = loaded.path
             counters = loaded.manifest.get("counters")
             if isinstance(counters, dict):
-                for name in ("step", "epoch"):
+                for name in ("step", "epoch", "samples"):
                     if type(value := counters.get(name)) is int and value >= 0:
                         setattr(run.state, name, value)
 
 
-def _load_weights(run: Run, loaded: Loaded, strict: bool, which: str | None = None) -> None:
-    source = loaded.source if which is None else Source(loaded.opened, which)
+def _load_weights(run: Run, loaded: Loaded, strict: bool, which: str | None) -> None:
+    """``which``: as in :func:`load_weights`."""
+    source = loaded.source if which == TRAINED else Source(loaded.opened, which)
+    if source.weights != TRAINED and run.engine.is_main_process:
+        logger.info("%s: its weights %r are loaded", loaded.path, source.weights)
     report = run.engine.strategy.load_model(run.module, source, strict and run.module.strict_loading)
     if report:
         logger.warning("%s fits in part: %s", loaded.path, report)
@@ -212,7 +246,7 @@ def _load_weights(run: Run, loaded: Loaded, strict: bool, which: str | None = No
 def _go_on(run: Run, loaded: Loaded, how: Resume) -> None:
     shared = loaded.shared
     run.saver.take_over(shared.get("postponed", []), loaded.path)
-    _load_weights(run, loaded, how.strict)
+    _load_weights(run, loaded, how.strict, TRAINED)
     if shared["seed"] is not None:
         reseed(run, shared["seed"], shared["loaders"][0].get("order") if shared["loaders"] else None)
     run.engine.snapshot.load_shared(loaded)
@@ -256,7 +290,7 @@ def _go_on_with_run(run: Run, loaded: Loaded, shared: Any) -> None:
     for name, tensors in weights(run.callbacks, run, run.module).items():  # hooks may have added parameters
         loaded.source.others.read_into(name, tensors)
     if shared["user"] and not run.hooks.on_load_checkpoint:
-        names = printable(", ".join(map(str, shared["user"])))
+        names = terminal_text(", ".join(map(str, shared["user"])), one_line=True)
         logger.warning(
             "%s has entries of on_save_checkpoint (%s), and nothing here defines on_load_checkpoint: they are not read",
             loaded.path,

@@ -11,8 +11,10 @@ from engine.health.watchdog import collective_limit
 from engine.loop.checkpoint_events import announce, finish
 from engine.loop.epoch_clock import EpochClock
 from engine.loop.evaluate import unreported, validate
+from engine.loop.first_checks import check_monitors, report_endless, report_nan
 from engine.loop.rank_checks import checked
 from engine.loop.run import Run
+from engine.utils.log import logger
 
 
 def train(run: Run) -> None:
@@ -82,7 +84,7 @@ def train_epoch(run: Run) -> None:
         for hook in hooks.on_train_batch_end:
             hook(run, module, outputs, batch, index)
         if closes:
-            leave = end_step(run, clock.previous_s)
+            leave = end_step(run, clock.previous_s, outputs)
             recorder.window += 1
             if leave:
                 break
@@ -95,25 +97,34 @@ def train_epoch(run: Run) -> None:
     end_epoch(run)
 
 
-def end_step(run: Run, seconds: float) -> bool:
-    """Do what is due after an optimizer step; return whether the epoch ends here. ``seconds``: how long steps take."""
+def end_step(run: Run, seconds: float, outputs: Any) -> bool:
+    """Do what is due after an optimizer step; return whether the epoch ends here.
+
+    Args:
+        seconds: how long steps take.
+        outputs: of the step's last ``training_step``.
+    """
     if run.agreement.poll(run.stop_level, seconds):
         run.accept_stop()
     if run.agreement.news:
         announce(run)
     left = run.due_step - run.state.step
     if left <= 0 or (left == 1 and run.engine.pending_steps) or run.stop_reason:
-        due(run)
+        due(run, outputs)
     return bool(run.stop_reason)
 
 
-def due(run: Run) -> None:
-    """Log, validate and check whether a limit is reached."""
+def due(run: Run, outputs: Any) -> None:
+    """Log, validate and check whether a limit is reached. ``outputs``: as of :func:`end_step`."""
     run.engine.settle()
-    step = run.state.step
-    if not run.started:
+    step, first = run.state.step, not run.started
+    if first:
         tighten(run)
-    run.publish_due()
+    if run.publish_due():
+        report_nan(run, outputs)
+        report_endless(run)
+    if first:
+        check_monitors(run)
     if run.below_minimum and step >= (run.settings.min_steps or 0):
         run.below_minimum = False
         run.recall_stop()
@@ -123,13 +134,16 @@ def due(run: Run) -> None:
         validate(run)
     reached_limit(run)
     if run.gc_every.due(step, None, 0.0):
-        run.garbage.collect()
+        run.garbage.collect(run.elapsed_s)
     plan_next(run)
 
 
 def tighten(run: Run) -> None:
     """The first step is done, and so are slow starts (connecting, compiling): a longer wait from here on means a hang."""
     run.started = True
+    if run.is_main_process and run.logs_itself:
+        logger.info("first step done, %.1f s after the start", run.clock() - run.elapsed_before)
+    run.start_log.close()
     if run.settings.timeout is not None and run.world_size > 1:
         run.engine.group.barrier()  # other ranks may still be compiling
         run.engine.group.limit(collective_limit(run.settings.timeout.value, run.device))
@@ -203,6 +217,8 @@ def end_epoch(run: Run) -> None:
         run.publish_last()
     if whole and run.val_loaders and run.val_every.due(state.step, state.epoch + 1, run.elapsed_s, run.epochs):
         validate(run)
+        # Otherwise Ctrl-C or SIGTERM has cut it off: the resumed run validates, then ends the epoch.
+        whole = state.validated_step == state.step
     of_the_epoch(run, run.hooks.on_train_epoch_end)
     run.publish(run.recorder.epoch_values(clear=whole), run.recorder)
     if whole:

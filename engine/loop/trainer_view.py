@@ -9,10 +9,11 @@ from typing import Any, NoReturn
 import torch
 
 from engine.config.other_trainers import missing
+from engine.config.other_trainers_names import ELSEWHERE
 from engine.loop.given_loaders import shared_out
 from engine.loop.live_metrics import Values, live, live_shown, withheld
 from engine.loop.loop_view import FitLoopView
-from engine.loop.trainer_parts import ELSEWHERE, RUN, AcceleratorConnector, StrategyView, TrainerState
+from engine.loop.trainer_parts import RUN, AcceleratorConnector, StrategyView, TrainerState
 
 
 class TrainerView:

@@ -45,8 +45,8 @@ def watched(run: Run) -> Iterator[None]:
 def collected(run: Run) -> Iterator[None]:
     """Garbage is collected at every ``gc_every_n_steps``-th step, on all ranks at once."""
     if run.settings.gc_every_n_steps:
-        run.garbage.begin()
+        run.garbage.begin(run.elapsed_before)
     try:
         yield
     finally:
-        run.garbage.end()
+        run.garbage.end(run.elapsed_s)

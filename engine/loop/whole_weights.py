@@ -86,7 +86,8 @@ def _shared(run: Run, state: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def holding(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
     """Inside the block the module has the tensors of ``state`` instead of its own; names that are missing keep their tensors."""
-    replaced = []
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    classes = [(inner, type(inner)) for inner in module.modules()] if state else []
     made: dict[int, nn.Parameter] = {}
     for prefix, inner in module.named_modules(remove_duplicate=False):
         for store in (inner._parameters, inner._buffers):
@@ -97,8 +98,33 @@ def holding(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
                     if isinstance(own, nn.Parameter):
                         value = made.setdefault(id(own), nn.Parameter(value, own.requires_grad))
                     store[key] = value
+    for inner, sharded in classes:  # FSDP's class cannot be copied, and its hooks would gather what is whole
+        if any(_of_fsdp(part) for part in sharded.__bases__):
+            inner.__class__ = next(part for part in sharded.__bases__ if not _of_fsdp(part))
+        for name, value in list(vars(inner).items()):
+            if name in _HOOKS and any(map(_of_fsdp, value.values())):
+                vars(inner)[name] = type(value)((key, hook) for key, hook in value.items() if not _of_fsdp(hook))
+            elif name.startswith(_OF_FSDP):
+                del vars(inner)[name]
+            else:
+                continue
+            replaced.append((vars(inner), name, value))
     try:
         yield
     finally:
+        for inner, sharded in classes:
+            inner.__class__ = sharded
         for store, key, own in replaced:
             store[key] = own
+
+
+_OF_FSDP = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
+def _of_fsdp(thing: Any) -> bool:
+    """Whether a class, or a hook of a module, is torch's FSDP's."""
+    return str(getattr(getattr(thing, "hook", thing), "__module__", "")).startswith("torch.distributed.fsdp")

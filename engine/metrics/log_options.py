@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import torch
-from torch import nn
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.utils.errors import nearest
 from engine.utils.log import warn_once
 
+if TYPE_CHECKING:
+    from torch import nn
+
 REDUCTIONS = ("mean", "sum", "min", "max")
-_FUNCTIONS = {
-    torch.mean: "mean",
-    torch.sum: "sum",
-    **dict.fromkeys((torch.min, torch.amin), "min"),
-    **dict.fromkeys((torch.max, torch.amax), "max"),
-}
+_FUNCTIONS = {"mean": "mean", "sum": "sum", "min": "min", "amin": "min", "max": "max", "amax": "max"}
+"""The reductions by the names of torch's functions, which only somebody has who has imported torch: ``fit migrate`` reads options without it."""
 
 
 class Options(NamedTuple):
@@ -92,7 +89,7 @@ def _reduction(name: str, given: Given) -> str:
             f"log({name!r}, {keyword}={asked!r}) is unknown{nearest(asked, REDUCTIONS)}; possible: {', '.join(REDUCTIONS)}"
         )
     for function, found in _FUNCTIONS.items():
-        if asked is function:
+        if asked is not None and asked is getattr(sys.modules.get("torch"), function, None):
             return found
     raise ValueError(
         f"log({name!r}, {keyword}={asked!r}) is not possible: values are reduced over micro-batches and ranks by one of "

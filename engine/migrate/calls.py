@@ -7,15 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature
 
-from engine.callback import Callback
 from engine.config.other_trainers_names import ARGUMENTS, NAMES, OTHERWISE
-from engine.data.datamodule import DataModule
 from engine.loop.hook_arguments import BESIDES_EVENTS, fitted
 from engine.loop.step_arguments import taken
 from engine.migrate.counterparts import AS_IS, CHANGE, INTEROP
 from engine.migrate.members import rejected
 from engine.migrate.names import first_argument
-from engine.module import TrainModule
+from engine.migrate.stand_ins import stand_in as class_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def _about(name: str, sides: Sequence[Side]) -> str:
 
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_BASES = (TrainModule, DataModule, Callback)
+_BASES = ("TrainModule", "DataModule", "Callback")
 
 
 def misfit(node: ast.FunctionDef | ast.AsyncFunctionDef, owner: str, cls: type, call: Signature) -> str:
@@ -69,14 +67,14 @@ def misfit(node: ast.FunctionDef | ast.AsyncFunctionDef, owner: str, cls: type, 
 
     A run's own checks answer, where it has them. Empty: it can be called.
     """
-    base = next((each for each in _BASES if issubclass(cls, each)), None)
+    base = next((each for each in _BASES if issubclass(cls, class_of(f"engine.{each}"))), None)
     name = node.name
     is_event = name.startswith("on_") or name in ("setup", "teardown", *BESIDES_EVENTS)
     try:
-        if base is TrainModule and name in STEPS:
+        if base == "TrainModule" and name in STEPS:
             taken(stand_in(node), f"{owner}.{name}", indexed=name != "training_step")
-        elif base is not None and is_event and name in vars(base):
-            fitted(stand_in(node), type(owner, (), {})(), name, base)
+        elif base is not None and is_event and name in vars(class_of(f"engine.{base}")):
+            fitted(stand_in(node), type(owner, (), {})(), name, class_of(f"engine.{base}"))
         elif not takes(node, call):
             return f"{owner}.{name} is called with ({', '.join(call.parameters)})"
     except TypeError as error:

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from torch import nn
-
-from engine.callback import Callback
 from engine.config.lightning_names import DATA, MODULE, REPLACED
-from engine.config.other_trainers import refused_class
-from engine.config.other_trainers_names import ATTRIBUTES, OTHERWISE
-from engine.data.combined_loaders import CombinedLoader
-from engine.data.datamodule import DataModule
-from engine.engine import Engine
-from engine.fit import Fit
-from engine.loop.run import Run
-from engine.loop.trainer_view import ELSEWHERE, TrainerView
+from engine.config.other_trainers_names import ATTRIBUTES, ELSEWHERE, OTHERWISE
 from engine.migrate.members import Member, member
 from engine.migrate.names import Api
-from engine.module import TrainModule
+from engine.migrate.stand_ins import module, stand_in
 from engine.utils.errors import nearest
-from engine.utils.seed import seed_everything
 
 AS_IS, INTEROP, CHANGE = "as is", "interop", "change"
 """The verdicts, from the best to the worst: works with ``engine``, works through ``engine.interop``, needs a change."""
@@ -34,16 +22,16 @@ INTEROP_OF = {
     **dict.fromkeys(("lightning", "fabric"), "engine.interop.lightning"),
     "accelerate": "engine.interop.accelerate",
 }
-RENAMED: dict[str, Any] = {
-    "LightningModule": TrainModule,
-    "LightningDataModule": DataModule,
-    "Trainer": Fit,
-    "Callback": Callback,
-    "CombinedLoader": CombinedLoader,
-    "Fabric": Engine,
-    "Accelerator": Engine,
-    "set_seed": seed_everything,
-    "seed_everything": seed_everything,
+RENAMED = {
+    "LightningModule": "TrainModule",
+    "LightningDataModule": "DataModule",
+    "Trainer": "Fit",
+    "Callback": "Callback",
+    "CombinedLoader": "CombinedLoader",
+    "Fabric": "Engine",
+    "Accelerator": "Engine",
+    "set_seed": "seed_everything",
+    "seed_everything": "seed_everything",
 }
 """Names of the libraries, and what ``engine`` has in their place."""
 _SAME = {"callbacks": "callbacks", "loggers": "callbacks.loggers"}
@@ -115,9 +103,7 @@ def counterpart(api: Api) -> Counterpart:
 
 def refused(found: object) -> str:
     """What to do instead of a class that can only be named, not made; empty for every other object."""
-    made = getattr(found, "__init__", None) if inspect.isclass(found) else None
-    is_refused = getattr(made, "__qualname__", "").startswith(refused_class.__qualname__)
-    return (found.__doc__ or "").removeprefix("Cannot be made: ").rstrip(".") if is_refused else ""
+    return str(vars(found).get("refused", "")).rstrip(".") if inspect.isclass(found) else ""
 
 
 @functools.cache
@@ -132,11 +118,11 @@ def is_package(api: Api) -> bool:
 def _plain(api: Api) -> tuple[Any, str]:
     head, _, name = api.path.rpartition(".")
     if name in RENAMED:
-        return RENAMED[name], f"engine.{RENAMED[name].__name__}"
+        return stand_in(f"engine.{RENAMED[name]}"), f"engine.{RENAMED[name]}"
     package = _SAME.get(head.split(".")[0]) if api.library == "lightning" else None
     if package is not None:
-        owner = importlib.import_module(package)
-        if name in owner.__all__:
+        owner = module(package)
+        if name in getattr(owner, "__all__", ()):
             return getattr(owner, name), f"{package}.{name}"
     return None, ""
 
@@ -146,26 +132,13 @@ def _translated(api: Api) -> tuple[Any, str]:
     *head, name = api.path.split(".")
     for length in range(len(head), -1, -1):  # its own place first, then a shorter one
         place = ".".join([package, *head[:length]])
-        owner = _module(place)
+        owner = module(place)
         found = None if owner is None else getattr(owner, name, None) if name else owner
         if found is None and owner is not None:
-            found = _module(f"{place}.{name}")
+            found = module(f"{place}.{name}")
         if found is not None:
             return found, f"{place}.{name}" if name else place
     return None, ""
-
-
-@functools.cache
-def _module(name: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not name.startswith(error.name):
-            raise
-        # A part of a module that makes its parts itself
-        owner, _, part = name.rpartition(".")
-        found = getattr(_module(owner), part, None) if owner else None
-        return found if isinstance(found, ModuleType) else None
 
 
 def _interop_class(library: str, name: str) -> type | None:
@@ -180,17 +153,31 @@ def things() -> Mapping[str, Thing]:
     trainer = _interop_class("lightning", "Trainer")
     return {
         "module": Thing(
-            "LightningModule", TrainModule, _interop_class("lightning", "LightningModule"), of_module, False
+            "LightningModule",
+            stand_in("engine.TrainModule"),
+            _interop_class("lightning", "LightningModule"),
+            of_module,
+            False,
         ),
         "data": Thing(
-            "LightningDataModule", DataModule, _interop_class("lightning", "LightningDataModule"), DATA, False
+            "LightningDataModule",
+            stand_in("engine.DataModule"),
+            _interop_class("lightning", "LightningDataModule"),
+            DATA,
+            False,
         ),
-        "callback": Thing("Callback", Callback, _interop_class("lightning", "Callback"), REPLACED_TEXTS, False),
-        "trainer of a module": Thing("trainer", TrainerView, trainer, {**ATTRIBUTES["Run"], **ELSEWHERE}),
-        "trainer of a callback": Thing("trainer", Run, trainer, ATTRIBUTES["Run"]),
-        "trainer": Thing("Trainer", Fit, trainer, ATTRIBUTES["Fit"]),
-        "accelerator": Thing("Accelerator", Engine, _interop_class("accelerate", "Accelerator"), ATTRIBUTES["Engine"]),
-        "fabric": Thing("Fabric", Engine, None, ATTRIBUTES["Engine"]),
+        "callback": Thing(
+            "Callback", stand_in("engine.Callback"), _interop_class("lightning", "Callback"), REPLACED_TEXTS, False
+        ),
+        "trainer of a module": Thing(
+            "trainer", stand_in("engine.TrainerView"), trainer, {**ATTRIBUTES["Run"], **ELSEWHERE}
+        ),
+        "trainer of a callback": Thing("trainer", stand_in("engine.Run"), trainer, ATTRIBUTES["Run"]),
+        "trainer": Thing("Trainer", stand_in("engine.Fit"), trainer, ATTRIBUTES["Fit"]),
+        "accelerator": Thing(
+            "Accelerator", stand_in("engine.Engine"), _interop_class("accelerate", "Accelerator"), ATTRIBUTES["Engine"]
+        ),
+        "fabric": Thing("Fabric", stand_in("engine.Engine"), None, ATTRIBUTES["Engine"]),
     }
 
 
@@ -199,4 +186,4 @@ REPLACED_TEXTS = {name: f"it is never called: define {instead}" for name, instea
 
 def of_nn_module(name: str) -> bool:
     """Whether every ``nn.Module`` has the attribute."""
-    return member(nn.Module, name) is not None
+    return member(stand_in("torch.nn.Module"), name) is not None

@@ -1,4 +1,4 @@
-"""What a class of ours has: asked of the class itself, so that nothing is listed twice."""
+"""What a class of ours has: asked of the class itself or of its stand-in, so that nothing is listed by hand."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def member(cls: Any, name: str) -> Member | None:
             skipped = 0 if isinstance(found, staticmethod) else 1
             return Member(True, _without_first(signature(function), skipped))
         return Member(True)
-    if any(name in inspect.get_annotations(each) or name in _set_by(each) for each in cls.__mro__):
+    if any(name in inspect.get_annotations(each) or name in set_by(each) for each in cls.__mro__):
         return Member(True)
     wrapped = getattr(cls, "of", None)  # what engine.interop.lightning's callbacks and loggers forward to
     return member(wrapped, name) if isinstance(wrapped, type) else None
@@ -48,11 +48,11 @@ def signature(function: Any) -> inspect.Signature | None:
     """The parameters of a function or a class that a caller may give; ``None`` where Python cannot tell."""
     try:
         found = inspect.signature(function)
+        # `**unknown: Never` names what is refused
+        kept = [each for each in found.parameters.values() if each.annotation not in ("Never", typing.Never)]
+        return found.replace(parameters=kept)
     except (TypeError, ValueError):
         return None
-    # `**unknown: Never` names what is refused
-    kept = [each for each in found.parameters.values() if each.annotation not in ("Never", typing.Never)]
-    return found.replace(parameters=kept)
 
 
 def rejected(call: inspect.Signature, positional: int, keywords: Sequence[str]) -> tuple[list[str], bool]:
@@ -71,9 +71,9 @@ def _without_first(found: inspect.Signature | None, skipped: int) -> inspect.Sig
 
 
 @functools.cache
-def _set_by(cls: type) -> frozenset[str]:
+def set_by(cls: type) -> frozenset[str]:
     """The attributes that the methods of one of our classes assign to ``self``."""
-    if not cls.__module__.startswith(OURS):
+    if not cls.__module__.startswith(OURS) or "__stand_in__" in vars(cls):  # which has them as annotations
         return frozenset()
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))

@@ -49,9 +49,11 @@ class ClassInfo:
     @cached_property
     def family(self) -> list[ClassInfo]:
         """This class and those of the sources that it inherits from."""
-        found = [self]
+        found, known = [self], {self}
         for each in found:  # grows while it is walked
-            found += [base for base in each.bases if isinstance(base, ClassInfo) and base not in found]
+            bases = [base for base in each.bases if isinstance(base, ClassInfo) and base not in known]
+            found += dict.fromkeys(bases)
+            known.update(bases)
         return found
 
     @cached_property

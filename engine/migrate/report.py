@@ -74,7 +74,11 @@ def migration(paths: Sequence[Path], exclude: Iterable[str] = ()) -> Report:
     uses: list[Use] = []
     for source in sources:
         finder = Finder(source, names, users)
-        finder.visit(source.tree)
+        try:
+            finder.visit(source.tree)
+        except RecursionError:
+            unread.append(Unread(source.path, 0, "an expression in it is nested too deeply"))
+            continue
         uses += finder.found
     by_class: dict[ClassInfo, list[Use]] = {}
     for use in uses:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
+import os
 import re
 import tokenize
 import warnings
@@ -13,9 +15,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+from engine.checkpoint.files import open_file
+
 SKIPPED = ("__pycache__", "node_modules", "site-packages")
-_SHELL = re.compile(r"^(\s*)(?:[%!?]|\w+\s*=\s*[%!]|\w[\w.]*\?+\s*$).*$", re.MULTILINE)
-"""Lines of a notebook that are IPython's, not Python's."""
+LARGEST = (16 << 20, 256 << 20)
+"""Bytes of a file, and of a notebook, which may hold pictures. A syntax tree takes a hundred times the memory of its text."""
+_SHELL = re.compile(r"^([^\S\n]*)(?:[%!?]|\w+[^\S\n]*=[^\S\n]*[%!]|\w[\w.]*\?+[^\S\n]*$).*$", re.MULTILINE)
+"""Lines of a notebook that are IPython's, not Python's. Each is matched alone: the time grows with the text, not with its square."""
+_LINE_END = re.compile(r"\r\n|\r|\n")
+"""Python's own, which are fewer than those of ``str.splitlines``."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ def read(paths: Sequence[Path], exclude: Iterable[str] = ()) -> tuple[list[Sourc
                 name, is_package, above = _module_name(path, top)
                 try:
                     tree, cells = _parsed(path, unread)
-                except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+                except (OSError, SyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
                     unread.append(Unread(path, getattr(error, "lineno", None) or 0, _message(error)))
                 else:
                     sources[real] = Source(path, name, is_package, tree, cells, above)
@@ -100,10 +108,19 @@ def _module_name(path: Path, top: Path) -> tuple[str, bool, tuple[str, ...]]:
 
 
 def _parsed(path: Path, unread: list[Unread]) -> tuple[ast.Module, tuple[tuple[int, int], ...]]:
+    if not path.is_file():  # a FIFO would wait for a writer
+        raise ValueError("not a regular file")
+    limit = LARGEST[path.suffix == ".ipynb"]
+    with os.fdopen(open_file(path), "rb") as file:  # never waits, as /proc/kmsg would
+        content = file.read(limit + 1)
+    if content is None:
+        raise ValueError("not a regular file")
+    if len(content) > limit:
+        raise ValueError(f"larger than {limit >> 20} MiB")
     if path.suffix == ".ipynb":
-        return _notebook(path, unread)
-    with tokenize.open(path) as file:  # heeds the file's own encoding
-        return _tree(file.read()), ()
+        return _notebook(path, content, unread)
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)  # the file's own
+    return _tree(io.TextIOWrapper(io.BytesIO(content), encoding).read()), ()
 
 
 def _tree(text: str, flags: int = 0) -> ast.Module:
@@ -114,26 +131,43 @@ def _tree(text: str, flags: int = 0) -> ast.Module:
     return tree
 
 
-def _notebook(path: Path, unread: list[Unread]) -> tuple[ast.Module, tuple[tuple[int, int], ...]]:
+def _notebook(path: Path, content: bytes, unread: list[Unread]) -> tuple[ast.Module, tuple[tuple[int, int], ...]]:
     """All code cells as one module, since they share their names; a cell that is not Python is reported and left out."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or not isinstance(content.get("cells"), list):
+    notebook = json.loads(content.decode())
+    if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
         raise ValueError("not a notebook of format 4: it has no list of cells")
     lines: list[str] = []
     cells = []
-    for number, cell in enumerate(content["cells"], 1):
-        text = "".join(cell.get("source", ()))
-        if cell.get("cell_type") != "code" or text.lstrip().startswith("%%"):
-            continue
-        text = _SHELL.sub(r"\1pass", text)
+    for number, cell in enumerate(notebook["cells"], 1):
         try:
+            text = _code(cell)
+            if text is None:
+                continue
             _tree(text, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             unread.append(Unread(path, 0, f"cell {number}: {_message(error)}"))
             continue
         cells.append((number, len(lines) + 1))
-        lines += text.splitlines() or [""]
+        lines += _LINE_END.split(text)
     return _tree("\n".join(lines) + "\n", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), tuple(cells)
+
+
+def _code(cell: object) -> str | None:
+    """The Python of a cell; ``None``: it is text, or a cell magic of IPython.
+
+    Raises:
+        ValueError: it is not a cell.
+    """
+    if not isinstance(cell, dict):
+        raise ValueError(f"it is of type {type(cell).__name__}, not a mapping")
+    if cell.get("cell_type") != "code":
+        return None
+    source = cell.get("source", "")
+    parts = source if isinstance(source, list) else [source]
+    if not all(isinstance(part, str) for part in parts):
+        raise ValueError("its source is not text")
+    text = "".join(parts)
+    return None if text.lstrip().startswith("%%") else _SHELL.sub(r"\1pass", text)
 
 
 def _message(error: BaseException) -> str:

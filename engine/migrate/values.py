@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Sequence
 from inspect import Parameter, Signature
 from typing import Any
 
-from engine.callback import Callback
-from engine.interop.lightning.arguments import translate
+from engine.config.from_lightning.arguments import check_callbacks, settings
 from engine.metrics.log_options import Given, options_of
+from engine.migrate.stand_ins import stand_in
 
 _NOTHING_ASKED = Given(False, None, None, None, "mean", False, None, True, None, False, None)
 
@@ -39,7 +40,8 @@ def trainer_arguments(call: ast.Call, parameters: Signature) -> str:
     # Callbacks and loggers are objects: they are not made here.
     given |= {"callbacks": None, "logger": False, "enable_checkpointing": None}
     try:
-        translate(given)
+        settings(given)
+        check_callbacks(given, ())
     except (ValueError, TypeError) as error:
         return str(error)
     return ""
@@ -57,20 +59,27 @@ def log_options(call: ast.Call, parameters: Signature) -> str:
 
 
 def constructor(call: ast.Call, classes: Sequence[Any]) -> str:
-    """Why none of these classes of callbacks can be made with the values, if all are literals; empty when one can, or it is not known."""
-    if not all(isinstance(each, type) and issubclass(each, Callback) for each in classes):
+    """Why none of these classes of callbacks can be made with the values, if all are literals; empty when one can, or it is not known.
+
+    The classes are stand-ins. What they stand for is imported, ours first, and the next only where one refuses the values: the callbacks that most
+    projects make (checkpoints, early stopping, progress bars, learning rates) do not import torch.
+    """
+    if not all(isinstance(each, type) and issubclass(each, stand_in("engine.Callback")) for each in classes):
         return ""
     try:
         args = [ast.literal_eval(each) for each in call.args]
         options = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords if each.arg is not None}
     except (ValueError, TypeError, SyntaxError, RecursionError):
         return ""
+    if len(options) < len(call.keywords):
+        return ""
     said = ""
-    for cls in classes if len(options) == len(call.keywords) else ():
+    for stand in sorted(classes, key=lambda cls: not cls.__module__.startswith("callbacks.")):
+        cls = getattr(importlib.import_module(stand.__module__), stand.__name__)
         try:
             cls(*args, **options)
         except ValueError as error:
-            said = str(error)
+            said = said or str(error)
         except Exception:  # a package that is missing here, for example
             return ""
         else:

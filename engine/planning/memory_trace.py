@@ -61,7 +61,7 @@ class MemoryTrace:
     # -- storages -----------------------------------------------------------------------------------------------------------------
 
     def note(self, tensor: Tensor) -> Held | None:
-        """The storage of ``tensor``, known from now on."""
+        """The storage of ``tensor``, known from now on; ``None`` for a tensor without memory."""
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # a sparse tensor has none; its parts do
@@ -69,6 +69,8 @@ class MemoryTrace:
         key = storage._cdata
         found = self._held.get(key)
         if found is None:
+            if tensor.device.type == "meta":  # what another rank has, or an example of a shape
+                return None
             found = self._held[key] = Held(storage.nbytes(), self.phase, self.module, torch_private.node_number())
             found.on_host = self.making_on_host
             # Strategies choose streams on a CPU, too, where they mean nothing.
@@ -81,8 +83,6 @@ class MemoryTrace:
         """These tensors' storages are of this kind, and belong to this module; ``None``: to the same as before, also of ``on_host``."""
         for tensor in tensors:
             for part in local_parts(tensor):
-                if part.device.type == "meta":  # what another rank has
-                    continue
                 if (held := self.note(part)) is not None:
                     held.kind = kind
                     held.module = held.module if module is None else module

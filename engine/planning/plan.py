@@ -189,6 +189,11 @@ class Plan:
         shares = (self.job.parameter_bytes // ranks, self._optimizer_bytes // ranks)
         return ranks * sum(min(MOST_FILES, max(1, share // FILE)) for share in shares if share)
 
+    @property
+    def copy_bytes(self) -> int:
+        """Of a rank's share of it, which a save in the background copies into the host's memory."""
+        return -(-self.checkpoint_bytes // self.job.world_size)
+
     @cached_property
     def _optimizer_bytes(self) -> int:
         if self.job.optimizer_bytes is not None:
@@ -287,6 +292,7 @@ class Plan:
             "checkpoint": {
                 "bytes": self.checkpoint_bytes,
                 "files": self.checkpoint_files,
+                "copy_bytes": self.copy_bytes,
                 "seconds": self.checkpoint_bytes / self.storage if self.storage else None,
             },
             "cost": {

@@ -18,7 +18,7 @@ from engine.planning.plan_text import (
     title,
     verdict,
 )
-from engine.planning.tables import bullets, table
+from engine.planning.tables import bullets, table, terminal_safe
 
 _MOST = 8
 """Rows of a table of modules."""
@@ -33,6 +33,7 @@ def show(plan: Mapping[str, Any], console: Any) -> None:
     """
     from rich.text import Text
 
+    plan = terminal_safe(plan)
     style = {"yes": "bold green", "no": "bold red"}.get(plan["verdict"], "bold yellow")
     console.print(Text(title(plan), style="bold"))
     console.print(Text(verdict(plan), style=style))

@@ -153,7 +153,10 @@ def run_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         epochs = f", {plural(data['epochs'], 'epoch')}" if data["epochs"] else ""
         rows.append(("training", f"{plural(data['steps'], 'step')}{epochs}: {duration(data['seconds'])}"))
     seconds = f", {duration(checkpoint['seconds'])} to write" if checkpoint["seconds"] is not None else ""
-    rows.append(("checkpoint", f"{size(checkpoint['bytes'])} in at most {checkpoint['files']} files{seconds}"))
+    copies = f"{size(checkpoint['copy_bytes'])} of the host's memory on each rank while it is written in the background"
+    rows.append(
+        ("checkpoint", f"{size(checkpoint['bytes'])} in at most {checkpoint['files']} files{seconds}; {copies}")
+    )
     if cost["price_per_device_hour"] is not None:
         total = f", {money(cost['total'])} for the training" if cost["total"] is not None else ""
         rows.append(("cost", f"{money(cost['per_1000_steps'])} for 1000 steps{total}"))

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.planning.candidates import written
 from engine.planning.plan_text import duration, size
-from engine.planning.tables import bullets, table
+from engine.planning.tables import bullets, table, terminal_safe
 
 _MOST = 15
 """Rows of the table of what fits; ``--json`` has all."""
@@ -22,6 +22,7 @@ def show(found: Mapping[str, Any], console: Any) -> None:
     """
     from rich.text import Text
 
+    found = terminal_safe(found)
     candidates = found["candidates"]
     fits = [each for each in candidates if each["verdict"] == "fits"]
     console.print(

@@ -16,6 +16,7 @@ from engine.planning import collective_trace, memory_trace, torch_private
 from engine.planning.collective_trace import CollectiveTrace
 from engine.planning.memory_trace import MemoryTrace
 from engine.planning.operation_trace import OperationTrace
+from engine.utils.torch_private import whole_gradients
 
 Kept = Iterable[tuple[str, list[Tensor], bool]]
 
@@ -204,7 +205,7 @@ class StepTrace(torch_private.Mode):
 
     def mark_kept_gradients(self, model: nn.Module) -> None:
         """What FSDP keeps whole until the last micro-batch of a window."""
-        self.memory.mark(torch_private.unsharded_gradients(model), memory_trace.GRADIENTS)
+        self.memory.mark(whole_gradients([model]), memory_trace.GRADIENTS)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from engine.utils.text import terminal_text
+
 WIDTH = 140
 """Columns of a file or a pipe, which have no width."""
 
@@ -16,7 +18,8 @@ def console() -> Any:
     """The terminal; a file or a pipe is :data:`WIDTH` wide, unless ``COLUMNS`` says otherwise."""
     from rich.console import Console
 
-    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=WIDTH)
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
+    return Console(width=width, markup=False, emoji=False)
 
 
 def printed(found: dict[str, Any], show: Callable[[Any, Any], None]) -> str:
@@ -24,8 +27,18 @@ def printed(found: dict[str, Any], show: Callable[[Any, Any], None]) -> str:
     from rich.console import Console
 
     file = io.StringIO()
-    show(found, Console(file=file, width=WIDTH, color_system=None, legacy_windows=False))
+    console = Console(file=file, width=WIDTH, color_system=None, legacy_windows=False, markup=False, emoji=False)
+    show(found, console)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+
+
+def terminal_safe(value: Any) -> Any:
+    """A copy of JSON values whose text a terminal shows and does not obey: names of modules and strategies are the user's."""
+    if isinstance(value, dict):
+        return {terminal_text(key, one_line=True): terminal_safe(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [terminal_safe(inner) for inner in value]
+    return terminal_text(value, one_line=True) if isinstance(value, str) else value
 
 
 def table(*columns: str, left: Iterable[str] = (), folds: Iterable[str] = (), title: str | None = None) -> Any:

@@ -13,7 +13,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.optim import optimizer
 
@@ -42,7 +41,7 @@ try:
     _create_work_from_future, _resolve_process_group = _c10d._create_work_from_future, _c10d._resolve_process_group
 except (ImportError, AttributeError) as error:
     raise ImportError(
-        f"planning needs parts of torch that torch {torch.__version__} does not have ({error}): use torch 2.11 to 2.13"
+        f"planning needs parts of torch that torch {torch.__version__} does not have ({error}): use torch 2.11 to 2.15"
     ) from error
 
 MOST_HOST_NUMBERS = 1 << 20
@@ -51,6 +50,7 @@ INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch
 _prim = torch.ops.prim
 _NO_NUMBER = 2**64 - 1
 """That autograd gives to nodes which the forward pass does not make."""
+_PLAIN = torch.empty(0)
 UNSUPPORTED = UnsupportedOperatorException
 """An operation that needs values throughout, such as a reduction of sparse gradients."""
 UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException)
@@ -112,17 +112,6 @@ def running_node() -> tuple[int, Tensor | None]:
         return -1, None
     number = node._sequence_nr()
     return (number, None) if number < _NO_NUMBER else (-1, getattr(node, "variable", None))
-
-
-def unsharded_gradients(model: Any) -> list[Tensor]:
-    """The whole gradients that FSDP's blocks keep now."""
-    found = []
-    for module in model.modules():
-        state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-        for parameter in getattr(getattr(state, "_fsdp_param_group", None), "fsdp_params", ()):
-            whole = getattr(parameter, "_unsharded_param", None)
-            found += [parameter.unsharded_accumulated_grad, None if whole is None else whole.grad]
-    return [gradient for gradient in found if gradient is not None]
 
 
 def persistent_buffers(model: Any) -> list[Tensor]:
@@ -316,4 +305,20 @@ def agreeing_stages() -> Iterator[None]:
         patch.object(PipelineStage, "_warmup_forward_vote", vote),
         patch.object(PipelineStage, "_warmup_backward_result", result),
     ):
+        yield
+
+
+@contextmanager
+def plain_outputs() -> Iterator[None]:
+    """Inside the block a pipeline's stage releases a fake output when it is sent, as torch does from 2.15 on with plain tensors only."""
+    name = "_output_slot_is_releasable"
+    is_releasable = getattr(PipelineStage, name, None)
+    if is_releasable is None:
+        yield
+        return
+
+    def is_releasable_as_plain(stage: Any, output: Any) -> Any:
+        return is_releasable(stage, _PLAIN if is_fake(output) else output)
+
+    with patch.object(PipelineStage, name, is_releasable_as_plain):
         yield

@@ -164,6 +164,7 @@ def set_up(
         simulation = Simulation(answers)
         stack.enter_context(torch_private.usable(simulation.fake, answers))
         stack.enter_context(torch_private.agreeing_stages())
+        stack.enter_context(torch_private.plain_outputs())
         with simulation:
             copied = fake_module(module) if isinstance(module, TrainModule) else _made(module, answers)
         facts.built(copied)

@@ -54,8 +54,13 @@ class Snapshot:
             self._saver.location = location
         path = self._saver.save(name, self._content(facts, left_out), asynchronous=not wait)
         if not wait:
-            prepared.stepper.first = self._saver.hold
+            prepared.stepper.before_step(self._saver.hold)
         return path
+
+    def hold(self) -> None:
+        """Wait until tensors may change, because the checkpoint in progress has its copies."""
+        if self._saver is not None:
+            self._saver.hold()
 
     def wait(self) -> None:
         """Wait for the checkpoint in progress.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+
+from engine.utils.text import terminal_text
 
 
 @dataclass(slots=True)
@@ -28,6 +31,8 @@ class ReplayedStep:
     """The 2-norm of its gradients before clipping; ``None`` if the strategy keeps them to itself."""
     grad_norms: dict[str, float] = field(default_factory=dict)
     """The same by parameter."""
+    recorded: dict[str, float] | None = None
+    """The values of :attr:`metrics` that the run itself has logged at this step; ``None``: nobody looked for them."""
     nonfinite: str | None = None
     """The first place where a number was not finite, in the order of the computation; ``None``: all were finite."""
 
@@ -42,10 +47,19 @@ class ReplayedStep:
         lines.append(f"samples: {shown}")
         for rank, losses in enumerate(self.losses):
             lines += [f"rank {rank}, micro-batch {index}: loss {loss!r}" for index, loss in enumerate(losses)]
-        lines += [f"logged: {name} = {value!r}" for name, value in self.metrics.items()]
+        lines += [f"logged: {name} = {value!r}{self._compared(name, value)}" for name, value in self.metrics.items()]
+        if self.recorded == {}:
+            lines.append("recorded: nothing at this step, so the values above are not compared with the run's")
         lines.append(f"gradient norm: {'not known' if self.grad_norm is None else repr(self.grad_norm)}")
         if per_layer:
             width = max(map(len, self.grad_norms), default=0)
             lines += [f"  {name.ljust(width)}  {norm:.6g}" for name, norm in self.grad_norms.items()]
         lines.append(f"first number that is not finite: {self.nonfinite or 'none'}")
-        return "\n".join(lines)
+        return "\n".join(terminal_text(line, one_line=True) for line in lines)
+
+    def _compared(self, name: str, value: float) -> str:
+        if self.recorded is None or name not in self.recorded:
+            return ""
+        recorded = self.recorded[name]
+        same = value == recorded or (math.isnan(value) and math.isnan(recorded))
+        return ", as recorded" if same else f", recorded: {recorded!r} (differs by {abs(value - recorded):.2g})"

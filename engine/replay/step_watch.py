@@ -17,6 +17,17 @@ from engine.step.gradients import Loss, loss_in, nonzero
 from engine.utils.tree import leaves, whole
 
 
+class LeftOut(Callback):
+    """Stands for a callback that a replay leaves out: a checkpoint's state of it has a receiver, which drops it."""
+
+    def __init__(self, state_key: str) -> None:
+        self._state_key = state_key
+
+    @property
+    def state_key(self) -> str:
+        return self._state_key
+
+
 class StepWatch(Callback):
     """Fills a :class:`ReplayedStep` while the step runs; on all ranks."""
 
@@ -76,7 +87,7 @@ class StepWatch(Callback):
         run.engine.settle()
         if run.step != self.step.step - 1:
             self._end(run)
-            run.stop(f"step {self.step.step} was replayed")
+            run.stop_reason = f"step {self.step.step} was replayed"  # on all ranks now: nothing to agree on
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         if self.seen and step == self.step.step and not self.step.metrics:
@@ -95,7 +106,7 @@ class StepWatch(Callback):
         self._handles = [each.register_forward_hook(self._hook(name)) for name, each in module.named_modules()]
         self._outer_anomaly = torch.is_anomaly_enabled()
         # Not before: reading gradients rounds them differently from a step that nobody watches.
-        setattr(run.hooks, "on_before_optimizer_step", (*run.hooks.on_before_optimizer_step, self._gradients))  # noqa: B010
+        run.hooks.add("on_before_optimizer_step", f"[Callback]{self.state_key}", self._gradients)
         if self.detect_anomaly:
             torch.autograd.set_detect_anomaly(True)
 

@@ -14,7 +14,7 @@ from engine.step import gradients
 from engine.step.gathered_gradients import SCALAR, Gathered
 from engine.step.precision import Scaler
 from engine.step.window import Window
-from engine.utils import accelerator
+from engine.utils import accelerator, torch_private
 from engine.utils.parameters import parameters_of
 
 Optimizers = Sequence[Any]
@@ -66,8 +66,8 @@ class Stepper:
         self.skipped = False
         """Whether the latest step with a known verdict was skipped."""
         self.describe: Callable[[], str] = lambda: ""
-        self.first: Callable[[], None] | None = None
-        """Functions to call once, before the next step."""
+        self.before_next: list[Callable[[], None]] = []
+        """Functions to call once, before the next step: a run's save and one of ``Engine.save_state`` may both wait for it."""
         self.guard: Guard | None = None
         """Decides about each step as well; see :meth:`guard_by`."""
         self._alone = strategy.group.world_size == 1
@@ -174,8 +174,8 @@ class Stepper:
         """
         if self._pending:
             self.settle()
-        if self.first is not None:
-            self.call_first()
+        if self.before_next:
+            self.call_before()
         groups, only = self.window.groups, self.window.only
         divisor = self._divisor(only) if only is not None else self._divided(optimizers)
         if (
@@ -220,15 +220,20 @@ class Stepper:
             for group, optimizer in ((self.window.of(o), o) for o in optimizers):
                 group.ready[id(optimizer)], group.altered = found, True
             return
-        self.call_first()
+        self.call_before()
         self.forget(optimizers)
         if found is not None and bool(found):  # waits for the device, as such an optimizer does
             self._fail()
 
-    def call_first(self) -> None:
+    def before_step(self, function: Callable[[], None]) -> None:
+        """As :meth:`engine.Engine.before_step`."""
+        if function not in self.before_next:
+            self.before_next.append(function)
+
+    def call_before(self) -> None:
         """Call the functions that wait for the next step; for code that changes parameters by other means."""
-        function, self.first = self.first, None
-        if function is not None:
+        functions, self.before_next = self.before_next, []
+        for function in functions:
             function()
 
     def _divisor(self, group: Gathered) -> Tensor | float | None:
@@ -364,7 +369,7 @@ def _skips_itself(optimizer: Optimizer) -> bool:
 
     Other packages' optimizers are taken at their word; torch sets the flag also where its kernel does not read the two.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not torch_private.takes_amp_scaling(optimizer):
         return False
     torchs = next((base for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim.")), None)
     parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)

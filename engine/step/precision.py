@@ -17,7 +17,7 @@ from engine.config.masked import fields_of
 from engine.config.name_and_options import Named
 from engine.config.settings import check
 from engine.transforms.float8 import FP8, TransformerEngine
-from engine.utils import accelerator
+from engine.utils import accelerator, torch_private
 from engine.utils.errors import nearest
 from engine.utils.tree import formats
 
@@ -192,7 +192,7 @@ class Scaler(torch.amp.GradScaler):
             return
         scale, tracker = self._check_scale_growth_tracker("update")
         worst = torch.stack([f.to(scale.device) for f in self._found]).max()
-        torch._amp_update_scale_(
+        torch_private.update_scale(
             scale, tracker, worst, self._growth_factor, self._backoff_factor, self._growth_interval
         )
         self._found.clear()
@@ -228,7 +228,7 @@ def _unscale_parts(parts: Iterable[Tensor], inverse: Tensor, found: Tensor) -> T
         groups.setdefault((part.device, part.dtype), []).append(part)
     for (device, _), group in groups.items():
         flag = found.to(device, copy=True)
-        torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse.to(device))
+        torch_private.unscale(group, flag, inverse.to(device))
         found = torch.maximum(found, flag.to(found.device))
     return found
 

@@ -393,6 +393,7 @@ class Window:
     def discard(self) -> None:
         """End the window without a step; its gradients are discarded."""
         self.fed = self.held = False
+        self._unfed = 0  # the next micro-batch begins a window
         for group in self.groups:
             group.cleared()
             group.held = False

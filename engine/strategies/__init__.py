@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from engine.config.construct import construct
+from engine.config.from_lightning import strategies as lightning
 from engine.config.masked import fields_of
 from engine.config.name_and_options import Named
 from engine.config.settings import check
@@ -31,12 +32,19 @@ _BUILT_IN = {
     "mesh": ("engine.strategies.mesh_parallel", "MeshParallel"),
 }
 
+_OF_LIGHTNING = {
+    name: lightning.NAMES[name]
+    for name in (*(f"ddp_find_unused_parameters_{value}" for value in ("true", "false")), "fsdp_cpu_offload")
+}
+"""Names of Lightning's that say which strategy, and nothing about how processes start."""
+
 
 def get(name: str | Mapping[str, Any] | Named | Strategy, world_size: int = 1) -> Strategy:
     """The strategy of this name; ``"auto"`` is ``single`` for one process and ``ddp`` for several. An instance is returned unchanged.
 
     ``{"name": "deepspeed", "stage": 3}`` creates it with these arguments of its class.
 
+    Lightning's ``"ddp_find_unused_parameters_true"`` and ``"fsdp_cpu_offload"`` are taken as they are.
     Third parties register theirs in the entry-point group ``engine.strategies``: a callable whose arguments have defaults.
 
     Raises:
@@ -46,6 +54,8 @@ def get(name: str | Mapping[str, Any] | Named | Strategy, world_size: int = 1) -
     if isinstance(name, Strategy):
         return name
     asked = check("strategy", name)
+    if isinstance(asked, str) and asked in _OF_LIGHTNING:
+        asked = check("strategy", _OF_LIGHTNING[asked])
     if isinstance(asked, Named):
         return _configured(asked)
     if asked == "auto":
@@ -65,9 +75,9 @@ def _maker(name: object, where: str) -> Callable[..., Any]:
         loaded: Callable[..., Any] = others[str(name)].load()
         return loaded
     known = ["auto", *_BUILT_IN, *others]
-    raise ValueError(
-        f"{where}strategy={name!r} is unknown{nearest(name, known)}; possible: {', '.join(known)}, or a Strategy object"
-    )
+    here = lightning.NAMES.get(str(name))
+    hint = nearest(name, known) if here is None else f"; this name of Lightning's is {here!r} here"
+    raise ValueError(f"{where}strategy={name!r} is unknown{hint}; possible: {', '.join(known)}, or a Strategy object")
 
 
 def _configured(asked: Named) -> Strategy:
@@ -93,9 +103,10 @@ def _configured(asked: Named) -> Strategy:
 
 
 def describe(strategy: Strategy, asked: Any) -> dict[str, Any]:
-    """A strategy as written into a file: its name (the ``asked`` one, unless that is ``"auto"``) and its settings."""
+    """A strategy as written into a file: its name (the ``asked`` one, unless that is ``"auto"`` or Lightning's) and its settings."""
     name = asked.name if isinstance(asked, Named) else asked
-    return fields_of(strategy, name if isinstance(name, str) and name != "auto" else _class_name(type(strategy)))
+    ours = isinstance(name, str) and name != "auto" and name not in _OF_LIGHTNING
+    return fields_of(strategy, name if ours else _class_name(type(strategy)))
 
 
 def _class_name(make: type) -> str:

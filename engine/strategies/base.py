@@ -211,6 +211,9 @@ class Strategy:
         """Objects (``None``: no gradient yet) and versions that change when a backward pass reaches these optimizers' parameters."""
         return traces(optimizers)
 
+    def settle(self) -> None:
+        """Raise if the latest backward pass has left something undone; called between steps, when something is due."""
+
     def discard(self, models: Sequence[nn.Module]) -> None:
         """Discard gradients kept outside the parameters' ``grad``: their window ends without a step."""
 
@@ -275,6 +278,9 @@ class Strategy:
             ValueError: the parameters in a group are not those of the optimizer; the message names some.
         """
         numbered = numbered_state(optimizer, module, state)
+        for group, own in zip(numbered["param_groups"], optimizer.param_groups, strict=True):
+            if group.get("capturable") and all(parameter.device.type == "cpu" for parameter in own["params"]):
+                group["capturable"] = False  # saved on a GPU, where it means something
         numbers = [i for group in numbered["param_groups"] for i in group["params"]]
         of = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
         targets: dict[str, Tensor] = {}

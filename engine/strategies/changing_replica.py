@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -19,12 +20,15 @@ from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.health import stacks
 from engine.step.gradients import check_held
+from engine.transforms.blocks import user_module
 from engine.utils.log import logger
 
 PATIENCE_S = 5.0
 """Seconds after which a rank whose model has changed warns that the others have not made the same change."""
 _END = (object(),)
 _requires_grad = attrgetter("requires_grad")
+_WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+"""The end of torch's error about a reduction that did not finish; the numbers count the parameters that its reducer was given."""
 
 
 class Composition:
@@ -36,6 +40,7 @@ class Composition:
 
     def __init__(self, model: nn.Module, left_out: Iterable[str] = ()) -> None:
         self.modules = list(model.modules())
+        self._prefix = next(f"{name}." if name else "" for name, m in model.named_modules() if m is user_module(model))
         # Live views of each module's members: about 200 ns per module and parameter, in two calls.
         self._views: list[Any] = [
             view for module in self.modules for view in (module._parameters.values(), module._modules.values())
@@ -63,11 +68,11 @@ class Composition:
         ]
 
     def names(self, parameters: Sequence[Tensor]) -> list[str]:
-        """One name for each of these parameters."""
+        """One name for each of these parameters, in the user's own module."""
         first: dict[int, str] = {}
         for name, parameter in self.named.items():
-            first.setdefault(id(parameter), name)
-        return [first[id(p)] for p in parameters]
+            first.setdefault(id(parameter), name.removeprefix(self._prefix))
+        return [first.get(id(p), "one that the model no longer has") for p in parameters]
 
 
 class _Unwatched:
@@ -109,12 +114,19 @@ class Replica(DistributedDataParallel):
         self._idle = idle
         self._open = False
         """Some gradients are not reduced yet."""
+        self._trained_before: list[Tensor] = []
+        """What the open window has trained before its latest changes."""
         self._stale = False
         """The reducer must be rebuilt before the next reduction."""
         self.searching = self.find_unused_parameters
         """Whether the reducer searches the graph for parameters without gradient."""
         self._trial = False
         """It does so for one pass only."""
+
+    def open_window(self) -> None:
+        """Note that a window leaves gradients to a later reduction. Every rank calls this, also one without a forward pass until then."""
+        self._open = True
+        self._trained_before.clear()
 
     @property
     def may_wait(self) -> bool:
@@ -129,17 +141,19 @@ class Replica(DistributedDataParallel):
             "_composition": _Unwatched(),
             "_optimizers": [],
             "_reduced": [],
+            "_trained_before": [],
             "_idle": False,
         }
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if (self._stale or not self._composition.holds()) and torch.is_grad_enabled():
             assert self._ranks is not None
-            if not self._composition.holds():
-                self._notice(self._ranks, used=False)
-            if self._stale and self.require_backward_grad_sync:
-                self._follow(self._ranks, inside=False)
-        return super()._pre_forward(*inputs, **kwargs)
+            self._catch_up(self._ranks)
+        try:
+            return super()._pre_forward(*inputs, **kwargs)
+        except RuntimeError as error:
+            self._name_unused(error)
+            raise
 
     def _post_forward(self, output: Any) -> Any:
         if not self.require_backward_grad_sync:
@@ -157,7 +171,7 @@ class Replica(DistributedDataParallel):
             if self._stale:
                 self._follow(self._ranks, inside=True)
         if self._idle:
-            self._average_left_over(self._ranks)
+            self._average_idle(self._ranks)
             return output
         self._open = False
         search, self.find_unused_parameters = self.find_unused_parameters, self.searching
@@ -168,13 +182,29 @@ class Replica(DistributedDataParallel):
 
     # -- a change -----------------------------------------------------------------------------------------------------------------
 
+    def leave_out(self) -> None:
+        """A micro-batch has no loss on this rank, and perhaps no forward pass: follow what the other ranks follow in theirs."""
+        assert self._ranks is not None
+        self._catch_up(self._ranks)
+        if self._idle and self.require_backward_grad_sync:
+            self._average_idle(self._ranks)
+
+    def _catch_up(self, ranks: Group) -> None:
+        """Follow a change before a forward pass."""
+        if not self._composition.holds():
+            self._notice(ranks, used=False)
+        if self._stale and self.require_backward_grad_sync:
+            self._follow(ranks, inside=False)
+
     def _notice(self, ranks: Group, used: bool) -> None:
         """Adopt the module's current composition. ``used``: a forward pass has computed with it already."""
         before, self._composition = self._composition, Composition(self.module, self.parameters_to_ignore)
         now = self._composition
         check_held(before.named, now.named, self._optimizers)
         self._idle = not now.trained
-        self._stale = not self._idle and (self._trial or not _same(now.trained, self._reduced))
+        if self._open:
+            self._trained_before += before.trained
+        self._stale = not self._idle and (self._trial or self._open or not _same(now.trained, self._reduced))
         new = now.newer_than(before)
         if new:
             self._agree(ranks, "now has these parameters", list(dict.fromkeys(now.named.values())), used)
@@ -186,9 +216,13 @@ class Replica(DistributedDataParallel):
     def _follow(self, ranks: Group, inside: bool) -> None:
         """Reduce what is trained now, from this pass on. ``inside``: its forward pass is over, and may not have used new parameters."""
         trained = self._composition.trained
-        if not _same(trained, self._reduced):
+        same = _same(trained, self._reduced)
+        if not same:
             self._agree(ranks, "now trains these parameters", trained, inside)
         self._average_left_over(ranks)
+        if same and not self._trial:  # changed and changed back
+            self._stale = False
+            return
         self._rebuild(search=self.find_unused_parameters or (inside and not self.static_graph))
         if inside:
             self.reducer.prepare_for_forward()
@@ -219,9 +253,39 @@ class Replica(DistributedDataParallel):
     def _average_left_over(self, ranks: Group) -> None:
         """Average the window's gradients of parameters that are no longer trained: the optimizer still uses them."""
         if self._open:
-            self._open = False
             trained = {id(p) for p in self._composition.trained}
-            average(ranks, [p for p in self._reduced if id(p) not in trained])
+            before = dict.fromkeys([*self._reduced, *self._trained_before])
+            self._trained_before.clear()
+            average(ranks, [p for p in before if id(p) not in trained])
+
+    def _average_idle(self, ranks: Group) -> None:
+        """The same where nothing is trained, so that no reduction follows and the window is over."""
+        if self._open:
+            self._average_left_over(ranks)
+            self._open = False
+
+    def check_finished(self) -> None:
+        """Raise if the latest backward pass has left gradients unreduced. torch notices in the next forward pass only, and there may be none."""
+        self._check_reducer_finalized()
+
+    def _check_reducer_finalized(self) -> None:
+        try:
+            super()._check_reducer_finalized()
+        except RuntimeError as error:
+            self._name_unused(error)
+            raise
+
+    def _name_unused(self, error: RuntimeError) -> None:
+        """Replace torch's error about parameters that got no gradient in the pass before: it gives their numbers, and advice for another class."""
+        numbers = _WITHOUT_GRADIENT.search(str(error))
+        if numbers is None:
+            return
+        parameters = [self._reduced[int(number)] for number in numbers[1].split()]
+        raise RuntimeError(
+            f"the loss did not depend on these trained parameters, whose gradients strategy 'ddp' waits for: "
+            f"{_shown(self._composition.names(parameters))}. If a step may leave parameters out, use "
+            'strategy={"name": "ddp", "find_unused_parameters": True}; freeze those that are never trained (requires_grad_(False))'
+        ) from None
 
     # -- the other ranks ----------------------------------------------------------------------------------------------------------
 

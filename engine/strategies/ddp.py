@@ -45,6 +45,7 @@ class DDP(Strategy):
     powersgd_start: int = 1000
     """PowerSGD: steps that are reduced exactly before compression starts."""
     _optimizers: list[Optimizer] = field(default_factory=list, init=False, repr=False)
+    _replicas: list[Replica] = field(default_factory=list, init=False, repr=False)
     _watches: list[RemovableHandle] = field(default_factory=list, init=False, repr=False)
     _reached: Reached = field(default_factory=Reached, init=False, repr=False)
     _manual: ManualAverage = field(default_factory=ManualAverage, init=False, repr=False)
@@ -88,6 +89,7 @@ class DDP(Strategy):
             # Passed only when it differs: torch 2.13 warns about the name at any use.
             **({} if self.broadcast_buffers else {"broadcast_buffers": False}),
         )
+        self._replicas.append(wrapped)
         self._register_hook(wrapped)
         if self.find_unused_parameters:  # otherwise every micro-batch reaches all parameters
             self._watches.append(wrapped.register_forward_pre_hook(self._watch))
@@ -118,10 +120,15 @@ class DDP(Strategy):
     def release(self) -> None:
         for watch in self._watches:
             watch.remove()
-        for known in (self._watches, self._optimizers):
+        for known in (self._watches, self._optimizers, self._replicas):
             known.clear()
         self._reached.forget()
         self._manual.forget()
+
+    def settle(self) -> None:
+        if not self.group.failed:  # an error may have ended a backward pass early
+            for replica in self._replicas:
+                replica.check_finished()
 
     def sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
         for model in models:
@@ -131,6 +138,8 @@ class DDP(Strategy):
                 and (enabled or model.may_wait)
             ):
                 model.require_backward_grad_sync = enabled
+                if not enabled:
+                    model.open_window()
 
     @contextmanager
     def late_sync(self, model: nn.Module) -> Iterator[None]:
@@ -161,6 +170,9 @@ class DDP(Strategy):
             self._reached.settle(self.group, parameters)
 
     def backward_nothing(self, models: Sequence[nn.Module], last: bool) -> None:
+        for model in models:
+            if isinstance(model, Replica):
+                model.leave_out()
         # Later passes may reach fewer parameters, but a zero loss reaches all of them.
         super().backward_nothing(models, last or self.find_unused_parameters)
 

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
 from engine.utils import accelerator
+from engine.utils.torch_private import is_strided_shard
 from engine.utils.tree import map_tensors
 
 
@@ -38,7 +37,7 @@ def pieces(tensor: Tensor) -> int:
         return 1
     count = 1
     for axis, placement in enumerate(tensor.placements):
-        if placement.is_shard() or _strided(placement):
+        if placement.is_shard() or is_strided_shard(placement):
             count *= tensor.device_mesh.size(axis)
     return count
 
@@ -99,7 +98,7 @@ def whole(group: Group, tree: Any, keep: bool) -> Any:
             there: Any = tensor.detach().to(group.device)
             placements = list(there.placements)
             for axis, placement in enumerate(placements):
-                if _strided(placement):  # sharded last: gathered first, separately
+                if is_strided_shard(placement):  # sharded last: gathered first, separately
                     placements[axis] = Replicate()
                     there = there.redistribute(placements=placements)
             there = there.full_tensor()
@@ -122,12 +121,12 @@ def part(value: Any, like: Any) -> Any:
         return value
     mesh, placements = like.device_mesh, like.placements
     axes = list(range(len(placements)))
-    if any(_strided(p) for p in placements):
+    if any(is_strided_shard(p) for p in placements):
         axes.reverse()  # shard by the inner axes first, as fully_shard does after tensor parallel
     mine = value.to(like.device)
     for axis in axes:
         placement: Any = placements[axis]
-        if placement.is_shard() or _strided(placement):
+        if placement.is_shard() or is_strided_shard(placement):
             cut, index = mine.chunk(mesh.size(axis), placement.dim), mesh.get_local_rank(axis)
             mine = cut[index] if index < len(cut) else mine.narrow(placement.dim, 0, 0)
     mine = mine.clone(memory_format=torch.contiguous_format)
@@ -136,45 +135,3 @@ def part(value: Any, like: Any) -> Any:
 
 def is_sharded(tensor: Any) -> bool:
     return isinstance(tensor, DTensor)
-
-
-def _strided(placement: Any) -> bool:
-    # A subclass of Shard in some versions of torch, a separate class in others.
-    return type(placement).__name__ == "_StridedShard" or (
-        isinstance(placement, Shard) and type(placement) is not Shard
-    )
-
-
-def accumulated(models: Iterable[nn.Module]) -> WeakIdKeyDictionary:
-    """By sharded parameter, the object in which FSDP2 keeps gradients of micro-batches that are not reduced yet."""
-    found = WeakIdKeyDictionary()
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                for own in module._get_fsdp_state()._fsdp_param_groups:
-                    found.update({each.sharded_param: each for each in own.fsdp_params})
-    return found
-
-
-def gradient(parameter: Tensor, away: WeakIdKeyDictionary) -> Tensor | None:
-    """A parameter's accumulated gradient so far: that of micro-batches that are not reduced yet, else that of the others."""
-    kept = away.get(parameter)
-    if kept is None:
-        return parameter.grad
-    unreduced = kept.unsharded_accumulated_grad
-    if unreduced is None and hasattr(kept, "_unsharded_param"):  # exists since the first forward pass
-        unreduced = kept._unsharded_param.grad
-    return parameter.grad if unreduced is None else unreduced
-
-
-def discard(models: Iterable[nn.Module]) -> None:
-    """Discard the gradients of micro-batches that are not reduced yet."""
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                for own in module._get_fsdp_state()._fsdp_param_groups:
-                    own._partial_reduce_output = None
-                    for each in own.fsdp_params:
-                        each.unsharded_accumulated_grad = None
-                        if hasattr(each, "_unsharded_param"):
-                            each._unsharded_param.grad = None

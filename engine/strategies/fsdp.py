@@ -30,7 +30,7 @@ from engine.strategies.added_modules import Divided
 from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks
 from engine.strategies.tensor_class_states import SHARDED
 from engine.transforms import blocks, float8
-from engine.utils import accelerator
+from engine.utils import accelerator, torch_private
 from engine.utils.log import warn_once
 from engine.utils.parameters import parameters_of
 
@@ -305,7 +305,7 @@ class FSDP(Strategy):
                     )
                 group.update({name: False for name in ("foreach", "fused") if name in group})
                 # Set by torch when the optimizer was made: only its fused kernels divide gradients.
-                optimizer.__dict__.pop("_step_supports_amp_scaling", None)
+                torch_private.forget_amp_scaling(optimizer)
 
     def share_parameters(self, model: nn.Module) -> None:
         spread(self.group, [t.detach() for t in (*model.parameters(), *model.buffers())])
@@ -322,12 +322,14 @@ class FSDP(Strategy):
                     model.set_requires_all_reduce(enabled)
 
     def traces(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[tuple[Any, int]]:
-        away = dtensors.accumulated(models)
-        grads = (dtensors.gradient(p, away) for p in parameters_of(optimizers))
-        return [(None, 0) if grad is None else (grad, grad._version) for grad in grads]
+        # Gradients of micro-batches that are not reduced yet are kept outside the parameters.
+        unreduced = torch_private.unreduced_gradients(models)
+        grads = (unreduced.get(id(p), p.grad) for p in parameters_of(optimizers))
+        # A reduction adds to the shard inside of a DTensor, whose own version stays.
+        return [(None, 0) if grad is None else (grad, dtensors.local([grad])[0]._version) for grad in grads]
 
     def discard(self, models: Sequence[nn.Module]) -> None:
-        dtensors.discard(models)
+        torch_private.drop_unreduced_gradients(models)
 
     def _average(self, root: nn.Module, parameter: Tensor) -> None:
         """Average the gradient of a parameter that ``fully_shard`` ignores; averaging twice changes nothing."""

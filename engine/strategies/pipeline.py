@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from engine.step.gradients import Loss
 from engine.strategies.pipeline_shapes import Shapes, Spec
 from engine.strategies.pipeline_stages import Stage
-from engine.utils import accelerator
+from engine.utils import accelerator, torch_private
 from engine.utils.log import warn_once
 from engine.utils.tree import batch_size, map_tensors, whole
 
@@ -89,7 +89,7 @@ class Pipeline:
     def build(self, parts: list[list[nn.Module]]) -> None:
         """Take this rank's stages; the model's ``forward`` calls this object from now on."""
         flat = [part for stage in parts for part in stage]
-        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for part in flat for m in part.modules()):
+        if any(isinstance(m, torch_private.BatchNorm) for part in flat for m in part.modules()):
             warn_once(
                 "batch norm in a pipeline takes its statistics from each chunk of a micro-batch, and from padding samples"
             )

@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from engine.utils import torch_private
 from engine.utils.seed import isolated
 
 
@@ -62,7 +60,7 @@ Spec = tuple[Passed, ...]
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, with its graph, once it is there, and not as a view."""
     found: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return _Handed.apply(found) if isinstance(found, AsyncCollectiveTensor) or found._base is not None else found
+    return _Handed.apply(found) if torch_private.is_in_flight(found) or found._base is not None else found
 
 
 class _Handed(torch.autograd.Function):
@@ -70,7 +68,7 @@ class _Handed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
-        return (tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor).detach()
+        return (tensor.wait() if torch_private.is_in_flight(tensor) else tensor).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -105,7 +103,7 @@ class Shapes:
         self._name, self._device, self._autocast = type(model).__name__, device, autocast
         self._found: dict[Any, list[Spec]] = {}
         memo: dict[int, Any] = {}
-        with FakeTensorMode(allow_non_fake_inputs=True) as self._fake:
+        with torch_private.fake_mode() as self._fake:
             for tensor in (*model.parameters(), *model.buffers()):
                 like = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                 memo[id(tensor)] = (
@@ -122,7 +120,7 @@ class Shapes:
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Inside the block tensors have no values; who counts operations or watches memory does not see it, and it draws no random numbers."""
-        with isolated(), _disable_current_modes(), self._fake:
+        with isolated(), torch_private.without_modes(), self._fake:
             yield
 
     def kinds(self) -> list[Any]:

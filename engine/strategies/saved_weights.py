@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
+from engine.checkpoint.files import DamagedCheckpoint, is_entry, read_json
 from engine.checkpoint.tensors import Stored, TensorFiles
 
 
@@ -26,17 +25,11 @@ class SavedWeights:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._links = tempfile.TemporaryDirectory()  # a folder may hold other files, such as an adapter's
-        for file in _files(folder):
-            (Path(self._links.name) / file.name).symlink_to(file.resolve())
-        self._files = TensorFiles(Path(self._links.name))
+        try:
+            self._files = TensorFiles(folder, _files(folder))  # the folder may hold other files, such as an adapter's
+        except FileNotFoundError as error:
+            raise DamagedCheckpoint(f"{error.filename} is missing") from error
         self.stored: Mapping[str, Stored] = self._files.stored
-
-    def __enter__(self) -> SavedWeights:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._links.cleanup()
 
     def read_into(self, targets: Mapping[str, Any]) -> None:
         """Fill parameters by their names in the files: whole ones, or this rank's shards under FSDP, tensor parallel and ZeRO-3. Not a collective.
@@ -56,17 +49,13 @@ class SavedWeights:
     @torch.no_grad()
     def _read_flat(self, name: str, parameter: Any) -> None:
         """Fill a rank's shard of a parameter that ZeRO-3 has flattened: only the rows that it is in are read."""
-        from safetensors import safe_open
-
         shape = shape_of(parameter)
         low, high = _flat_range(parameter)
         width = math.prod(shape[1:])
-        first, last = (low // width, -(-high // width)) if shape and width else (0, 1)
-        for file in sorted(Path(self._links.name).iterdir()) if high > low else ():
-            with safe_open(str(file), framework="pt") as opened:
-                if name in opened.keys():  # noqa: SIM118  it is not a dict
-                    rows = opened.get_slice(name)[first:last] if shape else opened.get_tensor(name)
-                    parameter.ds_tensor[: high - low].copy_(rows.flatten()[low - first * width : high - first * width])
+        if high > low:
+            first, last = low // width, -(-high // width)
+            rows = self._files.rows(name, first, last) if shape else self._files.whole([name])[name]
+            parameter.ds_tensor[: high - low].copy_(rows.flatten()[low - first * width : high - first * width])
 
 
 def has_values(parameter: Any) -> bool:
@@ -105,9 +94,11 @@ def _flat_range(parameter: Any) -> tuple[int, int]:
 def _files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        if any(Path(name).name != name for name in names):
-            raise ValueError(f"{index} names a file outside of its folder")
+        content = read_json(index)
+        known = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(known, dict) or not all(map(is_entry, known.values())):
+            raise DamagedCheckpoint(f"{index} has no weight_map with names of files in its folder")
+        names = sorted(set(known.values()))
         return [folder / name for name in names]
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(

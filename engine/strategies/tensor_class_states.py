@@ -34,10 +34,9 @@ def flat(entry: Any) -> Any:
 def _flat(key: str, value: Any) -> Any:
     name = type(value).__name__
     if name not in CLASSES or type(value).__module__ != CLASSES[name]:
-        if type(getattr(value, "_local_tensor", None)).__name__ in CLASSES:
-            raise ValueError(
-                f"{key!r} of an optimizer's state is a sharded {type(value._local_tensor).__name__}: {SHARDED}"
-            )
+        shard = value.to_local() if hasattr(value, "to_local") else None
+        if type(shard).__name__ in CLASSES:
+            raise ValueError(f"{key!r} of an optimizer's state is a sharded {type(shard).__name__}: {SHARDED}")
         return value
     parts, context = value.__tensor_flatten__()
     return {

@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from engine.distributed.group import Group
+from engine.utils.torch_private import BatchNorm, without_dynamo
 
 
 class Ranks:
@@ -33,7 +33,7 @@ class Ranks:
         return type(None), ()  # a pickle belongs to none
 
 
-class Synchronised(_BatchNorm):
+class Synchronised(BatchNorm):
     """A batch norm whose statistics in training are those of all ranks' samples; in evaluation it is a plain batch norm."""
 
     ranks: Ranks | None
@@ -73,11 +73,11 @@ class Layers:
             ValueError: a batch norm has its own forward pass.
         """
         for name, module in model.named_modules() if self._ranks is not None else ():
-            if not isinstance(module, _BatchNorm) or isinstance(module, nn.SyncBatchNorm):
+            if not isinstance(module, BatchNorm) or isinstance(module, nn.SyncBatchNorm):
                 continue
             own: type[nn.Module] = type(module)
             if not isinstance(module, Synchronised):
-                if own.forward is not _BatchNorm.forward or "forward" in vars(module):
+                if own.forward is not BatchNorm.forward or "forward" in vars(module):
                     raise ValueError(
                         f"sync_batchnorm=True: {name or 'the model'} ({own.__name__}) is a batch norm with its own forward pass, which would "
                         "not be synchronised: use nn.BatchNorm1d, 2d or 3d there, or synchronise it yourself and leave the setting out"
@@ -172,7 +172,7 @@ class _Normalise(torch.autograd.Function):
         return (own * gain.view(shape)).to(x.dtype), grad_weight, grad_bias, None, None
 
 
-@torch._disable_dynamo
+@without_dynamo
 def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ranks: Ranks) -> Any:
     return _Normalise.apply(x, weight, bias, eps, ranks)
 

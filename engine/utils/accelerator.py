@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from engine.utils import torch_private
 from engine.utils.device_names import KNOWN, hidden_by, hint, is_added
 from engine.utils.errors import nearest
 
@@ -105,7 +106,7 @@ def devices_of_forks() -> int | None:
         answer = 0
         with suppress(Exception):
             owner = module(built)
-            poisoned = getattr(owner, "_is_in_bad_fork", bool)()
+            poisoned = torch_private.is_after_fork(owner)
             answer = _POISONED if poisoned else min(owner.device_count(), _POISONED - 1)
         os._exit(answer)
     answer = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -294,9 +295,9 @@ def scales_losses(device: torch.device) -> bool:
     def attempt() -> bool:
         gradients = [torch.full((2,), 8.0, device=device), torch.full((2,), torch.inf, device=device)]
         found, inverse = torch.zeros(1, device=device), torch.full((1,), 0.5, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+        torch_private.unscale(gradients, found, inverse)
         scale, tracker = torch.full((1,), 8.0, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-        torch._amp_update_scale_(scale, tracker, found, 2.0, 0.5, 2000)
+        torch_private.update_scale(scale, tracker, found, 2.0, 0.5, 2000)
         return gradients[0].tolist() == [4.0, 4.0] and scale.item() == 4.0
 
     return _works(attempt)
@@ -342,7 +343,7 @@ def has_fp8(device: torch.device) -> bool:
 
     def attempt(dtype: torch.dtype) -> bool:
         ones, one = torch.ones(16, 16, device=device).to(dtype), torch.ones((), device=device)
-        product = torch._scaled_mm(ones, ones.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        product = torch_private.fp8_product(ones, ones.t(), one)
         return bool((product == 16).all())
 
     # gfx94x has the second format only.

@@ -1,8 +1,12 @@
-"""The names of devices, without loading torch: the launcher and the shell's completion read them."""
+"""What is known of devices without loading torch: names, which the launcher and the shell's completion read, and a fault of machines."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 KNOWN = ("auto", "cpu", "gpu", "cuda", "mps", "xpu", "npu", "hpu", "mtia")
 """What ``accelerator=`` accepts besides the names of devices that a package adds to torch (``privateuse1``).
@@ -29,6 +33,14 @@ _HIDING = {
 }
 
 
+BF16_REMEDY = (
+    "matrix products in bf16 end a process on this CPU (SIGILL): the processor offers AMX and the machine does not allow it. "
+    "Set ONEDNN_MAX_CPU_ISA=AVX2 in the environment, before Python starts"
+)
+_CPUINFO = Path("/proc/cpuinfo")
+_BF16_PRODUCT = "import torch; a = torch.ones(256, 256, dtype=torch.bfloat16); a @ a"
+
+
 def hint(name: str) -> str:
     """What to write instead of a device's name that is none here; may be empty."""
     kind, _, index = name.partition(":")
@@ -48,3 +60,12 @@ def hidden_by(kind: str) -> str:
     """`` (CUDA_VISIBLE_DEVICES='5')``: the variables that are set and hide devices of this kind from the process; may be empty."""
     found = [f"{name}={os.environ[name]!r}" for name in _HIDING.get(kind, ()) if name in os.environ]
     return f" ({', '.join(found)})" if found else ""
+
+
+def bf16_ends_the_process() -> bool:
+    """Whether a matrix product in bf16 on the CPU ends the process that computes it. A child process tries, where the processor offers AMX."""
+    if not _CPUINFO.exists() or " amx_" not in _CPUINFO.read_text():
+        return False
+    # -P: not a torch.py in the current directory
+    ended = subprocess.run([sys.executable, "-P", "-c", _BF16_PRODUCT], capture_output=True, check=False)
+    return ended.returncode == -signal.SIGILL

@@ -6,6 +6,8 @@ import difflib
 import signal
 from collections.abc import Iterable
 
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit status after Ctrl-C, as a shell shows it."""
 TERMINATED = 128 + signal.SIGTERM
 """The exit status after SIGTERM, as a shell shows it."""
 
@@ -18,7 +20,9 @@ def nearest(name: object, choices: Iterable[str]) -> str:
         choice for choice in known if len(asked) > 2 and choice.startswith(asked)
     ]  # a prefix of a long name differs by many letters
     least = 0.0 if begun else 0.55 if len(asked) > 3 else 0.5  # for two letters one may differ
-    found = begun if len(begun) == 1 else difflib.get_close_matches(asked, begun or known, n=1, cutoff=least)
+    found = begun if len(begun) == 1 else difflib.get_close_matches(asked, begun or known, cutoff=least)
+    if len(asked) < 4:  # a letter left out counts less than a wrong one here, but the first letter is rarely wrong
+        found = sorted(found, key=lambda choice: choice[:1] != asked[:1])
     return f"; did you mean {known[found[0]]!r}?" if found else ""
 
 

@@ -16,8 +16,13 @@ from engine.utils import accelerator
 _MOST = 2**32 - 1  # numpy's limit
 
 
-def seed_everything(seed: int) -> int:
+def seed_everything(seed: int, workers: bool = True) -> int:
     """Seed python's ``random``, numpy (when it is installed), torch on the CPU and on every device of the accelerator.
+
+    Args:
+        seed: from 0 to 2**32 - 1.
+        workers: of no effect, for callers who know it from Lightning: a ``DataLoader`` seeds python, numpy and torch of each worker by itself,
+            from torch's random numbers.
 
     Returns:
         The seed.
@@ -97,9 +102,17 @@ def restore(state: dict[str, Any]) -> None:
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Restore all random numbers after the block, as if it had used none."""
-    state = capture()
+    """Restore all random numbers after the block, as if it had used none. The generators' own states are kept: :func:`capture` converts them."""
+    numpy, kind = sys.modules.get("numpy"), accelerator.in_use()
+    python, torch_state = random.getstate(), torch.get_rng_state()
+    numpy_state = numpy.random.get_state() if numpy else None
+    device_state = accelerator.module(kind).get_rng_state() if kind is not None else None
     try:
         yield
     finally:
-        restore(state)
+        random.setstate(python)
+        torch.set_rng_state(torch_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+        if kind is not None:
+            accelerator.module(kind).set_rng_state(device_state)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import random
 import sys
 import xml.etree.ElementTree as ET
+from functools import partial
 
 import numpy as np
 import pytest
@@ -45,6 +47,17 @@ def by_hand(lrs):
     return losses
 
 
+def smoothed(losses):
+    """A straight line through the neighbours of each step, with Gaussian weights of 0.05 of the sweep, by numpy's fit."""
+    steps = np.arange(len(losses))
+    noise = 1.4826 * np.median(np.abs(np.diff(losses))) / 2**0.5
+    capped = np.minimum(losses, np.median(losses[: max(3, len(losses) // 3)]) + noise)
+    weights = [
+        np.exp(-0.25 * ((steps - at) / max(1.5, 0.05 * len(losses))) ** 2) for at in steps
+    ]  # polyfit squares them
+    return [np.polyval(np.polyfit(steps - at, capped, 1, w=w), 0.0) for at, w in zip(steps, weights, strict=True)]
+
+
 @pytest.fixture
 def fit(tmp_path):
     return Fit(accelerator="cpu", devices=1, root_dir=tmp_path, max_epochs=7, log_every_n_steps=1)
@@ -66,11 +79,7 @@ def test_losses_and_rates_are_those_of_plain_descent(fit):
     lrs = [1e-3 * 10 ** (4 * i / 40) for i in range(41)]
     assert found.results["lr"] == pytest.approx(lrs, rel=1e-12)
     assert found.results["loss"] == pytest.approx(by_hand(lrs), rel=1e-9)
-    average, expected = 0.0, []
-    for i, loss in enumerate(by_hand(lrs)):
-        average = 0.98 * average + 0.02 * loss
-        expected.append(average / (1 - 0.98 ** (i + 1)))
-    assert found.results["smoothed"] == pytest.approx(expected, rel=1e-9)
+    assert found.results["smoothed"] == pytest.approx(smoothed(by_hand(lrs)), rel=1e-6)
     assert not found.stopped
 
 
@@ -84,17 +93,130 @@ def test_divergence_begins_at_two_over_the_curvature(fit):
     assert lrs[-1] < 1.0
 
 
-def test_the_suggestion_is_the_steepest_descent(fit):
-    found = find_lr(Quadratic(), BATCHES, fit=fit, min_lr=1e-4, max_lr=0.4, num_steps=60)
-    lrs = [1e-4 * 4000 ** (i / 59) for i in range(60)]
-    average, smoothed = 0.0, []
-    for i, loss in enumerate(by_hand(lrs)):
-        average = 0.98 * average + 0.02 * loss
-        smoothed.append(average / (1 - 0.98 ** (i + 1)))
-    expected = lrs[10 + int(np.gradient(smoothed[10:-1]).argmin())]
-    assert found.suggestion() == pytest.approx(expected, rel=1e-12)
-    assert 0.001 < expected < 0.4
+def test_the_suggestion_is_a_tenth_of_the_rate_with_the_lowest_loss(fit):
+    found = find_lr(Quadratic(), BATCHES, fit=fit, min_lr=1e-4, max_lr=10.0, num_steps=60)
+    lrs = found.results["lr"]
+    lowest = 10 + int(np.argmin(smoothed(by_hand(lrs))[10:-1]))
+    estimate = found.estimate()
+    assert found.suggestion() == estimate.suggestion == pytest.approx(lrs[lowest] / 10, rel=1e-12)
+    assert 0.01 < estimate.suggestion < 2 / CURVATURE
+    assert estimate.low < estimate.suggestion < estimate.high < 2 / CURVATURE  # a step of every rate in it descends
+    assert estimate.warning == ""
     assert LRSweep("linear").suggestion() is None
+
+
+class Noisy(TrainModule):
+    """Classification of noisy labels; the loss of 8 samples varies by a third."""
+
+    def __init__(self, optimizer, lr, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5))
+        self.optimizer, self.lr = optimizer, lr
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters(), lr=self.lr)
+
+
+def noisy_data():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4096, 20, generator=generator)
+    hidden = torch.tanh(0.5 * x @ torch.randn(20, 16, generator=generator))
+    noise = torch.randn(4096, 5, generator=generator)
+    return TensorDataset(x, (hidden @ torch.randn(16, 5, generator=generator) + noise).argmax(dim=1))
+
+
+def trained_loss(optimizer, lr):
+    """The loss after 300 steps of a bare loop."""
+    data, module = noisy_data(), Noisy(optimizer, lr, 0)
+    steps = module.configure_optimizers()
+    for indices in torch.randint(0, 4096, (300, 8), generator=torch.Generator().manual_seed(1)):
+        steps.zero_grad()
+        module.training_step(data[indices], 0).backward()
+        steps.step()
+    with torch.no_grad():
+        return float(module.training_step(data.tensors, 0).nan_to_num(math.inf))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "optimizer",
+    [partial(torch.optim.SGD, momentum=0.9), torch.optim.SGD, torch.optim.Adam],
+    ids=["momentum", "sgd", "adam"],
+)
+def test_a_noisy_sweep_suggests_a_rate_that_trains_or_warns(fit, optimizer):
+    losses = {lr: trained_loss(optimizer, lr) for lr in [10 ** (-place / 2) for place in range(9)]}
+    good = [lr for lr, loss in losses.items() if loss < 1.1 * min(losses.values())]
+    loader = DataLoader(noisy_data(), batch_size=8, shuffle=True)
+
+    def sweep(seed, steps):
+        module = Noisy(optimizer, 1.0, seed)
+        return find_lr(module, loader, fit=fit, max_lr=10.0, num_steps=steps, picture=None).estimate()
+
+    near = [
+        (min(good) / 3.2 <= estimate.suggestion <= 3.2 * max(good), estimate)
+        for estimate in (sweep(seed, 120) for seed in range(8))
+    ]
+    assert all(fits or estimate.warning for fits, estimate in near), (good, near)
+    assert sum(fits for fits, _ in near) >= 7, (good, near)
+    assert sum(not estimate.warning for _, estimate in near) >= 4, (good, near)
+    assert all(estimate.low / 3.2 <= max(good) and min(good) <= 3.2 * estimate.high for _, estimate in near)
+    assert all("steps are few" in sweep(seed, 30).warning for seed in range(3))
+
+
+def sweep_of(losses, min_lr=1e-6, max_lr=1.0, **options):
+    lrs = np.geomspace(min_lr, max_lr, len(losses)).tolist()
+    found = LRSweep("exponential", {"lr": lrs, "loss": list(losses), "smoothed": []}, **options)
+    found.smooth()
+    return found
+
+
+def test_a_curve_that_says_little_has_a_warning():
+    noise = np.random.default_rng(0).normal(size=120)
+    falling = 5 - 4 * np.clip(np.linspace(-2, 1, 120), 0, 1)
+    rising = np.where(np.arange(120) < 100, falling, 1 + 0.5 * (np.arange(120) - 100))
+    assert "hardly falls" in sweep_of(1 + noise).estimate().warning
+    assert "larger max_lr" in sweep_of(falling + 0.05 * noise).estimate().warning
+    clear = sweep_of(rising + 0.05 * noise, stopped=True).estimate()
+    assert clear.warning == ""
+    lowest = 1e-6 * 10 ** (6 * 100 / 119)
+    assert lowest / 30 < clear.suggestion < lowest / 3
+    assert clear.high / clear.low < 30
+    assert (
+        "20 steps are few for learning rates from 1e-06 to 1: give num_steps=120"
+        in sweep_of(rising[::6]).estimate().warning
+    )
+
+
+def test_a_long_sweep_and_one_that_ends_in_nan():
+    steps = np.linspace(-6, 0, 4001)
+    losses = 2 - np.exp(-((steps + 1.5) ** 2))
+    found = sweep_of([*losses, math.nan])
+    assert found.suggestion() == pytest.approx(10**-2.5, rel=0.05)
+    assert len(found.results["smoothed"]) == 4002
+    assert found.results["smoothed"][:3950] == pytest.approx(losses[:3950].tolist(), abs=0.1)
+
+
+@pytest.mark.parametrize("losses", [[], [1.0], [math.nan], [1.0, math.inf], [1.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
+def test_the_picture_of_hardly_any_losses(losses, tmp_path):
+    found = LRSweep(
+        "exponential", {"lr": [10.0**-n for n in range(len(losses), 0, -1)], "loss": losses, "smoothed": []}
+    )
+    found.smooth()
+    ET.parse(found.save(tmp_path / "few.svg"))
+    assert (found.suggestion() is None) == (len(losses) < 4)
+
+
+def test_the_log_says_how_sure_the_suggestion_is(fit, caplog):
+    caplog.set_level(logging.INFO, "engine")
+    found = find_lr(Quadratic(), BATCHES, fit=fit, num_steps=30)
+    estimate = found.estimate()
+    said = f"find_lr: suggestion {estimate.suggestion:.3g}, stable from {estimate.low:.3g} to {estimate.high:.3g}; picture: "
+    assert any(line.startswith(said) for line in caplog.messages)
+    assert f"find_lr: do not rely on the suggestion {estimate.suggestion:.3g}: 30 steps are few for" in caplog.text
 
 
 def test_nothing_of_the_user_changes(tmp_path):
@@ -178,13 +300,26 @@ def test_modules_and_loaders_that_cannot_be_swept(fit):
 
 
 def test_the_picture(fit, tmp_path):
-    found = find_lr(Quadratic(), BATCHES, fit=fit, min_lr=1e-4, max_lr=0.4, num_steps=30)
+    found = find_lr(Quadratic(), BATCHES, fit=fit, min_lr=1e-4, max_lr=10.0, num_steps=80)
     drawn = ET.parse(tmp_path / "find_lr.svg").getroot()
-    lines = [each.get("points") for each in drawn.iter() if each.tag.endswith("polyline")]
-    assert [len(points.split()) for points in lines] == [30, 30]
-    texts = [each.text for each in drawn.iter() if each.tag.endswith("text")]
-    assert f"suggestion: {found.suggestion():.3g}" in texts
-    assert {"0.0001", "0.4"} <= set(texts)
+    parts = {
+        name: [part for part in drawn.iter() if part.tag.endswith(name)]
+        for name in ("polyline", "circle", "text", "rect")
+    }
+    count = len(found.results["lr"])
+    assert len(parts["polyline"][0].get("points").split()) == count
+    assert len(parts["circle"]) == count + 1  # and one in the legend
+    texts = [part.text for part in parts["text"]]
+    estimate = found.estimate()
+    assert f"suggestion: {estimate.suggestion:.3g}" in texts
+    assert f"stable from {estimate.low:.3g} to {estimate.high:.3g}" in texts
+    assert {"0.0001", "0.001", "0.01", "0.1", "1", "learning rate (logarithmic)", "loss", "smoothed"} <= set(texts)
+    # The range is drawn where it is: equal factors of the learning rate are equally wide.
+    place = {part.text: float(part.get("x")) for part in parts["text"] if part.get("x")}
+    left, decade = place["0.0001"], place["0.001"] - place["0.0001"]
+    bounds = [left + decade * math.log10(lr / 1e-4) for lr in (estimate.low, estimate.high)]
+    marked = float(parts["rect"][1].get("x")), float(parts["rect"][1].get("width"))
+    assert marked == pytest.approx((bounds[0], bounds[1] - bounds[0]), abs=0.2)
 
 
 def test_a_picture_by_matplotlib(fit, tmp_path, monkeypatch):

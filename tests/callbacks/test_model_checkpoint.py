@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import ModelCheckpoint
 from engine import Callback, TrainModule
+from engine.checkpoint.json_tree import pack
 
 
 def steps_in(root):
@@ -209,6 +210,22 @@ def test_resuming_goes_on_with_the_scores(make_fit, scripted, batches, tmp_path)
         scripted([0.5]), batches, batches, resume="last"
     )
     assert steps_in(tmp_path) == [4, 16, 20]  # until a run continues from another one
+
+
+@pytest.mark.parametrize("monitor", [None, "score"])
+def test_a_checkpoint_has_a_few_bytes_for_each_that_is_kept(monitor):
+    callback = ModelCheckpoint(monitor=monitor, save_top_k=-1)
+    callback.scores = {step: step / 7 if monitor else None for step in range(10_000, 11_000)}
+    callback.names = {step: f"step={step:08d}" for step in callback.scores} | {10_500: "step=00010500-v1"}
+    callback.permanent = {10_700}
+    state = callback.state_dict()
+    assert len(json.dumps(pack(state)[0])) < 1000 * (30 if monitor else 8)
+    earlier = {**state, "scores": dict(callback.scores), "names": dict(callback.names)}
+    del earlier["steps"]
+    for form in (state, earlier):
+        other = ModelCheckpoint(monitor=monitor, save_top_k=-1)
+        other.load_state_dict(form)
+        assert (other.scores, other.names, other.permanent) == (callback.scores, callback.names, {10_700})
 
 
 def test_a_run_with_nothing_to_do_saves_nothing(make_fit, scripted, batches, tmp_path):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import weakref
 from itertools import chain
 
@@ -11,7 +12,7 @@ from processes import run_ranks, run_script
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import PredictionWriter, read_predictions
-from engine import Fit, TrainModule
+from engine import Callback, Fit, TrainModule
 
 ROWS = torch.arange(11, dtype=torch.float32).reshape(11, 1)
 FORMATS = ("safetensors", "jsonl")
@@ -39,7 +40,7 @@ def rows_of(predictions):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(("interval", "files"), [("batch", 6), (4, 2), ("epoch", 1)])
+@pytest.mark.parametrize(("interval", "files"), [("auto", 1), ("batch", 6), (4, 2), ("epoch", 1)])
 def test_every_batch_in_order(tmp_path, format, interval, files):
     writer = PredictionWriter(write_interval=interval, format=format)
     returned = fit_with(writer, tmp_path).predict(Doubling(), loader(num_workers=0), return_predictions=False)
@@ -49,6 +50,16 @@ def test_every_batch_in_order(tmp_path, format, interval, files):
     assert rows_of(predictions) == [2.0 * i for i in range(11)]
     assert writer.folder.parent == tmp_path
     assert len(list(writer.folder.iterdir())) == 1 + (files if format == "safetensors" else 1)
+
+
+def test_a_file_has_some_megabytes_by_default(tmp_path):
+    """Batches of 3.2 MB: after the third, 8 MiB are there."""
+    writer = PredictionWriter()
+    module = Doubling(lambda rows: rows.expand(-1, 400_000).contiguous())
+    fit_with(writer, tmp_path).predict(module, loader(), return_predictions=False)
+    names = sorted(path.name for path in writer.folder.iterdir())
+    assert names == ["0-00000000-rank0.safetensors", "0-00000003-rank0.safetensors", "complete.json"]
+    assert torch.cat(read_predictions(writer.folder))[:, -1].tolist() == ROWS.flatten().tolist()
 
 
 def test_the_structure_of_a_prediction(tmp_path):
@@ -71,6 +82,51 @@ def test_the_structure_of_a_prediction(tmp_path):
     assert first["pair"][1] == [1, 2.5, "text", None, True]
     assert first["ids"].tolist() == [0, 1]
     assert first["all"].tolist() == [[0.0, 1.0]]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_tensor_has_its_name(tmp_path, format):
+    rows = loader(ROWS[:2])
+    writer = PredictionWriter(format=format)
+    fit_with(writer, tmp_path).predict(Doubling(lambda rows: {"a.b": rows, "a": {"b": rows + 5}}), rows)
+    (found,) = read_predictions(writer.folder)
+    assert rows_of([found["a.b"]]) == [0.0, 1.0]
+    assert rows_of([found["a"]["b"]]) == [5.0, 6.0]
+    with pytest.raises(TypeError, match="two keys of one text"):
+        fit_with(PredictionWriter(tmp_path / "out"), tmp_path).predict(
+            Doubling(lambda rows: {1: rows, "1": rows}), rows
+        )
+
+
+class Calls(Callback):
+    """Counts the calls from the first batch to the end, those of C functions too."""
+
+    def __init__(self):
+        self.count = 0
+
+    def _add(self, frame, event, arg):
+        self.count += event in ("call", "c_call")
+
+    def on_predict_start(self, run, module):
+        self.earlier = sys.getprofile()
+        sys.setprofile(self._add)
+
+    def on_predict_end(self, run, module):
+        sys.setprofile(self.earlier)
+
+
+def test_a_batch_costs_few_calls(tmp_path):
+    """A batch is written twice: when its hook returns, and in its file; with safetensors' ``save`` and ``save_file`` that took 117 calls."""
+
+    def calls(count, *callbacks):
+        counter = Calls()
+        fit = Fit(accelerator="cpu", devices=1, root_dir=tmp_path, callbacks=[*callbacks, counter])
+        fit.predict(Doubling(), [[ROWS[:2]]] * count, return_predictions=False)
+        return counter.count
+
+    calls(10, PredictionWriter(tmp_path / "first"))
+    extra = [calls(n, PredictionWriter(tmp_path / f"{n}")) - calls(n) for n in (100, 300)]
+    assert (extra[1] - extra[0]) / 200 < 90
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -121,7 +177,7 @@ def test_earlier_predictions_are_not_mixed_with_new_ones(tmp_path):
 def test_what_is_missing_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no complete predictions"):
         read_predictions(tmp_path)
-    fit_with(PredictionWriter(tmp_path / "out"), tmp_path).predict(Doubling(), loader())
+    fit_with(PredictionWriter(tmp_path / "out", "batch"), tmp_path).predict(Doubling(), loader())
     next((tmp_path / "out").glob("0-00000002-*")).unlink()
     with pytest.raises(ValueError, match=r"has \[5\] batches of its loaders, and \[6\] were written"):
         read_predictions(tmp_path / "out")
@@ -135,6 +191,10 @@ def test_what_cannot_be_written(tmp_path):
         PredictionWriter(write_interval="batch_and_epoch")
     with pytest.raises(TypeError, match="write_on_epoch_end is not called"):
         type("Own", (PredictionWriter,), {"write_on_epoch_end": lambda *args: None})
+    with pytest.raises(TypeError, match=r"'0\.a' has the dtype complex128"):
+        fit_with(PredictionWriter(tmp_path / "out"), tmp_path).predict(
+            Doubling(lambda rows: {"a": rows + 0j * rows.double()}), loader()
+        )
     with pytest.raises(ValueError, match="format='pickle'"):
         PredictionWriter(format="pickle")
 
@@ -182,6 +242,10 @@ def test_a_killed_run_leaves_what_was_written(tmp_path, format):
     if format == "jsonl":
         with (tmp_path / "out" / "rank0.jsonl").open("a") as file:
             file.write('{"loader": 0, "ind')  # killed while it wrote
+    else:
+        with (tmp_path / "out" / ".waiting-rank0").open("ab") as file:
+            file.write((1000).to_bytes(8, "little") + b"half of it")
+        (tmp_path / "out" / ".0-00000000-rank0.safetensors").write_bytes((1000).to_bytes(8, "little") + b"{")
     assert rows_of(read_predictions(tmp_path / "out", partial=True)) == [0, 1, 2, 3, 4, 5]
 
 

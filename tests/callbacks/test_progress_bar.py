@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import logging
@@ -17,10 +18,11 @@ from rich.console import Console
 
 import callbacks.progress as progress
 import callbacks.progress_figures as progress_figures
-from callbacks import CSVLogger, ModelSummary, RichProgressBar, TQDMProgressBar
+from callbacks import CSVLogger, ModelCheckpoint, ModelSummary, RichProgressBar, TQDMProgressBar
 from callbacks.progress import wrapped
 from callbacks.progress_figures import duration, number, speed
 from engine import Callback
+from engine.checkpoint.listing import entries
 
 BARS = [RichProgressBar, TQDMProgressBar]
 
@@ -63,7 +65,7 @@ def test_a_pipe_gets_one_line_an_epoch(make_fit, scripted, batches, pipe, bar):
     lines = pipe.file.getvalue().splitlines()
     assert len(lines) == 3
     for epoch, line in enumerate(lines, start=1):
-        assert re.fullmatch(rf"epoch {epoch}/3: step {4 * epoch}, [\d.]+ (step/s|s/step), train/weight=-\S+", line)
+        assert re.fullmatch(rf"epoch {epoch - 1}/2: step {4 * epoch}, [\d.]+ (step/s|s/step), train/weight=-\S+", line)
 
 
 def test_a_pipe_gets_a_line_every_interval(make_fit, scripted, batches, pipe, clock):
@@ -75,14 +77,14 @@ def test_a_pipe_gets_a_line_every_interval(make_fit, scripted, batches, pipe, cl
     assert (
         pipe.file.getvalue().splitlines()
         == [
-            "epoch 1/2: step 10/32, 1.0 step/s, ETA 0:30, train/weight=-8",  # 22 steps, and 2 validations of 4 batches of 1 s
+            "epoch 0/1: step 10/32, 1.0 step/s, ETA 0:30, train/weight=-8",  # 22 steps, and 2 validations of 4 batches of 1 s
             "validation: batch 4/4, 2.0 s/batch, ETA 0:00",
             "validation: step 12, train/weight=-11",
-            "epoch 1/2: step 16, 1.0 step/s, train/weight=-15",
-            "epoch 2/2: step 22/32, 1.0 step/s, ETA 0:18, train/weight=-20",  # 10 steps, and one validation of 8 s
+            "epoch 0/1: step 16, 1.0 step/s, train/weight=-15",
+            "epoch 1/1: step 22/32, 1.0 step/s, ETA 0:18, train/weight=-20",  # 10 steps, and one validation of 8 s
             "validation: batch 4/4, 2.0 s/batch, ETA 0:00",
             "validation: step 24, train/weight=-23",
-            "epoch 2/2: step 32, 1.0 step/s, train/weight=-31",
+            "epoch 1/1: step 32, 1.0 step/s, train/weight=-31",
         ]
     )
 
@@ -99,7 +101,7 @@ def test_a_terminal_in_continuous_integration_gets_lines(make_fit, scripted, bat
             patch.setenv(variable, value)
             patch.setattr("sys.stdout", shown := Claims())
             make_fit(max_epochs=1, callbacks=[RichProgressBar()]).run(scripted([1.0]), batches)
-        assert re.fullmatch(r"epoch 1/1: step 4, .*\n", shown.getvalue())
+        assert re.fullmatch(r"epoch 0/0: step 4, .*\n", shown.getvalue())
     # Colors in a log do not make it a terminal.
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr("sys.stdout", shown := io.StringIO())
@@ -113,7 +115,7 @@ def test_the_terminal_is_drawn_and_given_back(make_fit, scripted, batches, termi
         scripted([1.0]), batches, batches
     )
     text = terminal.file.getvalue()
-    assert "epoch 1/2" in text
+    assert "epoch 0/1" in text
     assert "train/weight" in text
     assert text.rfind("\x1b[r") > text.rfind("r\x1b8") - 20 > 0  # the scroll region: set, then the whole screen again
     assert not re.search(r"\x1b\[1;\d+r", text[text.rfind("\x1b[r") :])
@@ -182,6 +184,37 @@ def test_steps_are_those_of_the_optimizer(make_fit, scripted, batches, terminal,
     assert seen[-1] == (1, 1, "step 4/4")
 
 
+@pytest.mark.parametrize(
+    ("settings", "steps", "batches_done"),
+    [
+        # Epochs of 3 batches in windows of 2: two steps, of 2 batches and of 1. Every batch takes 1 s.
+        ({"max_epochs": 4, "accumulate_grad_batches": 2}, 8, 12),
+        ({"max_steps": 7, "accumulate_grad_batches": 2}, 7, 11),
+        ({"max_steps": 8, "max_epochs": 100, "accumulate_grad_batches": 2}, 8, 12),
+        # Windows of 1, 2 and 3 batches: 3, 2 and 1 steps.
+        ({"max_epochs": 3, "accumulate_grad_batches": {0: 1, 1: 2, 2: 3}}, 6, 9),
+        ({"max_steps": 4, "accumulate_grad_batches": {0: 1, 1: 2, 2: 3}}, 4, 5),
+    ],
+)
+def test_short_windows_are_counted(make_fit, scripted, batches, terminal, clock, settings, steps, batches_done):
+    totals, times = [], []
+
+    class Looking(RichProgressBar):
+        def bar(self, shown, screen):
+            totals.append(shown.whole.rpartition("/")[2])
+            times.append((clock.now, shown.eta_s))
+            return super().bar(shown, screen)
+
+    class Total(Callback):
+        def on_train_start(self, run, module):
+            assert run.total_steps == steps
+
+    callbacks = [Seconds(clock, 1.0, 0.0), Looking(console=terminal), Total()]
+    make_fit(**settings, callbacks=callbacks).run(scripted(), batches[:3])
+    assert set(totals) == {str(steps)}
+    assert {now + eta for now, eta in times if eta is not None} == {float(batches_done)}
+
+
 def test_a_stream_without_length(make_fit, scripted, terminal, clock):
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -197,7 +230,7 @@ def test_a_stream_without_length(make_fit, scripted, terminal, clock):
     make_fit(max_epochs=2, callbacks=[Seconds(clock, 1.0, 0.0), Looking(console=terminal)]).run(
         scripted(), torch.utils.data.DataLoader(Stream())
     )
-    assert seen[3] == "epoch 1/2  3 steps  step 3  1.0 step/s  0:03 elapsed  ETA -:--"
+    assert seen[3] == "epoch 0/1  3 steps  step 3  1.0 step/s  0:03 elapsed  ETA -:--"
     assert "step 8/10" in seen[9]  # the second epoch is taken to be as long as the first
 
 
@@ -220,7 +253,7 @@ def test_a_resumed_run_goes_on_counting(make_fit, scripted, batches, pipe, tmp_p
 
     make_fit(max_epochs=3, callbacks=[Stops()]).run(scripted(), batches)
     make_fit(max_epochs=3, callbacks=[RichProgressBar(console=pipe)]).run(scripted(), batches, resume="last")
-    assert re.findall(r"epoch (\d)/3: step (\d+)", pipe.file.getvalue()) == [("2", "8"), ("3", "12")]
+    assert re.findall(r"epoch (\d)/2: step (\d+)", pipe.file.getvalue()) == [("1", "8"), ("2", "12")]
 
 
 @pytest.mark.parametrize("callback", [RichProgressBar, TQDMProgressBar, ModelSummary])
@@ -243,20 +276,39 @@ def test_random_numbers_of_the_training_stay_the_same(make_fit, scripted, batche
     assert found[0] == found[1][-8:]  # the summary calls the step once more, before
 
 
+def test_all_places_number_the_last_of_two_epochs_1(make_fit, scripted, batches, pipe, caplog, tmp_path):
+    caplog.set_level(logging.INFO, "engine")
+    for bar in ([RichProgressBar(console=pipe)], []):
+        result = make_fit(
+            max_epochs=2,
+            log_every_n_steps=1,
+            callbacks=[CSVLogger(), ModelCheckpoint(), *bar],
+            root_dir=tmp_path / "run",
+        ).run(scripted([1.0]), batches, batches)
+        (*_, last) = csv.DictReader(io.StringIO((result.folder / "metrics.csv").read_text()))
+        assert last["epoch"] == "1"
+        (entry,) = entries(result.last_checkpoint)
+        assert (entry["step"], entry["epoch"]) == (8, 1)
+        assert str(result).startswith("completed (max_epochs=2 reached): 2 epochs, 8 steps")
+        assert result.epoch == 2  # finished ones: a count
+    assert pipe.file.getvalue().splitlines()[-1].startswith("epoch 1/1: step 8, ")
+    assert "epoch 1 step 8: score=1" in [record.getMessage() for record in caplog.records]
+
+
 def test_what_is_shown_can_be_chosen(make_fit, scripted, batches, pipe):
     class Chosen(RichProgressBar):
         def get_metrics(self, run, module):
             return {"lr": run.optimizers[0].param_groups[0]["lr"], "note": "a\nb"}
 
     make_fit(max_epochs=1, callbacks=[Chosen(console=pipe)]).run(scripted(), batches)
-    assert pipe.file.getvalue().endswith(", lr=1, note=a b\n")
+    assert pipe.file.getvalue().endswith(", lr=1, note=a\\nb\n")
 
 
 def test_a_run_without_a_bar_logs_its_progress(make_fit, scripted, batches, caplog):
     """Also with a logger; a bar replaces these lines."""
     caplog.set_level(logging.INFO, "engine")
     make_fit(max_epochs=1, callbacks=[CSVLogger()]).run(scripted(), batches)
-    said = [record.getMessage() for record in caplog.records if "writes into" not in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("epoch")]
     assert said == ["epoch 0 step 1: train/weight=0", "epoch 0 step 4: train/weight=-3"]
     caplog.clear()
     make_fit(max_epochs=1, callbacks=[CSVLogger(), RichProgressBar(console=Console(file=io.StringIO()))]).run(
@@ -366,7 +418,7 @@ def test_a_notebook(tmp_path, monkeypatch):
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in (NOTEBOOK, *calls)])
     nbconvert.ExecutePreprocessor(timeout=300).preprocess(book, {"metadata": {"path": str(tmp_path)}})
     rich, tqdm, forked = (cell.outputs for cell in book.cells[1:])
-    for outputs, bar in ((rich, "epoch 2/2  ━━"), (tqdm, "epoch 2/2: 100%|")):
+    for outputs, bar in ((rich, "epoch 1/1  ━━"), (tqdm, "epoch 1/1: 100%|")):
         training, testing = (each.data["text/html"] for each in outputs if each.output_type == "display_data")
         assert bar in training
         assert "20/20" in training
@@ -375,6 +427,6 @@ def test_a_notebook(tmp_path, monkeypatch):
     for outputs in (rich, tqdm, forked):
         text = "".join(each.text for each in outputs if each.output_type == "stream")
         steps = [20, 40] if outputs is not forked else [10, 20]
-        assert [int(step) for step in re.findall(r"epoch \d/2: step (\d+)", text)] == steps
+        assert [int(step) for step in re.findall(r"epoch \d/1: step (\d+)", text)] == steps
         assert len(re.findall(r"mean +1\b", text)) == 1
     assert not [each for each in forked if each.output_type == "display_data"], json.dumps(forked)

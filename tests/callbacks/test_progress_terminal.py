@@ -77,13 +77,13 @@ METRICS = "train/loss=0.25  train/accuracy=0.25  train/perplexity=0.25  train/en
 # as long as one in training: 30 * 0.5 + 2 * 4 * 0.5 = 19 s are left at step 10. At step 30 it is 10 * 0.5 + 4 * 0.25 = 6 s.
 # The last column stays empty. At 80 columns the bar has 79 - 52 = 27 of them.
 AT_10 = {
-    80: ["epoch 1/2  " + "━" * 13 + "─" * 14 + "  10/20  step 10/40  2.0 step/s  ETA 0:19", METRICS],
+    80: ["epoch 0/1  " + "━" * 13 + "─" * 14 + "  10/20  step 10/40  2.0 step/s  ETA 0:19", METRICS],
     50: [
-        "epoch 1/2  10/20  2.0 step/s  ETA 0:19",
+        "epoch 0/1  10/20  2.0 step/s  ETA 0:19",
         "train/loss=0.25  train/accuracy=0.25",
         "train/perplexity=0.25  train/entropy=0.25",
     ],
-    200: ["epoch 1/2  " + "━" * 20 + "─" * 20 + "  10/20  step 10/40  2.0 step/s  0:05 elapsed  ETA 0:19", METRICS],
+    200: ["epoch 0/1  " + "━" * 20 + "─" * 20 + "  10/20  step 10/40  2.0 step/s  0:05 elapsed  ETA 0:19", METRICS],
 }
 BATCHES, VAL = [torch.ones(2, 1)] * 20, [torch.ones(2, 1)] * 4
 ROWS = 12
@@ -104,9 +104,9 @@ def bottom(bars):
 def test_four_metrics(make_fit, clock, width):
     with Pane(width, ROWS) as pane:
         trained(make_fit, clock, pane, {10: lambda: pane.looks(bottom(AT_10[width]))})
-        pane.shows("epoch 1/2: step 20, 2.0 step/s", "epoch 2/2: step 40, 2.0 step/s")
+        pane.shows("epoch 0/1: step 20, 2.0 step/s", "epoch 1/1: step 40, 2.0 step/s")
         screen = pane.screen()
-    assert screen[0].startswith("epoch 1/2: step 20")
+    assert screen[0].startswith("epoch 0/1: step 20")
     assert sum("step 40" in row for row in screen) == 1
     assert not any("━" in row or "ETA" in row for row in screen)
 
@@ -167,7 +167,7 @@ def test_the_window_changes(make_fit, clock):
             14: lambda: pane.shows("14/20"),
         }
         trained(make_fit, clock, pane, at)
-        pane.shows("epoch 2/2: step 40")
+        pane.shows("epoch 1/1: step 40")
         history = pane.screen(history=True)
     assert not any("━" in row or "ETA" in row for row in history), "\n".join(history)
 
@@ -183,7 +183,7 @@ def test_an_error_leaves_the_terminal_clean(make_fit, clock, error):
         pane.open().write("after\n" * (ROWS + 1) + "end")  # the whole screen scrolls again
         pane.flush()
         pane.looks(["after"] * (ROWS - 1) + ["end"])
-        assert pane.screen(history=True)[0].startswith("epoch 1/2: step 10/40, ")
+        assert pane.screen(history=True)[0].startswith("epoch 0/1: step 10/40, ")
 
 
 def test_several_loaders_and_the_sanity_check(make_fit, clock):
@@ -210,7 +210,7 @@ def test_several_loaders_and_the_sanity_check(make_fit, clock):
 
 def test_tqdms_look(make_fit, clock):
     pytest.importorskip("tqdm")
-    expected = ["epoch 1/2:  50%|", "| 10/20 [00:05<00:05,  2.00step/s, ETA 0:19]", METRICS]
+    expected = ["epoch 0/1:  50%|", "| 10/20 [00:05<00:05,  2.00step/s, ETA 0:19]", METRICS]
 
     def look():
         pane.shows(*expected)
@@ -218,13 +218,13 @@ def test_tqdms_look(make_fit, clock):
 
     with Pane(80, ROWS) as pane:
         trained(make_fit, clock, pane, {10: look}, bar=TQDMProgressBar)
-        pane.shows("epoch 2/2: step 40, 2.0 step/s")
+        pane.shows("epoch 1/1: step 40, 2.0 step/s")
 
 
 def test_a_tiny_window(make_fit, clock):
     """The bar keeps one row, and what is printed has the others."""
     with Pane(30, 3) as pane:
-        trained(make_fit, clock, pane, {10: lambda: pane.looks(["", "", "epoch 1/2  10/20  ETA 0:19"])})
+        trained(make_fit, clock, pane, {10: lambda: pane.looks(["", "", "epoch 0/1  10/20  ETA 0:19"])})
 
 
 TWO_RANKS = """
@@ -272,10 +272,10 @@ def test_two_ranks_on_one_terminal(tmp_path):
     names = ("PYTHONPATH", "OMP_NUM_THREADS", "TERM", "CI", "PATH")
     variables = " ".join(f"{name}='{environment[name]}'" for name in names)
     with Pane(80, 20, f"env {variables} {sys.executable} {tmp_path}/script.py {tmp_path}") as pane:
-        pane.shows("rank 0 speaks", "rank 1 speaks", "epoch 1/1", " 5/10")
+        pane.shows("rank 0 speaks", "rank 1 speaks", "epoch 0/0", " 5/10")
         (tmp_path / "go").touch()
         pane.shows("the end")
         screen = pane.screen()
     assert not any("━" in row for row in screen)
-    for once in ("rank 0 speaks", "rank 1 speaks", "epoch 1/1: step 10", "test of step 10", "score"):
+    for once in ("rank 0 speaks", "rank 1 speaks", "epoch 0/0: step 10", "test of step 10", "score"):
         assert sum(once in row for row in screen) == 1, "\n".join(screen)

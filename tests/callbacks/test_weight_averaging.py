@@ -202,7 +202,7 @@ def test_ctrl_c_in_validation_saves_the_trained_weights(make_fit, data, tmp_path
     with pytest.raises(KeyboardInterrupt):
         make_fit(callbacks=[EMA(0.7), checkpoint], val_every=3).run(module, data, data)
     saved = tmp_path / "checkpoints" / checkpoint.names[3]
-    assert torch.equal(Net.load_from_checkpoint(saved).layer.weight, module.seen[-1])
+    assert torch.equal(Net.load_from_checkpoint(saved, weights="trained").layer.weight, module.seen[-1])
     assert same(Net.load_from_checkpoint(saved, weights="ema"), module)
     make_fit(callbacks=[EMA(0.7)], val_every=3, root_dir=tmp_path / "whole").run(whole, data, data)
     make_fit(callbacks=[EMA(0.7)], val_every=3, root_dir=tmp_path / "again").run(other, data, data, resume=saved)
@@ -274,7 +274,7 @@ def test_the_best_are_the_averages_that_were_validated(make_fit, data):
     callbacks = [EMA(0.8), ModelCheckpoint(monitor="score", mode="max", every="1 epochs")]
     module = Rises()
     result = make_fit(callbacks=callbacks, max_epochs=3, reload_best=True).run(module, data, data[:1])
-    assert result.best_checkpoint.name == "step=00000012"
+    assert (result.best_checkpoint.name, result.best_weights) == ("step=00000012", "ema")
     assert torch.equal(module.layer.weight, module.validated[1])
     late = [EMA(0.8, update_starting_at_epoch=2), ModelCheckpoint(monitor="score", mode="max", every="1 epochs")]
     make_fit(callbacks=late, max_epochs=3, reload_best=True).run(module := Rises(), data, data[:1])
@@ -300,6 +300,7 @@ def test_a_run_resumes_without_the_callback_and_with_a_new_one(make_fit, data, t
         (lambda: EMA(1.5), "EMA(decay=1.5): it must be a number from 0 to 1"),
         (lambda: EMA(update_every_n_steps=0), "EMA(update_every_n_steps=0)"),
         (lambda: EMA(name="a/b"), "EMA(name='a/b'): it must be text without '/'"),
+        (lambda: EMA(name="trained"), "EMA(name='trained'): it must be text without '/', and not 'trained'"),
         (lambda: WeightAveraging(avg_fn=max, multi_avg_fn=max), "give avg_fn or multi_avg_fn, not both"),
         (lambda: SWA(-1.0), "SWA(swa_lrs=-1.0)"),
         (lambda: SWA(0.1, 0), "SWA(swa_epoch_start=0)"),

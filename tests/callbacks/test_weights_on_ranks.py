@@ -58,16 +58,19 @@ def run(name, strategy, resume=None):
     fit = Fit(accelerator="cpu", strategy=strategy, devices=2, max_epochs=2, num_sanity_val_steps=0, root_dir=root / name,
               callbacks=[EMA(0.8), SWA(None, 1, name="swa"), trace])
     result = fit.run(module, data, data, resume=resume)
-    return module, fit.state_dict(module, everywhere=True), trace.seen, result
+    state = fit.state_dict(module, everywhere=True)
+    validated = fit.validate(Net(), data, checkpoint="last")[0]["loss"]
+    return module, state, trace.seen, result, validated
 
 
 for strategy in ("ddp", "fsdp"):
-    module, state, seen, result = run(strategy, strategy)
-    _, again, _, _ = run(strategy + "-again", strategy, resume=root / strategy / "checkpoints" / "step=00000004")
+    module, state, seen, result, validated = run(strategy, strategy)
+    _, again, *_ = run(strategy + "-again", strategy, resume=root / strategy / "checkpoints" / "step=00000004")
     found[strategy] = {
         "resumed": all(torch.equal(value, again[name]) for name, value in state.items()),
         "state": {name: value.tolist() for name, value in state.items()},
         "metric": result.metrics["loss"],
+        "validated": validated,
         "mean": module.layers[1].running_mean.tolist(),
     }
     if seen[0]:
@@ -133,6 +136,7 @@ def test_two_ranks_have_the_average_and_resume_with_it(two_ranks, strategy):
     assert values[0][strategy]["state"] == values[1][strategy]["state"]
     assert values[0][strategy]["mean"] == values[1][strategy]["mean"]
     assert all(value[strategy]["resumed"] for value in values)
+    assert all(value[strategy]["validated"] == pytest.approx(value[strategy]["metric"], rel=1e-6) for value in values)
 
 
 def test_sharded_training_goes_on_with_the_trained_weights_after_validation(two_ranks):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import fit
-from saved import record_of, resummed
+from saved import read, record_of, resummed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from callbacks import EMA
 from engine import Callback, Engine, Resume, TrainModule
+from engine.checkpoint.host_copies import Staging
 
 DATA = TensorDataset(torch.arange(22.0).reshape(22, 1) / 10)
 STEPS = 6
@@ -131,6 +134,61 @@ def test_what_a_run_cannot_know_of_a_loop(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="prepared no loader, so its position in the data is unknown"):
         run(tmp_path, Net(), 3, resume=tmp_path / "without")
     assert run(tmp_path, Net(), 3, resume=Resume(tmp_path / "without", weights_only=True)).step == 3
+
+
+class SavesTwice(Callback):
+    """Two saves in the background at one step, of which neither has its copies before the next step is due."""
+
+    def __init__(self, folder: Path, run_first: bool) -> None:
+        self.folder, self.run_first, self.expected = folder, run_first, torch.empty(0)
+
+    def on_train_batch_end(self, run: Any, module: Any, *args: Any) -> None:
+        if run.step == 2 and not self.expected.numel():
+            self.expected = module.net[0].weight.detach().clone()
+            self.engine = run.engine
+            for by_run in (self.run_first, not self.run_first):
+                if by_run:
+                    run.save_checkpoint("a", asynchronous=True)
+                else:
+                    run.engine.save_state(self.folder / "b", wait=False)
+
+
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = Staging._copy
+
+    def slowly(self: Staging) -> None:
+        time.sleep(0.3)
+        copy(self)
+
+    monkeypatch.setattr(Staging, "_copy", slowly)
+
+
+def test_a_validation_with_averages_waits_for_the_engine_s_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Validated(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", self.net(batch[0]).mean())
+
+    slow_copies(monkeypatch)
+    saves = SavesTwice(tmp_path / "other", run_first=True)
+    settings: dict[str, Any] = {"max_steps": 6, "val_every": 1, "callbacks": [saves, EMA(0.5)]}
+    assert fit(tmp_path, **settings).run(Validated(), loader(), loader()).status == "completed"
+    saves.engine.wait_for_checkpoint()
+    assert torch.equal(read(tmp_path / "other" / "b").model["module.net.0.weight"], saves.expected)
+
+
+@pytest.mark.parametrize("run_first", [True, False])
+def test_saves_of_a_run_and_of_its_engine_at_one_step(
+    tmp_path: Path, run_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_copies(monkeypatch)
+    saves = SavesTwice(tmp_path / "other", run_first)
+    result = fit(tmp_path, max_steps=6, accumulate_grad_batches=2, callbacks=[saves]).run(Net(), loader())
+    assert result.status == "completed"
+    saves.engine.wait_for_checkpoint()
+    for path, prefix in ((tmp_path / "checkpoints" / "a", ""), (tmp_path / "other" / "b", "module.")):
+        assert torch.equal(read(path).model[f"{prefix}net.0.weight"], saves.expected)
 
 
 def older(directory: Path, *, of_run: bool) -> None:

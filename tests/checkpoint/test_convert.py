@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,32 @@ def test_a_hostile_value_in_a_distributed_checkpoint_does_not_run(tmp_path: Path
     assert not mark.exists()
 
 
+def test_values_that_occur_again_and_again_are_refused_before_they_are_walked_through(tmp_path: Path) -> None:
+    """A few hundred bytes that stand for 10^9 values, or for a tensor of 4 GB; what occurs twice is fine."""
+    lists: Any = [0]
+    for _ in range(9):
+        lists = [lists] * 10
+    weights, shared = {"w": torch.ones(2, 2)}, {"sizes": [1, 2]}
+    plain = {"state_dict": weights, "pytorch-lightning_version": "2"}
+    torch.save(
+        {**plain, "hyper_parameters": {"a": shared, "b": shared}, "mine": [shared] * 1000}, tmp_path / "fine.ckpt"
+    )
+    assert convert(tmp_path / "fine.ckpt", tmp_path / "ours", trust_pickle=True).hyperparameters == ["a", "b"]
+    for name, extra, message in (
+        ("lists", {"hyper_parameters": {"a": lists}}, "values, which stand for more than"),
+        ("weights", {"state_dict": {**weights, "lists": lists}}, "values, which stand for more than"),
+        ("tensor", {"state_dict": {"w": torch.ones(1).expand(10**9)}}, r"has a tensor of shape \[1000000000\] whose"),
+    ):
+        torch.save({**plain, **extra}, tmp_path / f"{name}.ckpt")
+        with pytest.raises(DamagedCheckpoint, match=message):
+            convert(tmp_path / f"{name}.ckpt", tmp_path / name, trust_pickle=True)
+    holds_itself: list[Any] = []
+    holds_itself.append(holds_itself)
+    torch.save({**plain, "mine": holds_itself}, tmp_path / "itself.ckpt")
+    with pytest.raises(DamagedCheckpoint, match="has a value that holds itself"):
+        convert(tmp_path / "itself.ckpt", tmp_path / "itself", trust_pickle=True)
+
+
 def test_an_index_that_leads_out_of_its_directory_is_refused(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "d", no_dist=True)
     (tmp_path / "out.distcp").write_bytes((tmp_path / "d" / "__0_0.distcp").read_bytes())
@@ -358,6 +385,7 @@ def test_from_and_to_a_url(tmp_path: Path) -> None:
     memory.rm("/ours", recursive=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*parse.*invariant")  # torch's, when it reads one
 def test_what_cannot_be_converted_says_why(tmp_path: Path) -> None:
     ours = save(tmp_path / "run", Tied())
     torch.save([1], tmp_path / "list.pt")
@@ -372,7 +400,7 @@ def test_what_cannot_be_converted_says_why(tmp_path: Path) -> None:
         (tmp_path / "none.pt", ValueError, "has no tensors by name; its keys are a"),
         (tmp_path / "sparse.pt", ValueError, "'a' .*sparse.* cannot be stored: convert it to a dense tensor first"),
         (tmp_path / "junk.ckpt", DamagedCheckpoint, "junk.ckpt cannot be read"),
-        (tmp_path / "junk.safetensors", DamagedCheckpoint, "cannot be read as safetensors"),
+        (tmp_path / "junk.safetensors", DamagedCheckpoint, "a safetensors file cannot be read"),
         (tmp_path / "empty", ValueError, "has neither .metadata nor .safetensors files"),
         (tmp_path / "nothing", FileNotFoundError, "nothing does not exist"),
     ):
@@ -443,3 +471,14 @@ def test_two_of_one_shape_are_no_choice_and_given_names_are() -> None:
 def test_trees_from_paths() -> None:
     assert nested({("a", 0, "x"): 1, ("a", 1, "x"): 2, ("b",): 3}) == {"a": [{"x": 1}, {"x": 2}], "b": 3}
     assert nested({(1,): "x"}) == {1: "x"}
+
+
+def test_the_name_of_a_foreign_class_is_text(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", b"\x80\x02c\x1b[2J\nx\n)R.")
+        file.writestr("archive/version", b"3")
+    with pytest.raises(ValueError, match="which is neither a tensor nor a plain value") as caught:
+        convert(path, tmp_path / "out", trust_pickle=True)
+    assert "\\x1b[2J.x" in str(caught.value)
+    assert str(caught.value).isprintable()

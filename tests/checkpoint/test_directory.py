@@ -9,16 +9,20 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from cProfile import Profile
 from pathlib import Path
+from pstats import Stats
 from typing import Any
 
 import pytest
 import torch
 from saved import read, resummed, save
 
+from engine.checkpoint import directory
 from engine.checkpoint.directory import Opened, begin, list_checkpoints, remove, sweep
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.manifest import FORMAT
+from engine.checkpoint.storage import Local
 
 ROOT = Path(__file__).parents[2]
 
@@ -214,11 +218,12 @@ def test_an_unreadable_manifest_is_refused(tmp_path: Path, text: str) -> None:
     assert list_checkpoints(tmp_path) == []
 
 
-def test_a_link_out_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["state/shared.json", "state"])
+def test_a_link_out_of_the_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
     path = save(tmp_path / "step=1")
-    file = path / "state" / "shared.json"
-    file.rename(tmp_path / "elsewhere.json")
-    file.symlink_to(tmp_path / "elsewhere.json")
+    entry = path / name
+    entry.rename(tmp_path / "elsewhere")
+    entry.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DamagedCheckpoint, match="leads out"):
         read(path)
 
@@ -255,6 +260,47 @@ def test_a_kill_while_removing_leaves_nothing_that_looks_like_one(
     sweep(tmp_path)
     assert os.listdir(tmp_path) == ["step=2"]
     assert remove(path)
+
+
+def test_a_removal_reads_one_other_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "0")
+    for number in range(1, 20):
+        shutil.copytree(tmp_path / "0", tmp_path / str(number))
+    reads: list[Path] = []
+    read_json = directory.read_json
+    monkeypatch.setattr(directory, "read_json", lambda path: (reads.append(path), read_json(path))[1])
+    for number in range(10):
+        assert remove(tmp_path / str(number))
+    assert len(reads) == 10
+
+
+def test_the_calls_of_a_removal_do_not_grow_with_what_is_kept(tmp_path: Path) -> None:
+    counts = []
+    for kept in (10, 200):
+        place = Local(tmp_path / str(kept))
+        place.begin("new", True)
+        place.seal("new", 1, {}, {})
+        for name in map(str, range(kept)):
+            shutil.copytree(place.path("new"), place.path(name))
+        for name in ("0", "1"):
+            with Profile() as profile:
+                assert place.remove(name)
+        counts.append(Stats(profile).total_calls)  # type: ignore[attr-defined]  # the first fills caches
+    assert counts[0] == counts[1] < 600, counts
+
+
+def test_a_removal_that_fails_in_the_middle_is_completed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "a")
+    save(tmp_path / "b")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as with a file that another NFS client has open
+        with pytest.raises(OSError, match="not all of its files"):
+            remove(tmp_path / "a")
+    assert list_checkpoints(tmp_path) == [tmp_path / "b"]
+    assert remove(tmp_path / "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
 def test_drafts_of_living_jobs_are_not_swept(tmp_path: Path) -> None:

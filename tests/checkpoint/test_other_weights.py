@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from saved import resummed
 from tiny import DATA, Net, fit
 from torch import nn
 
-from callbacks import EMA, ModelCheckpoint
+from callbacks import EMA, SWA, ModelCheckpoint, Report, WeightAveraging
 from engine import Callback, Resume
 from engine.checkpoint.export import export_checkpoint
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.listing import facts, problems
+from engine.checkpoint.listing import entries, facts, problems
 from engine.cli.checkpoint import main
 
 
@@ -56,7 +57,7 @@ def equal(found: dict[str, Any], expected: dict[str, Any]) -> bool:
 
 def test_every_way_to_ask_for_them(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     path, averages = trained
-    plain = Tied.load_from_checkpoint(path)
+    plain = Tied.load_from_checkpoint(path, weights="trained")
     assert not equal(dict(plain.state_dict()), averages)
     module = Tied.load_from_checkpoint(path, weights="ema")
     assert equal(dict(module.state_dict()), averages)
@@ -67,7 +68,8 @@ def test_every_way_to_ask_for_them(trained: tuple[Path, dict[str, Any]], tmp_pat
     assert run.validate(Tied(), DATA, checkpoint=path, weights="ema") == [{"weight": pytest.approx(expected)}]
     assert run.test(Tied(), DATA, checkpoint=path, weights="ema") == [{"weight": pytest.approx(expected)}]
     assert torch.equal(run.predict(Tied(), DATA, checkpoint=path, weights="ema")[0], averages["net.weight"])
-    assert run.validate(Tied(), DATA, checkpoint=path) != [{"weight": pytest.approx(expected)}]
+    other = plain.net.weight.sum().item()
+    assert run.validate(Tied(), DATA, checkpoint=path, weights="trained") == [{"weight": pytest.approx(other)}]
 
     class Look(Callback):
         def on_fit_start(self, run: Any, module: nn.Module) -> None:
@@ -87,15 +89,15 @@ def test_export(trained: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: py
     half = load_file(tmp_path / "half" / "model.safetensors")
     assert torch.equal(half["net.weight"], averages["net.weight"].bfloat16())
     assert main(["export", str(path), str(tmp_path / "no"), "--weights", "emma"]) == 1
-    assert "has no weights 'emma'; it has 'ema'; did you mean 'ema'?" in capsys.readouterr().err
+    assert "has no weights 'emma'; it has 'trained', 'ema'; did you mean 'ema'?" in capsys.readouterr().err
     assert not (tmp_path / "no").exists() or not list((tmp_path / "no").iterdir())
 
 
 def test_a_name_that_is_not_there(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     path, _ = trained
-    with pytest.raises(ValueError, match="has no weights 'swa'; it has 'ema'"):
+    with pytest.raises(ValueError, match="has no weights 'swa'; it has 'trained', 'ema'"):
         Tied.load_from_checkpoint(path, weights="swa")
-    with pytest.raises(ValueError, match="has no weights 'swa'; it has 'ema'"):
+    with pytest.raises(ValueError, match="has no weights 'swa'; it has 'trained', 'ema'"):
         fit(tmp_path).validate(Tied(), DATA, checkpoint=path, weights="swa")
     with pytest.raises(ValueError, match="weights='ema' are those of a checkpoint: give it with checkpoint="):
         fit(tmp_path).test(Tied(), DATA, weights="ema")
@@ -124,9 +126,10 @@ def test_damage_is_found(tmp_path: Path) -> None:
     content[-1] ^= 1
     file.write_bytes(content)
     assert any("weights/rank=00000.safetensors" in line for line in problems(path)[str(path)])
-    Tied.load_from_checkpoint(path)  # does not read them
-    with pytest.raises(DamagedCheckpoint, match="weights/rank=00000"):
-        Tied.load_from_checkpoint(path, weights="ema")
+    Tied.load_from_checkpoint(path, weights="trained")  # does not read them
+    for wanted in (None, "ema"):
+        with pytest.raises(DamagedCheckpoint, match="weights/rank=00000"):
+            Tied.load_from_checkpoint(path, weights=wanted)
 
 
 class Own(Callback):
@@ -143,11 +146,13 @@ def test_weights_of_ones_own_cover_a_part_of_the_model(tmp_path: Path) -> None:
     done = fit(tmp_path, Own("seven"), ModelCheckpoint(), max_epochs=1).run(Net(), DATA)
     path = Path(str(done.last_checkpoint))
     found, plain = Net.load_from_checkpoint(path, weights="seven"), Net.load_from_checkpoint(path)
-    assert found.net.bias.item() == 7.0
+    assert found.net.bias.item() == 7.0 != plain.net.bias.item()  # validation did not have it
     assert torch.equal(found.net.weight, plain.net.weight)
     assert json.loads((path / "weights" / "weights.json").read_text()) == {"seven": {"aliases": {}}}
     with pytest.raises(ValueError, match="Own has the weights 'a/b': a name is text without '/'"):
         fit(tmp_path / "b", Own("a/b"), ModelCheckpoint(), max_epochs=1).run(Net(), DATA)
+    with pytest.raises(ValueError, match="Own has the weights 'trained': the weights that are trained are called so"):
+        fit(tmp_path / "d", Own("trained"), ModelCheckpoint(), max_epochs=1).run(Net(), DATA)
     with pytest.raises(ValueError, match="Own has the weights 'ema': another callback has weights of this name"):
         fit(tmp_path / "c", EMA(), Own("ema"), ModelCheckpoint(), max_epochs=1).run(Net(), DATA)
 
@@ -159,3 +164,121 @@ def test_at_a_url(tmp_path: Path) -> None:
         dict(Tied.load_from_checkpoint(str(done.last_checkpoint), weights="ema").state_dict()),
         dict(module.state_dict()),
     )
+
+
+# -- which weights a checkpoint was scored with ---------------------------------------------------------------------------------------
+
+
+class Scored(Tied):
+    """``weight`` names the weights that validation has; ``score`` falls, so that the second of three epochs is the best."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", self.net.weight.sum().detach(), on_epoch=True, on_step=False)
+        return loss
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("score", abs(self.current_epoch - 1.0))
+
+
+def scored(root: Path, *callbacks: Callback, monitor: str = "score", loaders: Any = DATA, **settings: Any) -> Any:
+    keeps = ModelCheckpoint(every="1 epochs", monitor=monitor, save_top_k=-1)
+    return fit(root, *callbacks, keeps, num_sanity_val_steps=0, **settings).run(Scored(), DATA, loaders)
+
+
+@pytest.mark.parametrize("average", [EMA(0.9), SWA(swa_epoch_start=1), WeightAveraging()], ids=lambda c: c.name)
+def test_what_was_scored_is_what_is_tested(average: Any, tmp_path: Path) -> None:
+    result, look = scored(tmp_path, average), []
+    path, name = Path(str(result.best_checkpoint)), average.name
+    assert (path.name, result.best_weights) == ("step=00000008", name)
+    validated = json.loads((path / "manifest.json").read_text())["metrics"]["weight"]
+    trained = Tied.load_from_checkpoint(path, weights="trained").net.weight.sum().item()
+    assert trained != pytest.approx(validated)
+
+    again = fit(tmp_path)
+    for what in ("best", path):
+        for loop in (again.test, again.validate):
+            assert loop(Tied(), DATA, checkpoint=what) == [{"weight": pytest.approx(validated)}]
+            assert loop(Tied(), DATA, checkpoint=what, weights="trained") == [{"weight": pytest.approx(trained)}]
+        assert again.predict(Tied(), DATA, checkpoint=what)[0].sum().item() == pytest.approx(validated)
+    last = json.loads((path.with_name("step=00000012") / "manifest.json").read_text())["metrics"]["weight"]
+    assert again.test(Tied(), DATA, checkpoint="last") == [{"weight": pytest.approx(last)}]
+
+    assert Tied.load_from_checkpoint(path).net.weight.sum().item() == pytest.approx(validated)
+    for flags, expected in (((), validated), (("--weights", "trained"), trained)):
+        out = tmp_path / f"out{len(flags)}"
+        assert main(["export", str(path), str(out), *flags]) == 0
+        assert load_file(out / "model.safetensors")["net.weight"].sum().item() == pytest.approx(expected)
+        assert main(["pack", str(path), f"{out}.ckpt", "--pickle", *flags]) == 0
+        packed = torch.load(f"{out}.ckpt", weights_only=True)["state_dict"]
+        assert packed["net.weight"].sum().item() == pytest.approx(expected)
+    assert main(["pack", str(path), str(tmp_path / "one.ckpt")]) == 0
+    assert again.test(Tied(), DATA, checkpoint=tmp_path / "one.ckpt") == [{"weight": pytest.approx(validated)}]
+
+    class Look(Callback):
+        def on_train_start(self, run: Any, module: Any) -> None:
+            look.append(module.net.weight.sum().item())
+
+    for how in (
+        Resume(path, weights_only=True),
+        Resume(path, weights_only=True, weights="trained"),
+        path,
+    ):
+        fit(tmp_path / "new", Look(), max_epochs=3).run(Tied(), DATA, resume=how)
+    assert look == [pytest.approx(validated), pytest.approx(trained), pytest.approx(trained)]
+
+
+def test_a_metric_of_the_training_is_that_of_the_trained_weights(tmp_path: Path) -> None:
+    """Also where validation has the averages, and in a run without validation."""
+    for root, loaders in ((tmp_path / "a", DATA), (tmp_path / "b", None)):
+        result = scored(root, EMA(0.9), monitor="loss", loaders=loaders, max_epochs=1)
+        assert result.best_weights == "trained"
+        plain = Tied.load_from_checkpoint(result.best_checkpoint, weights="trained")
+        assert equal(dict(Tied.load_from_checkpoint(result.best_checkpoint).state_dict()), dict(plain.state_dict()))
+
+
+def test_before_there_is_an_average_the_trained_weights_are_scored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = scored(tmp_path, EMA(0.9, update_starting_at_epoch=2), Report())
+    assert (result.best_weights, "weights" in str(result)) == ("trained", False)
+    assert [entry["scored_with"] for entry in entries(tmp_path)] == ["trained", "trained", "ema"]
+    assert main(["list", str(tmp_path)]) == 0
+    head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert head.index("weights") == 6
+    assert [next(word for word in row if word in ("trained", "ema")) for row in rows] == ["trained", "trained", "ema"]
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>ema</td>" in page
+    result = scored(tmp_path / "always", EMA(0.9))
+    assert f"best checkpoint: {result.best_checkpoint} (weights 'ema')" in str(result)
+    assert facts(result.best_checkpoint)["scored_with"] == "ema"
+
+
+def changed(path: Path, **entries_: Any) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest = {name: value for name, value in (manifest | entries_).items() if value is not None}
+    (path / "manifest.json").write_text(json.dumps(resummed(manifest)))
+
+
+def test_a_checkpoint_that_does_not_say_gives_the_trained_weights_and_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(str(scored(tmp_path, EMA(0.9)).best_checkpoint))
+    changed(path, scored_with=None)
+    trained = Tied.load_from_checkpoint(path, weights="trained").state_dict()
+    assert "loads the others" not in caplog.text
+    assert equal(dict(Tied.load_from_checkpoint(path).state_dict()), dict(trained))
+    assert "weights='ema' loads the others" in caplog.text
+    assert main(["list", str(path.parent)]) == 0
+    assert "not noted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["swa", 3, [], {"a": 1}, "../ema", "\x1b[2J"])
+def test_a_hostile_name_is_damage(tmp_path: Path, value: Any) -> None:
+    path = Path(str(scored(tmp_path, EMA(0.9), max_epochs=1).best_checkpoint))
+    changed(path, scored_with=value)
+    for weights in (None, "ema", "trained"):
+        with pytest.raises(DamagedCheckpoint, match="scored_with names the weights") as raised:
+            Tied.load_from_checkpoint(path, weights=weights)
+        assert str(raised.value).isprintable()
+    entries(path.parent)

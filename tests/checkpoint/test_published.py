@@ -75,3 +75,23 @@ def test_no_other_file_is_published(name: str, tmp_path: Path) -> None:
 def test_an_entry_of_another_form_is_damage(change: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpoint):
         export_checkpoint(saved(tmp_path, published({"x.json": b"x"}) | change), tmp_path / "out")
+
+
+@pytest.mark.parametrize("text", [b"[]", b"null", b"3", b"", b"[" * 100_000, b"\xff", b'"a"', b'{"a": NaN}'])
+def test_a_configuration_that_is_none_is_damage(text: bytes, tmp_path: Path) -> None:
+    path = saved(
+        tmp_path,
+        published({"config.json": text})
+        if text
+        else {**published(FILES), "files": {"config.json": torch.zeros(0, dtype=torch.uint8)}},
+    )
+    with pytest.raises(DamagedCheckpoint, match=r"the published config\.json"):
+        export_checkpoint(path, tmp_path / "out", dtype="bf16")
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileExistsError, match=r"config\.json"):
+        export_checkpoint(saved(tmp_path, published(FILES)), tmp_path / "out")
+    assert not (tmp_path / "elsewhere").exists()

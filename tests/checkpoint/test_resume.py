@@ -94,7 +94,7 @@ def test_names_in_a_checkpoint_of_another_folder_mean_nothing_here(tmp_path: Pat
 
     def claim(shared: Any) -> None:
         (state,) = shared["callbacks"].values()
-        state["scores"]["items"], state["names"]["items"] = [[1, None], [8, None]], [[1, name(2)], [8, name(8)]]
+        state["steps"], state["names"] = [1, 8], {"$": "dict", "items": [[1, name(2)]]}
 
     rewrite(theirs / name(8), claim, "state/shared.json")
     before = tree(ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import uuid
 from collections.abc import Iterator
@@ -13,15 +14,19 @@ import fsspec
 import pytest
 import torch
 from processes import run_ranks
+from safetensors.torch import save_file
 from saved import alone, content, read, resummed, save
 from tiny import DATA, Net, fit
 
 from callbacks import ModelCheckpoint
+from engine.checkpoint.convert import convert
+from engine.checkpoint.export import export_checkpoint
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.remote_storage import Remote
 from engine.checkpoint.resume import opening
 from engine.checkpoint.storage import Local, Location, locate, split
 from engine.checkpoint.writer import Saver
+from engine.cli.main import main
 
 
 @pytest.fixture(params=["directory", "file", "memory"])
@@ -43,6 +48,40 @@ def test_paths_and_urls() -> None:
         locate("nope://x")
 
 
+def test_a_password_in_a_url_is_refused_and_not_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = "memory://me:pass@word@host/run"
+    doors = [
+        lambda: locate(url),
+        lambda: fit(tmp_path, ModelCheckpoint(dirpath=url)).run(Net(), DATA),
+        lambda: fit(tmp_path).run(Net(), DATA, resume=url),
+        lambda: Net.load_from_checkpoint(f"{url}/step=1"),
+        lambda: convert(f"{url}/a.safetensors", tmp_path / "out"),
+        lambda: export_checkpoint(url, tmp_path / "out"),
+    ]
+    for door in doors:
+        with pytest.raises(ValueError, match=r"me:\*\*\*@host.*FSSPEC_FTP_PASSWORD") as caught:
+            door()
+        assert "word" not in str(caught.value).replace("password", "")
+    for command in (["checkpoint", "list", url], ["report", url], ["replay", url, "--step", "1"]):
+        assert main(command) in (1, 2)
+    text = capsys.readouterr()
+    assert "pass@word" not in caplog.text + text.out + text.err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"pass@word" in path.read_bytes()]
+
+
+def test_what_a_signed_url_ends_with_is_not_recorded(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    fsspec.filesystem("memory").put_file(str(tmp_path / "a.safetensors"), "/signed/a.safetensors?X-Amz-Signature=abc")
+    convert("memory://signed/a.safetensors?X-Amz-Signature=abc", tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["converted_from"]["path"] == "memory://signed/a.safetensors"
+    with pytest.raises(FileNotFoundError, match=r"^memory://signed/b.safetensors does not exist$"):
+        convert("memory://signed/b.safetensors?X-Amz-Signature=abc", tmp_path / "out2")
+    fsspec.filesystem("memory").rm("/signed", recursive=True)
+
+
 def test_write_list_read_remove(root: str) -> None:
     where = locate(root)
     assert where.manifests() == {}
@@ -57,6 +96,38 @@ def test_write_list_read_remove(root: str) -> None:
     assert read(locate(root).path("step=1")).model["head.weight"][0, 0] == 3
     with pytest.raises(FileNotFoundError, match=r"step=9 holds no complete checkpoint .*step=1"):
         read(where.path("step=9"))
+
+
+def test_several_writers_of_one_folder_count_on(root: str) -> None:
+    first, second = Saver(alone(), root), Saver(alone(), root)
+    for saver, name in ((first, "a"), (second, "b"), (first, "c"), (second, "b"), (first, "d"), (first, "d")):
+        saver.save(name, content())
+    serials = {name: manifest["serial"] for name, manifest in locate(root).manifests().items()}
+    assert serials == {"a": 1, "c": 3, "b": 4, "d": 6}
+
+
+def test_a_removal_that_fails_is_tried_again(
+    root: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = Saver(alone(), root)
+    saver.save("a", content())
+    verb, owner = ("rename", Path) if isinstance(saver.location, Local) else ("rm_file", type(saver.location.files))
+    call = getattr(owner, verb)
+
+    def busy(this: Any, *rest: Any) -> Any:
+        """The removal's first operation; sealing another checkpoint is a ``rename`` as well."""
+        if verb == "rm_file" or this.name == "a":
+            raise OSError(errno.EBUSY, "busy")
+        return call(this, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, verb, busy)
+        saver.save("b", content(), remove=["a"])
+        saver.save("c", content())
+    assert sorted(locate(root).manifests()) == ["a", "b", "c"]
+    assert caplog.text.count("checkpoint a could not be removed: OSError") == 1
+    saver.save("d", content())
+    assert sorted(locate(root).manifests()) == ["b", "c", "d"]
 
 
 class Stops(Exception):

@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from processes import run_script
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from saved import record_of
 
-from engine.checkpoint.files import BLOCK, DamagedCheckpoint, blocks
+from engine.checkpoint.files import BLOCK, DamagedCheckpoint, blocks, fill
 from engine.checkpoint.tensors import FORMATS, TensorFiles, _untiled, write_tensors
 
 
 def every_format() -> dict[str, torch.Tensor]:
     found = {}
-    for dtype in FORMATS:
+    for name in FORMATS:
+        dtype = getattr(torch, name)
         base = torch.arange(6).reshape(2, 3)
         found[str(dtype)] = (
             base.to(dtype) if dtype.itemsize > 1 or not dtype.is_floating_point else base.float().to(dtype)
@@ -140,3 +142,122 @@ def test_many_parts_are_compared_quickly(tmp_path: Path) -> None:
     cut = [((row, column), (1, 2)) for column in (0, 2) for row in range(20_000)]
     assert _untiled((20_000, 4), cut) == ""
     assert _untiled((20_000, 4), [*cut[:-1], ((7, 1), (1, 2))]) == "overlap, and others are missing"
+
+
+REPLACED = """
+import os, sys
+from pathlib import Path
+import torch
+from engine.checkpoint.files import DamagedCheckpoint
+from engine.checkpoint.tensors import TensorFiles, write_tensors
+
+path, how = Path(sys.argv[1], "a.safetensors"), sys.argv[2]
+write_tensors(path, {"w": torch.ones(1 << 20)})
+files = TensorFiles(path.parent)
+if how == "shorter":
+    os.truncate(path, 1 << 20)
+else:
+    other = path.with_name("other")
+    if how == "pipe":
+        os.mkfifo(other)
+    elif how == "link":
+        os.mkfifo(path.with_name("pipe"))
+        other.symlink_to("pipe")
+    elif how == "directory":
+        path.unlink()
+        other.mkdir()
+    else:
+        write_tensors(other, {"w": torch.zeros(1 << 20)})
+    other.rename(path)
+try:
+    files.whole()
+except DamagedCheckpoint as error:
+    report(str(error))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("pipe", "is not a file"),
+        ("link", "is not a file"),
+        ("directory", "is not a file"),
+        ("shorter", "was replaced or changed while it was read"),
+        ("other", "was replaced or changed while it was read"),
+    ],
+)
+def test_a_file_that_is_replaced_after_its_header_was_read(tmp_path: Path, how: str, text: str) -> None:
+    found = run_script(REPLACED, tmp_path, how, timeout=60, forked=True).value
+    assert found == f"{tmp_path}/a.safetensors {text}"
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"12345678")
+    with path.open("rb") as file:
+        memory = bytearray(4)
+        fill(path, file.fileno(), memoryview(memory), 4)
+        assert memory == b"5678"
+        with pytest.raises(DamagedCheckpoint, match="has become shorter while it was read"):
+            fill(path, file.fileno(), memoryview(memory), 6)
+
+
+W = '"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{" + W[:-1],
+        W.join("{}").replace("F32", "F3"),
+        W.join("{}").replace("[2]", "[3]"),
+        W.join("{}").replace("[2]", "[2.0]"),
+        W.join("{}").replace("[2]", "[-1,-2]"),
+        W.join("{}").replace("[2]", "2"),
+        W.join("{}").replace("[0,8]", "[8,16]"),
+        W.join("{}").replace("[0,8]", "[-4,4]"),
+        W.join("{}").replace('"shape":[2],', ""),
+        "{" + W + ',"v":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',
+        "{" + W + ',"v":{"dtype":"F32","shape":[0,9223372036854775808],"data_offsets":[8,8]}}',
+        "{" + W + ',"v":{"dtype":"F32","shape":[0,4611686018427387904,4],"data_offsets":[8,8]}}',
+        '{"__metadata__":{"DCP_SHARDING_INFO":"{}"},' + W + "}",
+        '{"__metadata__":{"DCP_SHARDING_INFO":"{\\"w\\":{\\"saved_offsets\\":[1]}}"},' + W + "}",
+        '{"__metadata__":{"DCP_SHARDING_INFO":"{\\"w\\":{\\"saved_offsets\\":[0,0]}}"},' + W + "}",
+        '{"__metadata__":7,' + W + "}",
+        '{"w@complex128":{"dtype":"F64","shape":[1],"data_offsets":[0,8]}}',
+        "[" * 100_000,
+    ],
+)
+def test_headers_that_are_wrong(tmp_path: Path, text: str) -> None:
+    content = text.encode()
+    (tmp_path / "a.safetensors").write_bytes(len(content).to_bytes(8, "little") + content + bytes(8))
+    with pytest.raises(DamagedCheckpoint):
+        TensorFiles(tmp_path)
+
+
+def test_boxes_of_shards(tmp_path: Path) -> None:
+    """Rows, columns and blocks that lie across the shards, in other dtypes and memory orders."""
+    whole = torch.arange(7 * 5 * 3, dtype=torch.float32).reshape(7, 5, 3)
+    cuts = [((0, 0, 0), (3, 5, 3)), ((3, 0, 0), (4, 2, 3)), ((3, 2, 0), (4, 3, 1)), ((3, 2, 1), (4, 3, 2))]
+    for rank, (begin, size) in enumerate(cuts):
+        part = whole[tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))]
+        write_tensors(tmp_path / f"rank={rank}.safetensors", {"a": part}, {"a": begin})
+    files = TensorFiles(tmp_path)
+    assert files.parts() == {"a": 4}
+    for low in range(7):
+        for high in range(low, 8):
+            assert torch.equal(files.rows("a", low, high), whole[low:high])
+    turned = torch.zeros(3, 5, 7, dtype=torch.float64).permute(2, 1, 0)
+    files.read_into({"a": turned})
+    assert torch.equal(turned, whole.double())
+
+
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_rows_are_converted_a_few_at_a_time(tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.checkpoint.tensors.CHUNK", rows * 12)
+    whole = torch.arange(21.0).reshape(7, 3)
+    write_tensors(tmp_path / "a.safetensors", {"a": whole})
+    target = torch.zeros(7, 3, dtype=torch.int64)
+    TensorFiles(tmp_path).read_into({"a": target})
+    assert torch.equal(target, whole.long())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from callbacks import ModelCheckpoint
 from engine import Callback, Engine
+from engine.checkpoint import writer
 from engine.checkpoint.host_copies import Staging
 from engine.checkpoint.model_state import split
 from engine.checkpoint.writer import Saver
@@ -154,6 +156,26 @@ def test_buffers_are_used_again(tmp_path: Path) -> None:
     saver.save("c", content(model={"w": nn.Parameter(torch.ones(4))}), asynchronous=True)  # another shape
     saver.wait()
     assert read(tmp_path / "c").model["w"].tolist() == [1, 1, 1, 1]
+    saver.close()
+
+
+def test_buffers_are_given_back_when_no_save_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "KEEP_S", 0.01)
+    saver, weight = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3))
+    for name in ("a", "b"):
+        freed = threading.Event()
+        begin = Staging.begin
+
+        def begins(self: Staging, *arguments: Any, begin: Any = begin, freed: threading.Event = freed) -> None:
+            begin(self, *arguments)
+            weakref.finalize(self._buffers["model/w"], freed.set)  # its memory goes with it
+
+        monkeypatch.setattr(Staging, "begin", begins)
+        saver.save(name, content(model={"w": weight}), asynchronous=True)
+        assert freed.wait(PATIENCE_S)  # also of a save that nobody waits for
+        monkeypatch.setattr(Staging, "begin", begin)
+    saver.wait()
+    assert read(tmp_path / "b").model["w"].tolist() == [1, 1, 1]
     saver.close()
 
 

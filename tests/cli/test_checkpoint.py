@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from saved import record_of
+from saved import record_of, resummed
 from trained import Tied, save
 
+from engine.checkpoint import directory
+from engine.checkpoint.listing import entries
 from engine.cli.main import main
+from engine.replay.starting_point import starting_point
 
 SCORES = {1: 0.5, 2: 0.1, 3: 0.3}
 NAMES = [f"step={step:08d}" for step in SCORES]
@@ -61,6 +64,32 @@ def run(capsys: pytest.CaptureFixture[str]) -> Output:
     return Output(capsys)
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_list_among_many_runs_looks_at_each_once(
+    written: Path, tmp_path: Path, run: Output, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    """The first of 300 runs, or none, has checkpoints."""
+    for number in range(300):
+        folder = tmp_path / f"version_{number}" if number else tmp_path
+        folder.mkdir(exist_ok=True)
+        (folder / "metrics.csv").write_text("step,epoch\n")
+    if saved:
+        subprocess.run(["cp", "-r", str(written), str(tmp_path / "checkpoints")], check=True)
+    opened: list[str] = []
+    scandir = os.scandir
+
+    def counted(path: str) -> Any:
+        opened.append(os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", counted)
+    text = run("list", tmp_path, status=0 if saved else 1)
+    assert ("step=00000003" in text) is saved
+    assert "contains none" in text or saved
+    assert sum("version_" in path for path in opened) == 299
+    assert len(opened) < 310
+
+
 def damage(path: Path) -> Path:
     """Change one bit of the model's file."""
     file = next((path / "model").glob("*.safetensors"))
@@ -89,6 +118,46 @@ def test_list(written: Path, run: Output) -> None:
     )
     assert found[2]["bytes"] == size
     assert [entry["name"] for entry in run.json("list", written / NAMES[1])] == [NAMES[1]]
+
+
+def test_a_folder_of_runs_is_the_newest_and_the_first_has_a_name(tmp_path: Path, run: Output) -> None:
+    for name, step in (("", 1), ("version_1", 2), ("version_2", 3)):
+        save(tmp_path / "runs" / name, Tied(), [torch.randn(8, 6)] * step, scores={step: 0.5})
+    (tmp_path / "runs" / "version_3").mkdir()  # an evaluation
+    root = tmp_path / "runs"
+    first, _, newest = run("list", root).splitlines()
+    assert newest.split()[:2] == ["step=00000003", "3"]
+    assert first == (
+        f"{root}/version_2/checkpoints: the newest run in {root} that has checkpoints. The first is {root}/version_0"
+    )
+    for name, step in (("version_0", 1), ("version_1", 2)):
+        _, line = run("list", root / name).splitlines()
+        assert line.split()[1] == str(step)
+    assert starting_point(root / "version_0", 2).checkpoint == str(root / "checkpoints" / "step=00000001")
+    with pytest.raises(FileNotFoundError, match="version_4 is not a checkpoint"):
+        starting_point(root / "version_4", 2)
+
+
+def test_list_reads_each_manifest_once(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    read_manifest = directory.read_manifest
+    monkeypatch.setattr(directory, "read_manifest", lambda path: (reads.append(path.name), read_manifest(path))[1])
+    assert len(entries(written)) == len(NAMES)
+    assert len(reads) == len(NAMES) + 1  # the first tells that there are any
+    reads.clear()
+    assert len(entries(written.parent)) == len(NAMES)  # the run's folder
+    assert len(reads) <= len(NAMES) + 2
+
+
+@pytest.mark.parametrize("action", ["list", "show", "verify", "prune"])
+def test_what_reads_no_tensors_imports_no_torch(folder: Path, action: str) -> None:
+    arguments = ["checkpoint", action, str(folder), *(["--keep", "2"] if action == "prune" else [])]
+    code = (
+        f"import sys\nfrom engine.cli.main import main\nassert main({arguments!r}) == 0\n"
+        "print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "[]"
 
 
 def test_list_says_what_is_incomplete(folder: Path, run: Output) -> None:
@@ -128,6 +197,22 @@ def test_show(written: Path, run: Output) -> None:
     assert found["tied"] == {"model.up.weight": "model.embed.weight"}
     assert found["tensors"]["optim"]
     assert found["step"] == 1
+
+
+def test_show_cuts_long_texts(folder: Path, run: Output) -> None:
+    path, shared = folder / NAMES[0], folder / NAMES[0] / "state" / "shared.json"
+    tree = json.loads(shared.read_text())
+    tree["hparams"] |= {"prompt": "p" * 10_000_000, "list": [0] * 1_000_000, "n" * 1_000_000: 1}
+    shared.write_text(json.dumps(tree))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["state/shared.json"] = record_of(shared)
+    (path / "manifest.json").write_text(json.dumps(resummed(manifest)))
+    text = run("show", path)
+    assert len(text) < 10_000
+    assert f"{'p' * 1000}... (10,000,000 characters; --json prints all)" in text
+    assert "0, 0, ... (3,000,000 characters; --json prints all)" in text
+    assert ["width", "4"] in [line.split() for line in text.splitlines()]
+    assert len(run.json("show", path)["hparams"]["prompt"]) == 10_000_000
 
 
 def test_verify(folder: Path, run: Output) -> None:
@@ -226,7 +311,7 @@ def test_pack(folder: Path, tmp_path: Path, run: Output) -> None:
     assert "exists" in run("pack", folder, out, status=1)
     data = out.read_bytes()
     out.write_bytes(data[:-30])
-    assert "is a file, but a checkpoint is a directory" in run("show", out, status=1)
+    assert "is a damaged archive" in run("show", out, status=1)
     run("pack", folder, tmp_path / "one.pt", "--pickle")
     found = torch.load(tmp_path / "one.pt", weights_only=True)
     assert found["global_step"] == 3

@@ -16,7 +16,7 @@ import pytest
 from processes import clean_environment
 
 from engine import strategies
-from engine.cli.completion import VALUES
+from engine.cli.completion import VALUES, _fitting
 from engine.cli.main import COMMANDS
 from engine.config.settings import Settings, check
 
@@ -45,6 +45,25 @@ def test_all_strategies_are_offered() -> None:
 
 def test_only_these_shells(fit) -> None:
     assert fit("completion", "csh").status == 2
+
+
+@pytest.mark.parametrize("more", [{"COMP_LINE": "fit r", "COMP_POINT": "here"}, {"COMP_LINE": "fit r"}, {}])
+def test_completions_that_no_shell_asks_for_are_an_error_in_a_line(more: dict[str, str]) -> None:
+    environment = {**clean_environment(), "_ARGCOMPLETE": "1", **more}
+    code = "import sys\nfrom engine.cli.main import main\nsys.exit(main())"
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("fit: error: _ARGCOMPLETE is set")
+    assert ran.stderr.count("\n") == 1
+
+
+def test_names_that_a_terminal_would_obey_are_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bash looks for files itself; the others print what they are given."""
+    for name in ("plain", "a\x1b[2J", "b\u202e"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("_ARGCOMPLETE_SHELL", "zsh")
+    assert _fitting("", ()) == ["plain"]
 
 
 @pytest.fixture(scope="module")

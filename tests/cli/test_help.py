@@ -10,7 +10,10 @@ import pytest
 from processes import clean_environment
 
 from engine.cli import main as cli
+from engine.cli.building import Component
+from engine.cli.describing import class_help
 from engine.cli.exits import STATUSES
+from engine.config.commented_file import documentation
 
 HEAVY = ("torch", "numpy", "yaml", "rich", "jsonargparse", "safetensors", "ray", "deepspeed")
 SCRIPT = f"""
@@ -69,3 +72,35 @@ def test_exit_statuses_are_documented(
 def test_test_alone_is_said_to_be_the_self_check(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["test", "--help"])
     assert "'fit test' alone checks this installation" in " ".join(capsys.readouterr().out.split())
+
+
+class Described:
+    """Has a :class:`pathlib.Path`.
+
+    Args:
+        where: a folder, see :func:`~pathlib.Path.mkdir`
+            for what it does.
+    """
+
+    def __init__(self, where: str | Path | None = None, sizes: list[int] | None = None) -> None: ...
+
+
+def test_a_class_is_described_in_words() -> None:
+    component = Component("model", "mine:Described", Described)
+    lines = [" ".join(line.split()) for line in class_help("run", [component]).splitlines()]
+    assert lines[2:6] == [
+        "model: mine:Described",
+        "Has a pathlib.Path.",
+        "model.where str | Path | None default None; a folder, see pathlib.Path.mkdir for what it does.",
+        "model.sizes list[int] | None default None",
+    ]
+
+
+def test_the_documentation_of_a_setting_stands_alone() -> None:
+    texts = documentation()
+    assert {
+        name: text
+        for name, text in texts.items()
+        if text.startswith("The same") or not text.strip().endswith((".", ")"))
+    } == {}
+    assert not texts["min_epochs"].endswith("but then.")

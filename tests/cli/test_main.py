@@ -117,3 +117,10 @@ def test_env_says_what_would_fail() -> None:
     assert len(errors) == 2
     assert "WORLD_SIZE" in errors[0]
     assert "did you mean 'precision'" in errors[1]
+
+
+def test_names_that_the_terminal_cannot_express_are_escaped(tmp_path: Path) -> None:
+    (tmp_path / "naïve 漢.py").write_text("class:\n")
+    ended = fit("migrate", str(tmp_path), PYTHONIOENCODING="ascii")
+    assert "Traceback" not in ended.stderr
+    assert r"na\xefve \u6f22.py" in ended.stdout

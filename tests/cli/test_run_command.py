@@ -36,7 +36,7 @@ def load(path: Path | str = "runs", **overrides: object) -> TrainModule:
 @pytest.mark.parametrize("target", ["net:Net", "net.py:Net", "net.py", "net.Net", "net"])
 def test_the_target_is_a_module_or_a_file(fit, target: str) -> None:
     ended = fit("run", target, "--data", "net:Numbers", "--callback", "ModelCheckpoint", *SET)
-    assert (ended.status, ended.out.splitlines()[0]) == (0, "completed (max_epochs=3 reached): epoch 3, step 6"), (
+    assert (ended.status, ended.out.splitlines()[0]) == (0, "completed (max_epochs=3 reached): 3 epochs, 6 steps"), (
         ended.err
     )
     assert load().w.item() == WEIGHT
@@ -211,7 +211,7 @@ def test_resume(fit) -> None:
     assert fit(*base, "max_epochs=1", "--resume", "auto").status == 0
     assert load().w.item() == 0.5 - 0.25 * 7
     ended = fit(*base, "--resume", "last")
-    assert "step 6" in ended.out
+    assert "6 steps" in ended.out
     assert load().w.item() == WEIGHT
 
 
@@ -289,6 +289,7 @@ ERRORS = [
     (("net:Net", "--set", "model=1"), "names no parameter"),
     (("--set", "max_epochs=1", "net:Net"), "the target comes before the options"),
     (("net:Net", "--config", "none.yaml"), "'none.yaml', which is not a file"),
+    (("net:Net", "--config", "n" * 300), "n', which cannot be read (File name too long)"),
     (("net:Net",), "(fit run, fit plan: --data my.module:Data)"),
     (("--resume", "auto", "start=1"), "the target 'start=1': give a setting with --set"),
     (("net:Net", "--data", "net:numbers", "--set", "strategy=ddpp"), "did you mean 'ddp'?"),

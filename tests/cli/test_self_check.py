@@ -15,12 +15,13 @@ from engine.cli import self_check, self_check_jobs
 from engine.cli.self_check import CHECKS, Outcome
 from engine.loop import snapshot
 from engine.utils import accelerator
+from engine.utils.device_names import BF16_REMEDY
 
 RANKS = self_check_jobs.Ranks()
 
 # A job whose first check succeeds, whose second one ends the process, and whose third one never ends.
 JOB = """
-import argparse, json, os, sys, time
+import argparse, json, os, signal, sys, time
 parser = argparse.ArgumentParser()
 parser.add_argument("checks", nargs="+")
 parser.add_argument("--report")
@@ -32,6 +33,8 @@ for name in arguments.checks:
         os._exit(3)
     if name == "resume":
         time.sleep(600)
+    if name == "fsdp":
+        os.kill(os.getpid(), signal.SIGILL)
     with open(arguments.report, "a") as file:
         print(json.dumps({"check": name, "devices": "1 x cpu", "ok": name != "ddp", "detail": "", "seconds": 0.0}), file=file)
 """
@@ -51,26 +54,29 @@ def test_a_check_that_ends_its_process_has_failed_and_the_others_are_made(
     monkeypatch.setattr(self_check, "LIMIT_S", 10.0)
     monkeypatch.setenv("FIT_PRECISION", "nonsense")  # settings around the checks are none of theirs
     began = time.monotonic()
-    found = self_check._job(["store", "bf16", "single", "resume", "ddp"], folder)
+    found = self_check._job(["store", "bf16", "single", "resume", "fsdp", "ddp"], folder)
     assert time.monotonic() - began < 300
     assert [(each.check, each.ok, each.detail) for each in found] == [
         ("store", True, ""),
         ("bf16", False, "the process ended with exit code 3: no bf16 here"),
         ("single", True, ""),
         ("resume", False, "not finished after 10 s"),
+        ("fsdp", False, "the process ended with signal 4: no output"),
         ("ddp", False, ""),
     ]
-    assert [each.mend for each in found] == ["", CHECKS["bf16"][1], "", CHECKS["resume"][1], CHECKS["ddp"][1]]
+    mends = ["", CHECKS["bf16"][1], "", CHECKS["resume"][1], BF16_REMEDY, CHECKS["ddp"][1]]
+    assert [each.mend for each in found] == mends
+    assert "ONEDNN_MAX_CPU_ISA=AVX2" in BF16_REMEDY
 
 
 def test_the_table_and_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     good = [Outcome("store", "1 x cpu", True, "", 0.25), Outcome("deepspeed", "", None, "not installed", 0.0)]
     monkeypatch.setattr(self_check, "checked", lambda: good)
     assert self_check.main() == 0
+    shown = capsys.readouterr().out
+    assert "not of your project" in " ".join(shown.split())
     rows = [
-        [cell.strip() for cell in line.strip("│").split("│")]
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("│")
+        [cell.strip() for cell in line.strip("│").split("│")] for line in shown.splitlines() if line.startswith("│")
     ]
     assert rows == [
         ["store on the loopback", "1 x cpu", "ok", "0.2", ""],
@@ -108,7 +114,7 @@ def test_one_rank_reaches_every_collective(folder: Path, monkeypatch: pytest.Mon
     real = self_check_jobs.trained
 
     def trained(module: Any, kind: str, ranks: Any, **settings: Any) -> Any:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
             real(module, kind, ranks, **settings)
         names = {event.name for event in profile.events()}
         parameters = {type(p).__name__ for p in module.parameters()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,14 @@ OTHERS = {"max_tokens": 512, "tokenizer": "bpe", "keep": "x", "keyword": "y", "m
 )
 def test_secrets(given: Any, shown: Any) -> None:
     assert without_secrets(given) == shown
+
+
+@pytest.mark.parametrize("unit", ["a", "a.", "-eyJ", "a=", "a='", "a:", "://", "a ", "Bearer ", "authorization: "])
+def test_a_long_text_takes_no_time(unit: str) -> None:
+    """A hyperparameter may be a document, or a file in base64: the time grows with its length alone, not with the square."""
+    began = time.process_time()
+    without_secrets({"prompt": unit * (200_000 // len(unit))})
+    assert time.process_time() - began < 10
 
 
 def test_every_setting_is_json_with_its_origin(tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def test_a_single_callback_is_a_list_of_one() -> None:
         ("on_nonfinite", "rise", ValueError, "did you mean 'raise'"),
         ("root_dir", 3, TypeError, "path"),
         ("root_dir", "", ValueError, "path"),
+        ("root_dir", "runs/a\nepoch 9: loss=0", ValueError, "line ends"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_possible(

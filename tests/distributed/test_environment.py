@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
+import time
 
 import pytest
 from processes import clean_environment
@@ -94,6 +96,23 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
 
 def test_without_variables_the_process_is_alone():
     assert detect({}) == Environment("single", 0, 1, 0, 1, 1, None, None)
+
+
+def test_few_variables_are_read_where_no_launcher_has_set_any():
+    """Each evaluation detects its environment, and ``os.environ`` takes nearly a microsecond for a variable."""
+    asked = []
+
+    class Environ(dict[str, str]):
+        def __contains__(self, name):
+            asked.append(name)
+            return super().__contains__(name)
+
+        def get(self, name, default=None):
+            asked.append(name)
+            return super().get(name, default)
+
+    assert detect(Environ()) == Environment("single")
+    assert len(asked) < 15
 
 
 @pytest.mark.parametrize(
@@ -321,6 +340,36 @@ def test_contradictions_of_slurm(changed, reason):
         detect(SLURM | changed)
     assert "SLURM_JOB_ID='7'" in str(caught.value)
     assert "srun" in str(caught.value)
+
+
+HOSTILE = [
+    "-1",
+    "9" * 5000,
+    "²",
+    "2147483648",
+    "abc",
+    "\x1b[2J\nforged",
+    "n[0-99999999]",
+    "n[0-9999][0-9999]",
+    "1(x9999999999)",
+    "," * 100_000,
+]
+
+
+def test_no_value_of_a_variable_takes_time_or_reaches_the_terminal_as_it_is():
+    """Each variable of each launcher has each value in turn: it describes a job, or is an error in a few words."""
+    began = time.process_time()
+    errors: list[str] = []
+    for variables in (FULL, OPEN_MPI, MPICH, SLURM, PET, POD):
+        for name, value in itertools.product(variables, HOSTILE):
+            try:
+                detect({**variables, name: value})
+            except (RuntimeError, ValueError) as error:
+                errors.append(str(error))
+    assert errors
+    assert [text for text in errors if "limit" in text] == []  # Python's own error about digits
+    assert [text for text in errors if not text.isprintable() or len(text) > 5000] == []
+    assert time.process_time() - began < 10
 
 
 def test_half_set_by_hand_in_a_batch_script_is_told_of_srun():

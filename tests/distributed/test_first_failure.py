@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from engine.distributed import failures
-from engine.distributed.first_failure import Rank, cause, preempted, story, traceback_in
+from engine.distributed.first_failure import Rank, cause, interrupted, lines_of_others, preempted, story, traceback_in
 
 GONE = """Traceback (most recent call last):
   File "a.py", line 1, in <module>
@@ -61,6 +61,29 @@ def test_ranks_that_were_told_to_end_have_not_failed(tmp_path: Path) -> None:
     )
     assert not preempted([ended(tmp_path, 0, 143, 1.0), ended(tmp_path, 1, 1, 1.0)])
     assert not preempted([ended(tmp_path, 0, -signal.SIGTERM, 1.0)])  # killed without having saved
+    assert interrupted([ended(tmp_path, 0, 0, 1.0), ended(tmp_path, 1, 130, 1.0)])
+    assert not interrupted([ended(tmp_path, 0, 1, 1.0), ended(tmp_path, 1, 130, 1.0)])
+
+
+def test_each_other_rank_has_a_line(tmp_path: Path) -> None:
+    ranks = [
+        ended(tmp_path, 0, 1, 100.0, ValueError("the first")),
+        ended(tmp_path, 1, 1, 100.1, RuntimeError("[gloo] Connection closed by peer")),
+        ended(tmp_path, 2, 1, 100.2, KeyError("of its own")),
+        ended(tmp_path, 3, -signal.SIGTERM, 100.3, told=True),
+        ended(tmp_path, 4, -signal.SIGKILL, 100.3),
+        ended(tmp_path, 5, 3, 100.3),
+        ended(tmp_path, 6, 1, 100.4),  # without an error file: from its output
+        ended(tmp_path, 7, 0, 100.4),
+    ]
+    assert lines_of_others(ranks, ranks[0], {6: f"noise\n{GONE}\n"}).splitlines() == [
+        "rank 1: lost another rank",
+        "rank 2: KeyError: 'of its own'",
+        "rank 3: was ended because of it",
+        "rank 4: was killed by SIGKILL",
+        "rank 5: failed with exit code 3",
+        "rank 6: RuntimeError: [gloo/pair.cc:553] Connection closed by peer [1.2.3.4]:1",
+    ]
 
 
 def test_stories(tmp_path: Path) -> None:

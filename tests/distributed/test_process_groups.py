@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,3 +190,86 @@ def test_the_limit_of_descriptors_is_raised_or_named() -> None:
     refused = run_script(LIMITED, 2000, forked=True).value
     assert "a rank of a job with 1024 processes needs about 56" in refused
     assert "this process may have only 2000: raise the hard limit where it starts (ulimit -Hn" in refused
+
+
+FORKS = """
+import hashlib, multiprocessing, os, subprocess, threading, time
+from datetime import timedelta
+import torch
+from engine import Engine
+from engine.distributed import group, process_groups
+
+def seconds(fork):
+    began = time.monotonic()
+    fork()
+    return time.monotonic() - began
+
+def fork():
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+def work():
+    torch.multiprocessing._set_thread_name("pt_gloo_runloop")
+    named.set()
+    while not over:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 50_000)  # without the interpreter's lock
+
+Engine(accelerator="cpu")
+without = process_groups._forks_wait
+group.alone(torch.device("cpu"), timeout=timedelta(seconds=60))
+quiet = [seconds(fork) for _ in range(20)]
+over, named = False, threading.Event()
+thread = threading.Thread(target=work)
+thread.start()
+named.wait()
+busy = [
+    seconds(fork),
+    seconds(lambda: multiprocessing.get_context("fork").Process(target=int).start()),
+    seconds(lambda: subprocess.run(["true"], preexec_fn=int)),
+]
+over = True
+thread.join()
+report([without, process_groups._forks_wait, min(quiet), busy])
+"""
+
+
+def test_a_fork_waits_until_gloos_threads_sleep_but_not_for_long() -> None:
+    without, waits, quiet, busy = run_script(FORKS, forked=True).value
+    assert not without  # a single process has no gloo
+    assert waits == process_groups.FORKS_MAY_HANG
+    assert quiet < process_groups.QUIET_S
+    if waits:
+        assert all(process_groups.QUIET_S <= seconds < 50 * process_groups.QUIET_S for seconds in busy)
+
+
+ENDS = """
+import atexit, hashlib, threading, time
+from datetime import timedelta
+import torch
+from engine.distributed import group
+
+def work():
+    torch.multiprocessing._set_thread_name("pt_gloo_runloop")
+    named.set()
+    begun.wait()
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 50_000)  # without the interpreter's lock
+    rests.set()
+    threading.Event().wait()
+
+named, begun, rests = threading.Event(), threading.Event(), threading.Event()
+threading.Thread(target=work, daemon=True).start()
+named.wait()
+atexit.register(lambda: report(rests.is_set()))  # runs after the group's handler, which is registered next
+group.alone(torch.device("cpu"), timeout=timedelta(seconds=60))
+begun.set()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are seen in /proc")
+def test_a_process_ends_when_gloos_threads_sleep() -> None:
+    """One that releases a collective's tensors later aborts the process (seen in one rank of twelve on a loaded core)."""
+    assert run_script(ENDS).value is True

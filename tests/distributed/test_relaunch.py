@@ -178,6 +178,7 @@ def test_a_rank_that_dies_ends_all_with_the_first_traceback(run, tmp_path, case,
     # torch marks each line that rank 0 prints once the group is there.
     text = ran.stderr.replace("[rank0]: ", "")
     assert all(part in text for part in said.split("|")), ran.stderr
+    assert text.count("Traceback") <= 1  # of the first alone
     assert ran.seconds < 5 * limit_s  # on a machine that is idle, limit_s
     assert not (tmp_path / "end").exists()
 
@@ -192,7 +193,8 @@ def test_rank_0s_own_error_stays_as_it_is(run):
 def test_an_error_of_all_ranks_is_rank_0s_own(run):
     ran = run("all")
     assert ran.returncode == 1
-    assert ran.stderr.count("[rank0]: KeyError: 'the same on all'") == 1
+    assert ran.stderr.count("[rank0]: KeyError: 'the same on all'") == ran.stderr.count("Traceback") == 1
+    assert ran.stderr.rstrip().endswith("rank 1: KeyError: 'the same on all'")
     assert "terminate called" not in ran.stderr
 
 
@@ -246,6 +248,43 @@ def test_ctrl_c_leaves_the_others_time_to_save(launched, tmp_path):
     assert "RankError" not in errors
     assert all((tmp_path / f"saved{rank}").exists() for rank in range(2))
     assert not alive((tmp_path / "pid1").read_text())
+
+
+ENDS = """
+import atexit, os, sys
+from pathlib import Path
+place, status = Path(sys.argv[1]), int(sys.argv[2])
+rank = os.environ.get("RANK", "0")
+atexit.register(lambda: (place / f"before {rank}").touch())
+from engine.distributed import environment, failures, relaunch
+
+class Cycle:
+    def __init__(self, file):
+        self.itself, self.file = self, file
+
+    def __del__(self, create=os.open, path=str(place / "collected"), flags=os.O_CREAT | os.O_WRONLY):
+        create(path, flags)
+
+env = environment.detect(os.environ)
+failures.attach(env)
+atexit.register(lambda: (place / f"after {rank}").touch())
+if env.world_size == 1:
+    relaunch.start(2)
+else:
+    plain, cycle = open(place / "plain", "w"), Cycle(open(place / "cycle", "w"))
+    plain.write("text")
+    cycle.file.write("text")
+    sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_another_rank_ends_without_collecting_garbage_and_loses_nothing(tmp_path, status):
+    ran = run_script(ENDS, tmp_path, status, check=False, forked=True)
+    assert ran.returncode == (1 if status else 0)
+    assert ("rank 1 failed with exit code 3" in ran.stderr) == bool(status)
+    left = {path.name: path.read_text() for path in tmp_path.iterdir() if not path.name.endswith(" 0")}
+    assert left == {"before 1": "", "after 1": "", "plain": "text", "cycle": "text"}
 
 
 WORKER = """

@@ -1,4 +1,6 @@
-"""Checkpoints that somebody has changed and given checksums that fit: none runs code, touches another file, raises a raw error, or takes long."""
+"""Checkpoints that somebody has changed and given checksums that fit: none runs code, touches another file, raises a raw error, or takes long.
+
+So do archives, folders to pack, pickles, and the files that reports read."""
 
 from __future__ import annotations
 
@@ -141,6 +143,8 @@ SPECIAL = {
     "huge shape": lambda path: header(path, lambda text: text["net.weight"].update(shape=[1 << 40])),
     "names": lambda path: header(path, lambda text: {("\\x1b[2J" + name if name != "__metadata__" else name): value for name, value in text.items()}),
     "deep": raw("state/shared.json", b"[" * 100000 + b"]" * 100000),
+    "an option of GPUs": lambda path: (path / "optim/optim.json").write_text(
+        (path / "optim/optim.json").read_text().replace('"capturable": false', '"capturable": true')),
     "no text": raw("optim/optim.json", b"\\xff\\xfe"),
     **{f"fifo {name}": fifo(name) for name in (WEIGHTS, "state/shared.json", "manifest.json")},
 }
@@ -177,7 +181,9 @@ def audit(event, arguments):
     if event in ("os.system", "subprocess.Popen", "os.exec", "os.fork", "pickle.find_class", "socket.connect"):
         touched.append((event, str(arguments)[:200]))
     elif event in WRITES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
-        path = os.path.abspath(os.fsdecode(arguments[0])) if isinstance(arguments[0], (str, bytes, os.PathLike)) else ""
+        folder = f"/proc/self/fd/{arguments[1]}" if event in ("os.remove", "os.rmdir") and arguments[1] >= 0 else "."
+        name = isinstance(arguments[0], (str, bytes, os.PathLike))
+        path = os.path.join(os.path.realpath(folder), os.fsdecode(arguments[0])) if name else ""
         if path and not path.startswith((allowed, "/tmp/checkpoints-", "/dev/null")) and "__pycache__" not in path:
             touched.append((event, path))
 
@@ -262,3 +268,78 @@ print("done")
 def test_hostile_checkpoints_do_nothing(tmp_path: Path) -> None:
     out = run_script(SCRIPT, Path(__file__).parents[1], tmp_path, 150, timeout=900)
     assert "done" in str(out)
+
+
+@pytest.mark.parametrize(("kinds", "least"), [("archive", 230), ("pickle,index", 130), ("folder,report", 90)])
+def test_hostile_files_do_nothing(kinds: str, least: int, tmp_path: Path) -> None:
+    """Through every door: no raw error, no hang, no more bytes than there were, nothing from outside, nothing outside."""
+    here = Path(__file__).parent
+    out = run_script(here / "hostile_files.py", here.parent, tmp_path, kinds, timeout=240).stdout
+    assert int(out.split("inputs:")[1].split()[0]) >= least
+
+
+SWAPS = """
+import multiprocessing, os, sys, time
+from pathlib import Path
+import torch
+from callbacks import ModelCheckpoint
+from engine import DamagedCheckpoint, Fit, TrainModule
+from engine.checkpoint.listing import problems
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(64, 64)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def swap(place):
+    files = [file for file in place.rglob("*") if file.is_file()]
+    for number in range(10**9):
+        for file in files:
+            kept, other = file.with_name("." + file.name), file.with_name(".other")
+            os.link(file, kept)
+            if number % 4 == 0:
+                os.mkfifo(other)
+            elif number % 4 == 1:
+                other.symlink_to("/dev/zero")
+            elif number % 4 == 2:
+                other.write_bytes(file.read_bytes()[:-1])
+            else:
+                other.write_bytes(kept.read_bytes())
+                os.truncate(other, kept.stat().st_size // 2)
+            os.replace(other, file)
+            os.replace(kept, file)
+
+torch.set_num_threads(1)
+root = Path(sys.argv[1])
+saved = ModelCheckpoint(every=1, monitor=None)
+run = Fit(accelerator="cpu", root_dir=root, callbacks=[saved], max_steps=1, seed=1).run(Net(), [torch.ones(2, 64)])
+(path,) = root.rglob("step=00000001")
+swapper = multiprocessing.get_context("fork").Process(target=swap, args=(path,), daemon=True)
+swapper.start()
+ended, until = {}, time.monotonic() + float(sys.argv[2])
+while time.monotonic() < until:
+    for door in (Net.load_from_checkpoint, problems):
+        try:
+            door(path)
+            kind = "read"
+        except (DamagedCheckpoint, OSError) as error:
+            kind = type(error).__name__
+        ended[kind] = ended.get(kind, 0) + 1
+assert swapper.is_alive()
+swapper.kill()
+report(ended)
+"""
+
+
+@pytest.mark.slow
+def test_files_that_are_swapped_while_they_are_read(tmp_path: Path) -> None:
+    """Another program replaces them by pipes, devices and shorter files again and again: each reading ends."""
+    ended = run_script(SWAPS, tmp_path, 20, timeout=200).value
+    assert ended["read"] > 0
+    assert ended["DamagedCheckpoint"] > 0

@@ -36,8 +36,8 @@ class Term(Callback):
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def on_validation_end(self, run, module):
-        if where == "validation" and run.epoch == 1 and not resume:
-            (root / f"validated{run.rank}").touch()
+        if run.epoch == 1:
+            (root / f"validated{run.rank}").write_text(str(run.step))
 
 fit = Fit(max_epochs=3, seed=1, devices=2, accelerator="cpu", root_dir=root, accumulate_grad_batches=2, log_every_n_steps=1,
           callbacks=[Term(), ModelCheckpoint(every="3 epochs", monitor="val_loss", save_last=False)])
@@ -60,10 +60,15 @@ def test_on_rank_1_only(tmp_path: Path, where: str) -> None:
     manifest = json.loads((tmp_path / "checkpoints" / name / "manifest.json").read_text())
     step = manifest["counters"]["step"]
     assert step == 8 if where == "validation" else 4 <= step < 12
-    assert not list(tmp_path.glob("validated*"))  # a validation that was left tells nobody of its results
+    if where == "validation":
+        assert not list(tmp_path.glob("validated*"))  # a validation that was left tells nobody of its results
+    path = tmp_path / "checkpoints" / name
+    last = f'SIGTERM: the training ended after step {step}, saved in {path}; resume="last" (fit run: --resume last) continues from it'
+    assert [rank.stderr.count(last) for rank in ran] == [1, 0]
     assert not list(tmp_path.glob("result*"))
-    ran = run_ranks(SCRIPT, 2, *args, "resume", timeout=300)
+    run_ranks(SCRIPT, 2, *args, "resume", timeout=300)
     assert (tmp_path / "resultTrue").read_text().startswith("12 completed")
+    assert (tmp_path / "validated0").read_text() == "8"  # also the one that was left
 
 
 @pytest.mark.slow

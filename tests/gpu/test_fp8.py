@@ -83,7 +83,7 @@ def test_any_number_of_rows(tmp_path: Path) -> None:
 def test_products_are_made_in_fp8() -> None:
     engine = Engine(accelerator="cuda", precision="fp8-mixed")
     linear = engine.prepare(nn.Linear(64, 128))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         engine.backward(linear(torch.randn(32, 64, device="cuda", requires_grad=True)).mean())
     assert (
         sum(event.name == "aten::_scaled_mm" for event in profile.events()) == 3

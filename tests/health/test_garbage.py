@@ -12,8 +12,10 @@ import pytest
 import torch
 from models import Weight, fit, ones
 
+from callbacks import EMA, CSVLogger, EarlyStopping, ModelCheckpoint
 from engine import Callback
-from engine.health.garbage import FULL, Collector
+from engine.health import garbage
+from engine.health.garbage import EVERYTHING_S, FULL, Collector
 
 
 class Node:
@@ -29,7 +31,8 @@ def circle() -> weakref.ref[Node]:
 
 
 @pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
+def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(garbage, "_unseen_s", 0.0)
     gc.unfreeze()  # what the tests' conftest has frozen: these look at whether anything is
     enabled, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     yield
@@ -68,6 +71,92 @@ def test_survivors_are_found_by_a_full_collection() -> None:
         collector.collect()
     assert lost() is None
     collector.end()
+
+
+def old_circle() -> weakref.ref[Node]:
+    """Garbage that has survived a collection before it was garbage."""
+    a, b = Node(), Node()
+    a.other, b.other = b, a
+    gc.collect()
+    return weakref.ref(a)
+
+
+def test_garbage_from_before_is_found_after_a_minute_of_training() -> None:
+    collector = Collector()
+    lost = old_circle()
+    collector.begin(0.0)
+    collector.collect(EVERYTHING_S / 3)
+    assert lost() is not None  # it is among the objects that were old, which take 0.1 s
+    collector.collect(EVERYTHING_S)
+    assert lost() is None
+    assert gc.get_freeze_count()
+    collector.end(EVERYTHING_S)
+
+
+def test_the_minute_may_be_that_of_several_trainings() -> None:
+    lost = old_circle()
+    for _ in range(3):
+        collector = Collector()
+        collector.begin(7.0)
+        collector.collect(8.0)
+        assert lost() is not None
+        collector.end(7.0 + EVERYTHING_S / 3)
+    collector = Collector()
+    collector.begin(0.0)
+    collector.collect(1.0)
+    assert lost() is None
+    collector.end(1.0)
+
+
+def test_a_run_of_some_steps_never_looks_at_all_objects(tmp_path: Path) -> None:
+    looked_at = []
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and not gc.isenabled():
+            looked_at.append(sum(len(gc.get_objects(i)) for i in range(info["generation"] + 1)))
+
+    fit(tmp_path, max_epochs=1).run(Weight(), ones(2))  # what the first run in a process imports
+    everything = len(gc.get_objects())
+    gc.callbacks.append(count)
+    try:
+        fit(tmp_path, max_epochs=1, gc_every_n_steps=4).run(Weight(), ones(4 * (FULL + 2)))
+    finally:
+        gc.callbacks.remove(count)
+    assert len(looked_at) == FULL + 2
+    assert max(looked_at) < everything / 5
+
+
+class WithAdam(Weight):
+    adam: torch.optim.Optimizer
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.adam = torch.optim.Adam(self.parameters())
+        return self.adam
+
+
+def weights_and_momenta(folder: Path, kind: str) -> list[weakref.ref[torch.Tensor]]:
+    """A training or an evaluation; references to what it kept on the device."""
+
+    module = WithAdam()
+    tensors: list[torch.Tensor] = [module.w]
+    if kind == "run":
+        watched = [ModelCheckpoint(monitor="val"), EarlyStopping(monitor="val"), EMA(), CSVLogger()]
+        fit(folder, max_epochs=1, callbacks=watched).run(module, ones(3), ones(2))
+        tensors.append(module.adam.state[module.w]["exp_avg"])
+    else:
+        getattr(fit(folder), kind)(module, ones(2))
+    return [weakref.ref(tensor) for tensor in tensors]
+
+
+@pytest.mark.parametrize("kind", ["run", "validate", "predict"])
+def test_a_run_leaves_no_circle_that_keeps_weights(tmp_path: Path, kind: str) -> None:
+    """Several runs in one process: what one has used is free before the next, whenever garbage is collected."""
+    weights_and_momenta(tmp_path, kind)
+    gc.disable()
+    try:
+        assert [ref() for ref in weights_and_momenta(tmp_path, kind)] in ([None], [None, None])
+    finally:
+        gc.enable()
 
 
 def test_evaluation_collects_by_itself() -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import pdb
 import sys
 import threading
 import time
 import traceback
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import PATIENCE_S
+from processes import PATIENCE_S, run_script
 
 from engine.distributed.environment import Environment
 from engine.distributed.group import Group
@@ -143,7 +145,79 @@ def test_alone_it_tells_once_for_each_stall_and_goes_on(tmp_path: Path, caplog: 
         time.sleep(0.6)  # less than limit_s
         assert len(caplog.records) == 1
     dog.stop()
-    assert "fit-watchdog" not in {thread.name for thread in threading.enumerate()}
+    deadline = time.monotonic() + PATIENCE_S
+    while "fit-watchdog" in {thread.name for thread in threading.enumerate()}:  # it ends at its next look
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_short_run_uses_the_thread_of_the_one_before_and_is_watched(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def watchdog(limit_s: float) -> Watchdog:
+        return Watchdog(alone(), lambda: 0, first_s=0.3, limit_s=limit_s, directory=tmp_path / "hang")
+
+    def watchers() -> set[int | None]:
+        return {thread.ident for thread in threading.enumerate() if thread.name == "fit-watchdog"}
+
+    before = watchers()
+    first = watchdog(60)
+    thread = watchers() - before
+    first.stop()
+    second, other = watchdog(60), watchdog(6)
+    assert thread < watchers()
+    assert len(watchers() - before) == 2  # one that looks more often has its own
+    other.stop()
+    with caplog.at_level(logging.WARNING, "engine"):
+        deadline = time.monotonic() + PATIENCE_S
+        while not caplog.records and time.monotonic() < deadline:
+            time.sleep(0.1)
+    second.stop()
+    assert "no batch was finished" in caplog.text
+
+
+def test_a_watchdog_that_has_looked_keeps_nothing_of_its_run(tmp_path: Path) -> None:
+    """Or memory of a run would be held until the thread's next look."""
+    looked = threading.Event()
+
+    def progress() -> int:
+        if threading.current_thread() is not threading.main_thread():
+            looked.set()
+        return 0
+
+    kept = weakref.ref(progress)
+    dog = Watchdog(alone(), progress, first_s=60, limit_s=60, directory=tmp_path)
+    del progress
+    assert looked.wait(PATIENCE_S)
+    dog.stop()
+    del dog
+    gc.collect()
+    assert kept() is None
+
+
+FORKED = """
+import os, sys
+from engine.distributed.environment import Environment
+from engine.distributed.group import Group
+from engine.health.watchdog import Watchdog
+import threading, torch
+
+def watchdog():
+    return Watchdog(Group(Environment("single"), torch.device("cpu")), lambda: 0, first_s=60, limit_s=60, directory=None)
+
+watchdog().stop()
+child = os.fork()
+dog = watchdog()  # in the child the thread of the first is gone
+names = [thread.name for thread in threading.enumerate() if thread.is_alive()]
+dog.stop()
+if not child:
+    os._exit("fit-watchdog" not in names)
+report(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_has_its_own_thread() -> None:
+    assert run_script(FORKED).value == 0
 
 
 def test_progress_is_no_stall(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -153,3 +227,65 @@ def test_progress_is_no_stall(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         time.sleep(1)
     dog.stop()
     assert not caplog.records
+
+
+LATE_WORKER = """
+import logging, multiprocessing, os, sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from engine import Fit, TrainModule
+from engine.health import watchdog
+
+os.register_at_fork(after_in_child=lambda: hangs and time.sleep(600))  # where CPython before 3.11.10 hangs
+hangs = False
+watchdog.WORKER_S = 1.0
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).mean()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Hanging(DataLoader):
+    def __iter__(self):
+        global hangs
+        hangs = True
+        try:
+            return super().__iter__()
+        finally:
+            hangs = False
+
+told = []
+
+class Listener(logging.Handler):
+    def emit(self, record):
+        told.append(record.getMessage())
+        for worker in multiprocessing.active_children():
+            worker.kill()
+
+logging.getLogger("engine").addHandler(Listener())
+data = TensorDataset(torch.ones(4, 2))
+loaders = [DataLoader(data, 2, num_workers=1) for _ in range(2)]
+loaders[int(sys.argv[1])] = Hanging(data, 2, num_workers=1)
+fit = Fit(accelerator="cpu", max_epochs=1, callbacks=[], root_dir=sys.argv[2], num_sanity_val_steps=0)
+try:
+    fit.run(Net(), *loaders)
+except RuntimeError as error:
+    assert "exited unexpectedly" in str(error)
+report(told)
+"""
+
+
+@pytest.mark.parametrize(("late", "name"), [(0, "training"), (1, "evaluation")])
+def test_a_worker_that_does_not_start_is_named(late: int, name: str, tmp_path: Path) -> None:
+    told = run_script(LATE_WORKER, late, tmp_path, forked=True).value
+    assert f"worker 0 of the {name} loader has not started after 1" in told[0]

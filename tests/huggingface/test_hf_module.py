@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import clean_environment
 from ranked import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -261,10 +263,10 @@ def test_averaged_weights_are_exported_as_the_model(tmp_path: Path) -> None:
     module = module_of("lora")
     callbacks = [EMA(0.5), ModelCheckpoint()]
     fit(tmp_path, max_epochs=1, callbacks=callbacks).run(module, loader())
-    export_checkpoint(tmp_path, tmp_path / "out", weights="ema")
+    export_checkpoint(tmp_path, tmp_path / "out")
     averaged = PeftModel.from_pretrained(llama(), tmp_path / "out")
     assert torch.equal(logits_of(averaged), logits_of(module.model))  # which has the average after the training
-    export_checkpoint(tmp_path, tmp_path / "trained")
+    export_checkpoint(tmp_path, tmp_path / "trained", weights="trained")
     trained = PeftModel.from_pretrained(llama(), tmp_path / "trained")
     assert not torch.equal(logits_of(averaged), logits_of(trained))
 
@@ -288,6 +290,9 @@ def test_a_checkpoint_of_an_adapter_is_the_adapter_and_resumes_on_the_same_model
     assert any("base_layer" in name for name in base)  # asked for, all of it is there
 
 
+@pytest.mark.filterwarnings(
+    "ignore:`past_key_values` is deprecated:FutureWarning"
+)  # peft's prefix uses transformers' former name
 @pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig])
 def test_learned_prompts(config: Any, tmp_path: Path) -> None:
     model = get_peft_model(llama(), config(task_type="CAUSAL_LM", num_virtual_tokens=3))
@@ -417,3 +422,12 @@ def test_a_saved_model_in_one_process(tmp_path: Path) -> None:
     assert losses == by_fit("single", module_of("full"), tmp_path / "b")[1]
     assert len(losses) == EPOCHS * -(-len(rows()) // STEP)
     assert isinstance(module.model.lm_head.weight, Tensor)
+
+
+def test_without_transformers_the_error_names_the_extra() -> None:
+    code = "import sys; sys.modules['transformers'] = None; import engine.huggingface"
+    ended = subprocess.run([sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True)
+    assert (
+        'ModuleNotFoundError: engine.huggingface needs transformers: pip install "fit-trainer[huggingface]"'
+        in ended.stderr
+    )

@@ -72,6 +72,22 @@ def test_output_files_and_environment(tmp_path: Path) -> None:
     assert "half\rwhole\nno newline" in kept
 
 
+def test_a_traceback_that_was_not_the_end_is_shown(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import traceback
+        try:
+            raise ValueError("handled")
+        except ValueError:
+            traceback.print_exc()
+        """,
+    )
+    with Launched(tmp_path, "--nproc", 2, path) as job:
+        assert job.wait() == 0, job.text
+    assert job.stderr.count("[rank 1] ValueError: handled") == job.stderr.count("[rank 0] ValueError: handled") == 1
+
+
 def test_a_module_and_a_program(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "module.py").write_text("import sys; print('module', sys.argv[1:])")
@@ -100,7 +116,8 @@ def test_a_rank_that_raises_at_import_while_another_hangs(tmp_path: Path) -> Non
     assert seconds < 300, seconds  # the other would sleep for 600
     assert not any(map(alive, pids(tmp_path, 2)))
     head, _, shown = job.stderr.rpartition("Traceback (most recent call last):")
-    assert shown.rstrip().endswith("ValueError: no such layer")
+    assert shown.rstrip().endswith("ValueError: no such layer\n\nrank 0: was ended because of it")
+    assert job.stderr.count("Traceback") == 1  # the launcher's alone
     said = head.rstrip().splitlines()[-1]
     assert said.startswith(
         f"fit launch: rank 1 on {socket.gethostname()} (process {pids(tmp_path, 2)[1]}) failed with exit code 1; its output: "
@@ -141,7 +158,9 @@ def test_a_rank_that_raises_before_the_first_collective(tmp_path: Path) -> None:
         assert job.wait() == 1
         seconds = time.monotonic() - begun
     assert seconds < 300, seconds  # the other would sleep for 600
-    assert job.stderr.rstrip().endswith("ValueError: no such layer")  # not rank 0's "connection closed by peer"
+    # Not rank 0's "connection closed by peer".
+    assert job.stderr.rstrip().endswith("ValueError: no such layer\n\nrank 0: lost another rank")
+    assert job.stderr.count("Traceback") == 1
     assert "fit launch: rank 1 on " in job.stderr
 
 
@@ -246,13 +265,38 @@ def test_restarts_are_counted_and_each_cause_is_told(tmp_path: Path) -> None:
     )
     with Launched(tmp_path, "--nproc", 2, "--max-restarts", 2, path) as job:
         assert job.wait() == 0, job.text
-    assert (
-        job.stderr.count("RuntimeError: cause 0") == job.stderr.count("RuntimeError: cause 1") == 2
-    )  # as it happens, and as the cause
+    assert job.stderr.count("RuntimeError: cause 0") == job.stderr.count("RuntimeError: cause 1") == 1
     assert "restart 1 of 2" in job.stderr
     assert "restart 2 of 2" in job.stderr
     assert "attempt 0\nTraceback" in job.log(0)
     assert "--- attempt 3 ---\nattempt 2\n" in job.log(0)
+
+
+OWN_GROUP = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+sums = torch.ones(1)
+dist.all_reduce(sums)
+if rank == 1 and not os.path.exists("again"):
+    open("again", "w").close()
+    raise ValueError("no such layer")
+dist.all_reduce(sums)  # the first attempt's other rank waits here
+print(sums.item(), os.environ["MASTER_PORT"])
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_with_a_process_group_of_its_own_is_started_again(tmp_path: Path) -> None:
+    port = free_port()
+    options = ("--nproc", 2, "--max-restarts", 1, "--rdzv", f"localhost:{port}")
+    with Launched(tmp_path, *options, script(tmp_path, OWN_GROUP)) as job:
+        assert job.wait() == 0, job.text
+    assert "restart 1 of 1" in job.stderr
+    lines = [line.split() for line in job.stdout.splitlines()]
+    assert sorted(line[:3] for line in lines) == [["[rank", "0]", "4.0"], ["[rank", "1]", "4.0"]]
+    # The keys of the ranks before are in the store of the first round.
+    assert {line[3] for line in lines}.isdisjoint({str(port)})
 
 
 @pytest.mark.parametrize("nodes", ["1", pytest.param("2", marks=pytest.mark.slow)])
@@ -319,9 +363,19 @@ def test_a_failure_on_one_machine_ends_the_other_which_tells_it_too(tmp_path: Pa
         assert one.wait() == other.wait() == 1, one.text + other.text
         assert time.monotonic() - begun < 100
     for job in (one, other):
-        assert job.stderr.rstrip().endswith("ValueError: no such layer"), job.text
+        assert job.stderr.count("ValueError: no such layer") == 1, job.text
         assert "fit launch: rank 1 on " in job.stderr
     assert not any(map(alive, pids(tmp_path, 2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fixed", [False, True], ids=["c10d", "static"])
+def test_two_agents_start_a_script_with_a_process_group_of_its_own_again(tmp_path: Path, fixed: bool) -> None:
+    one, other = machines(tmp_path, script(tmp_path, OWN_GROUP), fixed, "--max-restarts", 2)
+    with one, other:
+        assert one.wait() == other.wait() == 0, one.text + other.text
+    ports = {line.split()[3] for line in (one.stdout + other.stdout).splitlines()}
+    assert len(ports) == 1
 
 
 @pytest.mark.slow

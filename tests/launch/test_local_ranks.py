@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from models import Weight, fit, on_ranks, ones
-from processes import run_script
+from processes import clean_environment, run_script
 
 SCRIPT = f"""
 import sys
@@ -56,6 +60,143 @@ def test_a_dying_rank_ends_all_and_is_named(tmp_path: Path, how: str, told: str)
     assert ran.value is None
     assert told in ran.stderr
     assert "RankError: rank 1" in ran.stderr
+
+
+ENDS = """
+import os, signal, sys, time
+import torch
+from engine import Fit, TrainModule
+from callbacks import ModelCheckpoint
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, i):
+        if self.global_step == 3 and self.global_rank == 0:
+            print("step", flush=True)
+        if self.global_step == 3 and sys.argv[1] == f"interrupt rank {self.global_rank}":
+            os.kill(os.getpid(), signal.SIGINT)
+        if self.global_step == 3 and "interrupt" not in sys.argv[1] and str(self.global_rank) in sys.argv[1]:
+            raise ValueError("bad luck")
+        time.sleep(0.01)
+        return self.layer(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+fit = Fit(devices=2, accelerator="cpu", max_epochs=10**6, callbacks=[ModelCheckpoint(every=10**9)])
+fit.run(Net(), [torch.ones(2, 1)] * 8)
+"""
+
+
+@pytest.mark.parametrize("ranks", ["01", "1"])
+def test_an_error_is_told_once_with_the_users_lines(tmp_path: Path, ranks: str) -> None:
+    (tmp_path / "train.py").write_text(ENDS)
+    ran = subprocess.run(
+        [sys.executable, "train.py", ranks],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 1
+    lines = [line.removeprefix("[rank0]: ") for line in ran.stderr.splitlines()]
+    assert lines.count("Traceback (most recent call last):") == 1
+    files = [line.split('"')[1] for line in lines if line.startswith("  File ")]
+    assert files == [str(tmp_path / "train.py")] * 2  # the call of run, and training_step
+    other = "rank 1: ValueError: bad luck" if ranks == "01" else "rank 0: was ended because of it"
+    assert [line for line in lines if "bad luck" in line or "because" in line] == [
+        '    raise ValueError("bad luck")',
+        "ValueError: bad luck",
+        other,
+    ]
+    assert len(lines) <= 12, ran.stderr
+
+
+def test_ctrl_c_ends_with_one_line_and_status_130(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ENDS)
+    process = subprocess.Popen(
+        [sys.executable, "train.py", "interrupt"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "step\n"
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, err = process.communicate(timeout=300)
+    (saved,) = (tmp_path / "runs" / "checkpoints").glob("step=*")
+    assert process.returncode == 130
+    assert err.splitlines() == [
+        "Ctrl-C: the run ends after this step; press it again to end at once",
+        f"Ctrl-C: the training ended after step {int(saved.name[5:])}, saved in {saved}; "
+        'resume="last" (fit run: --resume last) continues from it',
+    ]
+
+
+@pytest.mark.parametrize(
+    "command", [["train.py"], ["-m", "engine.cli.main", "launch", "--nproc", "2", "--max-restarts", "1", "train.py"]]
+)
+def test_ctrl_c_on_one_rank_ends_all_with_130(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "train.py").write_text(ENDS)
+    ran = subprocess.run(
+        [sys.executable, *command, "interrupt rank 1"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 130, ran.stderr
+    (saved,) = (tmp_path / "runs" / "checkpoints").glob("step=*")
+    lines = [line.removeprefix("[rank 0] ") for line in ran.stderr.splitlines() if not line.startswith("fit launch:")]
+    assert lines == [
+        f"Ctrl-C: the training ended after step {int(saved.name[5:])}, saved in {saved}; "
+        'resume="last" (fit run: --resume last) continues from it',
+    ]
+
+
+SPAWNS = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from engine import Fit, TrainModule
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, i):
+        return self.layer(batch[0]).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+fit = Fit(devices=2, accelerator="cpu", max_epochs=1, callbacks=[])
+if GUARD:
+    data = TensorDataset(torch.ones(8, 1))
+    loader = DataLoader(data, 2, num_workers=1, multiprocessing_context="spawn")
+    result = fit.run(Net(), loader, loader)
+    print(f"steps {result.step}\\n", end="")  # in one write: two processes share the pipe
+"""
+
+
+@pytest.mark.parametrize("guard", ["__name__ == '__main__'", "True"])
+def test_spawned_workers_import_a_script_with_a_fit(tmp_path: Path, guard: str) -> None:
+    (tmp_path / "train.py").write_text(SPAWNS.replace("GUARD", guard))
+    command = [sys.executable, "train.py"]
+    ran = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=300)
+    if guard == "True":
+        assert ran.returncode == 1
+        assert "imports this script and would train as well: put what the script does" in ran.stderr
+        assert "inherited the variables" not in ran.stderr
+    else:
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stdout == "steps 2\nsteps 2\n"
+        (warning,) = [line for line in ran.stderr.splitlines() if "Warning" in line]  # once, at the user's line
+        assert warning.startswith(f"{tmp_path / 'train.py'}:19: UserWarning: Net has no validation_step")
 
 
 def ranks_devices(root: str) -> list[str]:

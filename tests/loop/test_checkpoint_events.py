@@ -47,6 +47,17 @@ def test_each_after_the_step_that_saved_it(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("hears", [[], [Hears()]])
+def test_scores_are_not_collected(tmp_path: Path, hears: list[Callback]) -> None:
+    class Counts(Callback):
+        def on_train_end(self, run: Run, module: TrainModule) -> None:
+            self.scores = dict(run.checkpoint_scores)
+
+    counts = Counts()
+    fit(tmp_path, max_steps=6, callbacks=[*hears, saving(), counts]).run(Weight(), ones(6))
+    assert len(counts.scores) <= len(hears)  # the one whose event is yet to come
+
+
 def test_the_score_is_the_one_that_best_means(tmp_path: Path) -> None:
     class Scored(Weight):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import signal
 from collections import UserDict
 from pathlib import Path
 from typing import Any
@@ -87,6 +90,53 @@ def test_a_fraction_of_an_epoch_is_of_that_epochs_own_length(tmp_path: Path) -> 
     assert sorted(keeper.scores) == [4, 8, 9, 10, 12, 13]
 
 
+# -- a validation that is cut off -----------------------------------------------------------------------------------------------------
+
+
+class CutOff(Logs):
+    """Gets SIGTERM in the validation at the step ``at``; notes the steps whose validation is complete."""
+
+    def __init__(self, at: int | None = None) -> None:
+        super().__init__()
+        self.at = at
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if self.global_step == self.at and batch_idx == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_start(self) -> None:
+        pass
+
+    def on_validation_end(self) -> None:
+        self.validated.append((self.current_epoch, self.global_step))
+
+
+@pytest.mark.parametrize(
+    ("every", "at"), [("1 epochs", 4), ("1 epochs", 8), (2, 2), (2, 4), (0.5, 2), (0.5, 8), (3, 6)]
+)
+def test_a_resumed_run_makes_up_for_a_validation_that_sigterm_cut_off(
+    tmp_path: Path, every: Any, at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """2 epochs of 4 steps: the cut one and the resumed run validate together where an undisturbed run does, and stop at the same step."""
+    settings: dict[str, Any] = {"max_epochs": 2, "val_every": every, "num_sanity_val_steps": 0}
+    whole, cut, resumed = CutOff(), CutOff(at), CutOff()
+    fit(tmp_path / "whole", **settings).run(whole, ones(4), ones(3))
+    best = [ModelCheckpoint(every=every, monitor="val", save_top_k=-1) for _ in range(2)]
+    with pytest.raises(SystemExit):
+        fit(tmp_path / "cut", callbacks=best[0], **settings).run(cut, ones(4), ones(3))
+    path = tmp_path / f"cut/checkpoints/step={at:08d}"
+    assert f"SIGTERM: the training ended after step {at}, saved in {path};" in caplog.text
+    fit(tmp_path / "cut", callbacks=best[1], **settings).run(resumed, ones(4), ones(3), resume="last")
+    assert cut.validated + resumed.validated == whole.validated
+    assert {step for _, step in whole.validated} <= {
+        step for step, score in best[1].scores.items() if score is not None
+    }
+    saved = [json.loads(path.read_text()) for path in (tmp_path / "cut/checkpoints").glob("*/manifest.json")]
+    scores = [manifest.get("score") for manifest in saved if manifest["counters"]["step"] == at]
+    assert best[1].scores[at] in [score["value"] for score in scores if score is not None]
+
+
 # -- short runs -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -122,7 +172,8 @@ def test_a_resumed_run_repeats_no_row(tmp_path: Path) -> None:
 def test_the_log_line_of_a_short_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "engine"):
         fit(tmp_path).run(Logs(), ones(3))
-    assert [record.getMessage() for record in caplog.records] == ["epoch 0 step 1: step=1", "epoch 0 step 3: step=3"]
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("epoch")]
+    assert said == ["epoch 0 step 1: step=1", "epoch 0 step 3: step=3"]
 
 
 def test_validation_at_the_last_step_comes_after_its_row(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from cProfile import Profile
 from pathlib import Path
+from pstats import Stats
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from callbacks import CSVLogger
 from engine import Callback, Run
+from engine.config import masked
 
 
 class Calls(Callback):
@@ -100,7 +103,10 @@ def test_without_a_progress_bar_one_line_an_interval_is_logged(
 
     with caplog.at_level("INFO", logger="engine"):
         fit(tmp_path, log_every_n_steps=2, callbacks=Listens()).run(Logs(), ones(4))
-        assert [r.getMessage() for r in caplog.records] == [
+        start, first, *lines = [r.getMessage() for r in caplog.records]
+        assert start.startswith("training with 1 process (cpu), strategy single")
+        assert first.startswith("first step done, ")
+        assert lines == [
             "epoch 0 step 1: n=0",
             "epoch 0 step 2: n=1",
             "epoch 0 step 4: n=3",
@@ -227,3 +233,49 @@ def test_a_modules_own_names_take_precedence(tmp_path: Path) -> None:
     module = Own()
     fit(tmp_path, callbacks=CSVLogger()).run(module, ones(1))
     assert "run.weight" in module.state_dict()
+
+
+class Broken(Weight):
+    def on_validation_model_eval(self) -> None:
+        raise OSError("no")
+
+
+class Looks(Callback):
+    evaluating: list[bool]
+
+    def on_exception(self, run: Run, module: Any, exception: BaseException) -> None:
+        self.evaluating = [run.evaluating, any(part.training for part in module.modules())]
+
+
+@pytest.mark.parametrize("kind", ["run", "validate"])
+def test_an_error_before_an_evaluation_ends_it(tmp_path: Path, kind: str) -> None:
+    looks = Looks()
+    data = (ones(2), ones(2)) if kind == "run" else (ones(2),)
+    with pytest.raises(OSError, match="no"):
+        getattr(fit(tmp_path, max_epochs=1, callbacks=[looks]), kind)(Broken(), *data)
+    assert looks.evaluating == [False, True]
+
+
+def test_settings_are_masked_when_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation that nobody logs does not pay for it: a third of its fixed cost."""
+    texts = []
+    masked_text = masked._hide_text
+    monkeypatch.setattr(masked, "_hide_text", lambda text: texts.append(text) or masked_text(text))
+    fit(tmp_path).validate(Weight(), ones(2))
+    assert texts == []
+    fit(tmp_path, callbacks=[Reads()]).validate(Weight(), ones(2))
+    assert texts != []
+
+
+def test_an_evaluation_makes_few_calls(tmp_path: Path) -> None:
+    """Its fixed cost is its calls: what depends on the environment alone, or on a class, is not looked up again."""
+    ours, module, data = fit(tmp_path), Weight(), ones(2)
+    ours.validate(module, data)
+    with Profile() as profile:
+        ours.validate(module, data)
+    assert Stats(profile).total_calls < 2_900  # type: ignore[attr-defined]
+
+
+class Reads(Callback):
+    def setup(self, run: Run, module: Any, stage: str) -> None:
+        assert run.config["max_epochs"] == {"value": 1, "origin": "default"}

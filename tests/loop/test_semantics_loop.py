@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from models import Weight, fit, on_ranks, ones
-from processes import clean_environment
+from processes import clean_environment, run_script
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -324,15 +324,53 @@ def test_ctrl_c_ends_after_the_step_saves_closes_and_is_raised(tmp_path: Path) -
     assert lines[:3] == ["train end interrupted (Ctrl-C)", "exception KeyboardInterrupt", "teardown"]
     _, name, steps = lines[3].split()
     assert name == "KeyboardInterrupt"
-    assert process.returncode in (
-        1,
-        -signal.SIGINT,
-    )  # Python's for a KeyboardInterrupt; 1 since torch imports its compiler
-    assert err.rstrip().endswith("KeyboardInterrupt")
-    assert "SystemExit" not in err
-    assert (tmp_path / "root" / "checkpoints" / f"step={int(steps):08d}" / "manifest.json").exists()
+    assert process.returncode == 130
+    saved = tmp_path / "root" / "checkpoints" / f"step={int(steps):08d}"
+    at_once, last = [line for line in err.splitlines() if line.startswith("Ctrl-C")]
+    assert at_once == "Ctrl-C: the run ends after this step; press it again to end at once"
+    assert last == (
+        f'Ctrl-C: the training ended after step {steps}, saved in {saved}; resume="last" (fit run: --resume last) continues from it'
+    )
+    assert err.rstrip().endswith(last)
+    assert "Traceback" not in err
+    assert (saved / "manifest.json").exists()
     (table,) = (tmp_path / "root").rglob("*.csv")
     assert len(table.read_text().splitlines()) == 1 + int(steps)
+
+
+INTERRUPTED_WITH_WORKERS = """
+import os, signal, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from engine import Fit, TrainModule
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            os.killpg(0, signal.SIGINT)  # as a terminal does
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+os.setpgid(0, 0)
+fit = Fit(accelerator="cpu", max_epochs=1, callbacks=[], root_dir=sys.argv[1])
+try:
+    fit.run(Net(), DataLoader(TensorDataset(torch.ones(64, 2)), 2, num_workers=2))
+except KeyboardInterrupt:
+    report("interrupted")
+"""
+
+
+def test_ctrl_c_is_told_once_and_not_by_each_data_worker(tmp_path: Path) -> None:
+    ran = run_script(INTERRUPTED_WITH_WORKERS, tmp_path, forked=True)
+    assert ran.value == "interrupted"
+    assert ran.stderr.count("the run ends after this step") == 1, ran.stderr
 
 
 def test_a_keyboard_interrupt_in_a_hook_is_raised_after_saving_and_closing(tmp_path: Path) -> None:

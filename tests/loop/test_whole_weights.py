@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,13 @@ def data() -> list[Tensor]:
     return [torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) for i in range(4)]
 
 
+def whole(tied: bool, state: dict[str, Tensor]) -> Net:
+    """A module of these weights that was in no run."""
+    module = Net(tied)
+    module.load_state_dict(state)
+    return module
+
+
 def bare(tied: bool, batches: list[Tensor]) -> dict[str, Tensor]:
     module = Net(tied).double()
     optimizer = module.configure_optimizers()
@@ -111,6 +119,11 @@ def after(name: str, strategy: Any) -> dict[str, Any]:
                 save_model(module, f"{root}/out.safetensors")
                 saved = load_file(f"{root}/out.safetensors")
                 found["saved"] = max((saved[key] - expected[key]).abs().max().item() for key in saved)
+            if half and ours.is_main_process:
+                inputs = data()[0]
+                found["copied"] = torch.allclose(
+                    copy.deepcopy(module)(inputs), whole(tied, expected)(inputs), atol=1e-5
+                )
         with ours.gathered(module, everywhere=True):
             found["summed"] = sum(p.detach().double().sum().item() for p in module.parameters()) - sum(
                 expected[key].double().sum().item() for key, _ in Net(tied).named_parameters()
@@ -140,6 +153,7 @@ def test_whole_weights_after_a_run(found: Any, name: str) -> None:
         assert one["plain"]
         assert one["tied"]
         assert one["back"]
+        assert one.get("copied", True)
         assert one["main only"] == (0 if rank else 9)
         assert one.get("saved", 1.0) < 1e-6 or rank
         assert one["after"] == ["train end", 1, 4]

@@ -50,6 +50,20 @@ def test_a_callback_gets_copies_of_the_values_at_their_step(tmp_path: Path) -> N
     ]
 
 
+def test_the_sanity_check_logs_no_media(tmp_path: Path) -> None:
+    class Validates(Painter):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.weight.sum()
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.log_text("note", f"step {self.global_step}")
+
+    gallery = Gallery()
+    fit = Fit(max_steps=2, num_sanity_val_steps=1, val_every="1 steps", root_dir=tmp_path, callbacks=gallery)
+    fit.run(Validates(), [torch.zeros(1)] * 2, [torch.zeros(1)])
+    assert [value for _, _, _, value, _ in gallery.got] == ["step 1", "step 2"]
+
+
 def test_a_kind_that_no_logger_takes_is_left_out_with_one_warning(tmp_path: Path) -> None:
     class Noisy(Painter):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

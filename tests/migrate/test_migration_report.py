@@ -59,3 +59,12 @@ def test_a_notebooks_uses_have_a_cell(tmp_path: Path) -> None:
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
     (use,) = as_json(migration([tmp_path]))["uses"]
     assert (use["cell"], use["line"], use["name"]) == (2, 2, "Trainer")
+
+
+def test_a_file_that_is_nested_too_deeply_costs_itself_alone(tmp_path: Path) -> None:
+    (tmp_path / "good.py").write_text(BASE)
+    (tmp_path / "deep.py").write_text("import lightning as L\nx = a" + ".b()" * 700 + "\n")
+    report = migration([tmp_path])
+    assert report.counts("module")["as is"] == 1
+    (unread,) = report.unread
+    assert (unread.path.name, unread.message) == ("deep.py", "an expression in it is nested too deeply")

@@ -156,7 +156,9 @@ def _measure(case: Any, root: Path) -> dict[str, Any]:
     with (
         warnings.catch_warnings(),
         patiently(),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as recorder,
+        profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, acc_events=True
+        ) as recorder,
     ):
         warnings.filterwarnings("ignore", ".*FSDP2-wrapped module.*")
         module = case.module()
@@ -203,9 +205,14 @@ def evaluated(recording: Recording, marks: Marks) -> dict[str, Any]:
         recording.assign(moment, dict.fromkeys(pointers, "communication"))
     start, end = recording.marks["start"], recording.marks["end"]
     kept = marks.held["end"]  # DeepSpeed's objects outlive the run
+    lost = []
     for block in recording.blocks:
         unseen = block.lost or (block.end == FOREVER and block.pointer not in kept)
-        if block.start < start and (unseen or not (block.category or (block.within and block.within[0] in LOOP))):
+        of_loop = bool(block.within) and block.within[0] in LOOP
+        earlier = block.start < start
+        if unseen and block.start < end and (not earlier or (block.end > start and of_loop and not block.category)):
+            lost.append(block)
+        if earlier and (unseen or not (block.category or of_loop)):
             block.category = OTHER
         block.category = block.category or recording.by_context(block)
     levels = [{k: v for k, v in level.items() if v and k != OTHER} for level in recording.levels(start, end)]
@@ -215,11 +222,6 @@ def evaluated(recording: Recording, marks: Marks) -> dict[str, Any]:
         count[sent.kind] += 1
         size[sent.kind] += sent.bytes
     before, after = marks.sequences
-    lost = [
-        b
-        for b in recording.blocks
-        if start < b.start < end and (b.lost or (b.end == FOREVER and b.pointer not in kept))
-    ]
     return {
         "start": levels[0],
         "peak": max(levels, key=lambda level: sum(level.values())),

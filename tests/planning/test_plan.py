@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import chromium
 import pytest
@@ -14,6 +15,7 @@ from hand_made import DEVICE, GIB, OPERATIONS, collective, job, rank_trace
 from engine.planning.network import START_S
 from engine.planning.paper_formulas import Shape
 from engine.planning.plan import Plan
+from engine.planning.plan_page import page
 from engine.planning.rank_trace import Memory, Moment
 from engine.planning.roofline import Compute
 
@@ -79,6 +81,7 @@ def test_a_checkpoint() -> None:
     assert plan.checkpoint_bytes == 6 * GIB
     # Each of two ranks writes 2 GiB of parameters, in 8 files at most, and 1 GiB of state in files of 128 MiB.
     assert plan.checkpoint_files == 2 * (8 + 8)
+    assert plan.as_json()["checkpoint"]["copy_bytes"] == 3 * GIB
     assert plan.as_json()["checkpoint"]["seconds"] == pytest.approx(6 * GIB / 1e9)
     assert Plan((rank_trace(),), job(optimizer_bytes=GIB), DEVICE).checkpoint_bytes == 5 * GIB
 
@@ -237,6 +240,33 @@ def test_the_page_in_a_browser(tmp_path: Path, view: dict[str, int]) -> None:
         light = browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(246, 247, 249)"
         assert light is not view.get("dark", False)
         browser.screenshot(tmp_path / "plan.png")
+
+
+def hostile(value: Any, kind: str) -> Any:
+    """A plan all of whose texts are hostile."""
+    if isinstance(value, dict):
+        return {name: hostile(each, kind) for name, each in value.items()}
+    if isinstance(value, list):
+        return [hostile(each, kind) for each in value]
+    return chromium.HOSTILE[kind] + value if isinstance(value, str) else value
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(chromium.program() is None, reason="no Chromium")
+def test_no_name_in_the_page_runs_a_script(tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    plain = whole_plan().as_json()
+    with chromium.chromium() as browser:
+        for kind, text in chromium.HOSTILE.items():
+            plan = hostile(plain, kind) | {"verdict": plain["verdict"]}
+            path.write_text(page(plan), encoding="utf-8")
+            browser.open(path, policy=False, drawn=False)
+            assert browser.unharmed(), kind
+            assert browser.complaints() == []
+            assert browser.requests() == [path.as_uri()]
+            assert browser.evaluate("document.scripts.length") == 0
+            lines = browser.evaluate("[...document.querySelectorAll('li')].map(each => each.textContent)")
+            assert any(line.startswith(text) for line in lines), kind
 
 
 def test_an_empty_plan() -> None:

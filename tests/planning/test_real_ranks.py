@@ -22,6 +22,8 @@ FAST = (
     "pp of 4 parts, clipped",
 )
 """The others are slow: they cost as much as everything else here."""
+MEASURING_S = 1200.0
+"""How long all jobs of one number of ranks may take (s): on a loaded machine the profiler alone needs minutes."""
 
 
 def two_jobs() -> dict[str, Any]:
@@ -53,7 +55,7 @@ def real(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     found: dict[str, list[Any]] = {}
     for prefix, world_size in (("two_", 2), ("four_", 4)):
         if any(JOBS[name].world_size == world_size for name in chosen):
-            ranks = on_ranks(__file__, world_size, prefix, **env)["jobs"]
+            ranks = on_ranks(__file__, world_size, prefix, MEASURING_S, **env)["jobs"]
             found |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
     return found
 

@@ -182,6 +182,18 @@ class OnMeta(Net):
         """A training initializes what is on the meta device."""
 
 
+class KeepsExample(Net):
+    """An example of a shape, kept from step to step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.example = torch.empty(1000, device="meta")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_tensor_on_meta_needs_no_memory() -> None:
+    assert planned(KeepsExample()).timeline == planned(Net()).timeline
+
+
 class ByHand(Net):
     def __init__(self) -> None:
         super().__init__()

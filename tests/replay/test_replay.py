@@ -187,3 +187,34 @@ def test_steps_of_a_killed_and_resumed_run_of_two_ranks(tmp_path: Path) -> None:
         assert (single.ranks, single.recorded_ranks) == (1, 2)
         by_rank = [losses[str(step)] for _, _, losses in recorded]
         assert single.losses == [pytest.approx([by_rank[0][0], by_rank[1][0]], rel=1e-6)]
+
+
+class Wrapping(Callback):
+    """Wraps the hooks of a replayed step while it runs, as a profiler does."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def _wrapped(self, name: str, hook: Any) -> Any:
+        self.names.append(name)
+        return hook
+
+    def on_before_backward(self, run: Run, module: nn.Module, loss: Any) -> None:
+        if not self.names:
+            run.hooks.wrap(self._wrapped)
+
+
+def test_hooks_can_be_wrapped_while_a_step_is_replayed(tmp_path: Path) -> None:
+    made = trained(tmp_path, Seen())
+    wrapping = Wrapping()
+    again = fit(tmp_path, max_epochs=2, seed=7, callbacks=[wrapping])
+    again.replay(Net(), data(), run=tmp_path, step=4)
+    assert "[Callback]StepWatch.on_before_optimizer_step" in wrapping.names
+    assert made.replay(Net(), data(), run=tmp_path, step=4).recorded is None
+
+
+def test_callbacks_that_a_replay_leaves_out_cause_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = trained(tmp_path, Seen())
+    caplog.clear()
+    made.replay(Net(), data(), run=tmp_path, step=4)
+    assert not [record.message for record in caplog.records if record.levelname == "WARNING"]

@@ -39,6 +39,22 @@ def test_an_unknown_name_names_the_nearest() -> None:
         strategies.get("singel")
 
 
+def test_the_nearest_name_begins_alike() -> None:
+    with pytest.raises(ValueError, match=r"strategy='dpp' is unknown; did you mean 'ddp'"):
+        strategies.get("dpp")
+
+
+def test_names_of_lightning_are_known() -> None:
+    found = strategies.get("ddp_find_unused_parameters_true", 2)
+    assert repr(found) == repr(DDP(find_unused_parameters=True))
+    written = strategies.describe(found, "ddp_find_unused_parameters_true")
+    assert (written["name"], written["find_unused_parameters"]) == ("ddp", True)
+    assert repr(strategies.get(written)) == repr(found)
+    assert repr(strategies.get("ddp_find_unused_parameters_false", 2)) == repr(DDP())
+    with pytest.raises(ValueError, match="'ddp_spawn' is unknown; this name of Lightning's is 'ddp' here"):
+        strategies.get("ddp_spawn")  # how processes start is not the strategy's
+
+
 def test_third_parties_register_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     class Theirs(Strategy):
         pass

@@ -334,13 +334,18 @@ def rank_runs() -> Any:
 
 
 class Built(Net):
-    def __init__(self, config: Any = None) -> None:
+    """``drawn``: the dtype of the random weights; torch 2.11 draws other ones in bf16 than in fp32."""
+
+    def __init__(self, drawn: torch.dtype | None = None) -> None:
         super().__init__()
+        self.drawn = drawn
         self.shape: list[int] = []
 
     def configure_model(self) -> None:
         torch.manual_seed(11 + self.global_rank)
-        self.extra = nn.Linear(8, 8)
+        self.extra = nn.Linear(8, 8, dtype=self.drawn)
+        if self.drawn is not None:
+            self.extra.float()
         self.shape = list(self.extra.weight.shape)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -351,7 +356,8 @@ def rank_built() -> Any:
     """Under ``zero.Init`` at stage 3 a rank never keeps a whole weight; all start with rank 0's. Torch is as before afterwards."""
 
     def run(stage: int, precision: str) -> list[Any]:
-        module, expected, strategy = Built(), Built(), made(stage)
+        module, strategy = Built(), made(stage)
+        expected = Built(torch.bfloat16 if precision == "bf16-mixed" else None)
         fit(expected, [data(2) for _ in range(4)], strategy="ddp")
         fit(module, [data(2) for _ in range(4)], strategy=strategy, precision=precision)
         state = strategy.model_state(module)

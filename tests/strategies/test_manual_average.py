@@ -57,7 +57,7 @@ def rank_collectives() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("tolist", "item", "cpu"):
             patch.setattr(Tensor, name, read)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
             average(ranks, parameters)
     counted = Counter(event.name for event in profile.events() if event.name.startswith("gloo:"))
     return [counted, grads(parameters)]

@@ -13,7 +13,7 @@ from processes import run_ranks
 from ranked import on_ranks
 from torch import Tensor, nn
 
-from engine import DDP, Callback, Engine, Fit, TrainModule
+from engine import DDP, Callback, Engine, Fit, Loss, TrainModule
 
 STEPS, RANKS = 6, 2
 Change = Callable[[nn.Module, torch.optim.Optimizer, int, int], None]
@@ -288,6 +288,52 @@ def rank_refused() -> Any:
     }
 
 
+class Forgetful(TrainModule):
+    """A module whose loss does not depend on its second head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.second = nn.Linear(3, 3), nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, batch: Tensor) -> Any:
+        return self.head(self.body(batch)).square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def rank_unused() -> Any:
+    """What is said about parameters without gradient: at the first of two steps, at the only one, and in a loop of one's own."""
+
+    def said(call: Callable[[], Any]) -> str:
+        try:
+            call()
+        except RuntimeError as error:
+            return str(error)
+        return "no error"
+
+    def fit(batches: int, **settings: Any) -> str:
+        fit = Fit(accelerator="cpu", max_epochs=1, **settings)
+        return said(lambda: fit.run(Forgetful(), [torch.ones(2, 3) for _ in range(batches)]))
+
+    def own_loop() -> None:
+        engine, module = Engine(accelerator="cpu"), Forgetful()
+        model, optimizer = engine.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        for _ in range(2):
+            engine.backward(model(torch.ones(2, 3)))
+            optimizer.step()
+
+    return [
+        fit(4, strategy="ddp"),
+        fit(4, strategy="ddp", accumulate_grad_batches=2),
+        said(own_loop),
+        fit(4, strategy="ddp_find_unused_parameters_true"),
+    ]
+
+
 def rank_assigned_and_given() -> Any:
     """Whoever replaces parameters and gives the optimizer the new ones is let alone."""
 
@@ -398,6 +444,64 @@ def rank_fit() -> Any:
     return found
 
 
+class Branched(TrainModule):
+    """The branch is frozen in the second micro-batch of a window of two. Until then it is reached on rank 0 only: rank 1 does not call it, or
+    (``leaves_out``) has no loss."""
+
+    def __init__(self, leaves_out: bool) -> None:
+        super().__init__()
+        self.net, self.leaves_out = Net(), leaves_out
+        self.net.late = nn.Linear(4, 4).double()
+        nn.init.constant_(self.net.late.weight, 0.25)
+        nn.init.constant_(self.net.late.bias, 0.5)
+
+    def branch(self, batch_idx: int) -> None:
+        self.net.late.requires_grad_(batch_idx % 2 == 0)
+
+    def losses(self, step: int, rank: int, reached: bool) -> Tensor:
+        x, y = (part[rank::2] for part in batch(step, 0))
+        hidden = torch.tanh(self.net.backbone(x))
+        if reached:
+            hidden = hidden + self.net.late(hidden)
+        return (self.net.head(torch.tanh(self.net.middle(hidden))) - y).square()
+
+    def training_step(self, unused: Any, batch_idx: int) -> Any:
+        self.branch(batch_idx)
+        alone = batch_idx % 2 == 0 and self.global_rank == 1
+        if alone and self.leaves_out:
+            return None
+        return Loss(self.losses(batch_idx, self.global_rank, not alone).sum(), 2)
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self)
+
+
+def rank_frozen_in_a_window() -> Any:
+    """Four windows of two micro-batches; each rank has two of a batch's four samples."""
+    found = {}
+    for leaves_out in (False, True):
+        for search in (False, True):
+            module, expected = Branched(leaves_out), Branched(leaves_out)
+            settings: Any = {"accelerator": "cpu", "max_epochs": 1, "accumulate_grad_batches": 2, "seed": 1}
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*returned None")
+                Fit(strategy=DDP(find_unused_parameters=search), **settings).run(
+                    module, torch.utils.data.DataLoader(torch.zeros(32), batch_size=2)
+                )
+            optimizer = sgd(expected)
+            for step in range(8):
+                expected.branch(step)
+                losses = [expected.losses(step, 0, True)]
+                if step % 2 or not leaves_out:
+                    losses.append(expected.losses(step, 1, bool(step % 2)))
+                (torch.cat(losses).sum() / (6 if leaves_out else 8)).backward()
+                if step % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found[f"{leaves_out} {search}"] = apart(flat(module), flat(expected))
+    return found
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     return on_ranks(__file__, RANKS)
@@ -436,9 +540,23 @@ def test_models_that_are_frozen_in_turns_keep_their_reducer(found: Any) -> None:
         assert kept
 
 
+def test_a_parameter_that_one_rank_reached_is_frozen_inside_a_window(found: Any) -> None:
+    for distances in found["frozen_in_a_window"]:
+        assert {name: distance for name, distance in distances.items() if distance > 1e-12} == {}
+
+
 def test_fit_follows_what_callbacks_and_training_steps_unfreeze(found: Any) -> None:
     for rank in found["fit"]:
         assert {name: value for name, value in rank.items() if value > 1e-12} == {}
+
+
+def test_parameters_without_gradient_are_named_with_the_setting_that_allows_them(found: Any) -> None:
+    for *refused, allowed in found["unused"]:
+        for message in refused:
+            assert "did not depend on" in message
+            assert ": second.weight, second.bias. " in message
+            assert 'strategy={"name": "ddp", "find_unused_parameters": True}' in message
+        assert allowed == "no error"
 
 
 ALONE = """

@@ -295,7 +295,8 @@ def test_gathering_in_fp8(found: Any) -> None:
     runs = found["runs"][0]
     low, wide = runs["fsdp"]["losses"], runs["fsdp, gathered in bf16"]["losses"]
     assert 0 < apart(low, wide) < TWICE
-    assert low == runs["fsdp, each time"]["losses"]
+    # Equal until torch 2.14; 2.15 adds a window's gradients in another order.
+    assert apart(low, runs["fsdp, each time"]["losses"]) <= (0 if torch.__version__ < "2.15" else ROUNDING)
     assert apart(low, runs["fsdp, fused"]["losses"]) < 1e-5  # old scales would show, by cut off weights
     assert 0 < apart(low, runs["fsdp bf16"]["losses"]) < ROUNDING
 

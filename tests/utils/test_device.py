@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 
 from engine import FP8, Device
+from engine.cli import env_actions
 from engine.distributed.environment import Environment
 from engine.distributed.group import Group
 from engine.transforms import float8
-from engine.utils import accelerator
+from engine.utils import accelerator, device_names
 
 GPU, APPLE = torch.device("cuda", 3), torch.device("mps", 0)
 
@@ -112,9 +114,50 @@ def test_fp8_is_there_where_torchs_product_is(
             float8._emulated(FP8(emulate=False), group)
 
 
-def test_the_real_product_takes_these_arguments() -> None:
-    """A CPU computes it, if not in 8 bits."""
-    ones, one = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
-    product = torch._scaled_mm(ones, ones.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-    assert (product == 16).all()
+def test_a_cpu_has_no_fp8() -> None:
+    """It computes the product (``test_torch_private.py``), if not in 8 bits."""
     assert not accelerator.has_fp8(torch.device("cpu"))
+
+
+KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+
+
+@pytest.fixture
+def amx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """A processor that offers AMX, as Linux describes it."""
+    (tmp_path / "cpuinfo").write_text("flags\t\t: fpu avx2 amx_bf16 avx512_fp16 amx_tile amx_int8\n")
+    monkeypatch.setattr(device_names, "_CPUINFO", tmp_path / "cpuinfo")
+    return monkeypatch
+
+
+def test_a_product_that_ends_a_process_is_tried_in_another_one(amx: pytest.MonkeyPatch) -> None:
+    assert not device_names.bf16_ends_the_process()  # no AMX here: the child computes it
+    amx.setattr(device_names, "_BF16_PRODUCT", "raise SystemExit(4)")
+    assert not device_names.bf16_ends_the_process()
+    amx.setattr(device_names, "_BF16_PRODUCT", KILLED)
+    assert device_names.bf16_ends_the_process()
+
+
+def test_a_torch_beside_the_run_is_not_imported(amx: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("open('ran', 'w')")
+    amx.chdir(tmp_path)
+    assert not device_names.bf16_ends_the_process()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_fit_env_names_the_remedy_and_computes_no_such_product(amx: pytest.MonkeyPatch) -> None:
+    amx.setattr(device_names, "_BF16_PRODUCT", KILLED)
+    amx.setattr(accelerator, "capabilities", None)  # would be an error
+    amx.setattr(accelerator, "present", lambda: None)
+    report = env_actions.collect({})
+    assert report["hints"] == [device_names.BF16_REMEDY]
+    assert "hint: matrix products in bf16 end a process on this CPU (SIGILL)" in env_actions.as_text(report)
+    assert not {"cpu has", "cpu lacks"} & set(report["devices"])
+
+
+def test_without_amx_no_process_is_started(amx: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    amx.setattr(device_names, "_BF16_PRODUCT", KILLED)
+    (tmp_path / "cpuinfo").write_text("flags\t\t: fpu avx2 avx512_bf16\n")
+    assert not device_names.bf16_ends_the_process()
+    amx.setattr(device_names, "_CPUINFO", tmp_path / "none")  # not Linux
+    assert not device_names.bf16_ends_the_process()

@@ -14,6 +14,8 @@ from engine.utils.errors import nearest
         ("FSDP2", ("ddp", "fsdp"), "fsdp"),
         ("reshard", ("dp_shard", "reshard_after_forward"), "reshard_after_forward"),  # the beginning of a long name
         ("max", ("max_epochs", "max_steps"), "max_steps"),  # the beginning of two: the closer one
+        ("dpp", ("single", "ddp", "fsdp", "tp", "pp"), "ddp"),  # one letter wrong, and the first one right
+        ("ddp2", ("ddp", "pp"), "ddp"),
         ("nothing", ("ddp", "fsdp"), None),
         ("profiler", ("compile", "precision"), None),
     ],

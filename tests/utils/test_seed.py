@@ -37,6 +37,13 @@ def test_the_seed_decides_every_number() -> None:
     assert all(a != b for a, b in zip(draw(), first, strict=True))
 
 
+def test_lightnings_argument_changes_nothing() -> None:
+    assert seed_everything(7, workers=True) == 7
+    first = draw()
+    seed_everything(7, workers=False)
+    assert draw() == first
+
+
 def test_the_numbers_are_those_of_each_library() -> None:
     seed_everything(3)
     torch_alone = torch.Generator().manual_seed(3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,38 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "model_registry": (None,),
 }
 """Arguments without a counterpart: the values under which nothing is asked for."""
+
+
+PROFILERS = ("simple", "pytorch")
+DEFAULT_CALLBACKS = {
+    "enable_progress_bar": "ProgressBar",
+    "enable_model_summary": "ModelSummary",
+    "enable_checkpointing": "Checkpoint",
+}
+"""Arguments that switch a default callback on or off, and the kind of callback."""
+
+
+def check_callbacks(given: Mapping[str, Any], kinds: Container[str]) -> None:
+    """Check the arguments about profilers and default callbacks.
+
+    Args:
+        kinds: those of :data:`DEFAULT_CALLBACKS` that are among the given callbacks.
+
+    Raises:
+        ValueError: the profiler is not known, or two arguments contradict each other.
+    """
+    profiler, bare = given["profiler"], given["barebones"]
+    if isinstance(profiler, str) and profiler not in PROFILERS:
+        raise ValueError(
+            f"Trainer(profiler={profiler!r}): possible are {', '.join(PROFILERS)}, or one of these objects"
+        )
+    for name, kind in DEFAULT_CALLBACKS.items():
+        there, on = kind in kinds, given[name]
+        # A given summary stays although Lightning's default one is switched off.
+        if (there and on is False and kind != "ModelSummary") or (bare and (there or on)):
+            raise ValueError(
+                f"Trainer({name}={on}, barebones={bare}) contradicts the {kind} in callbacks, or the other: leave one out"
+            )
 
 
 def settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int | float, int | None] | None]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import torch
-
 from engine.config.other_trainers import hint
 
 
@@ -15,6 +13,8 @@ class CheckpointIO:
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """The file at ``path``, as Lightning's files are: ``state_dict``, ``hyper_parameters``, ..."""
+        import torch  # here, because ``fit migrate`` checks Trainer's arguments without it
+
         found: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=weights_only is not False)
         return found
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.utils.text import terminal_text
+
 LOOPBACK = "127.0.0.1"
 
 
@@ -45,7 +47,7 @@ class Environment:
     """The variables that it was read from."""
 
     def __post_init__(self) -> None:
-        port = self.master_port
+        port, address = self.master_port, self.master_addr or ""
         for wrong, reason in (
             (self.world_size < 1, f"world_size={self.world_size} must be at least 1"),
             (
@@ -63,6 +65,10 @@ class Environment:
             (
                 not 1 <= self.num_nodes <= self.world_size,
                 f"num_nodes={self.num_nodes} must be at least 1 and at most world_size={self.world_size}",
+            ),
+            (
+                not address.isprintable() or len(address) > 255,
+                f"master_addr={address[:255]!r} is not the name of a machine",
             ),
             (port is not None and not 0 <= port <= 65535, f"master_port={port} must be at most 65535"),
         ):
@@ -139,14 +145,13 @@ class Variables:
 
     def error(self, reason: str) -> RuntimeError:
         """What is wrong, what was read, what to do."""
-        return RuntimeError(
-            f"the environment describes a distributed job, but {reason}. Read: {shown(self.found)}. {self._advice}"
-        )
+        text = f"the environment describes a distributed job, but {reason}. Read: {shown(self.found)}. {self._advice}"
+        return RuntimeError(terminal_text(text, one_line=True))
 
 
 def shown(variables: Mapping[str, str]) -> str:
     """``NAME='value', ...`` for a message."""
-    return ", ".join(f"{name}={value!r}" for name, value in variables.items()) or "nothing"
+    return ", ".join(f"{name}={value[:200]!r}" for name, value in variables.items()) or "nothing"
 
 
 def derived_port(*marks: object) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from engine.distributed.environments.base import Environment, Variables, is_loopback
@@ -26,6 +27,8 @@ class Kubernetes:
     )
 
     def detect(self, environ: Mapping[str, str]) -> Environment | None:
+        if not (environ.get("PET_NODE_RANK") or environ.get("RANK")):
+            return None
         read = Variables(environ, self.names, f"Start the container's command with {_BY_TORCHRUN}, or correct them.")
         if "LOCAL_RANK" in read or "LOCAL_WORLD_SIZE" in read:
             return None
@@ -44,16 +47,16 @@ class Kubernetes:
         least, _, most = nodes.partition(":")
         if most and most != least:
             raise read.error(
-                f"the number of pods may change ({nodes}), which needs a launcher in each pod: {_BY_TORCHRUN}"
+                f"the number of pods may change ({nodes[:200]}), which needs a launcher in each pod: {_BY_TORCHRUN}"
             )
         # PyTorchJob's default is "auto", and it still counts its pods as ranks (WORLD_SIZE).
         counted = processes == "auto" and read.text("WORLD_SIZE") == least
         if processes != "1" and not counted:
             raise read.error(
-                f"each pod should run several processes (PET_NPROC_PER_NODE={processes}), but nothing has started them. Start the container's "
+                f"each pod should run several processes (PET_NPROC_PER_NODE={processes[:200]}), but nothing has started them. Start the container's "
                 f"command with {_BY_TORCHRUN} or fit launch, or request one process per pod"
             )
-        if not least.isdigit() or least == "0":
+        if not re.fullmatch(r"[1-9]\d{0,8}", least):
             raise read.error("PET_NNODES must be a number of at least 1")
         return self._pods(read, "PET_NODE_RANK", int(least), "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 

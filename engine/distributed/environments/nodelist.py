@@ -1,53 +1,42 @@
-"""SLURM's short forms: ``node[001-003,007],gpu1`` for names, ``2(x3),1`` for numbers."""
+"""SLURM's short forms: ``node[001-003,007],gpu1`` for names, ``2(x3),1`` for numbers. A short text can stand for more than fits into memory."""
 
 from __future__ import annotations
 
 import re
 
+_RANGES = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
+_FIRST = re.compile(rf"[^\s\[\],]+(?:{_RANGES}[^\s\[\],]*)*(?=,|\Z)")
+_MOST = 1_000_000
+"""Nodes of a job: more than any machine has."""
 
-def expand_nodelist(text: str) -> list[str]:
-    """``"node[001-003,007],gpu1"`` -> ``["node001", "node002", "node003", "node007", "gpu1"]``.
 
-    Zeros in front stay; of several brackets the last varies fastest.
+def first_node(text: str) -> str:
+    """``"node[001-003,007],gpu1"`` -> ``"node001"``. Zeros in front stay.
 
     Raises:
         ValueError: not of this form.
     """
-    found: list[str] = []
-    for word in re.split(r",(?![^\[]*\])", text):  # at commas outside of brackets
-        if not re.fullmatch(r"[^\s\[\],]+(\[[^\[\]]+\][^\s\[\],]*)*", word):
-            raise ValueError(f"{text!r} is not a list of nodes: {word!r} is not a name")
-        names = [""]
-        for ranges, literal in re.findall(r"\[([^\[\]]+)\]|([^\[\]]+)", word):
-            ends = [literal] if literal else _ranges(ranges, text)
-            names = [name + end for name in names for end in ends]
-        found += names
-    return found
-
-
-def _ranges(text: str, whole: str) -> list[str]:
-    found = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        if match is None:
-            raise ValueError(f"{whole!r} is not a list of nodes: {part!r} is not a range")
-        first, last = match[1], match[2] or match[1]
-        if int(last) < int(first):
-            raise ValueError(f"{whole!r} is not a list of nodes: {part!r} counts down")
-        found += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
-    return found
+    match = _FIRST.match(text)
+    if match is None:
+        raise ValueError(f"{text[:200]!r} is not a list of nodes")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
 
 
 def expand_counts(text: str) -> list[int]:
     """``"2(x3),1"`` -> ``[2, 2, 2, 1]``.
 
     Raises:
-        ValueError: not of this form.
+        ValueError: not of this form, or of more than a million nodes.
     """
     found: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip())
         if match is None:
-            raise ValueError(f"{text!r} is not a list of counts: {part!r} is neither a number nor of the form 2(x3)")
-        found += [int(match[1])] * int(match[2] or 1)
+            raise ValueError(
+                f"{text[:200]!r} is not a list of counts: {part[:200]!r} is neither a number nor of the form 2(x3)"
+            )
+        times = int(match[2] or 1)
+        if len(found) + times > _MOST:
+            raise ValueError(f"{text[:200]!r} is not a list of counts: it has more than {_MOST:,} nodes")
+        found += [int(match[1])] * times
     return found

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 
 from engine.distributed.environments.base import LOOPBACK, Environment, Variables, derived_port
-from engine.distributed.environments.nodelist import expand_counts, expand_nodelist
+from engine.distributed.environments.nodelist import expand_counts, first_node
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Batch scripts, interactive and external steps have numbers from this one on."""
@@ -75,7 +76,7 @@ def why_no_task(environ: Mapping[str, str]) -> str | None:
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID")
     if not step or not environ.get("SLURM_PROCID"):
         return "it was not started by srun"
-    if step.isdigit() and int(step) >= _FIRST_SPECIAL_STEP:
+    if re.fullmatch(r"\d{1,20}", step) and int(step) >= _FIRST_SPECIAL_STEP:
         return "it runs in an interactive shell, not in a step of srun"
     tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS")
     if tasks == "1":
@@ -85,7 +86,7 @@ def why_no_task(environ: Mapping[str, str]) -> str | None:
     if there and environ["SLURM_PROCID"] not in there.split(","):
         return "SLURM_STEP_ID is another step's"
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE")
-    if there and counts and environ.get("SLURM_NODEID", "").isdigit():
+    if there and counts and re.fullmatch(r"\d{1,9}", environ.get("SLURM_NODEID", "")):
         try:
             expected = expand_counts(counts)
         except ValueError:
@@ -117,7 +118,7 @@ def _tasks(read: Variables, world_size: int, nodes: int) -> list[int]:
         raise read.error(str(error)) from None
     if len(counts) != nodes or sum(counts) != world_size:
         raise read.error(
-            f"{text!r} means {sum(counts)} tasks on {len(counts)} nodes, where there are {world_size} on {nodes}"
+            f"{text[:200]!r} means {sum(counts)} tasks on {len(counts)} nodes, where there are {world_size} on {nodes}"
         )
     return counts
 
@@ -127,6 +128,6 @@ def _first_node(read: Variables) -> str:
     if text is None:
         raise read.error("neither SLURM_STEP_NODELIST nor MASTER_ADDR is set")
     try:
-        return expand_nodelist(text)[0]
+        return first_node(text)
     except ValueError as error:
         raise read.error(f"{error}; or set MASTER_ADDR to the machine of rank 0") from None

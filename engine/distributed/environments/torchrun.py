@@ -32,6 +32,8 @@ class Torchrun:
     )
 
     def detect(self, environ: Mapping[str, str]) -> Environment | None:
+        if not environ.get("RANK"):
+            return None  # in most processes, which need not read the others
         read = Variables(environ, self.names, _ADVICE)
         # DeepSpeed's launcher sets LOCAL_SIZE and CROSS_SIZE instead of LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE.
         local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in read else "LOCAL_SIZE"

@@ -13,11 +13,11 @@ from engine.interop.lightning import callbacks as named
 from engine.interop.lightning.loggers import CSVLogger, TensorBoardLogger
 
 _PROFILERS = {"simple": named.SimpleProfiler, "pytorch": named.PyTorchProfiler}
-_DEFAULTS = (
-    ("enable_progress_bar", named.ProgressBar, named.RichProgressBar),
-    ("enable_model_summary", named.ModelSummary, named.ModelSummary),
-    ("enable_checkpointing", named.Checkpoint, named.ModelCheckpoint),
-)
+_DEFAULTS = {
+    "ProgressBar": named.RichProgressBar,
+    "ModelSummary": named.ModelSummary,
+    "Checkpoint": named.ModelCheckpoint,
+}
 
 
 @dataclass
@@ -39,15 +39,12 @@ def translate(given: Mapping[str, Any]) -> Translated:
     placed = next((each.root_dir for each in loggers if getattr(each, "root_dir", None) is not None), None)
     if loggers:
         settings["root_dir"] = placed or settings["root_dir"] / "lightning_logs"
+    callbacks = _callbacks(given, settings)
     if isinstance(profiler, str):
-        if profiler not in _PROFILERS:
-            raise ValueError(
-                f"Trainer(profiler={profiler!r}): possible are {', '.join(_PROFILERS)}, or one of these objects"
-            )
         profiler = _PROFILERS[profiler]()
     others = [] if profiler is None else [profiler]
     others += [] if batches is None else [BatchValidation(*batches)]
-    return Translated(settings, loggers, _callbacks(given, settings), others)
+    return Translated(settings, loggers, callbacks, others)
 
 
 def _loggers(given: Mapping[str, Any]) -> list[Any]:
@@ -63,15 +60,11 @@ def _loggers(given: Mapping[str, Any]) -> list[Any]:
 def _callbacks(given: Mapping[str, Any], settings: dict[str, Any]) -> list[Any]:
     asked, bare = given["callbacks"], given["barebones"]
     mine = [] if asked is None else list(asked) if isinstance(asked, (list, tuple)) else [asked]
-    for name, kind, default in _DEFAULTS:
-        there, on = any(isinstance(each, kind) for each in mine), given[name]
-        # A given summary stays although Lightning's default one is switched off.
-        if (there and on is False and kind is not named.ModelSummary) or (bare and (there or on)):
-            raise ValueError(
-                f"Trainer({name}={on}, barebones={bare}) contradicts the {kind.__name__} in callbacks, or the other: leave one out"
-            )
-        if not there and on is not False and not bare:
-            mine.append(default())
+    kinds = {kind for kind in _DEFAULTS if any(isinstance(each, getattr(named, kind)) for each in mine)}
+    config.check_callbacks(given, kinds)
+    for name, kind in config.DEFAULT_CALLBACKS.items():
+        if kind not in kinds and given[name] is not False and not bare:
+            mine.append(_DEFAULTS[kind]())
     for each in (each for each in mine if isinstance(each, named.GradientAccumulationScheduler)):
         if given["accumulate_grad_batches"] != 1:
             raise ValueError("accumulate_grad_batches and a GradientAccumulationScheduler were given: leave one out")

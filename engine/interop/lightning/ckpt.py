@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from engine.checkpoint.convert import convert
+from engine.checkpoint.files import held
+from engine.checkpoint.foreign_files import check_pickles
 from engine.checkpoint.one_file import is_one_file
 from engine.checkpoint.pickled import as_dict
 from engine.config.from_lightning.plugins import reader
@@ -36,6 +38,8 @@ def readable(path: Any, plugins: Any = None) -> Iterator[Any]:
 def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
     """A checkpoint as the dict that Lightning's files hold, whatever ``weights_only`` is; ``pickle.UnpicklingError``: one holds other objects."""
     if is_pickle(path_or_url):
-        loaded: dict[str, Any] = torch.load(path_or_url, map_location=map_location, weights_only=True)
+        with held(path_or_url) as file:
+            check_pickles(path_or_url, file)
+            loaded: dict[str, Any] = torch.load(file, map_location=map_location, weights_only=True)
         return loaded
     return as_dict(path_or_url, map_location)

@@ -23,6 +23,7 @@ from engine.loop.result import Result, TrainState
 from engine.loop.snapshot import content
 from engine.loop.trainer_parts import AcceleratorConnector as _AcceleratorConnector  # noqa: F401
 from engine.loop.trainer_view import TrainerView, Values
+from engine.utils.text import terminal_text
 
 
 class Trainer(TrainerView):
@@ -116,7 +117,8 @@ class Trainer(TrainerView):
             found = getattr(self._fit, verb)(model, loaders, datamodule=datamodule, checkpoint=checkpoint, **options)
         if verbose and self.progress_bar_callback is None:
             for number, metrics in enumerate(found):
-                self.print(f"{verb} {number}: " + ", ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
+                shown = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
+                self.print(terminal_text(f"{verb} {number}: {shown}", one_line=True))
         return found
 
     def _enter(self, model: Any, loaders: Any, datamodule: Any) -> tuple[Any, Any, Any]:

@@ -39,16 +39,20 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(train(root, -1, ",".join(QUICK), "", devices=1))
 
 
-def check(entries: list[Entry], evaluated: list[Entry] = EVALUATED) -> None:
-    """``entries``: name, step, value of everything in the tracker."""
+def check(entries: list[Entry], evaluated: list[Entry] = EVALUATED) -> list[tuple[int, float]]:
+    """``entries``: name, step, value of everything in the tracker. Returns the steps and values of ``epoch``."""
     wanted = [entry for entry in entries if entry[0] in ("train/loss", "val/loss", "test/loss")]
     assert sorted(wanted) == sorted([*TRAINED, *evaluated])
-    assert {(step, value) for name, step, value in entries if name == "epoch"} == {(step, 0) for step in range(1, 9)}
+    epochs = [(step, value) for name, step, value in entries if name == "epoch"]
+    assert set(epochs) == {(step, 0) for step in range(1, 9)}
+    return epochs
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_nothing_twice_and_nothing_missing(quick: Path, name: str) -> None:
-    check(READERS[name](quick, ""))
+    epochs = check(READERS[name](quick, ""))
+    if name == "TensorBoardLogger":
+        assert len(epochs) == 8  # also where a step has values of the training and of validations
 
 
 @pytest.fixture(scope="module")
@@ -66,4 +70,8 @@ def trackers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nothing_twice_and_nothing_missing_in_a_tracker(trackers: Path, name: str) -> None:
     pytest.importorskip(PACKAGES.get(name, "json"))
     # Of several values of one name at one step, Aim keeps the last.
-    check(READERS[name](trackers, f"sqlite:///{trackers}/mlflow.db"), EVALUATED[: 1 if name == "AimLogger" else 2])
+    epochs = check(
+        READERS[name](trackers, f"sqlite:///{trackers}/mlflow.db"), EVALUATED[: 1 if name == "AimLogger" else 2]
+    )
+    if name in ("TensorBoardLogger", "MLflowLogger"):
+        assert len(epochs) == 8

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import csv
+import re
 
 import pytest
 import torch
 
 from callbacks import CSVLogger, ModelCheckpoint
+from callbacks.loggers.csv import from_cell
+from callbacks.report.runs import read_run
 from engine import Callback
 
 
@@ -38,6 +41,50 @@ def test_a_new_column_loses_no_row(make_fit, scripted, batches, tmp_path):
             float(row[f"name,{number}"]) for row in rows if int(row["step"]) == number + 1 and row[f"name,{number}"]
         ] == [number]
     assert rows[0]["name,3"] == ""
+
+
+FORMULAS = (
+    "=1+1",
+    "+1+1",
+    "-1+1",
+    "@SUM(1)",
+    "\t=1+1",
+    "\r=1+1",
+    "\uff1d1+1",
+    "a;=1+1",
+    'a;"=1+1',
+    "=x,y",
+    "'=1+1",
+    "it's",
+)
+
+
+def test_a_spreadsheet_calculates_no_name(make_fit, scripted, batches, tmp_path):
+    """The names of two runs, before and after a new column and a resume; numbers stay numbers."""
+
+    class Names(scripted):
+        def training_step(self, batch, batch_idx):
+            for name in FORMULAS[: 6 + 6 * batch_idx]:
+                self.log(name, -1.5)
+            return (self.weight * batch).mean()
+
+    for steps in (2, 4):
+        callbacks = [CSVLogger(), ModelCheckpoint()]
+        make_fit(log_every_n_steps=1, max_steps=steps, callbacks=callbacks).run(Names(), batches, resume="auto")
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    own = header[3:]
+    assert len(own) == len(FORMULAS)
+    for name, cell in zip(FORMULAS, own, strict=True):
+        # As a program sees it, and where a spreadsheet takes semicolons or tabs for the ends of cells.
+        for part in (cell, *re.split(r"[;\t]", cell)):
+            assert part.strip('"')[:1] not in tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20"), (name, cell)
+        assert from_cell(cell) == name
+    assert own[-1] == "it's"
+    assert [row[3] for row in rows] == ["-1.5"] * 4
+    curves = read_run(tmp_path).metrics
+    assert set(curves) == set(FORMULAS)
+    assert curves["=1+1"].values.tolist() == [-1.5] * 4
 
 
 def test_the_sanity_check_has_no_row(make_fit, scripted, batches, tmp_path):
@@ -88,6 +135,16 @@ def test_a_new_run_keeps_the_old_file(make_fit, scripted, batches, tmp_path):
         *(f"mine/metrics{i}.csv" for i in ("", ".1", ".2")),
     ):
         assert 2 in {int(row["step"]) for row in read(tmp_path / name)}
+
+
+def test_an_evaluation_is_logged_at_the_samples_of_its_weights(make_fit, scripted, batches, tmp_path):
+    fit, module = make_fit(max_epochs=2, callbacks=[CSVLogger(), ModelCheckpoint()]), scripted()
+    fit.run(module, batches)
+    fit.test(module, batches)
+    fit.test(scripted(), batches, checkpoint="last")
+    trained, *tested = read(tmp_path / "metrics.csv")[-3:]
+    assert int(trained["samples"]) > 0
+    assert [row["samples"] for row in tested] == [trained["samples"]] * 2
 
 
 def test_a_row_torn_by_a_crash_is_dropped(make_fit, scripted, batches, tmp_path):

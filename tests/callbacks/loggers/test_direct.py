@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 from argparse import Namespace
@@ -94,6 +95,32 @@ def test_a_resumed_run_sends_own_values_once(tmp_path: Path) -> None:
     stops = False
     fit(tmp_path, callbacks=logger).run(Asks(on_train_batch_start=in_step), ones(4), resume="last")
     assert logger.sent == [(step, {"mine": float(step)}) for step in range(4)]
+
+
+@pytest.mark.parametrize("steps", [lambda step: 1, lambda step: 1000, lambda step: 10 - step])
+def test_a_resumed_run_has_rows_with_a_step_of_their_own_once(tmp_path: Path, steps: Any) -> None:
+    """Training: steps 1 to 6; a save at 3, an error at 5."""
+
+    def in_step(module: Any) -> None:
+        for logger in module.loggers:
+            logger.log_metrics({"mine": module.global_step}, step=steps(module.global_step))
+        if module.global_step == 3 and stops:
+            module.run.save_checkpoint()
+        if module.global_step == 5 and stops:
+            raise OSError
+
+    for stops in (True, False):
+        loggers = [CSVLogger(), JSONLLogger()]
+        one = fit(tmp_path, callbacks=loggers, log_every_n_steps=2)
+        with pytest.raises(OSError) if stops else contextlib.nullcontext():
+            one.run(Asks(on_train_batch_start=in_step), ones(6), resume="auto")
+    expected = [(steps(step), float(step), step) for step in range(6)]
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["mine"]]
+    assert [(int(row["step"]), float(row["mine"]), int(row["run_step"])) for row in rows] == expected
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    own = [line for line in lines if "mine" in line.get("values", {})]
+    assert [(line["step"], line["values"]["mine"], line["run_step"]) for line in own] == expected
 
 
 def test_files_of_rows(tmp_path: Path) -> None:

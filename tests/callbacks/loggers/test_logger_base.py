@@ -15,6 +15,7 @@ from models import Weight, fit, ones
 from processes import run_ranks
 
 from callbacks import ModelCheckpoint
+from callbacks.loggers import PlainLogger
 from callbacks.loggers.base import Logger, Moment
 from engine import Run
 
@@ -77,6 +78,44 @@ def test_a_short_failure_is_repeated(tmp_path: Path) -> None:
     flaky = Flaky()
     fit(tmp_path, max_steps=2, log_every_n_steps=1, callbacks=flaky).run(Logs(), ones(2))
     assert [each[0] for each in flaky.sent[1:-1]] == [1, 2]
+
+
+@pytest.mark.parametrize("kind", [ConnectionError, SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_whatever_ends_a_loggers_thread_is_told(
+    tmp_path: Path, kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Dies(Notes):
+        def scalars(self, values: Mapping[str, float], at: Moment) -> None:
+            if at.step == 2:
+                raise kind("away")
+            super().scalars(values, at)
+
+    dies = Dies(retries=0)
+    result = fit(tmp_path, max_steps=4, log_every_n_steps=1, callbacks=dies).run(Logs(), ones(4))
+    assert (result.status, result.step) == ("completed", 4)
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said == ["Dies failed; the run continues without it: away"]
+    assert dies.sent == [("open", "fit"), (1, 0, "loss"), "completed"]
+
+
+def test_a_plain_logger_that_fails_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(PlainLogger):
+        def __init__(self) -> None:
+            self.calls: list[Any] = []
+
+        def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+            self.calls.append(step)
+            raise ZeroDivisionError("as planned")
+
+        def finalize(self, status: str) -> None:
+            self.calls.append(status)
+
+    fails = Fails()
+    result = fit(tmp_path, max_steps=4, log_every_n_steps=1, callbacks=fails).run(Logs(), ones(4))
+    assert (result.status, result.step, fails.calls) == ("completed", 4, [1, "success"])
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert record.getMessage().startswith("Fails.on_log failed; the run continues without Fails")
+    assert record.exc_info is not None
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs"])

@@ -18,8 +18,8 @@ def curve(values):
 def test_a_step_has_the_value_that_was_recorded_last():
     points = Points()
     for step, value in ((3, 1.0), (1, 2.0), (3, 5.0), (2, 4.0)):
-        points.add(step, float(step), value)
-    assert points.curve() == Curve(np.array([1.0, 2, 3]), np.zeros(3), np.array([2.0, 4, 5]))
+        points.add(np.array([float(step)]), np.array([float(step)]), np.array([value]))
+    assert points.curve({}) == Curve(np.array([1.0, 2, 3]), np.zeros(3), np.array([2.0, 4, 5]))
 
 
 def test_thinned_curves_keep_both_ends_and_every_lone_peak():
@@ -53,9 +53,10 @@ def test_long_curves_share_what_short_ones_leave():
 
 def test_equal_arrays_are_stored_once_and_float32_overflow_is_no_infinity():
     packed = Packed()
-    first = packed.add(np.array([1.0, 2.0, 3.0]), double=True)
+    first = packed.add_increasing(np.array([1.0, 2.0, 2.0**24 + 1]))
     other = packed.add(np.array([1e300, np.inf, np.nan]))
-    assert packed.add(np.array([1.0, 2.0, 3.0]), double=True) == first == [0, 3, 8]
+    assert packed.add_increasing(np.array([1.0, 2.0, 2.0**24 + 1])) == first == [0, 3, 8]
+    assert packed.add_increasing(np.array([1.0, 2.0, 2.0**24])) == [40, 3, 4]
     raw = gzip.decompress(base64.b64decode(packed.text()))
     found = np.frombuffer(raw, "<f4", other[1], other[0])
     assert np.isfinite(found[0])

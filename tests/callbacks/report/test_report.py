@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,6 +79,29 @@ def test_the_page_of_a_run(make_fit, falling, batches, tmp_path):
     times = {row[0]: row[1] for row in page.tables["Time of each phase"][1:]}
     assert {"training steps", "validation", "checkpoints", "in all"} <= times.keys()
     assert "completed max_epochs=2 reached" in page.text
+
+
+def test_a_row_opens_no_file(make_fit, falling, batches, tmp_path):
+    """To open one takes 12 us, as long as all else that a row needs."""
+    steps, opened = [], []
+
+    def watch(frame, event, arg):
+        if event == "c_call" and arg.__name__ == "open":
+            opened.append(frame.f_code.co_filename)
+
+    class Watched(Report):
+        def on_log(self, run, module, metrics, step):
+            earlier = sys.getprofile()
+            sys.setprofile(watch)
+            super().on_log(run, module, metrics, step)
+            sys.setprofile(earlier)
+            steps.append(step)
+
+    make_fit(max_epochs=1, log_every_n_steps=1, callbacks=[Watched()]).run(falling(), batches)
+    assert steps == [1, 2, 3, 4]
+    assert opened == []
+    if Path("/proc/self/statm").exists():
+        assert min(series(tmp_path / "report.html", "main process")[1]) > 1 << 20
 
 
 def test_secrets_are_not_recorded(make_fit, falling, batches, tmp_path):

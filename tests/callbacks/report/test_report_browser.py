@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from callbacks import CSVLogger, ModelCheckpoint, Report, write_report
-from engine import Fit
+from engine import Fit, TrainModule
 
 pytestmark = [
     pytest.mark.slow,
@@ -184,6 +184,75 @@ def test_a_hostile_name_is_text(tmp_path: Path, browser: chromium.Browser) -> No
     (chart,) = [each for each in browser.evaluate(CURVES) if each["title"] == HOSTILE]
     assert chart["paths"][0][1].count("M") == 2  # the line is broken at NaN
     assert browser.complaints() == []
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs and an evaluation whose names are hostile wherever a user chooses them; parts of paths have no ``/``."""
+    root = tmp_path_factory.mktemp("hostile") / chromium.HOSTILE["end of a script"] / chromium.HOSTILE["image"]
+
+    class Net(TrainModule):
+        def __init__(self, **values: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.layers = torch.nn.ModuleDict({chromium.HOSTILE["entity"]: torch.nn.Linear(1, 1)})
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            for name in chromium.HOSTILE.values():
+                self.log(name, float(self.global_step))
+            return self.layers[chromium.HOSTILE["entity"]](batch).mean()
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            for name in chromium.HOSTILE.values():
+                self.log(name, 1.0)
+
+        def configure_optimizers(self) -> Any:
+            return type(chromium.HOSTILE["image"], (torch.optim.SGD,), {})(self.parameters(), lr=0.1)
+
+    for number in range(2):
+        module = Net(**{name: f"{number}{value}" for name, value in chromium.HOSTILE.items()})
+        saves = ModelCheckpoint(filename=chromium.HOSTILE["image"] + "{step}", monitor=chromium.HOSTILE["image"])
+        options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "log_every_n_steps": 1, "root_dir": root}
+        fit = Fit(max_steps=3, callbacks=[Report(), CSVLogger(), saves], **options)
+        fit.run(module, [torch.ones(2, 1)] * 3)
+    Fit(callbacks=[Report()], **options).test(module, [torch.ones(2, 1)])
+    record = root / "report.jsonl"
+    with record.open("a") as file:  # what a hand may write
+        file.write(
+            json.dumps({"event": "start", "stage": "fit", "time": 1.0, "step": 3, "machine": chromium.HOSTILE}) + "\n"
+        )
+        end = {
+            "event": "end",
+            "stage": "fit",
+            "time": 2.0,
+            "status": chromium.HOSTILE["image"],
+            "reason": chromium.HOSTILE["link"],
+        }
+        file.write(json.dumps(end) + "\n")
+    write_report([root], root / "comparison.html")
+    write_report([root], root / "report.html", only=True)
+    (root / "report.jsonl").rename(root / "record")
+    write_report([root], root / "csv.html", only=True)
+    return root
+
+
+@pytest.mark.parametrize("page", ["report.html", "comparison.html", "csv.html"])
+@pytest.mark.parametrize("policy", [True, False])
+def test_no_name_runs_a_script(hostile: Path, browser: chromium.Browser, page: str, policy: bool) -> None:
+    """Also without the page's policy, which would stop one: it does not lean on it."""
+    browser.open(hostile / page, policy=policy)
+    assert browser.evaluate("document.documentElement.dataset.drawn") == "yes"
+    assert browser.unharmed()
+    assert browser.complaints() == []
+    assert len(browser.requests()) == 1
+    titles = set(browser.evaluate("[...document.querySelectorAll('figure h4')].map(each => each.textContent)"))
+    assert titles >= set(chromium.HOSTILE.values())
+    drawn = {name for chart in browser.evaluate(CURVES) for name, path in chart["paths"] if path.startswith("M")}
+    assert drawn >= set(chromium.HOSTILE.values())
+    assert browser.evaluate("document.scripts.length") == 2  # the data, and the page's own
+    if page != "csv.html":
+        cells = browser.evaluate("[...document.querySelectorAll('td code')].map(each => each.textContent)")
+        assert set(cells) >= {f"0{value}" for value in chromium.HOSTILE.values()}
 
 
 def test_a_million_points_open_in_two_seconds(tmp_path: Path, browser: chromium.Browser) -> None:

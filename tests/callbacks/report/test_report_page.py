@@ -159,3 +159,49 @@ def test_an_installed_package_has_the_pages_files() -> None:
     needed = {path for path in (ROOT / "callbacks" / "report").iterdir() if path.is_file() and path.suffix != ".py"}
     assert needed
     assert needed <= found
+
+
+def test_a_stage_has_one_color_in_all_charts_and_the_series_of_a_chart_differ(tmp_path: Path) -> None:
+    names = ["train/loss", "val/loss", "val/accuracy", "test/accuracy", "gain", "noise", "lr-a", "lr-b", "lr-c"]
+    path = write_report([run(tmp_path / "run", {}, **{name: [1.0, 2.0] for name in names})])
+    looks = {s["name"]: (s["color"], s["dash"]) for chart in Page(path).data["charts"] for s in chart["series"]}
+    assert looks["val/loss"] == looks["val/accuracy"] == (1, 1)
+    assert [looks[name][0] for name in ("train/loss", "test/accuracy")] == [0, 2]
+    others = [looks[name][0] for name in ("gain", "noise", "lr-a", "lr-b", "lr-c")]
+    assert len(set(others)) == 5
+    assert not {0, 1, 2} & set(others)
+
+
+def test_a_comparison_shows_curves_first_and_what_really_differs(tmp_path: Path) -> None:
+    """One run is of an earlier version, without the setting ``new``; a third one has no settings."""
+    one, two = {"lr": 0.1, "seed": 1, "root_dir": "a"}, {"lr": 0.2, "seed": 1, "root_dir": "b", "extra": 5}
+    for folder, config in (("one", one), ("two", two)):
+        run(tmp_path / folder, dict(config), loss=[1.0])
+    record = tmp_path / "two" / "report.jsonl"
+    start, *rest = record.read_text().splitlines(keepends=True)
+    event = json.loads(start)
+    event["config"]["new"] = {"value": None, "origin": "default"}
+    record.write_text(json.dumps(event) + "\n" + "".join(rest))
+    (tmp_path / "three").mkdir()
+    (tmp_path / "three" / "metrics.csv").write_text("step,epoch,loss\n1,0,3.0\n")
+    (tmp_path / "three" / "config.yaml").write_text("")
+    path = write_report([tmp_path / name for name in ("one", "two", "three")], tmp_path / "page.html")
+    assert Page(path).tables["Settings that differ"][1:] == [
+        ["lr", "0.1", "0.2", "not recorded"],
+        ["extra", "not set", "5", "not recorded"],
+    ]
+    text = path.read_text()
+    assert text.index('id="curves"') < text.index('id="differences"')
+
+
+def test_an_evaluation_is_not_compared(tmp_path: Path) -> None:
+    run(tmp_path / "root", {"lr": 0.1}, loss=[1.0, 0.5])
+    test = run(tmp_path / "root" / "version_1", {}, **{"test/loss": [0.75]})
+    (test / "report.jsonl").write_text((test / "report.jsonl").read_text().replace('"fit"', '"test"'))
+    path = write_report([tmp_path / "root"])
+    assert path == tmp_path / "root" / "report.html"  # the page of the one training
+    page = Page(path)
+    assert page.data["runs"] == ["root"]
+    assert page.tables["Values of each evaluation"][1][:4] == ["root/version_1", "test/loss", "0.75", "1"]
+    assert "Settings that differ" not in page.tables
+    assert Page(write_report([test])).data["runs"] == ["root/version_1"]  # alone

@@ -12,8 +12,8 @@ from .watch import STEPS
 Line = dict[str, Any]
 OWN = ("elapsed_s", "last_s", "postponed")
 """What a checkpoint says of the run that wrote it: its time, and what that run had still to remove."""
-THEIRS = ("torchelastic_", "pymp-")
-"""Temporary directories of torchrun and of Python's multiprocessing, which nobody removes after a kill."""
+THEIRS = ("torchelastic_",)
+"""Temporary directories of torchrun, which nobody removes after a kill."""
 LOSSES = ("steps lost", "samples lost", "weights differ", "failed resumes", "orphans", "left behind")
 
 

@@ -52,6 +52,44 @@ def test_lightning_reads_the_pickle_that_was_asked_for(tmp_path: Path) -> None:
     assert metrics == fitted.validate(net, data())
 
 
+def test_the_averages_of_lightnings_callback_are_not_the_trained_weights(tmp_path: Path) -> None:
+    """Its files have the averages as ``state_dict``: tests get these, a training continues from the others, to the bit."""
+
+    class Saves(THEIRS.Callback):  # type: ignore[misc, name-defined]
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    average = THEIRS.callbacks.EMAWeightAveraging(decay=0.9)
+    quietly(trainer(THEIRS, tmp_path, max_epochs=2, callbacks=[average, Saves()]).fit, module(THEIRS), data(), data())
+    expected = torch.load(tmp_path / "x.ckpt", weights_only=True)
+    loaded = type(module(OURS)).load_from_checkpoint(tmp_path / "x.ckpt")
+    torch.testing.assert_close(dict(loaded.state_dict()), dict(expected["state_dict"]), rtol=0, atol=0)
+
+    class Look(OURS.Callback):  # type: ignore[misc, name-defined]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.found = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+    look = Look()
+    trainer(OURS, tmp_path, max_epochs=3, callbacks=[look]).fit(module(OURS), data(), ckpt_path=tmp_path / "x.ckpt")
+    torch.testing.assert_close(look.found, dict(expected["current_model_state"]), rtol=0, atol=0)
+
+
+def test_the_best_is_tested_with_the_weights_that_were_scored(tmp_path: Path) -> None:
+    best = OURS.callbacks.ModelCheckpoint(monitor="val")
+    fitted = trainer(
+        OURS,
+        tmp_path,
+        max_epochs=2,
+        callbacks=[OURS.callbacks.EMAWeightAveraging(decay=0.9), best],
+        enable_checkpointing=True,
+    )
+    fitted.fit(module(OURS), data(), data())
+    (found,) = fitted.validate(module(OURS), data(), ckpt_path="best")
+    assert found["val"] == pytest.approx(best.best_model_score.item())
+    (tested,) = fitted.test(module(OURS), data(), ckpt_path="best")
+    assert tested["test"] == pytest.approx(best.best_model_score.item())
+
+
 def test_a_pickle_with_code_is_refused(tmp_path: Path) -> None:
     torch.save({"state_dict": {}, "run": print}, tmp_path / "x.ckpt")
     with pytest.raises(ValueError, match="print"):

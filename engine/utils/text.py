@@ -1,0 +1,31 @@
+"""Text for people."""
+
+from __future__ import annotations
+
+import re
+
+_PASSWORD = re.compile(r"(:/{1,2}[^/\s:@]*:)[^/\s]+@")
+"""The password in ``ftp://user:password@host``."""
+
+
+def has_password(url: str) -> bool:
+    """Whether a URL names a password."""
+    return _PASSWORD.search(url) is not None
+
+
+def terminal_text(text: object, *, one_line: bool = False) -> str:
+    """What a terminal shows and does not obey: unprintable characters (escape sequences, C1, bidi controls, surrogates) become Python escapes.
+
+    Passwords in URLs become ``***``.
+
+    Args:
+        text: any object; its ``str`` is shown.
+        one_line: line ends too, for a name in a table or a bar.
+    """
+    kept = "" if one_line else "\n"
+    text = str(text)
+    if "@" in text:
+        text = _PASSWORD.sub(r"\1***@", text)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == kept else c.encode("unicode_escape").decode() for c in text)

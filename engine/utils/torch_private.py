@@ -1,0 +1,177 @@
+"""Private names of torch that the library needs, each in one function, resolved by version: ``tests/utils/test_torch_private.py`` calls all of them.
+
+Planning has more in ``planning/torch_private.py``. A name that torch renames or publishes is replaced here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+__all__ = ["BatchNorm", "unscale", "update_scale", "without_dynamo"]
+
+unscale = torch._amp_foreach_non_finite_check_and_unscale_
+"""``(gradients, found, inverse)``: multiply gradients by ``inverse`` in place; ``found`` becomes 1 if one of them is not finite."""
+update_scale = torch._amp_update_scale_
+"""``(scale, tracker, found, growth, backoff, interval)``: as ``GradScaler.update``, on the device."""
+without_dynamo = torch._disable_dynamo
+"""A decorator: ``torch.compile`` leaves this function out. ``torch.compiler.disable`` imports ``torch._dynamo`` at once, which takes 1.9 s."""
+
+
+# -- process groups -------------------------------------------------------------------------------------------------------------------
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """All process groups that this process is in; other libraries' too."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set the timeout of later collectives. ``ProcessGroup.set_timeout`` raises at the first back end that has none, as some third-party ones."""
+    for device in group._device_types:
+        # In debug mode torch wraps each back end.
+        backend = group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)
+        if hasattr(backend, "_set_default_timeout"):
+            backend._set_default_timeout(timeout)
+
+
+def collectives_started(group: dist.ProcessGroup) -> int:
+    """How many collectives this rank has started in the group.
+
+    Raises:
+        RuntimeError: its back end does not count.
+    """
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+
+def can_split(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group's connections of this device can be split."""
+    return bool(group._get_backend(device).supports_splitting)
+
+
+def member(group: Any) -> dist.ProcessGroup | None:
+    """A new group, or ``None`` for a rank outside of it, to which torch gives ``NON_GROUP_MEMBER`` (``dist.split_group`` does from torch 2.14 on)."""
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def nccl_record() -> bytes | str | None:
+    """The flight recorder's last collectives (JSON); ``None`` where torch is built without one.
+
+    Raises:
+        RuntimeError: it cannot be read now.
+    """
+    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
+    record: bytes | str | None = None if dump is None else dump()
+    return record
+
+
+# -- sharded models -------------------------------------------------------------------------------------------------------------------
+
+
+def unreduced_gradients(models: Iterable[nn.Module]) -> dict[int, Tensor]:
+    """By the ``id`` of a parameter that FSDP2 shards, its whole gradient of micro-batches that are not reduced yet. Nothing public has it."""
+    return {
+        id(record.sharded_param): gradients[0]
+        for group in _fsdp_groups(models)
+        for record in group.fsdp_params
+        if (gradients := _unreduced(record))
+    }
+
+
+def whole_gradients(models: Iterable[nn.Module]) -> list[Tensor]:
+    """All whole gradients that FSDP2 has now."""
+    return [g for group in _fsdp_groups(models) for record in group.fsdp_params for g in _unreduced(record)]
+
+
+def drop_unreduced_gradients(models: Iterable[nn.Module]) -> None:
+    """Discard what FSDP2 has of micro-batches that are not reduced yet, or reduced in a part of the ranks."""
+    for group in _fsdp_groups(models):
+        group._partial_reduce_output = None
+        for record in group.fsdp_params:
+            if "unsharded_accumulated_grad" in vars(record):
+                record.unsharded_accumulated_grad = None
+            if hasattr(record, "_unsharded_param"):
+                record._unsharded_param.grad = None
+
+
+def _fsdp_groups(models: Iterable[nn.Module]) -> Iterator[Any]:
+    """torch 2.11 has one group or none for each module, later ones a list."""
+    for model in models:
+        for module in model.modules():
+            if hasattr(type(module), "_get_fsdp_state"):
+                state: Any = module._get_fsdp_state()  # type: ignore[operator]
+                groups = vars(state).get("_fsdp_param_groups")
+                yield from filter(None, [state._fsdp_param_group] if groups is None else groups)
+
+
+def _unreduced(record: Any) -> list[Tensor]:
+    """First the one in the reduction's dtype, gone in torch 2.15; then the parameter's own, which exists from the first forward pass on."""
+    whole = getattr(record, "_unsharded_param", None)
+    gradients = [vars(record).get("unsharded_accumulated_grad"), None if whole is None else whole.grad]
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def is_strided_shard(placement: Any) -> bool:
+    """Whether a dimension is sharded by an inner axis of the mesh first, as ``fully_shard`` does after tensor parallel."""
+    # By name: in some versions it is a subclass of Shard, and importing DTensor takes longer than the rest of this package.
+    return any(base.__name__ == "_StridedShard" for base in type(placement).__mro__)
+
+
+# -- optimizers and devices -------------------------------------------------------------------------------------------------------------
+
+
+def takes_amp_scaling(optimizer: Optimizer) -> bool:
+    """Whether the optimizer says that its step reads ``found_inf`` and ``grad_scale``."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def forget_amp_scaling(optimizer: Optimizer) -> None:
+    """The optimizer is no longer fused: its step does not divide gradients."""
+    vars(optimizer).pop("_step_supports_amp_scaling", None)
+
+
+def is_after_fork(backend: Any) -> bool:
+    """Whether this process is a fork of one that has used the device; ``backend`` is ``torch.cuda``, ``torch.xpu``, ..."""
+    return bool(getattr(backend, "_is_in_bad_fork", bool)())
+
+
+def fp8_product(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    """``a @ b * scale**2`` in bf16, by the device's own product of fp8 matrices."""
+    product: Tensor = torch._scaled_mm(a, b, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+    return product
+
+
+# -- what only pipelines need: these imports take longer than the rest ------------------------------------------------------------------
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes and no values, also beside tensors that have some."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Inside the block no mode sees operations."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def is_in_flight(tensor: Tensor) -> bool:
+    """Whether it is the result of a functional collective that nobody has waited for."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return isinstance(tensor, AsyncCollectiveTensor)

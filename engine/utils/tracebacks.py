@@ -1,0 +1,103 @@
+"""Which frames of a traceback are the user's, and which are ours and torch's on the way to them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_OURS = (f"{_PACKAGE}{os.sep}", f"{_PACKAGE.parent / 'callbacks'}{os.sep}")
+_INSTALLED = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")})
+_NEUTRAL = (
+    "<frozen importlib",
+    "<frozen runpy>",
+    contextlib.__file__,
+    importlib.__file__,
+    f"{os.sep}jsonargparse{os.sep}",
+)
+"""Frames of libraries between our code and the user's."""
+_TORCH = tuple(f"{place}torch{os.sep}" for place in _INSTALLED)
+_NN, _FAKE = (f"{os.sep}torch{os.sep}{part}{os.sep}" for part in ("nn", "_subclasses"))
+
+
+def is_ours_alone(error: BaseException) -> bool:
+    """Whether no frame of its traceback is the user's, or another library's that the user called."""
+    return all(_is_ours(frame) or _is_neutral(frame) for frame in _frames(error.__traceback__))
+
+
+def trim(error: BaseException) -> None:
+    """Remove our frames from the tracebacks of an exception and of its causes, if any others remain. ``python -X dev`` keeps them."""
+    if sys.flags.dev_mode:
+        return
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        each = pending.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        rest = [frame for frame in _frames(each.__traceback__) if not _is_neutral(frame)]
+        kept = _without_what_we_called(rest) or [frame for frame in rest if not _is_ours(frame)]
+        kept = _until_shapes(kept) or kept
+        if kept or isinstance(each, SyntaxError):  # which shows its own position
+            each.__traceback__ = _joined(kept)
+        pending += [each.__cause__, each.__context__]
+
+
+def _without_what_we_called(frames: list[TracebackType]) -> list[TracebackType]:
+    """Without ours, and torch's from each of our calls to the next line of the user's code."""
+    kept: list[TracebackType] = []
+    from_ours = True
+    for frame in frames:
+        if _is_ours(frame):
+            from_ours = True
+        elif not (from_ours and _is_installed(frame)):
+            from_ours = False
+            kept.append(frame)
+    return kept
+
+
+def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _joined(frames: list[TracebackType]) -> TracebackType | None:
+    below: TracebackType | None = None
+    for frame in reversed(frames):
+        below = TracebackType(below, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return below
+
+
+def _is_ours(trace: TracebackType) -> bool:
+    if _file(trace) == "<string>":  # the __init__ of a dataclass
+        return str(trace.tb_frame.f_globals.get("__name__")).startswith(("engine.", "callbacks."))
+    return os.path.abspath(_file(trace)).startswith(_OURS)
+
+
+def _is_installed(trace: TracebackType) -> bool:
+    return _file(trace).startswith(_INSTALLED)
+
+
+def _is_neutral(trace: TracebackType) -> bool:
+    return any(part in _file(trace) for part in _NEUTRAL)
+
+
+def _until_shapes(frames: list[TracebackType]) -> list[TracebackType]:
+    """Without those in which torch computes the shape of a result that has no values: they only say how a plan works."""
+    end = next((index for index, frame in enumerate(frames) if _FAKE in _file(frame)), len(frames))
+    while 0 < end < len(frames) and _file(frames[end - 1]).startswith(_TORCH) and _NN not in _file(frames[end - 1]):
+        end -= 1  # the dispatcher's, before them
+    return frames[:end]
+
+
+def _file(trace: TracebackType) -> str:
+    return traceback.extract_tb(trace, limit=1)[0].filename

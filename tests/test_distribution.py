@@ -1,0 +1,100 @@
+"""What a release contains, and how it is published."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PACKAGES = ("engine", "callbacks")
+
+
+def build(copy: Path, *commands: str) -> None:
+    epoch = {"PATH": "/usr/bin:/bin", "SOURCE_DATE_EPOCH": "1700000000", "LC_ALL": "C.UTF-8"}
+    command = [sys.executable, "-W", "ignore", "setup.py", "-q", *commands]
+    subprocess.run(command, cwd=copy, check=True, env=epoch, capture_output=True)
+
+
+def copy_of_the_tree(copy: Path) -> set[str]:
+    """Copy what a release is built from; return the names of the packages' own files."""
+    for name in ("setup.py", "setup.cfg", "README.md"):
+        shutil.copy(ROOT / name, copy / name)
+    for name in (*PACKAGES, "examples"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    (copy / "tests").mkdir()
+    for path in (ROOT / "tests").glob("test_*.py"):
+        shutil.copy(path, copy / "tests" / path.name)
+    return {str(path.relative_to(copy)) for name in PACKAGES for path in (copy / name).rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
+    """A copy in which an earlier build has left a module that was deleted since; both archives are built in it."""
+    copy = tmp_path_factory.mktemp("copy")
+    files = copy_of_the_tree(copy)
+    stale = copy / "build" / "lib" / "engine" / "deleted.py"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("raise SystemExit('an old version')\n")
+    build(copy, "sdist", "bdist_wheel")
+    return copy, files
+
+
+def test_a_wheel_has_the_packages_files_and_no_others(built: tuple[Path, set[str]]) -> None:
+    copy, files = built
+    (wheel,) = (copy / "dist").glob("*.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert names == files
+
+
+def test_an_sdist_has_no_tests_and_builds_the_same_wheel(built: tuple[Path, set[str]], tmp_path: Path) -> None:
+    copy, files = built
+    (sdist,) = (copy / "dist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        archive.extractall(tmp_path, filter="data")
+    assert not [name for name in names if name.startswith("tests")]
+    assert files <= names
+    (source,) = tmp_path.iterdir()
+    build(source, "bdist_wheel")
+    (first,), (second,) = ((place / "dist").glob("*.whl") for place in (copy, source))
+    digests = [hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in (first, second)]
+    assert digests[0] == digests[1]
+
+
+def steps(workflow: dict[str, Any]) -> list[dict[str, Any]]:
+    return [step for job in workflow["jobs"].values() for step in job.get("steps", [])]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned_by_hash(path: Path) -> None:
+    uses = re.findall(r"uses: (\S+)(.*)", path.read_text())
+    others = [(name, comment) for name, comment in uses if not name.startswith("./")]
+    assert others
+    for name, comment in others:
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", name), name
+        assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment), name
+
+
+def test_only_the_upload_may_sign() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    writing = [name for name, job in workflow["jobs"].items() if "write" in job.get("permissions", {}).values()]
+    assert writing == ["publish"]
+    publish = workflow["jobs"]["publish"]
+    assert publish["environment"] == "pypi"
+    assert set(publish["needs"]) == {"checks", "build"}
+    assert publish["if"] == "github.event_name == 'release'"
+    assert not [step for step in publish["steps"] if "run" in step]  # what it signs was built without its rights
+    assert "secrets" not in str(workflow)
+    assert {"run": "twine check --strict dist/*"} in steps(workflow)

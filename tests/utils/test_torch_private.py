@@ -1,0 +1,249 @@
+"""Every private name of torch that the library has, called with the installed torch."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranked import on_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+
+from engine import FSDP, Engine, Loss
+from engine.utils import torch_private
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """Two parts, each a block of FSDP with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.body(x)))
+        return out
+
+
+def batch(step: int, micro: int) -> Tensor:
+    """Four samples: two for each rank."""
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + micro))
+
+
+def trained(discarded: int, engine: Engine | None) -> list[float]:
+    """Three steps of two micro-batches with two optimizers; step ``discarded`` is discarded after its first one. Without an engine: plain PyTorch."""
+    model: Any = Net()
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.3) for part in (model.body, model.head))
+    if engine is None:
+        for step in range(3):
+            for micro in range(2):
+                if step != discarded:
+                    (model(batch(step, micro)).square().sum() / 8).backward()
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+        return [v for p in model.parameters() for v in p.flatten().tolist()]
+    plain, (model, first, second) = model, engine.prepare(model, first, second)
+    own = slice(2 * engine.process_index, 2 * engine.process_index + 2)
+    for step in range(3):
+        for micro in range(2):
+            with engine.accumulate(model):
+                loss = model(batch(step, micro)[own]).square().sum()
+                engine.backward(Loss(loss, 2))
+                if step == discarded:
+                    engine.discard_window()
+                    break
+                for optimizer in (first, second):
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return [v for p in plain.parameters() for v in p.full_tensor().flatten().tolist()]  # type: ignore[attr-defined]
+
+
+def rank_discarded() -> Any:
+    """How far two FSDP ranks are from plain PyTorch, whether a window is discarded or not."""
+    found = []
+    for settings in ({}, {"reduce_each_micro_batch": True}):
+        for discarded in (-1, 1):
+            engine = Engine(accelerator="cpu", strategy=FSDP(blocks=["Linear"], **settings), accumulate_grad_batches=2)
+            both = zip(trained(discarded, engine), trained(discarded, None), strict=True)
+            found.append(max(abs(a - b) for a, b in both))
+    return found
+
+
+def rank_sharded() -> Any:
+    """Gradients that FSDP has not reduced yet, by parameter, then none."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    found = []
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
+        model = Net()
+        for part in (model.body, model.head, model):
+            fully_shard(part, mp_policy=policy)
+        empty = torch_private.unreduced_gradients([model])
+        model.set_requires_gradient_sync(False)  # type: ignore[attr-defined]
+        for _ in range(2):  # the second one is added to the first
+            model(torch.ones(2, 4)).sum().backward()
+        gradients = torch_private.unreduced_gradients([model])
+        bias = gradients[id(model.head.bias)]
+        whole = torch_private.whole_gradients([model])
+        torch_private.drop_unreduced_gradients([model])
+        found.append(
+            [
+                len(empty),
+                set(gradients) == {id(p) for p in model.parameters()},
+                bias.tolist(),
+                {id(g) for g in gradients.values()} == {id(g) for g in whole},
+                len(torch_private.unreduced_gradients([model])),
+            ]
+        )
+    return found
+
+
+def rank_groups() -> Any:
+    rank = dist.get_rank()
+    world = dist.group.WORLD
+    assert world is not None
+    own = dist.new_group([1])
+    before = torch_private.collectives_started(world)
+    dist.all_reduce(torch.ones(1))
+    torch_private.set_timeout(world, timedelta(seconds=77))
+    inside = torch_private.member(own)
+    return {
+        "listed": world in torch_private.process_groups(),
+        "started": torch_private.collectives_started(world) - before,
+        "timeout": world._get_backend(CPU).options._timeout.total_seconds(),  # type: ignore[attr-defined]
+        "member": (inside is own) if rank else (inside is None and own is dist.GroupMember.NON_GROUP_MEMBER),
+        "splits": torch_private.can_split(world, CPU),
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    return on_ranks(__file__, 2)
+
+
+def test_windows_are_discarded_under_fsdp_with_several_optimizers(found: Any) -> None:
+    for distances in found["discarded"]:
+        assert max(distances) < 1e-6
+
+
+def test_gradients_that_are_not_reduced_yet(found: Any) -> None:
+    # Two samples, two passes: a bias has the gradient 2 of each.
+    assert found["sharded"] == [[[0, True, [4.0], True, 0]] * 2] * 2
+
+
+def test_process_groups(found: Any) -> None:
+    splits = found["groups"][0].pop("splits"), found["groups"][1].pop("splits")
+    assert splits[0] is splits[1]
+    assert found["groups"] == [{"listed": True, "started": 1, "timeout": 77.0, "member": True}] * 2
+
+
+def test_nothing_is_recorded_without_nccl() -> None:
+    record = torch_private.nccl_record()
+    assert record is None or b"version" in (record if isinstance(record, bytes) else record.encode())
+
+
+def test_placements() -> None:
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    strided = [Shard(0), Replicate(), _StridedShard(0, split_factor=2)]
+    assert [torch_private.is_strided_shard(placement) for placement in strided] == [False, False, True]
+
+
+def test_optimizers() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    fused, plain = torch.optim.SGD([weight], lr=0.1, fused=True), torch.optim.SGD([weight], lr=0.1)
+    assert torch_private.takes_amp_scaling(fused)
+    assert not torch_private.takes_amp_scaling(plain)
+    torch_private.forget_amp_scaling(fused)
+    torch_private.forget_amp_scaling(plain)
+    assert not torch_private.takes_amp_scaling(fused)
+
+
+def test_scaled_gradients() -> None:
+    gradient, flag, scale, tracker = torch.tensor([8.0, 4.0]), torch.zeros(1), torch.full((1,), 8.0), torch.zeros(1)
+    torch_private.unscale([gradient], flag, torch.tensor(0.5))
+    assert (gradient.tolist(), flag.item()) == ([4.0, 2.0], 0.0)
+    torch_private.unscale([torch.tensor([torch.inf])], flag, torch.tensor(0.5))
+    torch_private.update_scale(scale, tracker.int(), flag, 2.0, 0.5, 2000)
+    assert (flag.item(), scale.item()) == (1.0, 4.0)
+
+
+def test_fp8_products() -> None:
+    ones = torch.ones(16, 16).to(torch.float8_e4m3fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about the flag
+        with torch.backends.mkldnn.flags(enabled=False):  # torch's own kernel: on some processors oneDNN's needs AMX
+            assert (torch_private.fp8_product(ones, ones.t(), torch.ones(())) == 16).all()
+
+
+def test_forks() -> None:
+    class Added:
+        """A device without the name."""
+
+    assert torch_private.is_after_fork(Added) is False
+    assert torch_private.is_after_fork(torch.cuda) is False
+
+
+def test_modes() -> None:
+    with torch_private.fake_mode() as mode:
+        assert torch.ones(2).device == CPU
+        with torch_private.without_modes():
+            assert torch.ones(2).tolist() == [1.0, 1.0]
+    assert type(mode).__name__ == "FakeTensorMode"
+    assert not torch_private.is_in_flight(torch.ones(2))
+
+
+def test_what_is_compiled_leaves_a_function_out() -> None:
+    @torch_private.without_dynamo
+    def left_out(x: Tensor) -> Tensor:
+        return x + len(str(x.item()))  # has no graph
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.compile(lambda x: left_out(x) * 2, backend="eager")(torch.ones(())) == 8.0
+
+
+def test_batch_norm() -> None:
+    assert all(issubclass(kind, torch_private.BatchNorm) for kind in (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm))
+
+
+PRIVATE = re.compile(r"(?:torch|dist)(?!\.ops)(?:\.\w+)*\._(?!_|foreach_)\w+|distributed_c10d\b")
+"""Names below ``torch`` that begin with an underscore. Its functions on lists (``torch._foreach_*``) are documented."""
+ELSEWHERE = {
+    "strategies/changing_replica.py": {"dist._register_comm_hook"},
+    "step/gradients.py": {"torch.utils._pytree"},
+    "utils/device_names.py": {"torch._C", "torch._C._get_privateuse1_backend_name"},  # read without loading torch
+}
+
+
+def private_names(path: Path) -> set[str]:
+    """The private names of torch in a file's imports and expressions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            names |= set(PRIVATE.findall(ast.unparse(node)))
+        elif isinstance(node, ast.Import):
+            names |= {name for alias in node.names for name in PRIVATE.findall(alias.name)}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {name for alias in node.names for name in PRIVATE.findall(f"{node.module}.{alias.name}")}
+    return names
+
+
+def test_private_names_are_in_one_place() -> None:
+    places = {ROOT / "engine/utils/torch_private.py", ROOT / "engine/planning/torch_private.py"}
+    assert all(len(private_names(path)) > 5 for path in places)
+    for path in {*(ROOT / "engine").rglob("*.py")} - places:
+        file = path.relative_to(ROOT / "engine").as_posix()
+        assert private_names(path) <= ELSEWHERE.get(file, set()), f"{file}: these belong in utils/torch_private.py"
