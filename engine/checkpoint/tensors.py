@@ -153,9 +153,12 @@ _json = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def _bytes(tensor: Tensor) -> Any:
-    if (dtype := _name(tensor.dtype)) == "bfloat16" or dtype.startswith("float8"):  # NumPy has no such numbers
-        import torch
+    import torch
 
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        # A subclass (torchao's weights that FSDP gathers in fp8) whose memory NumPy cannot see: as bytes it is a plain tensor.
+        tensor = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    elif (dtype := _name(tensor.dtype)) == "bfloat16" or dtype.startswith("float8"):  # NumPy has no such numbers
         tensor = tensor.view(torch.int16 if dtype == "bfloat16" else torch.int8)
     return tensor.numpy(force=True).ravel().view("u1")
 
