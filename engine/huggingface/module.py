@@ -19,6 +19,12 @@ from engine.huggingface.pretrained import Pretrained
 from engine.module import TrainModule
 from engine.step.gradients import Loss, nonzero
 
+SHARDING = (
+    "transformers cannot save the optimizer's state of a model that it shards itself. Let the strategy shard it, which saves and resumes exactly: "
+    'HFModule.from_pretrained(path) with Fit(strategy="fsdp") instead of fsdp_size, or strategy="tp" instead of tp_size. Each rank then reads '
+    "only its own shards of the files"
+)
+
 
 class HFModule(TrainModule):
     """Trains a ``PreTrainedModel``, or a ``PeftModel``, that computes its loss from the batch::
@@ -50,7 +56,7 @@ class HFModule(TrainModule):
         save_base: also save the frozen model under a ``PeftModel`` in checkpoints.
 
     Raises:
-        ValueError: an argument is unknown; some of them in ``configure_optimizers``, before the first step.
+        ValueError: an argument is unknown (some of them in ``configure_optimizers``, before the first step), or transformers has sharded the model.
     """
 
     def __init__(
@@ -107,10 +113,19 @@ class HFModule(TrainModule):
             peft: the configuration of a new adapter, such as ``LoraConfig(...)``.
             model_args: further arguments of ``from_pretrained``, such as ``{"dtype": torch.float32, "attn_implementation": "sdpa"}``.
             options: those of the constructor.
+
+        Raises:
+            ValueError: ``model_args`` ask transformers to shard the model.
         """
+        if asked := sorted({"distributed_config", "tp_plan", "tp_size"} & set(model_args or ())):
+            raise ValueError(f"HFModule.from_pretrained(model_args={{{asked[0]!r}: ...}}): {SHARDING}")
         return cls(Pretrained(path, auto, peft, dict(model_args or {})), **options)
 
     def _take(self, model: nn.Module) -> None:
+        if getattr(base_of(model).config, "distributed_config", None) and any(map(_is_sharded, model.parameters())):
+            raise ValueError(
+                f"{type(model).__name__} was sharded by transformers when it was loaded (distributed_config=, tp_plan=); {SHARDING}"
+            )
         self.model = model
         self._loss = CountedLoss(model, self.count)
         self._publication = Publication(model, self.tokenizer, "model.")

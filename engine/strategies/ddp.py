@@ -61,8 +61,8 @@ class DDP(Strategy):
     def setup(self, model: nn.Module) -> nn.Module:
         if any(hasattr(p, "placements") or hasattr(p, "ds_id") for p in model.parameters()):
             raise ValueError(
-                f"strategy='ddp' with {class_name(model)}, whose parameters are sharded already, by an earlier run: "
-                "use that run's strategy again, or load a checkpoint into a new module"
+                f"strategy='ddp' with {class_name(model)}, whose parameters are sharded already. If an earlier run has done so, "
+                "use its strategy again, or load a checkpoint into a new module; otherwise give the whole model and let strategy='fsdp' shard it"
             )
         if self.group.cpu is None:
             return model

@@ -172,7 +172,8 @@ class FSDP(Strategy):
     def _check(self, model: nn.Module) -> None:
         if any(dtensors.is_sharded(p) for p in model.parameters()):
             raise ValueError(
-                f"{class_name(model)} is sharded in part, but not as a whole: give a new module, or the one prepared before"
+                f"{class_name(model)} is sharded in part, but not as a whole: give the module that was prepared before, "
+                "or a new one with whole parameters, which strategy='fsdp' shards"
             )
         self._initialise = deferred_init.initialiser(model) if self.group.is_main else None
 
