@@ -118,6 +118,9 @@ class PreparedLoader:
                 yield move(batch) if moves else batch
                 del batch  # the next one takes its memory
             self._over = True
+            # Feeds that count batches do not read on to the iterator's end. Found later, in a cycle, it would wait 5 s for each worker: garbage
+            # collection stops the threads of its queues before its __del__ asks the workers to end.
+            self._feed.leave()
         except GeneratorExit:  # ended early: worker processes must not wait for the next pass
             self._feed.leave()
             raise

@@ -198,6 +198,8 @@ class FSDP(Strategy):
                 self._fully_shard(part, apart | with_rest, inputs=True)
             self._fully_shard(root, apart, inputs=False)
             root._reduces = True  # type: ignore[assignment]
+            if self.precision.autocast is not None or self.reduce_dtype is not None:
+                _gather_unused(root)
             if self.precision.fp8 is not None and self.precision.fp8.gathers:
                 float8.Scales(root, self.precision.fp8)
             for parameter in apart & set(root.parameters()):
@@ -401,3 +403,20 @@ class FSDP(Strategy):
     def _whole(self, tree: dict[str, Any]) -> dict[str, Any]:
         whole: dict[str, Any] = dtensors.whole(self.group, tree, self.group.is_main)
         return whole
+
+
+def _gather_unused(root: nn.Module) -> None:
+    """After the first forward pass of ``root``, gather the blocks that it has left out, and free them again.
+
+    Inside a window torch keeps gradients in the reduction's format, and looks for them in the whole parameters of every block. A block has
+    those once it was gathered; before that the backward pass is an ``AttributeError``. All ranks run the same blocks, so they gather the same ones.
+    """
+
+    @torch_private.without_dynamo
+    def gather(*_: Any) -> None:
+        handle.remove()
+        for block in torch_private.never_gathered(root):
+            block.unshard()
+            block.reshard()
+
+    handle = root.register_forward_hook(gather)

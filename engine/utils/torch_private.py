@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["BatchNorm", "unscale", "update_scale", "without_dynamo"]
 
@@ -104,6 +105,16 @@ def drop_unreduced_gradients(models: Iterable[nn.Module]) -> None:
                 record.unsharded_accumulated_grad = None
             if hasattr(record, "_unsharded_param"):
                 record._unsharded_param.grad = None
+
+
+def never_gathered(model: nn.Module) -> list[FSDPModule]:
+    """The modules that FSDP2 shards, and that have had no forward pass yet."""
+    # A parameter's record has the whole parameter from then on.
+    return [
+        group.modules[0]
+        for group in _fsdp_groups([model])
+        if any(not hasattr(record, "_unsharded_param") for record in group.fsdp_params)
+    ]
 
 
 def _fsdp_groups(models: Iterable[nn.Module]) -> Iterator[Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from multiprocessing import active_children
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from engine import Engine
 from engine.data.prepared_loader import PreparedLoader
@@ -47,6 +50,21 @@ def test_an_epoch_left_early_counts() -> None:
         break
     read(loader)
     assert loader.epoch == 1
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.ones(9, 2))
+
+
+@pytest.mark.parametrize("data", [torch.ones(4, 2), Stream()], ids=["ready batches", "stream"])
+def test_worker_processes_end_with_their_pass(data: Any) -> None:
+    before = set(active_children())
+    _, loader = prepared(DataLoader(data, batch_size=None, num_workers=1), accumulate_grad_batches=2)
+    loader.limit = 4
+    for number, _ in enumerate(loader):
+        assert number or len(set(active_children()) - before) == 1
+    assert set(active_children()) == before
 
 
 def test_resume_goes_on_in_the_middle() -> None:

@@ -71,6 +71,8 @@ FOUND = [
         manual="each",
         seed=28,
     ),
+    # In a window of half precision torch looked for the gradients of a block that had never run.
+    Case(strategy="fsdp2", precision="bf16-mixed", unused=True, batch=1, units=4),
 ]
 """Cases that were wrong once."""
 
@@ -86,7 +88,7 @@ def test_trains_as_the_plain_loop(pools: Pools, strategy: str) -> None:
     search = Search(
         strategy, pools, shrink_seconds=20, deadline=time.monotonic() + 15, then=QUICK, without=OPEN, fixed=True
     )
-    search.run(15, 0)
+    search.run(8, 0)
     assert not search.found, reproducer(search.found[0])
     assert search.ran
 

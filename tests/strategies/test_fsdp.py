@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranked import on_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from engine import FSDP, Engine, Fit, Loss, TrainModule
@@ -228,6 +229,55 @@ def rank_mixed() -> Any:
     return [kept, module.seen, [list(out.shape) for out in outputs], apart(flat(module), flat(expected))]
 
 
+class Spare(Net):
+    """Its last block is in use when ``uses`` says so."""
+
+    uses = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layers(x)
+        result: Tensor = self.head(self.spare(out) if self.uses else out)
+        return result
+
+
+def rank_unused() -> Any:
+    """Windows of two micro-batches in bf16, first without the spare block, then with it in some: how far from a bare loop, and how far it moved."""
+    engine = Engine(
+        accelerator="cpu", strategy=FSDP(blocks=["Block"]), precision="bf16-mixed", accumulate_grad_batches=2
+    )
+    plain, initial = Spare(), flat(Spare().spare)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in (*plain.layers, plain.spare):
+        fully_shard(block, mp_policy=policy)
+    fully_shard(plain, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False))
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    plain.uses = True
+    plain(data(1))  # each block runs once: without that torch fails in the window
+    model = engine.prepare(Spare())
+    optimizer = engine.prepare(torch.optim.SGD(model.parameters(), lr=0.5))
+    found: list[Any] = []
+    for micro, uses in enumerate([False, False, False, True, True, False]):
+        mine = data(16)[4 * (micro % 2) + 2 * engine.process_index :][:2]
+        model.uses = plain.uses = uses
+        with engine.accumulate(model):
+            engine.backward((model(mine) - 1).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        plain.set_requires_gradient_sync(micro % 2 == 1)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = (plain(mine) - 1).square().mean()
+        (loss / 2).backward()
+        if micro % 2:
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+            found.append([apart(flat(model), flat(plain)), apart(flat(model.spare), initial) > 0])
+    return found
+
+
 class Overflow(Net):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         bad = batch_idx == 1 and self.global_rank == 1
@@ -403,6 +453,10 @@ def test_bf16(found: Any) -> None:
         assert seen[0] == ["torch.float32", [2, 8]]  # the block is not gathered yet, the head is
         assert shapes == [[2, 2], [3, 2], [1, 2]]
         assert 1e-6 < distance < 0.05  # two steps of size 0.5; bf16 has 8 bits
+
+
+def test_a_block_that_the_forward_pass_leaves_out_may_accumulate_in_half_precision(found: Any) -> None:
+    assert found["unused"] == [[[0.0, False], [0.0, True], [0.0, True]]] * 2
 
 
 def test_an_overflow_on_one_rank_is_skipped_by_both(found: Any) -> None:

@@ -69,6 +69,8 @@ class Case:
     """Micro-batches of one step, over all ranks."""
     later: int = 0
     """The same from the second epoch on (0: as before)."""
+    workers: int = 0
+    """Processes that load each loader's data."""
     drop_last: bool = False
     limit: int = 0
     """At most so many micro-batches of each rank in an epoch (0: all)."""
@@ -88,8 +90,12 @@ class Case:
     val_loaders: int = 1
     sanity: bool = False
     """Two validation batches before the training."""
+    predicted: int = 0
+    """Samples that are predicted after the training."""
     poison: int = -1
     """The sample whose gradient is not finite: steps with it are skipped."""
+    recompute: str = ""
+    """``activation_checkpointing``: ``"full"``, ``"selective"``."""
     hook: bool = False
     """There is an ``on_before_optimizer_step``."""
     manual: str = ""
@@ -163,6 +169,7 @@ def cases(draw: Any, strategy: str, others: tuple[str, ...] = tuple(STRATEGIES))
         batch=draw(st.integers(1, 3)),
         units=step * some(1, 2, 3),
         later=step * some(0, 0, 1, 2),
+        workers=some(0, 0, 2),
         drop_last=some(False, False, True),
         limit=some(0, 0, 0, 2, 3),
         epochs=some(1, 2, 3),
@@ -175,6 +182,8 @@ def cases(draw: Any, strategy: str, others: tuple[str, ...] = tuple(STRATEGIES))
         val_samples=draw(st.integers(1, 7)),
         val_loaders=some(1, 2),
         sanity=draw(st.booleans()),
+        predicted=some(0, 0, 1, 4, 7),
+        recompute=some("", "", "full", "selective"),
         poison=some(-1, -1, -1, 3),
         hook=draw(st.booleans()),
         manual=some("", "", "", "", "each", "second", "drop", "both"),
@@ -231,7 +240,8 @@ def _by_strategy(rules: _Rules, both: tuple[str, str]) -> None:
 
 def _by_precision(rules: _Rules, both: tuple[str, str]) -> None:
     """Half precision rounds gradients, which Adam makes steps of full size of; and torch has no complex or GRU kernels for it."""
-    rules.when(any(map(sharded, both)) and rules.case.precision.endswith("mixed"), precision="64-true")
+    exact = any(sharded(name) and not name.startswith("fsdp") for name in both)
+    rules.when(exact and rules.case.precision.endswith("mixed"), precision="64-true")
     if rules.case.precision.endswith("mixed"):
         rules.when(rules.case.body not in ("mlp", "tied"), body="mlp")
         rules.when(rules.case.optimizer not in ("sgd", "momentum"), optimizer="sgd")
@@ -258,6 +268,7 @@ def _by_loop(rules: _Rules) -> None:
         when(case.manual != "both" and case.optimizer == "two", optimizer="momentum")
     elif case.door == "engine":
         when(True, sanity=False, hook=False, log_every=1, killed=False, val_loaders=1, limit=0, max_steps=0, none=0)
+        when(True, predicted=0)
         when(True, val="epoch" if case.val else "")
         when(case.loss == "dict", loss="mean")
         when(case.schedule == "plateau", schedule="epoch")
@@ -270,6 +281,7 @@ def _by_loop(rules: _Rules) -> None:
 def _by_data(rules: _Rules, both: tuple[str, str]) -> None:
     when = rules.when
     when(rules.case.data in BATCHED, drop_last=False)
+    when(rules.case.data == "list" and not rules.case.val and not rules.case.predicted, workers=0)
     when(rules.case.data == "stream" and rules.case.val == "half", val="epoch")  # half of what nobody knows
     when(rules.case.none, poison=-1)
     if rules.case.poison >= 0:
@@ -285,6 +297,7 @@ def _by_data(rules: _Rules, both: tuple[str, str]) -> None:
         val="",
         sanity=False,
         val_loaders=1,
+        predicted=0,
         resume=0,
     )
 

@@ -30,6 +30,13 @@ def differences(case: Case, expected: Trained, runs: Sequence[Answers]) -> list[
                 "gradient norm", norms, {step: [value] for step, value in _merged(runs, "norms").items()}, _bound(case)
             )
         found += _logs(case, expected, runs)
+        for rank, answer in enumerate(runs[-1]):
+            found += _numbers(
+                f"predictions on rank {rank}",
+                {expected.steps: expected.predictions},
+                {expected.steps: answer["predictions"]},
+                _bound(case),
+            )
     return found
 
 

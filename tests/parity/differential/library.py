@@ -59,21 +59,25 @@ def strategy(case: Case, name: str) -> Any:
 
 def loader(case: Case) -> Any:
     """The training data as its user has it."""
-    samples, kind = models.training_data(case), case.data
+    samples, kind, workers = models.training_data(case), case.data, case.workers
     if kind == "list":
         return [samples.batch(numbers) for numbers in models.ready_batches(case)]
     if kind == "ready":
-        return DataLoader(_Ready(samples, models.ready_batches(case)), batch_size=None)
+        return DataLoader(_Ready(samples, models.ready_batches(case)), batch_size=None, num_workers=workers)
     if kind == "batch_sampler":
-        return DataLoader(samples, batch_sampler=models.Fixed(models.ready_batches(case)))
+        return DataLoader(samples, batch_sampler=models.Fixed(models.ready_batches(case)), num_workers=workers)
     if kind == "stream":
         return DataLoader(
-            models.Reading([samples.batch(numbers) for numbers in models.ready_batches(case)]), batch_size=None
+            models.Reading([samples.batch(numbers) for numbers in models.ready_batches(case)]),
+            batch_size=None,
+            num_workers=workers,
         )
     if kind == "front":
         batches = BatchSampler(SequentialSampler(range(case.samples // 2 + 1)), case.batch, case.drop_last)
-        return DataLoader(samples, batch_sampler=batches)
-    return DataLoader(samples, batch_size=case.batch, drop_last=case.drop_last, **_order(case, samples))
+        return DataLoader(samples, batch_sampler=batches, num_workers=workers)
+    return DataLoader(
+        samples, batch_size=case.batch, drop_last=case.drop_last, num_workers=workers, **_order(case, samples)
+    )
 
 
 def _order(case: Case, samples: models.Samples) -> dict[str, Any]:
@@ -100,14 +104,19 @@ class _Ready(torch.utils.data.Dataset[Any]):
 
 
 def val_loaders(case: Case) -> list[Any]:
-    return [DataLoader(models.validation_data(case, index), batch_size=2) for index in range(case.val_loaders)]
+    return [pairs(case, models.validation_data(case, index)) for index in range(case.val_loaders)]
+
+
+def pairs(case: Case, samples: models.Samples) -> DataLoader[Any]:
+    """A loader for evaluation, two samples a batch."""
+    return DataLoader(samples, batch_size=2, num_workers=case.workers)
 
 
 def random_orders(case: Case) -> dict[int, list[int]]:
     """The order of each epoch where it is a function of (seed, epoch): as one process has it that reads sample by sample."""
     if case.data not in ("shuffled", "drawn", "distributed"):
         return {}
-    one = dataclasses.replace(case, batch=1, drop_last=False)
+    one = dataclasses.replace(case, batch=1, drop_last=False, workers=0)
     batches = Engine(strategy="single", accelerator="cpu", seed=1).prepare(loader(one))
     found = {}
     for epoch in range(case.epochs):
@@ -212,6 +221,9 @@ class Module(TrainModule):
         self.val_squares[dataloader_idx].update(every)
         self.log("val_squares", self.val_squares[dataloader_idx])
 
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch["x"])
+
     def configure_optimizers(self) -> Any:
         found = models.optimizers(self.case, self.net)
         schedules = [self.schedule(s) for s in models.schedulers(self.case, found)]
@@ -296,12 +308,15 @@ def fit(case: Case, name: str, root: Path, part: int, parts: int) -> Trained:
         accelerator="cpu", strategy=strategy(case, name), precision=case.precision, max_epochs=case.epochs, max_steps=limit or None,
         limit_train_batches=case.limit or None, val_every={"": None, "epoch": "1 epochs", "steps": 2, "half": 0.5}[case.val],
         num_sanity_val_steps=2 if case.sanity else 0, log_every_n_steps=case.log_every, seed=1, root_dir=root, callbacks=watch,
-        on_nonfinite="skip" if case.poison >= 0 else None, **settings,
+        on_nonfinite="skip" if case.poison >= 0 else None, activation_checkpointing=case.recompute or None, **settings,
     )  # fmt: skip
     resume = str(root / "checkpoints" / "here") if parts == 2 and not first else None
     try:
         result = trainer.run(module, loader(case), val_loaders(case) if case.val else None, resume=resume)
         found.steps = result.step
+        if case.predicted and not first:
+            outputs = trainer.predict(module, pairs(case, models.predicted_data(case)))
+            found.predictions = torch.cat(outputs).double().flatten().tolist()
     except Killed:
         found.steps = watch.last
     found.seen = module.seen

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from engine import Engine, Loss
 
 from . import models
 from .cases import REPLICATED, Case
-from .library import loader, strategy
+from .library import loader, pairs, strategy
 from .reference import Trained, state, weights
 
 
@@ -24,7 +23,7 @@ class Own:
         self.case, self.name, self.found = case, name, Trained()
         self.engine = Engine(
             strategy=strategy(case, name), accelerator="cpu", precision=case.precision, accumulate_grad_batches=case.window(name),
-            on_nonfinite="skip" if case.poison >= 0 else None, seed=1,
+            on_nonfinite="skip" if case.poison >= 0 else None, activation_checkpointing=case.recompute or None, seed=1,
         )  # fmt: skip
         net = models.Net(case)
         found = models.optimizers(case, net)
@@ -33,7 +32,7 @@ class Own:
         self.model: nn.Module = prepare(net)
         self.optimizers, self.schedulers = list(map(prepare, found)), list(map(prepare, plain))
         self.loader = self.engine.prepare_data_loader(loader(case))
-        self.val_loader = prepare(DataLoader(models.validation_data(case, 0), batch_size=2))
+        self.val_loader = prepare(pairs(case, models.validation_data(case, 0)))
         self.steps = self.epoch = self.index = 0
         """Of the training, and the steps of this epoch."""
 

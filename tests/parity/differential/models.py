@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from .cases import Case
 
@@ -43,6 +43,10 @@ class Net(nn.Module):
         self.shared = case.shared
         if case.frozen:
             self.up.requires_grad_(False)
+
+    def blocks(self) -> list[nn.Module]:
+        """The modules that are computed again in the backward pass."""
+        return [self.down, *([self.twice] if self.shared else [])]
 
     def forward(self, x: Tensor) -> Tensor:
         if self.body == "tied":
@@ -150,6 +154,10 @@ def validation_data(case: Case, index: int) -> Samples:
     return Samples(case, case.val_samples if not index else max(1, case.val_samples - 3), offset=100 + 50 * index)
 
 
+def predicted_data(case: Case) -> Samples:
+    return Samples(case, case.predicted, offset=200)
+
+
 def ready_batches(case: Case) -> list[list[int]]:
     """The numbers of the samples in each batch, where batches stay whole: of different sizes."""
     sizes, left, batches = [case.batch, 1, case.batch + 1], list(range(case.samples)), []
@@ -174,13 +182,14 @@ class Fixed(Sampler[Any]):
 
 
 class Reading(IterableDataset[Any]):
-    """Ready batches, one after the other."""
+    """Ready batches, one after the other; workers take turns."""
 
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
+        worker = get_worker_info()
+        return iter(self.batches if worker is None else self.batches[worker.id :: worker.num_workers])
 
 
 def given_order(case: Case) -> list[int]:

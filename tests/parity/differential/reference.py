@@ -33,6 +33,8 @@ class Trained:
     """Everything that was logged, by step."""
     seen: dict[str, list[int]] = field(default_factory=dict)
     """The samples of each step, by ``"epoch:step of the epoch"``, sorted."""
+    predictions: list[float] = field(default_factory=list)
+    """The outputs for :func:`.models.predicted_data`, in its order."""
     initial: list[float] = field(default_factory=list)
 
 
@@ -114,6 +116,11 @@ class Loop:
             if left:
                 break
         self.found.final = state(case, self.net.state_dict())
+        if case.predicted:
+            samples = models.predicted_data(case)
+            with torch.no_grad():
+                outputs = self.net.eval()(_batch(samples, list(range(case.predicted)))["x"])
+            self.found.predictions = outputs.flatten().tolist()
         return self.found
 
     # -- a step -----------------------------------------------------------------------------------------------------------------
