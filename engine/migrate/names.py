@@ -173,7 +173,7 @@ class Names:
         if isinstance(expression, ast.Constant) and isinstance(expression.value, str):  # an annotation in quotes
             try:
                 return self.meaning(ast.parse(expression.value, mode="eval").body, source, depth + 1)
-            except (SyntaxError, ValueError):
+            except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last: nested too deeply for the parser
                 return None
         return None
 
@@ -282,13 +282,14 @@ class Names:
 
 def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """The statements of a body, with those in its ``if``, ``try`` and ``with`` blocks."""
-    for each in body:
+    waiting = [*body][::-1]
+    while waiting:  # not by recursion: each `elif` is one level deeper
+        each = waiting.pop()
         yield each
-        for part in ("body", "orelse", "finalbody"):
-            if not isinstance(each, (ast.ClassDef, *_FUNCTIONS)):
-                yield from statements(getattr(each, part, ()))
-        for handler in getattr(each, "handlers", ()):
-            yield from statements(handler.body)
+        if not isinstance(each, (ast.ClassDef, *_FUNCTIONS)):
+            parts = (getattr(each, part, ()) for part in ("body", "orelse", "finalbody"))
+            handlers = (handler.body for handler in getattr(each, "handlers", ()))
+            waiting += [inner for part in (*parts, *handlers) for inner in part][::-1]
 
 
 def is_named(node: ast.expr, name: str | None) -> bool:
