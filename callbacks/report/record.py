@@ -46,7 +46,7 @@ _LONGEST_ROW = 1 << 20
 """Bytes of a line that is read at one of these places."""
 _BARREN = 64
 """Places without a line's end after which no more are tried."""
-_MOST_EVENTS = 1_000_000
+_MOST_EVENTS = 200_000
 """Lines that are not rows, of which a run writes a few for each checkpoint."""
 
 
