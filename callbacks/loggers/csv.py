@@ -7,14 +7,15 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from engine import Run
 
-from .append_file import AppendFile, end_of_lines, replace_file
+from .append_file import AppendFile, replace_file
 from .base import Logger, Moment
+from .bounded_lines import LONGEST_OWN, is_whole
 
 _FIXED = ("step", "epoch")
 _RUN_STEP = "run_step"
@@ -160,17 +161,27 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     Raises:
         ValueError: the file is not one that :class:`CSVLogger` wrote.
     """
-    with path.open(newline="", encoding="utf-8") as file:
-        text = file.read()
-    lines = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
-    columns = _columns(path, next(lines, []))
-    return columns or list(_FIXED), [dict(zip(columns, row, strict=False)) for row in lines if row]
+    with path.open("rb") as file:
+        lines = csv.reader(_lines(path, file))
+        columns = _columns(path, next(lines, []))
+        return columns or list(_FIXED), [dict(zip(columns, row, strict=False)) for row in lines if row]
 
 
 def _header(path: Path) -> list[str]:
     """The columns of a metrics file, without reading its rows; empty if it has none."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return _columns(path, next(csv.reader(file), []) if end_of_lines(file.fileno()) else [])
+    with path.open("rb") as file:
+        return _columns(path, next(csv.reader(_lines(path, file)), []))
+
+
+def _lines(path: Path, file: BinaryIO) -> Iterator[str]:
+    """The complete lines of a metrics file."""
+    while line := file.readline(LONGEST_OWN):
+        if not is_whole(line, LONGEST_OWN):
+            raise ValueError(
+                f"CSVLogger: {path} exists and is not a metrics file; move it, or give another dir= or name="
+            )
+        if line.endswith(b"\n"):
+            yield line.decode()
 
 
 def _columns(path: Path, header: list[str]) -> list[str]:

@@ -14,6 +14,7 @@ from engine import Run
 
 from .append_file import AppendFile, replace_file
 from .base import Logger, Moment, settings_of
+from .bounded_lines import LONGEST_OWN, is_whole
 from .csv import free_name
 from .media import ENDINGS, cells, content, file_name, histogram, jsonable
 
@@ -159,10 +160,11 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         ValueError: the file is not one that :class:`JSONLLogger` wrote.
     """
-    with path.open(encoding="utf-8") as file:
-        for text in file:
-            if text.endswith("\n"):
+    with path.open("rb") as file:
+        while content := file.readline(LONGEST_OWN):
+            if content.endswith(b"\n") or not is_whole(content, LONGEST_OWN):
                 try:
+                    text = content.decode()
                     line = json.loads(text)
                     if not isinstance(line, dict):
                         raise ValueError

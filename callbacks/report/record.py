@@ -23,14 +23,14 @@ import math
 import struct
 import time
 from binascii import a2b_base64, b2a_base64
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..loggers.append_file import AppendFile
+from ..loggers.bounded_lines import LONGEST, bounded_lines, is_whole, skip_hole
 from ..loggers.sender import Item, Sender
 
 NAME = "report.jsonl"
@@ -42,6 +42,12 @@ WHOLE = 64 << 20
 """Bytes of the largest file of which every row is read."""
 _ENDS, PLACES, _STRETCH = 1 << 20, 2048, 4096
 """Parts of a larger file that are read: bytes at either end, places between the ends, bytes at each place."""
+_LONGEST_ROW = 1 << 20
+"""Bytes of a line that is read at one of these places."""
+_BARREN = 64
+"""Places without a line's end after which no more are tried."""
+_MOST_EVENTS = 200_000
+"""Lines that are not rows, of which a run writes a few for each checkpoint."""
 
 
 class Record:
@@ -93,31 +99,41 @@ def packed(numbers: Sequence[float]) -> bytes:
 def sampled_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Lines of a file with more than :data:`WHOLE` bytes, with their offsets: those at its ends, and some from evenly spaced places between."""
     size = file.seek(0, 2)
-    between = size - 2 * _ENDS
+    between, barren = size - 2 * _ENDS, 0
     starts = [_ENDS + between * place // PLACES for place in range(PLACES)]
     for start, end in [(0, _ENDS), *((start, start + _STRETCH) for start in starts), (size - _ENDS, size)]:
+        longest = _LONGEST_ROW if start else LONGEST
         place = file.seek(max(0, start - 1))
         if start:
-            place += len(file.readline())
-        while place < end and (line := file.readline()):
+            line = file.readline(longest)
+            place += len(line)
+            if not is_whole(line, longest):
+                barren += 1
+                if barren == _BARREN:
+                    return
+                continue
+        while place < end and is_whole(line := file.readline(longest), longest) and line:
             yield place, line
             place += len(line)
 
 
-def _sampled(file: BinaryIO) -> Iterator[bytes]:
-    """All lines of a large record that are not rows, and some rows."""
-    others = deque(_places_of_others(file))
+def _sampled(file: BinaryIO, scanned: BinaryIO) -> Iterator[bytes]:
+    """All lines of a large record that are not rows, and some rows; ``scanned``: the same file, opened once more."""
+    others = _places_of_others(scanned)
+    other = next(others, None)
     for place, line in sampled_lines(file):
-        while others and others[0] <= place:
+        while other is not None and other <= place:
             here = file.tell()
-            file.seek(others.popleft())
-            yield file.readline()
+            file.seek(other)
+            yield file.readline(LONGEST)
             file.seek(here)
+            other = next(others, None)
         if line.startswith(b'"'):
             yield line
-    for other in others:
+    while other is not None:
         file.seek(other)
-        yield file.readline()
+        yield file.readline(LONGEST)
+        other = next(others, None)
 
 
 def _places_of_others(file: BinaryIO) -> Iterator[int]:
@@ -130,7 +146,8 @@ def _places_of_others(file: BinaryIO) -> Iterator[int]:
             if text[place - 1] == ord("\n"):
                 yield start + place - 1
             place = text.find(b"{", place + 1)
-        start, before = start + len(block), block[-1:]
+        skip_hole(file)
+        start, before = file.tell(), block[-1:]
 
 
 def events(path: Path, whole: bool = False) -> Iterator[dict[str, Any]]:
@@ -141,16 +158,26 @@ def events(path: Path, whole: bool = False) -> Iterator[dict[str, Any]]:
     Rows that follow each other are one event ``rows``, with a list of :func:`packed` numbers; each has its own time.
     """
     rows: list[bytes] = []
-    with path.open("rb") as file:
-        for line in file if whole or path.stat().st_size <= WHOLE else _sampled(file):
+    left = _MOST_EVENTS
+    with ExitStack() as opened:
+        file = opened.enter_context(path.open("rb"))
+        if whole or path.stat().st_size <= WHOLE:
+            lines = bounded_lines(file)
+        else:
+            lines = _sampled(file, opened.enter_context(path.open("rb")))
+        for line in lines:
             if line.startswith(b'"'):
                 with suppress(ValueError):
                     rows.append(a2b_base64(line.rstrip(b'"\n')) if line.endswith(b'"\n') else b"")
             if rows and (len(rows) >= _ROWS or not line.startswith(b'"')):
                 yield {"event": "rows", "time": 0.0, "rows": rows}
                 rows = []
-            if line.startswith(b"{") and (event := _parsed(line)) is not None:
-                yield event
+            if line.startswith(b"{"):
+                left -= 1
+                if left < 0:
+                    break
+                if (event := _parsed(line)) is not None:
+                    yield event
         if rows:
             yield {"event": "rows", "time": 0.0, "rows": rows}
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from ..loggers.bounded_lines import bounded_lines
 from ..loggers.csv import from_cell
 from .curves import Array, Curve, Points
 from .record import HEAD, NAME, PLACES, WHOLE, events, packed, sampled_lines
@@ -36,6 +37,8 @@ PHASES = {
 LARGEST_STEP = 1 << 53
 MOST_RUNS = 100
 """Runs of one ``root_dir`` on a page."""
+_LARGEST = 64 << 20, 1 << 20
+"""Bytes of a manifest, and of a file of settings, that is read."""
 
 
 @dataclass
@@ -339,7 +342,7 @@ def _checkpoints(folder: Path, recorded: Mapping[str, dict[str, Any]]) -> list[d
             found[name] = known
     for path in (folder / "checkpoints").glob("[!.]*/manifest.json"):
         try:
-            manifest = _mapping(json.loads(_read(path)))
+            manifest = _mapping(json.loads(_read(path, _LARGEST[0])))
         except (OSError, ValueError, RecursionError):
             continue
         step, score = _mapping(manifest.get("counters")).get("step"), _mapping(manifest.get("score")).get("value")
@@ -355,7 +358,7 @@ def _scored_with(*places: Path) -> str:
     """The weights that a checkpoint's score was measured with, by its manifest, which is at one of these ``places``."""
     for place in places:
         try:
-            manifest = _mapping(json.loads(_read(place / "manifest.json")))
+            manifest = _mapping(json.loads(_read(place / "manifest.json", _LARGEST[0])))
         except (OSError, ValueError, RecursionError):
             continue
         several = any(str(file).startswith("weights/") for file in _mapping(manifest.get("files")))
@@ -393,7 +396,7 @@ def _read_csv(run: RunData, whole: bool) -> None:
     run.checkpoints = _checkpoints(run.folder, {})
     run.trained = (run.folder / CONFIG).exists()  # which a training writes
     try:
-        text = _read(run.folder / CONFIG).decode()
+        text = _read(run.folder / CONFIG, _LARGEST[1]).decode()
         # This ends early where values are nested too deeply; the parser alone takes ever longer.
         yaml.compose(text, Loader=yaml.SafeLoader)
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
@@ -407,23 +410,27 @@ def _read_csv(run: RunData, whole: bool) -> None:
         run.config = [(CONFIG, f"not read: {error or type(error).__name__}", "")]
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, largest: int) -> bytes:
     """The content of a regular file; a pipe or a device could block for ever.
 
     Raises:
-        OSError: it is another thing, or cannot be read.
+        OSError: it is another thing, has more than ``largest`` bytes, or cannot be read.
     """
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is not a regular file")
-    return path.read_bytes()
+    with path.open("rb") as file:
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise OSError(f"{path} has {os.path.getsize(path):,} bytes, and at most {largest:,} are read")
+    return content
 
 
 def _blocks(path: Path, whole: bool) -> Iterator[dict[str, tuple[str, ...]]]:
     """Columns of a CSV file, some thousand rows at a time; a last row that a kill left unfinished is left out."""
     whole = whole or path.stat().st_size <= WHOLE
-    with path.open(newline="", encoding="utf-8", errors="replace") as file, path.open("rb") as raw:
-        some = (line.decode(errors="replace") for _, line in sampled_lines(raw))
-        lines = _readable(csv.reader(_whole(file if whole else some)))
+    with path.open("rb") as file:
+        some = bounded_lines(file) if whole else (line for _, line in sampled_lines(file))
+        lines = _readable(csv.reader(_whole(line.decode(errors="replace") for line in some)))
         names = [from_cell(cell) for cell in next(lines, [])]
         while rows := list(islice(lines, 5_000)):
             full = [row for row in rows if len(row) == len(names)]

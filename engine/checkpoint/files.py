@@ -22,7 +22,11 @@ BLOCK = 1 << 26
 """Bytes per checksum: several threads, and several ranks, share the work of checking one file."""
 _READ = 1 << 20
 """Bytes that are read and checksummed at a time."""
+LARGEST_JSON = 1 << 30
+"""Bytes of a JSON file; larger ones are neither written nor read."""
 THREADS = min(8, os.cpu_count() or 1)
+
+_ALLOWED = f"and a JSON file of a checkpoint has at most {LARGEST_JSON:,}"
 
 Record = dict[str, Any]
 """A manifest's record of a file: ``{"bytes": size, "crc32": [checksum of each block of 64 MiB]}``. CRC-32 (4 GB/s per core) finds damage;
@@ -87,14 +91,32 @@ def write_file(path: Path, parts: Iterable[Any]) -> Record:
 
 
 def write_json(path: Path, value: Any) -> Record:
-    """Write and sync a JSON value."""
-    return write_file(path, [json.dumps(value, allow_nan=False, indent=1).encode()])
+    """Write and sync a JSON value.
+
+    Raises:
+        ValueError: it has more than :data:`LARGEST_JSON` bytes, so that it could not be read again.
+    """
+    text = json.dumps(value, allow_nan=False, indent=1).encode()
+    if len(text) > LARGEST_JSON:
+        raise ValueError(f"{path.name} would have {len(text):,} bytes, {_ALLOWED}: keep large values as tensors")
+    return write_file(path, [text])
 
 
 def read_json(path: Path) -> Any:
-    """A JSON value; one that cannot be read is a :class:`DamagedCheckpoint`."""
+    """A JSON value; one that cannot be read, or is too large, is a :class:`DamagedCheckpoint`."""
     with os.fdopen(open_file(path), "rb") as file:
-        return parse_json(path, file.read())
+        check_json_size(path, os.fstat(file.fileno()).st_size)
+        return parse_json(path, file.read(LARGEST_JSON) or b"")  # `None`: nothing is there yet, as in /proc/kmsg
+
+
+def check_json_size(path: Any, size: int) -> None:
+    """Check that a JSON file of ``size`` bytes is not larger than any that is written.
+
+    Raises:
+        DamagedCheckpoint: it is.
+    """
+    if size > LARGEST_JSON:
+        raise DamagedCheckpoint(f"{path} has {size:,} bytes, {_ALLOWED}")
 
 
 def open_file(path: Path) -> int:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.files import CHUNK, DamagedCheckpoint, inside, open_file, parse_json, read_json
+from engine.checkpoint.files import CHUNK, DamagedCheckpoint, check_json_size, inside, open_file, parse_json, read_json
 from engine.checkpoint.manifest import FOLDERS, MANIFEST, check_manifest
 
 _HEAD = struct.Struct("<4s22xH2x")
@@ -79,6 +79,7 @@ def unpack(file: Path, folder: Path) -> None:
     """
     with os.fdopen(open_file(file), "rb") as opened, _archive(file, opened) as archive:
         entries = _checked(file, os.fstat(opened.fileno()).st_size, archive.infolist())
+        check_json_size(f"{file}: {MANIFEST}", entries[MANIFEST].file_size)
         with archive.open(entries[MANIFEST]) as source:
             known = check_manifest(file, parse_json(f"{file}: {MANIFEST}", source.read()))["files"]
         if strange := sorted(entries.keys() ^ {MANIFEST, *known}):

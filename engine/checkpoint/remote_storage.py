@@ -34,7 +34,8 @@ def reach(url: str) -> tuple[Any, str]:
         )
     try:
         files, inner = fsspec.core.url_to_fs(url)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
+        # Of a URL that lacks what its file system needs (github://x has no owner), fsspec raises whatever its constructor does.
         raise ValueError(f"{url}: {error}") from error
     return files, str(inner)
 

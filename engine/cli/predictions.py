@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from engine.checkpoint.tensors import serialize_tensors
 from engine.cli.exits import UsageError
 from engine.utils.errors import nearest
 
@@ -70,7 +70,11 @@ def write(predictions: list[Any], several: bool, output: str | None) -> dict[str
             "samples": samples,
             **{name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()},
         }
-    save_file(tensors, output)
+    parts = serialize_tensors(tensors, {"format": "pt"})
+    head = next(parts)  # what cannot be written is an error before the file is touched
+    with Path(output).open("wb") as file:
+        file.write(head)
+        file.writelines(parts)
     return {"samples": samples, "output": output}
 
 

@@ -21,6 +21,8 @@ ROOTS = {
 """Packages whose use is reported, the longer name first, and the library that each belongs to."""
 _DEPTH = 20
 """Re-exports followed from one name: more than any package has, so that a circle ends."""
+_NEAREST = 50
+"""Classes of a family that are looked at: more than anybody writes, so that the time for a long line of classes does not grow with its square."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +47,26 @@ class ClassInfo:
     node: ast.ClassDef
     bases: list[Api | ClassInfo | None] = field(default_factory=list)
     """One for each base: ``None`` for those that are neither in the sources nor in one of the libraries."""
+    distant: list[Api] = field(default_factory=list)
+    """Classes of the libraries among the bases of one of its ancestors, the nearest with any, however far that is."""
 
     @cached_property
     def family(self) -> list[ClassInfo]:
-        """This class and those of the sources that it inherits from."""
+        """This class and those of the sources that it inherits from: the nearest :data:`_NEAREST`."""
         found, known = [self], {self}
         for each in found:  # grows while it is walked
             bases = [base for base in each.bases if isinstance(base, ClassInfo) and base not in known]
             found += dict.fromkeys(bases)
             known.update(bases)
-        return found
+            if len(found) >= _NEAREST:
+                break
+        return found[:_NEAREST]
 
     @cached_property
     def foreign(self) -> list[Api]:
-        """What of the libraries it inherits from, directly or through others."""
-        return list(dict.fromkeys(base for each in self.family for base in each.bases if isinstance(base, Api)))
+        """The libraries' classes that it inherits from, directly or through others."""
+        near = dict.fromkeys(base for each in self.family for base in each.bases if isinstance(base, Api))
+        return list(near) or self.distant
 
     @cached_property
     def methods(self) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -119,9 +126,38 @@ class Names:
             self._tables[source.module], self._stars[source.module] = self._table(source)
         for each in self.classes:
             each.bases = [base for expression in each.node.bases for base in self._bases(expression, each.source)]
+        self._find_distant()
+
+    @cached_property
+    def of_node(self) -> dict[int, ClassInfo]:
+        """The classes by the ``id`` of their nodes."""
+        return {id(each.node): each for each in self.classes}
+
+    @cached_property
+    def own_of_trainers(self) -> set[str]:
+        """Names that the sources' subclasses of ``Trainer`` define."""
+        trainers = (each for each in self.classes if any(base.name == "Trainer" for base in each.foreign))
+        return {name for each in trainers for name in each.own}
+
+    def _find_distant(self) -> None:
+        """Fill ``distant`` of all classes."""
+        derived: dict[ClassInfo, list[ClassInfo]] = {}
+        for each in self.classes:
+            each.distant = [base for base in each.bases if isinstance(base, Api)]
+            for base in each.bases:
+                if isinstance(base, ClassInfo):
+                    derived.setdefault(base, []).append(each)
+        reached = [each for each in self.classes if each.distant]
+        for each in reached:  # grows while it is walked
+            for inner in derived.get(each, ()):
+                if not inner.distant:
+                    inner.distant = each.distant
+                    reached.append(inner)
 
     def meaning(self, expression: ast.expr, source: Source, depth: int = 0) -> Meaning:
         """What a dotted expression of ``source`` stands for."""
+        if depth > _DEPTH:
+            return None
         if isinstance(expression, ast.Name):
             return self._named(expression.id, source.module, depth + 1)
         if isinstance(expression, ast.Attribute):
@@ -137,7 +173,7 @@ class Names:
         if isinstance(expression, ast.Constant) and isinstance(expression.value, str):  # an annotation in quotes
             try:
                 return self.meaning(ast.parse(expression.value, mode="eval").body, source, depth + 1)
-            except (SyntaxError, ValueError):
+            except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last: nested too deeply for the parser
                 return None
         return None
 
@@ -246,13 +282,14 @@ class Names:
 
 def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """The statements of a body, with those in its ``if``, ``try`` and ``with`` blocks."""
-    for each in body:
+    waiting = [*body][::-1]
+    while waiting:  # not by recursion: each `elif` is one level deeper
+        each = waiting.pop()
         yield each
-        for part in ("body", "orelse", "finalbody"):
-            if not isinstance(each, (ast.ClassDef, *_FUNCTIONS)):
-                yield from statements(getattr(each, part, ()))
-        for handler in getattr(each, "handlers", ()):
-            yield from statements(handler.body)
+        if not isinstance(each, (ast.ClassDef, *_FUNCTIONS)):
+            parts = (getattr(each, part, ()) for part in ("body", "orelse", "finalbody"))
+            handlers = (handler.body for handler in getattr(each, "handlers", ()))
+            waiting += [inner for part in (*parts, *handlers) for inner in part][::-1]
 
 
 def is_named(node: ast.expr, name: str | None) -> bool:

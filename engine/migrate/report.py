@@ -66,11 +66,7 @@ def migration(paths: Sequence[Path], exclude: Iterable[str] = ()) -> Report:
     """
     sources, unread = read(paths, exclude)
     names = Names(sources)
-    users: dict[ClassInfo, list[ClassInfo]] = {}
-    for cls in names.classes:
-        if kind_of(cls):
-            for base in cls.family[1:]:
-                users.setdefault(base, []).append(cls)
+    users = _users(names.classes)
     uses: list[Use] = []
     for source in sources:
         finder = Finder(source, names, users)
@@ -86,6 +82,18 @@ def migration(paths: Sequence[Path], exclude: Iterable[str] = ()) -> Report:
             by_class.setdefault(use.owner, []).append(use)
     classes = [_classified(cls, by_class) for cls in names.classes if kind_of(cls)]
     return Report(uses, classes, unread, len(sources))
+
+
+def _users(classes: Sequence[ClassInfo]) -> dict[ClassInfo, ClassInfo]:
+    """The first class with a base of the libraries that inherits from each class."""
+    users: dict[ClassInfo, ClassInfo] = {}
+    for cls in classes:
+        bases = [cls] if kind_of(cls) else []
+        for each in bases:  # grows while it is walked; ancestors of one that has a user have one too
+            new = [base for base in each.bases if isinstance(base, ClassInfo) and base not in users]
+            users.update(dict.fromkeys(new, cls))
+            bases += dict.fromkeys(new)
+    return users
 
 
 def _classified(cls: ClassInfo, uses: dict[ClassInfo, list[Use]]) -> ClassReport:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from engine.migrate.counterparts import AS_IS, CHANGE, INTEROP
+from engine.migrate.names import ClassInfo
 from engine.migrate.report import KINDS, ClassReport, Report
 from engine.migrate.sources import Source
 from engine.migrate.uses import Use
@@ -21,8 +22,10 @@ def lines(report: Report, *, changes_only: bool = False) -> Iterator[str]:
     classes = {each.cls: each for each in report.classes}
     for source, uses in by_file.items():
         yield f"{source.path}"
-        for owner in dict.fromkeys(use.owner for use in uses):
-            own = [use for use in uses if use.owner is owner]
+        by_owner: dict[ClassInfo | None, list[Use]] = {}
+        for use in uses:
+            by_owner.setdefault(use.owner, []).append(use)
+        for owner, own in by_owner.items():
             if owner is None:
                 yield "  outside classes"
             elif owner in classes:

@@ -37,27 +37,24 @@ class Use:
 
 
 class Finder(ast.NodeVisitor):
-    """Walks one source. ``users``: for each class, those of the libraries' classes that inherit from it."""
+    """Walks one source. ``users``: for each class, the first one with a base of the libraries that inherits from it."""
 
-    def __init__(self, source: Source, names: Names, users: dict[ClassInfo, list[ClassInfo]]) -> None:
+    def __init__(self, source: Source, names: Names, users: dict[ClassInfo, ClassInfo]) -> None:
         self.source, self.names, self.users = source, names, users
         self.found: list[Use] = []
         self._class: ClassInfo | None = None
         self._self: Known | None = None
         self._known: ChainMap[str, Known] = ChainMap()
         self._bases: set[int] = set()  # the ids of the expressions that name base classes
-        trainers = [each for each in names.classes if any(base.name == "Trainer" for base in each.foreign)]
-        self._own_of_trainers = {name for each in trainers for name in each.own}
-        self._classes = {id(each.node): each for each in names.classes if each.source is source}
 
     # -- scopes -----------------------------------------------------------------------------------------------------------------
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         outer = self._class, self._self
-        self._class = self._classes[id(node)]
+        self._class = self.names.of_node[id(node)]
         thing = thing_of(self._class)
         if thing is None:  # a class without a base of theirs may be mixed into one that has
-            user = next(iter(self.users.get(self._class, ())), None)
+            user = self.users.get(self._class)
             thing = None if user is None else thing_of(user)
         self._self = None if thing is None else Known(thing, self._class)
         self._bases.update(map(id, node.bases))
@@ -272,7 +269,7 @@ class Finder(ast.NodeVisitor):
                 self._add(node, library, f"{thing.label}.{name} =", verdict, what)
             return
         if not any(members):
-            if thing.label.lower() == "trainer" and name in self._own_of_trainers:
+            if thing.label.lower() == "trainer" and name in self.names.own_of_trainers:
                 return
             if thing.closed or name in thing.answers:
                 self._add(node, library, f"{thing.label}.{name}", CHANGE, thing.instead(name))

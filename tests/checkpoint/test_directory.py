@@ -380,3 +380,16 @@ def test_there_are_only_files_that_hold_no_code(tmp_path: Path) -> None:
     path = save(tmp_path / "step=1", shared={"x": b"cos\nsystem\n(S'exit 1'\ntR."})
     assert {file.suffix for file in path.rglob("*") if file.is_file()} == {".json", ".safetensors"}
     assert read(path).shared["x"].startswith(b"cos")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state/shared.json"])
+def test_a_file_that_is_larger_than_any_that_is_written(tmp_path: Path, name: str) -> None:
+    checkpoint = save(tmp_path / "step=1")
+    with (checkpoint / name).open("ab") as file:
+        file.truncate(20 << 30)  # a hole, which takes no space
+    with pytest.raises(DamagedCheckpoint, match=r"has 21,?474,?836,?480 bytes"):
+        Opened(checkpoint)
+    with pytest.raises(
+        DamagedCheckpoint, match=r"has 21,474,836,480 bytes, and a JSON file of a checkpoint has at most"
+    ):
+        directory.read_json(checkpoint / name)

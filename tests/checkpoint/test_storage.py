@@ -46,6 +46,8 @@ def test_paths_and_urls() -> None:
     assert (where.root, name, where.path(name)) == ("memory://a/b", "step=1", "memory://a/b/step=1")
     with pytest.raises(ValueError, match=r"nope://x: .*nope"):
         locate("nope://x")
+    with pytest.raises(ValueError, match=r"github://x: .*org"):  # fsspec raises a TypeError
+        locate("github://x")
 
 
 def test_a_password_in_a_url_is_refused_and_not_shown(

@@ -72,6 +72,8 @@ def test_predictions_as_tensors(fit, trained: None, here: Path) -> None:
     assert {name: tensor.flatten().tolist() for name, tensor in found.items()} == {
         "predictions": [-14.0 * i for i in range(8)]
     }
+    (here / "other").touch()
+    assert (here / "out.safetensors").stat().st_mode == (here / "other").stat().st_mode
 
 
 def test_predictions_as_lines(fit, here: Path) -> None:

@@ -41,6 +41,7 @@ sys.path.insert(0, sys.argv[1])
 from saved import record_of, resummed
 
 from callbacks import ModelCheckpoint, write_report
+from callbacks.report.runs import logged_at
 from engine import Fit, TrainModule
 from engine.checkpoint.convert import convert
 from engine.checkpoint.one_file import pack
@@ -208,6 +209,17 @@ def as_links(path):
 
 def linked(target):
     return lambda path: path.symlink_to(target)
+
+
+def endless(head=b""):
+    """A file with a line of 100 GB, nearly all of it a hole, which takes no space."""
+
+    def make(path):
+        with path.open("wb") as file:
+            file.write(head)
+            file.truncate(100 << 30)
+
+    return make
 
 
 def listening(path):
@@ -613,6 +625,7 @@ REPORTS = {
             "number": b"a: " + b"9" * 10_000,
             "key": b"? {a: b}\n: c",
             "tab": b"a:\t- b\n\t- c",
+            "endless": endless(b"a: "),
             "socket": listening,
             "folder": lambda path: path.mkdir(),
             "time": b"a: 9999-99-99",
@@ -624,6 +637,7 @@ REPORTS = {
             "fifo": os.mkfifo,
             "zeros": linked("/dev/zero"),
             "deep": b"[" * 100_000,
+            "endless": endless(b"{"),
             "folder": lambda path: path.mkdir(),
             "list": b"[]",
             "socket": listening,
@@ -637,6 +651,8 @@ REPORTS = {
             "fifo": os.mkfifo,
             "deep": b"[" * 100_000 + b"\n",
             "no text": b"\xff\n\0\n",
+            "endless": endless(START),
+            "braces": b"{\n" * (31 << 20),
             "zeros": linked("/dev/zero"),
             "socket": listening,
             "checkpoint": START + b'{"event": "checkpoint", "time": 2, "path": "/dev/zero\\u0000", "step": 1}\n',
@@ -644,6 +660,7 @@ REPORTS = {
         }.items()
     },
     "csv field": run_with({"metrics.csv": b"step,loss\n1," + b"9" * 200_000 + b"\n"}),
+    "csv endless": run_with({"metrics.csv": endless(b"step,loss\n")}),
     "csv nul": run_with({"metrics.csv": b"step,loss\n1,\0\n"}),
     "csv quotes": run_with({"metrics.csv": b'step,loss\n"1,2\n'}),
 }
@@ -756,7 +773,15 @@ DOORS = {
         ],
     ),
     "index": (INDICES, "x", [lambda path: convert(path, place / "out", trust_pickle=True)]),
-    "report": (REPORTS, "x", [lambda path: write_report([path], path / "page.html")]),
+    "report": (
+        REPORTS,
+        "x",
+        [
+            lambda path: write_report([path], path / "page.html"),
+            lambda path: logged_at(path, 1),
+            lambda path: told("list", path),
+        ],
+    ),
 }
 chosen = sys.argv[3].split(",")
 for kind in chosen:

@@ -84,11 +84,27 @@ def test_circles_end(tmp_path: Path) -> None:
 
 def test_a_long_line_of_ancestors_takes_no_minutes(tmp_path: Path) -> None:
     text = "from lightning import LightningModule as A0\n" + "".join(
-        f"class A{i + 1}(A{i}): ...\n" for i in range(2000)
+        f"class A{i + 1}(A{i}):\n    def on_epoch_start(self): ...\n" for i in range(2000)
     )
     began = time.process_time()
-    assert len(report_of(tmp_path, net=text).classes) == 2000
+    found = report_of(tmp_path, net=text).classes
+    assert [each.kind for each in found] == ["module"] * 2000
     assert time.process_time() - began < 15
+    assert max(len(each.inherited) for each in found) < 100, "an answer that grows with the square of the classes"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"class Net(lightning{'.a' * 1500}): ...",
+        "if a: pass\n" + "elif a: pass\n" * 1500,
+    ],
+    ids=["dots", "elif"],
+)
+def test_what_is_nested_too_deeply_costs_its_file_alone(tmp_path: Path, text: str) -> None:
+    report = report_of(tmp_path, net=f"import lightning\n{text}\n", other="import lightning\nlightning.Trainer()\n")
+    assert [each.message for each in report.unread] == ["an expression in it is nested too deeply"]
+    assert [use.name for use in report.uses] == ["Trainer"]
 
 
 def test_a_name_of_another_library_is_no_use(tmp_path: Path) -> None:

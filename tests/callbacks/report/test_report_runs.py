@@ -315,3 +315,20 @@ def refusing(name, listdir=os.listdir):
         return listdir(path)
 
     return refuse
+
+
+@pytest.mark.parametrize("name", ["report.jsonl", "metrics.csv"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_line_without_an_end_is_left_out(tmp_path, name, whole):
+    head = (
+        b'{"event": "start", "time": 1.0, "stage": "fit"}\n'
+        if name == "report.jsonl"
+        else b"step,epoch,loss\n1,0,0.5\n"
+    )
+    with (tmp_path / name).open("wb") as file:
+        file.write(head)
+        file.truncate(200 << 30)  # nearly all of it a hole, which takes no space
+    began = time.process_time()
+    run = read_run(tmp_path, whole=whole)
+    assert time.process_time() - began < 20
+    assert run.starts == 1 if name == "report.jsonl" else list(run.metrics) == ["loss"]
