@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -70,10 +71,22 @@ def _recomputed(block: nn.Module, selective: bool, buffers: Buffers, *args: Any,
 
 def _contexts(first: Pass, selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of the two passes."""
-    once: AbstractContextManager[Any] = nullcontext()
-    if selective:
-        once, first.inner = create_selective_checkpoint_contexts(_kept())
-    return once, first
+    if not selective:
+        return nullcontext(), first
+    once, first.inner = create_selective_checkpoint_contexts(_kept())
+    return _uncached(once), first
+
+
+@contextmanager
+def _uncached(recording: AbstractContextManager[Any]) -> Iterator[None]:
+    """Let autocast cast weights at each use: from its cache, a block that is used twice would have a cast to repeat that was not recorded."""
+    caches = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with recording:
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(caches)
 
 
 def _kept() -> list[Any]:

@@ -149,6 +149,37 @@ def test_bit_for_bit_on_one_process(setting: Any) -> None:
     assert train(setting, precision="bf16-mixed") == train(None, precision="bf16-mixed")
 
 
+class Twice(nn.Module):
+    """Runs its one block twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.block]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.block(x))
+
+
+def test_a_block_that_is_used_twice_under_autocast() -> None:
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    gradients = {}
+    for setting in (None, "full", "selective"):
+        model = Twice()
+        nn.init.constant_(model.block[0].weight, 0.3)
+        nn.init.constant_(model.block[0].bias, 0.1)
+        recompute(model, setting)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().sum()
+        loss.backward()
+        gradients[setting] = model.block[0].weight.grad
+    assert torch.equal(gradients["full"], gradients[None])
+    # "selective" adds the gradients of both uses in float32, where autocast adds them in bfloat16.
+    torch.testing.assert_close(gradients["selective"], gradients[None], rtol=2**-7, atol=0)
+
+
 def test_less_is_kept() -> None:
     model = Net()
     found = {}

@@ -246,8 +246,6 @@ def _by_precision(rules: _Rules, both: tuple[str, str]) -> None:
         rules.when(rules.case.body not in ("mlp", "tied"), body="mlp")
         rules.when(rules.case.optimizer not in ("sgd", "momentum"), optimizer="sgd")
         rules.when(rules.case.manual == "both", manual="each")
-        # Autocast keeps the weight that it has cast for a layer's second use, and torch's selective recomputation misses that cast.
-        rules.when(rules.case.shared and rules.case.recompute == "selective", recompute="full")
 
 
 def _by_loop(rules: _Rules) -> None:
