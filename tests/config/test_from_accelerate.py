@@ -17,7 +17,7 @@ from engine.loop import compatibility
 from engine.step.precision import Precision
 from engine.strategies.base import Single
 from engine.strategies.ddp import DDP
-from engine.strategies.deepspeed.strategy import DeepSpeed
+from engine.strategies.deepspeed import DeepSpeed
 from engine.strategies.fsdp import FSDP
 from engine.strategies.mesh_parallel import MeshParallel
 from engine.transforms.float8 import FP8

@@ -393,8 +393,3 @@ class DeepSpeed(Strategy):
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         return sharded_state.model_state(module, self._spread(module), lambda number: self.group.is_main)
-
-
-stage_0, stage_1, stage_2, stage_3 = (partial(DeepSpeed, stage=stage) for stage in range(4))
-stage_2_offload = partial(DeepSpeed, stage=2, offload_optimizer=True)
-stage_3_offload = partial(DeepSpeed, stage=3, offload_optimizer=True, offload_parameters=True)
