@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR, PolynomialLR, StepLR
 
-from engine import Callback, DeepSpeed, Run
+from engine import Callback, Run
 
 Modules = nn.Module | Iterable[nn.Module]
 
@@ -128,9 +128,11 @@ class BaseFinetuning(Callback):
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         if stage != "fit":
             return
-        if isinstance(run.engine.strategy, DeepSpeed):
+        strategy = run.engine.strategy
+        if strategy.owns_weights:
             raise ValueError(
-                f"{type(self).__name__} does not work with DeepSpeed, which shards only parameters that are trained at the start: use 'fsdp' or 'ddp'"
+                f"{type(self).__name__} does not work with {type(strategy).__name__}, which shards only parameters that are trained at the "
+                "start: use 'fsdp' or 'ddp'"
             )
         self._module, self._saved, self._given, self._added, self._still = module, None, [], [], {}
         show_shards(module)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine import Callback, DeepSpeed, Run
+from engine import Callback, Run
 
 
 class GradientNorm(Callback):
@@ -35,9 +35,10 @@ class GradientNorm(Callback):
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         self._newest = {}
-        if stage == "fit" and isinstance(run.engine.strategy, DeepSpeed):
+        strategy = run.engine.strategy
+        if stage == "fit" and strategy.owns_weights:
             raise ValueError(
-                "GradientNorm does not work under DeepSpeed, which does not expose its gradients: remove the callback"
+                f"GradientNorm does not work under {type(strategy).__name__}, which does not expose its gradients: remove the callback"
             )
 
     def on_before_optimizer_step(self, run: Run, module: nn.Module, optimizer: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from engine import Callback, Run, terminal_text
+from engine import Callback, Run, Strategy, terminal_text
 
 from .example_pass import NotMeasured, Seen, pass_through
 from .random_state import random_kept
@@ -64,7 +64,9 @@ class ModelSummary(Callback):
         """The rows of the latest training's table; the first is the whole module."""
 
     def on_fit_start(self, run: Run, module: nn.Module) -> None:
-        self.layers = [_layer(name, each) for name, each in module.named_modules() if self._shows(name)]
+        self.layers = [
+            _layer(name, each, run.engine.strategy) for name, each in module.named_modules() if self._shows(name)
+        ]
         note = ""
         if self.measure:
             try:
@@ -127,9 +129,9 @@ class ModelSummary(Callback):
         return [f"{whole.type}: {text}"]
 
 
-def _layer(name: str, module: nn.Module) -> Layer:
+def _layer(name: str, module: nn.Module, strategy: Strategy) -> Layer:
     parameters = list(module.parameters())
-    numbers = [_count(p) for p in parameters]
+    numbers = [_count(p, strategy) for p in parameters]
     trainable = sum(n for n, p in zip(numbers, parameters, strict=True) if p.requires_grad)
     tensors = [*parameters, *module.buffers()]
     return Layer(
@@ -137,23 +139,21 @@ def _layer(name: str, module: nn.Module) -> Layer:
         type(module).__name__,
         sum(numbers),
         trainable,
-        sum(_count(t) * t.element_size() for t in tensors),
-        sum(_held(t) * t.element_size() for t in tensors),
+        sum(_count(t, strategy) * t.element_size() for t in tensors),
+        sum(_held(t, strategy) * t.element_size() for t in tensors),
     )
 
 
-def _count(tensor: Tensor) -> int:
-    """Elements over all ranks. DeepSpeed's stage 3 leaves empty tensors and notes their sizes."""
-    if nn.parameter.is_lazy(tensor):
-        return 0
-    return int(getattr(tensor, "ds_numel", tensor.numel()))
+def _count(tensor: Tensor, strategy: Strategy) -> int:
+    """Elements over all ranks."""
+    return 0 if nn.parameter.is_lazy(tensor) else strategy.whole_shape(tensor).numel()
 
 
-def _held(tensor: Tensor) -> int:
+def _held(tensor: Tensor, strategy: Strategy) -> int:
     """Elements on this rank."""
     if nn.parameter.is_lazy(tensor):
         return 0
-    part = getattr(tensor, "ds_tensor", tensor)
+    part: Any = strategy.local([tensor])[0]
     return int(part.to_local().numel() if hasattr(part, "to_local") else part.numel())
 
 

@@ -71,10 +71,11 @@ class ReplicaCheck(Callback):
         self._said = False
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
-        if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        strategy = run.engine.strategy
+        if any(strategy.flat_range(parameter) is not None for parameter in module.parameters()):
             raise ValueError(
-                "ReplicaCheck cannot compare parameters under DeepSpeed's stage 3, which shards them without replicas: remove the callback, or "
-                "use stage 1 or 2"
+                f"ReplicaCheck cannot compare parameters that {type(strategy).__name__} shards without replicas: remove the callback, or "
+                "shard only gradients and optimizer state (ZeRO stage 1 or 2)"
             )
         there = [*dict(module.named_parameters()), *dict(module.named_buffers())]
         for pattern in self.ignore:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from engine import Callback, DeepSpeed, Run
+from engine import Callback, Run
 
 Average = Callable[[Tensor, Tensor, int], Tensor]
 MultiAverage = Callable[[list[Tensor], list[Tensor], int], None]
@@ -92,10 +92,10 @@ class WeightAveraging(Callback):
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         if stage != "fit":
             return
-        who = type(self).__name__
-        if isinstance(run.engine.strategy, DeepSpeed):
+        who, strategy = type(self).__name__, run.engine.strategy
+        if strategy.owns_weights:
             raise ValueError(
-                f"{who} does not work with DeepSpeed, which has its own copy of the weights: use strategy='fsdp' or 'ddp'"
+                f"{who} does not work with {type(strategy).__name__}, which has its own copy of the weights: use strategy='fsdp' or 'ddp'"
             )
         averaging = [c for c in run.callbacks if isinstance(c, WeightAveraging)]
         if sum(c.name == self.name for c in averaging) > 1:

@@ -25,7 +25,7 @@ _NAMES = {
     "Single": "engine.strategies.base",
     "DDP": "engine.strategies.ddp",
     "FSDP": "engine.strategies.fsdp",
-    "DeepSpeed": "engine.strategies.deepspeed.strategy",
+    "DeepSpeed": "engine.strategies.deepspeed",
     "MeshParallel": "engine.strategies.mesh_parallel",
     "Duration": "engine.config.duration",
     "Every": "engine.config.duration",
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from engine.strategies.base import Single as Single
     from engine.strategies.base import Strategy as Strategy
     from engine.strategies.ddp import DDP as DDP
-    from engine.strategies.deepspeed.strategy import DeepSpeed as DeepSpeed
+    from engine.strategies.deepspeed import DeepSpeed as DeepSpeed
     from engine.strategies.fsdp import FSDP as FSDP
     from engine.strategies.mesh_parallel import MeshParallel as MeshParallel
     from engine.transforms.float8 import FP8 as FP8

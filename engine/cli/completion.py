@@ -16,6 +16,7 @@ from argcomplete.completers import BaseCompleter, FilesCompleter
 from engine.cli import main as cli
 from engine.cli.exits import Parser, UsageError
 from engine.cli.targets import CALLBACKS
+from engine.config import strategy_names
 from engine.config.name_and_options import PRECISIONS
 from engine.config.settings import Settings
 from engine.planning.device_table import DEVICES
@@ -23,22 +24,7 @@ from engine.utils.device_names import KNOWN
 
 _FLAG = ("true", "false")
 VALUES: dict[str, tuple[str, ...]] = {
-    "strategy": (
-        *(
-            "auto",
-            "single",
-            "ddp",
-            "fsdp",
-            "tp",
-            "pp",
-            "mesh",
-            "deepspeed",
-            "deepspeed_stage_0",
-            "deepspeed_stage_1",
-            "deepspeed_stage_2",
-        ),
-        *("deepspeed_stage_2_offload", "deepspeed_stage_3", "deepspeed_stage_3_offload"),
-    ),
+    "strategy": ("auto", *strategy_names.BUILT_IN),
     "precision": tuple(PRECISIONS),
     "accelerator": KNOWN,
     "devices": ("auto",),
@@ -145,5 +131,5 @@ def _words(argument: str) -> Iterable[str]:
 
 
 def _values(setting: str) -> Iterable[str]:
-    others = entry_points(group="engine.strategies") if setting == "strategy" else ()
+    others = entry_points(group=strategy_names.GROUP) if setting == "strategy" else ()
     return (*VALUES.get(setting, ()), *(point.name for point in others))

@@ -18,6 +18,7 @@ from engine.huggingface.optimizers import make_optimizer, make_schedule, paramet
 from engine.huggingface.pretrained import Pretrained
 from engine.module import TrainModule
 from engine.step.gradients import Loss, nonzero
+from engine.utils.parameters import is_sharded
 
 SHARDING = (
     "transformers cannot save the optimizer's state of a model that it shards itself. Let the strategy shard it, which saves and resumes exactly: "
@@ -153,7 +154,8 @@ class HFModule(TrainModule):
     def read_weights(self) -> None:
         """Called by the run on every rank when the model is sharded: reads this rank's shards of a model that was built without values."""
         if self._pretrained is not None:
-            self._pretrained.read(self.model, self.run.engine.seed)
+            engine = self.run.engine
+            self._pretrained.read(self.model, engine.strategy, engine.seed)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._loss.begin()
@@ -164,7 +166,7 @@ class HFModule(TrainModule):
 
         Where parameters are sharded, every rank generates until the last one has finished.
         """
-        if self.attached and self.world_size > 1 and any(map(_is_sharded, self.model.parameters())):
+        if self.attached and self.world_size > 1 and any(map(is_sharded, self.model.parameters())):
             kwargs.setdefault("synced_gpus", True)
         model: Any = self.model
         return model.generate(*args, **kwargs)
@@ -268,10 +270,6 @@ class _Perplexity(MeanMetric):
 
     def compute(self) -> Tensor:
         return torch.exp(super().compute())
-
-
-def _is_sharded(parameter: Tensor) -> bool:
-    return hasattr(parameter, "placements") or hasattr(parameter, "ds_id")
 
 
 def _keep(kept: set[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.huggingface.loss import base_of
-from engine.strategies.saved_weights import SavedWeights, builds_without_values, fill, shape_of
+from engine.strategies.base import Strategy
+from engine.strategies.saved_weights import SavedWeights, builds_without_values, fill
 
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
@@ -62,7 +63,7 @@ class Pretrained:
             warnings.filterwarnings("ignore", "Initializing zero-element tensors is a no-op")
             return get_peft_model(model, self.peft)
 
-    def read(self, model: nn.Module, seed: int) -> None:
+    def read(self, model: nn.Module, strategy: Strategy, seed: int) -> None:
         """Fill this rank's part of each parameter, once; a new adapter starts as on one process with this ``seed``.
 
         Raises:
@@ -95,10 +96,11 @@ class Pretrained:
                 f"{self.path} has no tensor for {lost} of {type(base_of(model)).__name__}: load it with from_pretrained on one process, "
                 "which initializes or converts them, and save the result with save_pretrained"
             )
-        saved.read_into(targets)
+        saved.read_into(targets, strategy)
         generator = torch.Generator().manual_seed(seed % 2**63)
         for key in new:
-            fill(tensors[key], _new_value(names[key][0], shape_of(tensors[key]), generator))
+            value = _new_value(names[key][0], strategy.whole_shape(tensors[key]), generator)
+            fill(tensors[key], value, strategy)
 
 
 def _check(config: Any) -> None:

@@ -22,6 +22,7 @@ from engine.module import TrainModule, overrides
 from engine.step.share import Share
 from engine.step.wrappers import PreparedOptimizer
 from engine.utils import accelerator
+from engine.utils.parameters import is_sharded, parameters_of
 
 OF_THE_STEP = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients")
 
@@ -325,12 +326,7 @@ def refuse(run: Run, optimizers: Sequence[Optimizer]) -> None:
     inside = [type(o).__name__ for o in optimizers if needs_closure(o)]
     if not inside:
         return
-    sharded = any(
-        hasattr(p, "placements") or hasattr(p, "ds_id")
-        for o in optimizers
-        for group in o.param_groups
-        for p in group["params"]
-    )
+    sharded = any(map(is_sharded, parameters_of(optimizers)))
     found = {
         f"{name}, which {strategy.fused}": strategy.fused is not None,
         f"{name}, where each rank has a part of the parameters": sharded,

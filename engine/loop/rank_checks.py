@@ -14,7 +14,9 @@ from engine.data.prepared_loader import PreparedLoader
 from engine.distributed.collectives import gather, gather_json
 from engine.distributed.group import Group
 from engine.loop.run import Run
+from engine.strategies.base import Strategy
 from engine.utils.errors import CheckError
+from engine.utils.parameters import is_sharded
 from engine.utils.tree import leaves
 
 MOST = 10
@@ -28,9 +30,9 @@ def compare_models(run: Run) -> None:
         CheckError: they differ; raised on all ranks, with what and where.
     """
     if run.settings.check:
-        group = run.engine.group
+        group, strategy = run.engine.group, run.engine.strategy
         _agree(group, "versions", {"python": platform.python_version(), "torch": torch.__version__})
-        _agree(group, "models", {name: _form(value) for name, value in run.module.named_parameters()})
+        _agree(group, "models", {name: _parameter_form(strategy, p) for name, p in run.module.named_parameters()})
 
 
 def compare(run: Run) -> None:
@@ -41,8 +43,9 @@ def compare(run: Run) -> None:
     """
     if not run.settings.check:
         return
-    group = run.engine.data_group
-    _agree(group, "parameters", {name: fingerprint(value) for name, value in run.module.named_parameters()})
+    group, strategy = run.engine.data_group, run.engine.strategy
+    parameters = run.module.named_parameters()
+    _agree(group, "parameters", {name: _parameter_fingerprint(strategy, p) for name, p in parameters})
     _agree(
         group,
         "optimizers",
@@ -89,25 +92,22 @@ def _round_trip(group: Group, index: int, tensor: Tensor) -> None:
 
 
 def fingerprint(value: Tensor) -> str:
-    """dtype, shape and the checksum of all bits; for a parameter sharded over ranks, without the checksum."""
-    form = _form(value)
-    if (
-        hasattr(value, "placements")
-        or hasattr(value, "ds_id")
-        or isinstance(value, nn.UninitializedParameter)
-        or value.is_meta
-    ):
-        return form
-    return f"{form}, checksum {zlib.crc32(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()):08x}"
+    """dtype, shape and the checksum of all bits."""
+    bits = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return f"{value.dtype}, {list(value.shape)}, checksum {zlib.crc32(bits):08x}"
 
 
-def _form(value: Tensor) -> str:
-    shape = (
-        "not known yet"
-        if isinstance(value, nn.UninitializedParameter)
-        else list(getattr(value, "ds_shape", value.shape))
-    )
-    return f"{value.dtype}, {shape}"
+def _parameter_form(strategy: Strategy, parameter: Tensor) -> str:
+    """dtype and whole shape."""
+    is_lazy = isinstance(parameter, nn.UninitializedParameter)
+    return f"{parameter.dtype}, {'not known yet' if is_lazy else list(strategy.whole_shape(parameter))}"
+
+
+def _parameter_fingerprint(strategy: Strategy, parameter: Tensor) -> str:
+    """dtype, whole shape and, where this rank has all values, their checksum."""
+    if is_sharded(parameter) or isinstance(parameter, nn.UninitializedParameter) or parameter.is_meta:
+        return _parameter_form(strategy, parameter)
+    return fingerprint(parameter)
 
 
 def _size(loader: PreparedLoader) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from engine.config.construct import construct
 from engine.config.masked import fields_of
 from engine.config.name_and_options import Named
 from engine.config.settings import check
-from engine.transforms.float8 import FP8, TransformerEngine
+from engine.transforms.float8 import FP8
 from engine.utils import accelerator, torch_private
 from engine.utils.errors import nearest
 from engine.utils.tree import formats
@@ -113,8 +113,7 @@ class Precision:
         """The autocast context of a forward pass on ``device``; one object serves a whole run, but cannot be nested in itself."""
         if self.autocast is None:
             return contextlib.nullcontext()
-        context = torch.autocast(device.type, dtype=self.autocast)
-        return context if self.fp8 is None or self.fp8.backend != "te" else TransformerEngine(context)
+        return torch.autocast(device.type, dtype=self.autocast)
 
 
 _PRECISIONS = {

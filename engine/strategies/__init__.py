@@ -1,13 +1,13 @@
-"""Strategies by name. Each file is imported when its strategy is used."""
+"""Strategies by name. Each is imported when it is used."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from importlib.metadata import entry_points
 from typing import Any
 
+from engine.config import strategy_names
 from engine.config.construct import construct
 from engine.config.from_lightning import strategies as lightning
 from engine.config.masked import fields_of
@@ -15,22 +15,6 @@ from engine.config.name_and_options import Named
 from engine.config.settings import check
 from engine.strategies.base import Single, Strategy
 from engine.utils.errors import nearest
-
-_BUILT_IN = {
-    "single": ("engine.strategies.base", "Single"),
-    "ddp": ("engine.strategies.ddp", "DDP"),
-    "fsdp": ("engine.strategies.fsdp", "FSDP"),
-    "deepspeed": ("engine.strategies.deepspeed.strategy", "DeepSpeed"),
-    "deepspeed_stage_0": ("engine.strategies.deepspeed.strategy", "stage_0"),
-    "deepspeed_stage_1": ("engine.strategies.deepspeed.strategy", "stage_1"),
-    "deepspeed_stage_2": ("engine.strategies.deepspeed.strategy", "stage_2"),
-    "deepspeed_stage_3": ("engine.strategies.deepspeed.strategy", "stage_3"),
-    "deepspeed_stage_2_offload": ("engine.strategies.deepspeed.strategy", "stage_2_offload"),
-    "deepspeed_stage_3_offload": ("engine.strategies.deepspeed.strategy", "stage_3_offload"),
-    "tp": ("engine.strategies.mesh_parallel", "tensor_parallel_only"),
-    "pp": ("engine.strategies.mesh_parallel", "pipeline_parallel_only"),
-    "mesh": ("engine.strategies.mesh_parallel", "MeshParallel"),
-}
 
 _OF_LIGHTNING = {
     name: lightning.NAMES[name]
@@ -66,18 +50,23 @@ def get(name: str | Mapping[str, Any] | Named | Strategy, world_size: int = 1) -
 
 def _maker(name: object, where: str) -> Callable[..., Any]:
     """The factory of the strategy of this name; ``where`` starts the error message."""
-    if isinstance(name, str) and name in _BUILT_IN:
-        module, attribute = _BUILT_IN[name]
-        found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-        return found
-    others = {point.name: point for point in entry_points(group="engine.strategies")}
+    point = strategy_names.BUILT_IN.get(name) if isinstance(name, str) else None
+    if point is not None and strategy_names.is_there(point):
+        ours: Callable[..., Any] = point.load()
+        return ours
+    others = {each.name: each for each in entry_points(group=strategy_names.GROUP)}
     if name in others:
-        loaded: Callable[..., Any] = others[str(name)].load()
-        return loaded
-    known = ["auto", *_BUILT_IN, *others]
+        theirs: Callable[..., Any] = others[str(name)].load()
+        return theirs
+    known = ["auto", *(n for n, p in strategy_names.BUILT_IN.items() if strategy_names.is_there(p)), *others]
+    possible = f"possible: {', '.join(known)}, or a Strategy object"
+    if point is not None:
+        raise ValueError(
+            f"{where}strategy={name!r} is not in this installation, which lacks {point.module}: install the whole package again; {possible}"
+        )
     here = lightning.NAMES.get(str(name))
     hint = nearest(name, known) if here is None else f"; this name of Lightning's is {here!r} here"
-    raise ValueError(f"{where}strategy={name!r} is unknown{hint}; possible: {', '.join(known)}, or a Strategy object")
+    raise ValueError(f"{where}strategy={name!r} is unknown{hint}; {possible}")
 
 
 def _configured(asked: Named) -> Strategy:
@@ -113,8 +102,8 @@ def _class_name(make: type) -> str:
     """The name of a class without any settings."""
     names = (
         name
-        for name, (module, attribute) in _BUILT_IN.items()
-        if (module, attribute) == (make.__module__, make.__name__)
+        for name, point in strategy_names.BUILT_IN.items()
+        if point.attr == make.__name__ and f"{make.__module__}.".startswith(f"{point.module}.")
     )
     return next(names, make.__name__)
 

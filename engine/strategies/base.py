@@ -53,6 +53,9 @@ class Strategy:
     group: Group = field(init=False, repr=False)
     data_group: Group = field(init=False, repr=False)
     """The group of ranks that see different data, including this one: all ranks, unless several ranks hold parts of one model."""
+    owns_weights: bool = field(default=False, init=False, repr=False)
+    """Whether the strategy keeps master copies of the weights and their gradients, which the module does not have, and trains only the
+    parameters that are trained when it sets up the model."""
     pipelined: bool = field(default=False, init=False, repr=False)
     """Whether forward and backward passes run together, by :class:`engine.step.passes.PipelinedPasses`."""
     role: str = field(default="", init=False, repr=False)
@@ -236,8 +239,19 @@ class Strategy:
         return value
 
     def local(self, grads: list[Tensor]) -> list[Tensor]:
-        """This rank's shards of these gradients, sharing their memory, to scale and clamp in place."""
+        """This rank's shards of these gradients or parameters, sharing their memory, to scale and clamp in place."""
         return grads
+
+    def whole_shape(self, parameter: Tensor) -> torch.Size:
+        """The shape of a whole parameter, of which this rank may have a part. Not a collective, also inside :meth:`building`."""
+        return parameter.shape
+
+    def flat_range(self, parameter: Tensor) -> tuple[int, int] | None:
+        """Where a shard lies in a parameter that the strategy flattens before it divides it: the first element, and the one after the last.
+
+        ``None``: it has the parameter's dimensions, as ``DTensor``s have. The elements come first in its :meth:`local` part; padding may follow.
+        """
+        return None
 
     def norm(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         """The norm of the whole model's gradients. Shape ``()``."""

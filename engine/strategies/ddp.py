@@ -20,6 +20,7 @@ from engine.strategies.manual_average import ManualAverage
 from engine.strategies.weight_zero_batches import Reached
 from engine.transforms.blocks import user_module
 from engine.utils.errors import nearest
+from engine.utils.parameters import is_sharded
 
 HOOKS = ("fp16", "bf16", "powersgd")
 
@@ -59,7 +60,7 @@ class DDP(Strategy):
             raise ValueError(f"DDP(bucket_cap_mb={self.bucket_cap_mb!r}) must be positive")
 
     def setup(self, model: nn.Module) -> nn.Module:
-        if any(hasattr(p, "placements") or hasattr(p, "ds_id") for p in model.parameters()):
+        if any(map(is_sharded, model.parameters())):
             raise ValueError(
                 f"strategy='ddp' with {class_name(model)}, whose parameters are sharded already. If an earlier run has done so, "
                 "use its strategy again, or load a checkpoint into a new module; otherwise give the whole model and let strategy='fsdp' shard it"

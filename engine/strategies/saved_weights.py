@@ -13,6 +13,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from engine.checkpoint.files import DamagedCheckpoint, is_entry, read_json
 from engine.checkpoint.tensors import Stored, TensorFiles
+from engine.strategies.base import Strategy
 
 
 class SavedWeights:
@@ -31,64 +32,52 @@ class SavedWeights:
             raise DamagedCheckpoint(f"{error.filename} is missing") from error
         self.stored: Mapping[str, Stored] = self._files.stored
 
-    def read_into(self, targets: Mapping[str, Any]) -> None:
-        """Fill parameters by their names in the files: whole ones, or this rank's shards under FSDP, tensor parallel and ZeRO-3. Not a collective.
+    def read_into(self, targets: Mapping[str, Tensor], strategy: Strategy) -> None:
+        """Fill parameters by their names in the files: whole ones, or this rank's shards under a strategy that shards. Not a collective.
 
         Raises:
             ValueError: a name is missing, or has another shape; nothing was read.
         """
-        for name, target in targets.items():
-            if name not in self.stored or self.stored[name].shape != shape_of(target):
+        shapes = {name: strategy.whole_shape(target) for name, target in targets.items()}
+        for name, shape in shapes.items():
+            if name not in self.stored or self.stored[name].shape != shape:
                 there = list(self.stored[name].shape) if name in self.stored else "not there"
-                raise ValueError(f"{self.folder}: {name!r} is {there}, and {list(shape_of(target))} was requested")
-        self._files.read_into({name: target for name, target in targets.items() if not hasattr(target, "ds_id")})
-        for name, target in targets.items():
-            if hasattr(target, "ds_id"):
-                self._read_flat(name, target)
+                raise ValueError(f"{self.folder}: {name!r} is {there}, and {list(shape)} was requested")
+        flat = {name: span for name, target in targets.items() if (span := strategy.flat_range(target)) is not None}
+        self._files.read_into({name: target for name, target in targets.items() if name not in flat})
+        for name, (low, high) in flat.items():
+            if high > low:
+                _fill_flat(targets[name], self._elements(name, shapes[name], low, high), strategy)
 
-    @torch.no_grad()
-    def _read_flat(self, name: str, parameter: Any) -> None:
-        """Fill a rank's shard of a parameter that ZeRO-3 has flattened: only the rows that it is in are read."""
-        shape = shape_of(parameter)
-        low, high = _flat_range(parameter)
+    def _elements(self, name: str, shape: torch.Size, low: int, high: int) -> Tensor:
+        """The elements ``low`` up to ``high`` of a flattened tensor: only the rows that they are in are read."""
         width = math.prod(shape[1:])
-        if high > low:
-            first, last = low // width, -(-high // width)
-            rows = self._files.rows(name, first, last) if shape else self._files.whole([name])[name]
-            parameter.ds_tensor[: high - low].copy_(rows.flatten()[low - first * width : high - first * width])
-
-
-def has_values(parameter: Any) -> bool:
-    """Whether a parameter that was just made has its values: a strategy that shards may build models without."""
-    return not parameter.is_meta and not hasattr(parameter, "ds_id")
+        first, last = low // width, -(-high // width)
+        rows = self._files.rows(name, first, last) if shape else self._files.whole([name])[name]
+        return rows.flatten()[low - first * width : high - first * width]
 
 
 def builds_without_values() -> bool:
-    """Whether modules that are made now get parameters without values: inside ``configure_model`` under some strategies."""
-    return not has_values(nn.Linear(1, 1, bias=False).weight)
-
-
-def shape_of(parameter: Any) -> torch.Size:
-    """The shape of the whole parameter."""
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+    """Whether modules that are made now get parameters without values: inside ``configure_model`` under some strategies that shard."""
+    weight = nn.Linear(1, 1, bias=False).weight
+    return weight.is_meta or not weight.numel()
 
 
 @torch.no_grad()
-def fill(parameter: Any, value: Tensor) -> None:
+def fill(parameter: Any, value: Tensor, strategy: Strategy) -> None:
     """Set this rank's part of a parameter to that of a whole ``value``, which is the same on all ranks."""
-    if hasattr(parameter, "ds_id"):
-        low, high = _flat_range(parameter)
-        parameter.ds_tensor[: high - low].copy_(value.flatten()[low:high])
+    span = strategy.flat_range(parameter)
+    if span is not None:
+        _fill_flat(parameter, value.flatten()[slice(*span)], strategy)
     elif hasattr(parameter, "placements"):
         parameter.copy_(distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements))
     else:
         parameter.copy_(value)
 
 
-def _flat_range(parameter: Any) -> tuple[int, int]:
-    """Where this rank's shard lies in the flattened parameter."""
-    size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank(parameter.ds_process_group)
-    return min(rank * size, parameter.ds_numel), min((rank + 1) * size, parameter.ds_numel)
+@torch.no_grad()
+def _fill_flat(parameter: Tensor, elements: Tensor, strategy: Strategy) -> None:
+    strategy.local([parameter])[0][: len(elements)].copy_(elements)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -1,10 +1,9 @@
-"""Linear layers whose matrix products run in fp8: torchao's float8 training, or Transformer Engine's modules. Both are imported on use."""
+"""Linear layers whose matrix products run in fp8, by torchao's float8 training, which is imported on use."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -22,7 +21,6 @@ from engine.utils.errors import nearest
 from engine.utils.log import logger, warn_once
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-BACKENDS = ("torchao", "te")
 SIDE = 16
 """Matrix products in fp8 need sizes divisible by this."""
 
@@ -53,18 +51,16 @@ class FP8:
     """Round to fp8 but multiply in the wide format: nearly the same numbers, no speedup. ``None``: on devices without fp8: the CPU,
     NVIDIA GPUs with a compute capability below 8.9, AMD's before gfx94x, and others that refuse torch's product in fp8."""
     backend: str = "torchao"
-    """``"torchao"``, or ``"te"``: the model is built of ``transformer_engine.pytorch`` modules, and its forward pass runs in their
-    autocast with their default recipe; no layer is replaced. This backend is not tested with Transformer Engine."""
+    """``"torchao"``, the only one; ``"te"``, Transformer Engine, was removed."""
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
             raise ValueError(
                 f"FP8(recipe={self.recipe!r}) is unknown{nearest(self.recipe, RECIPES)}; possible: {', '.join(RECIPES)}"
             )
-        if self.backend not in BACKENDS:
-            raise ValueError(
-                f"FP8(backend={self.backend!r}) is unknown{nearest(self.backend, BACKENDS)}; possible: {', '.join(BACKENDS)}"
-            )
+        if self.backend != "torchao":
+            reason = "was removed: Transformer Engine was never tested here" if self.backend == "te" else "is unknown"
+            raise ValueError(f"FP8(backend={self.backend!r}) {reason}; leave backend out: torchao computes in fp8")
         for name in ("all_gather", "emulate"):
             if getattr(self, name) not in (None, True, False):
                 raise ValueError(f"FP8({name}={getattr(self, name)!r}) must be True, False or None")
@@ -76,17 +72,11 @@ class FP8:
             raise ValueError(
                 f"FP8(all_gather=True, recipe={self.recipe!r}): weights are gathered in fp8 with recipe='tensorwise' only"
             )
-        if self.backend == "te":
-            for name, neutral in (("recipe", "tensorwise"), ("ignore", ()), ("all_gather", None), ("emulate", None)):
-                if getattr(self, name) != neutral:
-                    raise ValueError(
-                        f"FP8(backend='te', {name}={getattr(self, name)!r}): Transformer Engine decides this; leave {name} out"
-                    )
 
     @property
     def gathers(self) -> bool:
         """Whether FSDP gathers weights in fp8."""
-        return self.backend == "torchao" and self.all_gather is not False and self.recipe == "tensorwise"
+        return self.all_gather is not False and self.recipe == "tensorwise"
 
 
 class Layers:
@@ -100,14 +90,11 @@ class Layers:
         """Make the linear layers of ``model`` compute in fp8, in place: names, parameters, hooks and references stay.
 
         Raises:
-            ImportError: the backend is not installed.
+            ImportError: torchao is not installed.
             ValueError: no layer can be converted, a name in ``ignore`` matches none, or the device has no fp8 and ``emulate=False``.
         """
         fp8 = self.fp8
         if fp8 is None:
-            return model
-        if fp8.backend == "te":
-            _check_te(model)
             return model
         torchao = _torchao()
         emulate, chosen = _emulated(fp8, self._group), _chosen(model, fp8)
@@ -197,23 +184,6 @@ def _count_steps() -> None:
     register_optimizer_step_post_hook(count)
 
 
-class TransformerEngine:
-    """bf16 autocast and Transformer Engine's own, entered together; can be entered again after exit."""
-
-    def __init__(self, autocast: torch.autocast) -> None:
-        self.autocast, self._open = autocast, ExitStack()
-
-    def __enter__(self) -> None:
-        te = _transformer_engine()
-        with ExitStack() as stack:
-            stack.enter_context(self.autocast)
-            stack.enter_context((getattr(te, "autocast", None) or te.fp8_autocast)(enabled=True))
-            self._open = stack.pop_all()
-
-    def __exit__(self, *error: Any) -> None:
-        self._open.__exit__(*error)
-
-
 def _sharded(weight: Tensor) -> bool:
     return hasattr(weight, "placements")  # DTensor, whose import takes longer than this whole library's
 
@@ -223,23 +193,6 @@ def _torchao() -> Any:
         return import_module("torchao.float8")
     except ImportError as error:
         raise ImportError(f"precision='fp8-mixed' needs torchao ({error}): pip install \"fit-trainer[fp8]\"") from error
-
-
-def _transformer_engine() -> Any:
-    try:
-        return import_module("transformer_engine.pytorch")
-    except ImportError as error:
-        raise ImportError(
-            f"FP8(backend='te') needs Transformer Engine ({error}): pip install --no-build-isolation \"transformer_engine[pytorch]\""
-        ) from error
-
-
-def _check_te(model: nn.Module) -> None:
-    _transformer_engine()
-    if not any(type(m).__module__.startswith("transformer_engine.") for m in model.modules()):
-        raise ValueError(
-            f"FP8(backend='te'): {_name(model)} has no module of transformer_engine.pytorch; build it from those, or use backend='torchao'"
-        )
 
 
 def _emulated(fp8: FP8, group: Group) -> bool:

@@ -1,4 +1,4 @@
-"""The parameters of optimizers."""
+"""Parameters: of optimizers, frozen, sharded."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def parameters_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
         first: list[Tensor] = optimizers[0].param_groups[0]["params"]
         return first
     return list({id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}.values())
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether a rank has only a part of this parameter: a ``DTensor``, or one to which a strategy has given the attribute ``sharded_by``."""
+    return hasattr(parameter, "placements") or hasattr(parameter, "sharded_by")
 
 
 def frozen_except(module: nn.Module, optimizer: Any) -> list[Tensor]:

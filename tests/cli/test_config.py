@@ -19,7 +19,7 @@ from engine.cli.main import main
 from engine.config.commented_file import CODE_ONLY, document, documentation
 from engine.config.resolve import Resolved, resolve
 from engine.config.settings import Settings
-from engine.strategies.deepspeed.strategy import DeepSpeed
+from engine.strategies.deepspeed import DeepSpeed
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from saved import source_of
+from tiny import Net
+from torch import nn
 
-from engine import DDP, Single, Strategy, strategies
+from callbacks import BaseFinetuning, GradientNorm, WeightAveraging
+from engine import DDP, Callback, Fit, Single, Strategy, strategies
+from engine.strategies.saved_weights import SavedWeights, fill
 
 
 def group(world_size: int) -> Any:
@@ -148,3 +153,47 @@ def test_a_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"state of Adam has other parameters.*only in the checkpoint: \['1.bias', '1.weight'\]"
     ):
         Single().load_optimizer(two_groups(small), small, source.optim["0"], source)
+
+
+class Flattened(Single):
+    """A strategy of a third party: rank 1 of 2 has the second half of each parameter, padded, in its attribute ``part``."""
+
+    owns_weights = True
+
+    def whole_shape(self, parameter: Any) -> torch.Size:
+        return torch.Size(parameter.whole)
+
+    def flat_range(self, parameter: Any) -> tuple[int, int] | None:
+        return (3, 6)
+
+    def local(self, grads: list[Any]) -> list[Any]:
+        return [tensor.part for tensor in grads]
+
+
+def divided() -> nn.Module:
+    module = nn.Module()
+    parameter: Any = nn.Parameter(torch.empty(0))
+    parameter.whole, parameter.part, parameter.sharded_by = (3, 2), torch.zeros(4), "Flattened"
+    module.weight = parameter
+    return module
+
+
+def test_saved_weights_fill_a_flat_shard(tmp_path: Path) -> None:
+    save_file({"weight": torch.arange(6.0).view(3, 2)}, tmp_path / "model.safetensors")
+    module: Any = divided()
+    SavedWeights(tmp_path).read_into({"weight": module.weight}, Flattened())
+    assert module.weight.part.tolist() == [3.0, 4.0, 5.0, 0.0]
+    fill(module.weight, -torch.arange(6.0).view(3, 2), Flattened())
+    assert module.weight.part.tolist() == [-3.0, -4.0, -5.0, 0.0]
+
+
+def test_a_model_that_another_strategy_has_sharded_is_refused() -> None:
+    with pytest.raises(ValueError, match="whose parameters are sharded already, by an earlier run"):
+        DDP().setup(divided())
+
+
+@pytest.mark.parametrize("callback", [WeightAveraging(), GradientNorm(), BaseFinetuning()])
+def test_callbacks_refuse_a_strategy_that_owns_the_weights(callback: Callback, tmp_path: Path) -> None:
+    fit = Fit(strategy=Flattened(), accelerator="cpu", root_dir=tmp_path, callbacks=[callback])
+    with pytest.raises(ValueError, match=r"does not work (with|under) Flattened, which"):
+        fit.run(Net(), [torch.ones(2, 4)])

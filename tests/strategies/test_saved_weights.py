@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine import Single
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.strategies.saved_weights import SavedWeights
 
@@ -51,5 +52,5 @@ def test_the_files_of_an_index_are_read(tmp_path: Path) -> None:
         '{"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}'
     )
     targets = {"a": torch.zeros(2), "b": torch.zeros(2)}
-    SavedWeights(tmp_path).read_into(targets)
+    SavedWeights(tmp_path).read_into(targets, Single())
     assert {name: value.tolist() for name, value in targets.items()} == {"a": [97.0, 97.0], "b": [98.0, 98.0]}

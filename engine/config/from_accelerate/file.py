@@ -146,6 +146,21 @@ def _precision(file: File) -> None:
     file.set("precision", _fp8(file.section("fp8_config", "fp8_")))
 
 
+_OTHER_BACKENDS = (
+    *("optimization_level", "opt_level"),
+    *(
+        "use_autocast_during_eval",
+        "margin",
+        "interval",
+        "override_linear_precision",
+        "fp8_format",
+        "use_mxfp8_block_scaling",
+    ),
+    *("amax_history_len", "amax_history_length", "amax_compute_algo", "amax_compute_algorithm"),
+)
+"""Settings of MS-AMP and of Transformer Engine."""
+
+
 def _fp8(part: Any) -> Any:
     backend = str(part.take("backend", "AO")).upper()
     options: dict[str, Any] = {"name": "fp8-mixed"}
@@ -157,33 +172,9 @@ def _fp8(part: Any) -> Any:
         part.remark(
             "Accelerate leaves the first and the last linear layer in bf16; name such layers in precision.ignore"
         )
-    elif backend == "TE":
-        options["backend"] = "te"
-        neutral = {
-            "use_autocast_during_eval": False,
-            "margin": 0,
-            "interval": 1,
-            "override_linear_precision": [False, False, False],
-        }
-        defaults = {
-            "fp8_format": "HYBRID",
-            "amax_history_len": 1024,
-            "amax_compute_algo": "most_recent",
-            "use_mxfp8_block_scaling": False,
-        }
-        for key, usual in (neutral | defaults).items():
-            value = part.take(key, usual)
-            if (
-                flag(value) if isinstance(usual, bool) else list(value) if isinstance(value, (list, tuple)) else value
-            ) != usual:
-                part.refuse(
-                    key, f"is a setting of Transformer Engine, whose default recipe is used here ({key}: {usual})"
-                )
-        for key in ("amax_history_length", "amax_compute_algorithm"):
-            part.note(key, "Accelerate's launcher does not pass this on")
     else:
-        part.refuse("backend", "has no counterpart; possible: AO (torchao), TE (Transformer Engine)")
-    part.drop_rest("optimization_level", "opt_level")
+        part.refuse("backend", "has no counterpart; possible: AO (torchao)")
+    part.drop_rest(*_OTHER_BACKENDS)
     return options if len(options) > 1 else "fp8-mixed"
 
 

@@ -209,6 +209,20 @@ def load_model(module: nn.Module, spread: Spread | None, source: Source, strict:
     return report
 
 
+def mark_sharded(module: nn.Module) -> None:
+    """Say on each parameter that stage 3 has sharded that it is, for code that does not know DeepSpeed, also after the run."""
+    parameter: Any
+    for parameter in module.parameters():
+        if hasattr(parameter, "ds_id"):
+            parameter.sharded_by = "DeepSpeed"
+
+
+def flat_range(parameter: Any) -> tuple[int, int]:
+    """The elements of a flattened parameter that this rank has at stage 3: the first, and the one after the last."""
+    size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank(parameter.ds_process_group)
+    return min(rank * size, parameter.ds_numel), min((rank + 1) * size, parameter.ds_numel)
+
+
 def _gathered(tensor: Tensor) -> Tensor:
     if not hasattr(tensor, "ds_id"):
         return tensor.detach()

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -101,6 +102,7 @@ class DeepSpeed(Strategy):
         self.zero_stage: int = zero["stage"]
         checks.check_offload(self._config, self._where, self.zero_stage)
         self._given = self._config
+        self.owns_weights = True
         self.fused = "clips, steps and clears gradients in one call"
         self.matched_backward = self.zero_stage > 0
 
@@ -188,6 +190,7 @@ class DeepSpeed(Strategy):
 
     def setup(self, model: nn.Module) -> nn.Module:
         made = (self.zero_stage, self.group.world_size, self.precision.name)
+        sharded_state.mark_sharded(model)
         if isinstance(model, Driven):
             if model.made != made:
                 raise ValueError(
@@ -208,6 +211,15 @@ class DeepSpeed(Strategy):
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, Driven) else model
+
+    def whole_shape(self, parameter: Tensor) -> torch.Size:
+        return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+    def flat_range(self, parameter: Tensor) -> tuple[int, int] | None:
+        return sharded_state.flat_range(parameter) if hasattr(parameter, "ds_id") else None
+
+    def local(self, grads: list[Tensor]) -> list[Tensor]:
+        return [getattr(tensor, "ds_tensor", tensor) for tensor in grads]
 
     def share_parameters(self, model: nn.Module) -> None:
         spread(self.group, [t.detach() for t in (*model.parameters(), *model.buffers()) if not hasattr(t, "ds_id")])
@@ -281,6 +293,7 @@ class DeepSpeed(Strategy):
             )
         inner = engine.basic_optimizer if trains else None
         shards = sharded_state.Spread(wrapper, inner, groups, (self.group.rank, self.group.world_size))
+        sharded_state.mark_sharded(model.module)
         model.begin(engine, inner, shards if trains and self.zero_stage else None)
 
     def _complete(self, model: Driven | None) -> dict[str, Any]:
@@ -393,8 +406,3 @@ class DeepSpeed(Strategy):
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         return sharded_state.model_state(module, self._spread(module), lambda number: self.group.is_main)
-
-
-stage_0, stage_1, stage_2, stage_3 = (partial(DeepSpeed, stage=stage) for stage in range(4))
-stage_2_offload = partial(DeepSpeed, stage=2, offload_optimizer=True)
-stage_3_offload = partial(DeepSpeed, stage=3, offload_optimizer=True, offload_parameters=True)
