@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranked import on_ranks
 
 from engine import Engine
 from engine.step.share import Share

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from support.trained import Tied, batches, save
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from trained import Tied, batches, save
 
 from engine import Fit, Resume, TrainModule
 from engine.checkpoint import convert as converting

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import on_ranks
 from safetensors.torch import load_file, load_model
+from support.toys import on_ranks
+from support.trained import Tied, batches, on_two_ranks, save
 from torch import nn
-from trained import Tied, batches, on_two_ranks, save
 
 from engine import TrainModule
 from engine.checkpoint.export import export_checkpoint, export_tensors

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import fit, on_ranks
+from support.toys import fit, on_ranks
+from support.trained import Tied, batches, on_two_ranks, save
 from torch import Tensor, nn
-from trained import Tied, batches, on_two_ranks, save
 
 import engine.checkpoint.storage
 from engine import TrainModule

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import fit
-from trained import Tied, save
+from support.toys import fit
+from support.trained import Tied, save
 
 from engine import Callback, DamagedCheckpoint, Engine, TrainModule
 from engine.checkpoint.convert import convert

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from saved import resummed
-from tiny import DATA, Net, fit
+from support.checkpoints import resummed
+from support.tiny import DATA, Net, fit
 from torch import nn
 
 from callbacks import EMA, SWA, ModelCheckpoint, Report, WeightAveraging

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from saved import record_of, resummed
-from tiny import DATA, Net, fit
+from support.checkpoints import record_of, resummed
+from support.tiny import DATA, Net, fit
 
 from callbacks import ModelCheckpoint
 from engine import Resume

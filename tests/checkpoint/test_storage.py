@@ -13,10 +13,10 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from processes import run_ranks
 from safetensors.torch import save_file
-from saved import alone, content, read, resummed, save
-from tiny import DATA, Net, fit
+from support.checkpoints import alone, content, read, resummed, save
+from support.ranks import run_ranks
+from support.tiny import DATA, Net, fit
 
 from callbacks import ModelCheckpoint
 from engine.checkpoint.convert import convert
@@ -252,7 +252,7 @@ def test_two_places_for_one_run(tmp_path: Path) -> None:
 RANKS = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from tiny import DATA, Net, fit
+from support.tiny import DATA, Net, fit
 from callbacks import ModelCheckpoint
 root, url = sys.argv[2:]
 for epochs in (1, 2):

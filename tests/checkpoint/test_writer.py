@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from processes import PATIENCE_S, run_script
-from saved import alone, content, read
-from tiny import DATA, Net, fit
+from support.checkpoints import alone, content, read
+from support.ranks import PATIENCE_S, run_script
+from support.tiny import DATA, Net, fit
 from torch import nn
 
 from callbacks import ModelCheckpoint

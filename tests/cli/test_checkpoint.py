@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from saved import record_of, resummed
-from trained import Tied, save
+from support.checkpoints import record_of, resummed
+from support.trained import Tied, save
 
 from engine.checkpoint import directory
 from engine.checkpoint.listing import entries

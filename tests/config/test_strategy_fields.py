@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from processes import clean_environment
+from support.ranks import clean_environment
 
 from engine import DDP, FP8, FSDP, DeepSpeed, Engine, Fit, MeshParallel, Precision, Strategy, strategies
 from engine.config.construct import construct, converted

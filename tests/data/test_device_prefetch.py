@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import fit
+from support.toys import fit
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding

@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranked import on_ranks
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 

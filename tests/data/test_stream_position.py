@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranked import on_ranks
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as torchdata_sampler

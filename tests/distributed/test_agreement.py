@@ -2,7 +2,7 @@ import time
 
 import pytest
 import torch
-from processes import run_ranks
+from support.ranks import run_ranks
 
 from engine.distributed.agreement import MAX_INTERVAL, Agreement
 from engine.distributed.environment import Environment

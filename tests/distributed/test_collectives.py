@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from processes import run_ranks
+from support.ranks import run_ranks
 from torch import Tensor
 from torch.nn import Parameter
 

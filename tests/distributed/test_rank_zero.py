@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from models import on_ranks
+from support.toys import on_ranks
 
 from engine import Engine, get_logger, rank_zero_only
 

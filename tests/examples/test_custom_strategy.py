@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranked import on_ranks
+from support.ranked import on_ranks
 from torch import Tensor, nn
 
 from engine import Fit, Loss, Strategy, TrainModule

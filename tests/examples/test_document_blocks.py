@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from documents import ROOT, Block, blocks_of, documents
-from processes import PATIENCE_S, clean_environment, nursery
+from support.documents import ROOT, Block, blocks_of, documents
+from support.ranks import PATIENCE_S, clean_environment, nursery
 
 RUNNER = Path(documents.__code__.co_filename).with_name("document_runner.py")
 DOCUMENTS = {str(path.relative_to(ROOT)): path for path in documents()}

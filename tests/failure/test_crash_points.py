@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import run_ranks
-from saved import alone, read, save
-from tiny import DATA, Net, fit, full
+from support.checkpoints import alone, read, save
+from support.ranks import run_ranks
+from support.tiny import DATA, Net, fit, full
 from torch import nn
 
 from callbacks import ModelCheckpoint
@@ -178,7 +178,7 @@ RANK_FAILS = """
 import os, sys
 sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 from pathlib import Path
-from tiny import DATA, Net, fit, full
+from support.tiny import DATA, Net, fit, full
 from callbacks import ModelCheckpoint
 from engine import Callback
 rank = int(os.environ["RANK"])

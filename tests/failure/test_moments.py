@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_ranks
-from saved import read
-from tiny import DATA, Net, fit
+from support.checkpoints import read
+from support.ranks import run_ranks
+from support.tiny import DATA, Net, fit
 from torch import nn
 
 from callbacks import EarlyStopping, ModelCheckpoint
@@ -261,7 +261,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 from torch import nn
 from callbacks import ModelCheckpoint
-from tiny import Net, fit
+from support.tiny import Net, fit
 
 class Norm(Net):
     def __init__(self):
@@ -287,7 +287,7 @@ import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from callbacks import ModelCheckpoint
 from engine import Callback
-from tiny import DATA, Net, fit
+from support.tiny import DATA, Net, fit
 
 class Late(Callback):
     def on_train_end(self, run, module):

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import clean_environment, run_ranks, run_script
 from safetensors.torch import load_file
-from saved import read, resummed, save
+from support.checkpoints import read, resummed, save
+from support.ranks import clean_environment, run_ranks, run_script
 
 from engine.checkpoint.directory import Opened
 from engine.checkpoint.files import DamagedCheckpoint
@@ -97,7 +97,7 @@ SUITES = (
 @pytest.mark.slow
 def test_the_suites_of_checkpoints_read_none() -> None:
     tests = Path(__file__).parents[1]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no_pickle", *(str(tests / name) for name in SUITES)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "support.no_pickle", *(str(tests / name) for name in SUITES)]
     environment = clean_environment(PYTHONPATH=f"{tests}{os.pathsep}{tests.parent}")
     done = subprocess.run(
         command, env=environment, cwd=tests.parent, capture_output=True, text=True, timeout=400, check=False

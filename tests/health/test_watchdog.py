@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import PATIENCE_S, run_script
+from support.ranks import PATIENCE_S, run_script
 
 from engine.distributed.environment import Environment
 from engine.distributed.group import Group

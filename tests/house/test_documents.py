@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from documents import LANGUAGES, ROOT, Block, anchors, blocks_of, documents, prose, wrong_links, wrong_rows
+from support.documents import LANGUAGES, ROOT, Block, anchors, blocks_of, documents, prose, wrong_links, wrong_rows
 
 from engine.cli.main import COMMANDS
 

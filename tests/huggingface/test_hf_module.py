@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import clean_environment
-from ranked import on_ranks
+from support.ranked import on_ranks
+from support.ranks import clean_environment
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranked import on_ranks
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

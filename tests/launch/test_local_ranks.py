@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from models import Weight, fit, on_ranks, ones
-from processes import clean_environment, run_script
+from support.ranks import clean_environment, run_script
+from support.toys import Weight, fit, on_ranks, ones
 
 SCRIPT = f"""
 import sys
@@ -18,7 +18,7 @@ sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import os, time
 import torch
 from torch.utils.data import DataLoader
-from models import Weight, fit
+from support.toys import Weight, fit
 
 RANK = int(os.environ.get("RANK", 0))
 

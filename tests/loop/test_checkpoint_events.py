@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import Weight, fit, on_ranks, ones
+from support.toys import Weight, fit, on_ranks, ones
 
 from callbacks import ModelCheckpoint
 from engine import Callback, Run, TrainModule

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, on_ranks, ones
+from support.toys import Weight, fit, on_ranks, ones
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset

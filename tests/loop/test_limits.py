@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import Weight, fit, on_ranks, ones
+from support.toys import Weight, fit, on_ranks, ones
 from torch import Tensor
 
 from engine import Callback

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, ones
-from ranked import on_ranks
+from support.ranked import on_ranks
+from support.toys import Weight, ones
 from torch import Tensor
 
 from engine import Fit

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import Weight, fit, ones
-from ranked import on_ranks
+from support.ranked import on_ranks
+from support.toys import Weight, fit, ones
 
 from callbacks import ModelCheckpoint
 from engine import Callback, Run, TrainModule

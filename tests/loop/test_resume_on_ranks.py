@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import on_ranks
+from support.toys import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, on_ranks, ones
-from processes import clean_environment, run_script
+from support.ranks import clean_environment, run_script
+from support.toys import Weight, fit, on_ranks, ones
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -285,7 +285,7 @@ import sys, time
 sys.path.insert(0, sys.argv[2])
 from callbacks import CSVLogger, ModelCheckpoint
 from engine import Callback
-from models import Weight, fit, ones
+from support.toys import Weight, fit, ones
 
 class Slow(Weight):
     def training_step(self, batch, batch_idx):

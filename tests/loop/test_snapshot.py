@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import DATA, fit
+from support.tiny import DATA, fit
 from torch import nn
 
 from callbacks import ModelCheckpoint

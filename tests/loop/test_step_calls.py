@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from processes import run_ranks, run_script
-from ranked import on_ranks
+from support.ranked import on_ranks
+from support.ranks import run_ranks, run_script
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, on_ranks, ones
-from processes import run_script
+from support.ranks import run_script
+from support.toys import Weight, fit, on_ranks, ones
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 

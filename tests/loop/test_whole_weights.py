@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import fit
-from ranked import on_ranks
 from safetensors.torch import load_file, save_model
+from support.ranked import on_ranks
+from support.toys import fit
 from torch import Tensor, nn
 
 from engine import Callback, Fit, MeshParallel, TrainModule

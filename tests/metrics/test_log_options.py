@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from models import Weight, fit, ones
-from ranked import on_ranks
+from support.ranked import on_ranks
+from support.toys import Weight, fit, ones
 from torch import Tensor
 from torch.utils.data import DataLoader
 

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 import torchmetrics
-from models import Weight, fit, on_ranks, ones
+from support.toys import Weight, fit, on_ranks, ones
 from torch import Tensor
 from torch.utils.data import DataLoader
 

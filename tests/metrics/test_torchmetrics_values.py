@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranked
 import torch
 import torchmetrics
-from models import Weight, fit
+from support import ranked
+from support.toys import Weight, fit
 from torch import Tensor
 from torch.utils.data import DataLoader
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranked import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from jobs import JOBS, Job, parity
 from measured import measure
-from ranked import on_ranks
+from support.ranked import on_ranks
 
 from engine import Fit
 from engine.planning.plan import RankTrace

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from measured import measure
-from ranked import on_ranks
+from support.ranked import on_ranks
 from torch.utils.data import DataLoader
 
 from engine import Fit

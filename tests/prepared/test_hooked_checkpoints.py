@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranked import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import build_device
 import pytest
-from processes import clean_environment, nursery, run_ranks
 from scenario import play, scenarios
+from support.ranks import clean_environment, nursery, run_ranks
 
 
 @scenarios("tool")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from saved import source_of
+from support.checkpoints import source_of
 
 from engine import DDP, Single, Strategy, strategies
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_script
-from ranked import on_ranks
+from support.ranked import on_ranks
+from support.ranks import run_script
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranked import on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
-from processes import run_ranks
-from ranked import on_ranks
+from support.ranked import on_ranks
+from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel

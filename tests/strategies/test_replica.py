@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_ranks
-from ranked import on_ranks
+from support.ranked import on_ranks
+from support.ranks import run_ranks
 from torch import Tensor, nn
 
 from engine import DDP, Callback, Engine, Fit, Loss, TrainModule

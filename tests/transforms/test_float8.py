@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
-from saved import source_of
+from support.checkpoints import source_of
+from support.ranked import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader

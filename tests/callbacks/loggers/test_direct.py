@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, on_ranks, ones
+from support.toys import Weight, fit, on_ranks, ones
 
 from callbacks import CSVLogger, JSONLLogger
 from callbacks.loggers import Logger, Moment

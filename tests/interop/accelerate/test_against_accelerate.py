@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranked import on_ranks
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 theirs: Any = pytest.importorskip("accelerate")

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
 from safetensors.torch import load_file, save_file
+from support.ranked import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, FullOptimStateDictConfig, FullStateDictConfig, ShardingStrategy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranked import on_ranks
 
 sys.path.append(str(Path(__file__).parent))  # on a rank this file is loaded by its path
 

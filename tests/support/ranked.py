@@ -11,18 +11,19 @@ import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
-from processes import PATIENCE_S, run_ranks
+from support.ranks import PATIENCE_S, run_ranks
 
 
 def on_ranks(
     file: str, world_size: int, prefix: str = "rank_", timeout: float = PATIENCE_S, **env: str
 ) -> dict[str, list[Any]]:
     """What each function of ``file`` whose name begins with ``prefix`` returns (JSON) on each rank: ``{name without prefix: [by rank]}``."""
-    ran = run_ranks(Path(__file__), world_size, file, prefix, timeout=timeout, env=env)
+    script = f"import sys; sys.path[0] = {str(Path(__file__).parents[1])!r}\nfrom support import ranked; ranked.main(*sys.argv[1:])"
+    ran = run_ranks(script, world_size, file, prefix, timeout=timeout, env=env)
     return {name: [rank.value[name] for rank in ran] for name in ran[0].value}
 
 
-def _main(file: str, prefix: str) -> None:
+def main(file: str, prefix: str) -> None:
     spec = importlib.util.spec_from_file_location("ranked_functions", file)
     assert spec is not None
     assert spec.loader is not None
@@ -48,7 +49,3 @@ def leave() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from nursery import Forked, Nursery
 
-ROOT = Path(__file__).resolve().parents[1]
+from support.forkserver import Forked, Nursery
+
+ROOT = Path(__file__).resolve().parents[2]
 
 PATIENCE_S = 300.0
 """How long ranks may take when nothing is wrong (s): importing torch alone takes a minute on a machine with a load of 20."""

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from processes import PATIENCE_S, run_ranks
 from torch import Tensor
 
 from engine import Callback, Fit, TrainModule
+from support.ranks import PATIENCE_S, run_ranks
 
 
 class Weight(TrainModule):
@@ -60,10 +60,10 @@ def fit(root: Path | str, **settings: Any) -> Fit:
 
 def on_ranks(function: Callable[..., Any], world_size: int, *args: object, timeout: float = PATIENCE_S) -> list[Any]:
     """What ``function``, which stands at the top of a test file, gives on each of the ranks of a real job. ``args`` arrive as text."""
-    folders = [str(Path(__file__).parent), str(Path(function.__code__.co_filename).parent)]
+    folders = [str(Path(__file__).parents[1]), str(Path(function.__code__.co_filename).parent)]
     lines = (
         f"import sys; sys.path[:0] = {folders!r}",
-        f"import ranked, {function.__module__} as tests",
+        f"import {function.__module__} as tests; from support import ranked",
         f"report(tests.{function.__name__}(*sys.argv[1:]))",
         "ranked.leave()",
     )
