@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranked import on_ranks
+from support.ranks import ranks_of_file
 
 from engine import Engine
 from engine.step.share import Share
@@ -155,7 +155,7 @@ def rank_seed() -> Any:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 2)
+    return ranks_of_file(__file__, 2)
 
 
 def test_identity(found: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
@@ -488,7 +488,7 @@ def two_read() -> Any:
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, Any]:
-    return on_ranks(__file__, 2, "two_")
+    return ranks_of_file(__file__, 2, "two_")
 
 
 @pytest.mark.parametrize("name", ["indices", "a stream"])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -422,7 +422,7 @@ def two_counting() -> Any:
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 2, "two_")
+    return ranks_of_file(__file__, 2, "two_")
 
 
 def test_a_distributed_sampler_of_the_users_is_read_on_each_rank(two: Any) -> None:

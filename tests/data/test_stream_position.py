@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as torchdata_sampler
@@ -639,7 +639,7 @@ def two() -> dict[str, Any]:
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STATES", json.dumps(states))
-        return on_ranks(__file__, 2, "two_")
+        return ranks_of_file(__file__, 2, "two_")
 
 
 SHARED = ["in process", "workers", "torchdata"]

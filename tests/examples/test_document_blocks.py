@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from support.documents import ROOT, Block, blocks_of, documents
-from support.ranks import PATIENCE_S, clean_environment, nursery
+from support.ranks import PATIENCE_S, clean_environment, forkserver
 
-RUNNER = Path(documents.__code__.co_filename).with_name("document_runner.py")
+RUNNER = documents.__code__.co_filename
 DOCUMENTS = {str(path.relative_to(ROOT)): path for path in documents()}
 BLOCKS = {name: blocks_of(path.read_text()) for name, path in DOCUMENTS.items() if not name.startswith(".github")}
 RUN = [name for name, blocks in BLOCKS.items() if any(block.language != "text" for block in blocks)]
@@ -62,7 +62,7 @@ def test_the_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     order, out, err = (tmp_path / each for each in ("blocks.json", "out", "err"))
     order.write_text(json.dumps({"document": str(DOCUMENTS[name]), "blocks": [asdict(block) for block in blocks]}))
     monkeypatch.chdir(work)
-    process = nursery().fork([str(RUNNER), str(order)], environment, out, err)
+    process = forkserver().fork([RUNNER, str(order)], environment, out, err)
     deadline = time.monotonic() + PATIENCE_S
     try:
         while process.poll() is None:

@@ -19,8 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranked import on_ranks
-from support.ranks import clean_environment
+from support.ranks import clean_environment, ranks_of_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -380,7 +379,7 @@ for _name in SHARDING:
 def ran() -> Iterator[dict[str, list[Any]]]:
     with tempfile.TemporaryDirectory() as folder:
         llama().save_pretrained(Path(folder) / "saved")
-        yield on_ranks(__file__, 2, **{FOLDER: folder})
+        yield ranks_of_file(__file__, 2, **{FOLDER: folder})
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ import numpy
 import pytest
 import torch
 import torchmetrics
-from support.toys import Weight, fit, on_ranks, ones
+from support.ranks import ranks_of
+from support.toys import Weight, fit, ones
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -281,7 +282,7 @@ def test_torchmetrics_and_means_on_one_rank(tmp_path: Path) -> None:
 def test_torchmetrics_and_means_on_two_ranks_are_those_of_one(tmp_path: Path) -> None:
     val, train = expected()
     val |= {"only/first": 3.0, "only/other": 5.0}  # names that one rank alone logs
-    first, second = on_ranks(ranks_measure, 2, tmp_path)
+    first, second = ranks_of(ranks_measure, 2, tmp_path)
     assert first == second
     for values, right in zip(first, [val, train] * 2, strict=True):
         assert values == pytest.approx(right, rel=1e-6)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch import Tensor
 
 from engine.distributed.environment import detect
@@ -81,7 +81,7 @@ def rank_changes() -> Any:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 2)
+    return ranks_of_file(__file__, 2)
 
 
 def test_means(found: dict[str, list[Any]]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import source_of
-from support.ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -272,7 +272,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(root: Path) -> dict[str, list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLOAT8_ROOT", str(root))
-        return on_ranks(__file__, 2)
+        return ranks_of_file(__file__, 2)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.browser import Page, series
 from support.ranks import run_ranks
-from support.report_page import Page, series
 
 from callbacks import CSVLogger, ModelCheckpoint, Report, write_report
 from callbacks.report.record import events
