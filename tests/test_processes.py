@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.internals import new_share
 from support.ranks import ranks_of_file
 
 from engine import Engine
-from engine.step.share import Share
 
 
 def engine() -> Engine:
@@ -277,6 +277,6 @@ def test_decorated_functions_keep_their_names() -> None:
 
 def test_gather_for_metrics_alone_honours_weight_zero() -> None:
     e = engine()
-    e.window.share = Share(0, 1.0, 1.0, True)
+    e.window.share = new_share(0, 1.0, 1.0, True)
     assert e.gather_for_metrics(torch.ones(3)).tolist() == []
     assert e.gather_for_metrics(["a"]) == []

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from support.checkpoints import Tied, tied_batches, train_and_save
+from support.internals import checkpoint_source, open_checkpoint
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -22,11 +23,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from engine import Fit, Resume, TrainModule
 from engine.checkpoint import convert as converting
 from engine.checkpoint.convert import convert
-from engine.checkpoint.directory import SHARED, Opened
+from engine.checkpoint.directory import SHARED
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.listing import facts, problems
 from engine.checkpoint.optimizer_names import named, nested
-from engine.checkpoint.reader import Source
 from engine.checkpoint.tensors import Stored
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -168,8 +168,8 @@ def test_its_optimizer_has_the_names_of_the_parameters(tmp_path: Path) -> None:
     expected = [
         names[id(p)] for group in theirs.optimizers(use_pl_optimizer=False).param_groups for p in group["params"]
     ]
-    with Opened(tmp_path / "ours") as opened:
-        source = Source(opened)
+    with open_checkpoint(tmp_path / "ours") as opened:
+        source = checkpoint_source(opened)
         found = source.read_optim(source.optim["0"], lambda stored: torch.empty(stored.shape, dtype=stored.dtype))
         shared = opened.tree(SHARED)
     assert [name for group in found["param_groups"] for name in group["params"]] == expected
@@ -297,8 +297,8 @@ def test_a_distributed_checkpoint(tmp_path: Path, around: bool) -> None:
     assert (done.optimizers, done.notes) == (1, [] if around else ["left out: 'step'"])
     other = Net.load_from_checkpoint(tmp_path / "ours")
     assert same(other, module)
-    with Opened(tmp_path / "ours") as opened:
-        source = Source(opened)
+    with open_checkpoint(tmp_path / "ours") as opened:
+        source = checkpoint_source(opened)
         state = source.read_optim(source.optim["0"], lambda stored: torch.empty(stored.shape, dtype=stored.dtype))
     assert state["param_groups"][0]["lr"] == 0.03
     assert torch.equal(state["state"]["head.bias"]["exp_avg"], optimizer.state[module.head.bias]["exp_avg"])
@@ -326,7 +326,7 @@ def test_parts_of_a_distributed_checkpoint_are_put_together(tmp_path: Path) -> N
 
 
 def weights(path: Path) -> dict[str, Tensor]:
-    with Opened(path) as opened:
+    with open_checkpoint(path) as opened:
         return opened.tensors("model").whole()
 
 
@@ -362,7 +362,7 @@ def test_a_plain_file_of_torch_save(tmp_path: Path) -> None:
     torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, tmp_path / "a.pt")
     done = convert(tmp_path / "a.pt", tmp_path / "ours", trust_pickle=True)
     assert (done.kind, done.tensors, done.optimizers) == ("torch.save file", 4, 1)
-    with Opened(tmp_path / "ours") as opened:
+    with open_checkpoint(tmp_path / "ours") as opened:
         assert opened.tree("optim/optim", opened.tensors("optim").stored)["0"]["param_groups"][0]["params"] == [
             *("0.weight", "0.bias", "1.weight", "1.bias"),
         ]

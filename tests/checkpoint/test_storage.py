@@ -14,8 +14,8 @@ import fsspec
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.checkpoints import content, read, resummed, save
-from support.internals import group_of_one
+from support.checkpoints import read, resummed, save
+from support.internals import group_of_one, new_content, new_saver
 from support.ranks import run_ranks
 from support.toys import LINEAR_BATCHES, Linear, linear_fit
 
@@ -26,7 +26,6 @@ from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.remote_storage import Remote
 from engine.checkpoint.resume import opening
 from engine.checkpoint.storage import Local, Location, locate, split
-from engine.checkpoint.writer import Saver
 from engine.cli.main import main
 
 
@@ -100,9 +99,9 @@ def test_write_list_read_remove(root: str) -> None:
 
 
 def test_several_writers_of_one_folder_count_on(root: str) -> None:
-    first, second = Saver(group_of_one(), root), Saver(group_of_one(), root)
+    first, second = new_saver(root), new_saver(root)
     for saver, name in ((first, "a"), (second, "b"), (first, "c"), (second, "b"), (first, "d"), (first, "d")):
-        saver.save(name, content())
+        saver.save(name, new_content())
     serials = {name: manifest["serial"] for name, manifest in locate(root).manifests().items()}
     assert serials == {"a": 1, "c": 3, "b": 4, "d": 6}
 
@@ -110,8 +109,8 @@ def test_several_writers_of_one_folder_count_on(root: str) -> None:
 def test_a_removal_that_fails_is_tried_again(
     root: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saver = Saver(group_of_one(), root)
-    saver.save("a", content())
+    saver = new_saver(root)
+    saver.save("a", new_content())
     verb, owner = ("rename", Path) if isinstance(saver.location, Local) else ("rm_file", type(saver.location.files))
     call = getattr(owner, verb)
 
@@ -123,11 +122,11 @@ def test_a_removal_that_fails_is_tried_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, verb, busy)
-        saver.save("b", content(), remove=["a"])
-        saver.save("c", content())
+        saver.save("b", new_content(), remove=["a"])
+        saver.save("c", new_content())
     assert sorted(locate(root).manifests()) == ["a", "b", "c"]
     assert caplog.text.count("checkpoint a could not be removed: OSError") == 1
-    saver.save("d", content())
+    saver.save("d", new_content())
     assert sorted(locate(root).manifests()) == ["b", "c", "d"]
 
 
@@ -138,7 +137,7 @@ class Stops(Exception):
 def test_what_is_cut_short_is_not_there_and_swept(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where = locate(root)
     save(where.path("step=1"))
-    saver = Saver(group_of_one(), root)
+    saver = new_saver(root)
 
     def stop(*_: Any, **__: Any) -> None:
         raise Stops
@@ -148,10 +147,10 @@ def test_what_is_cut_short_is_not_there_and_swept(root: str, monkeypatch: pytest
             patch.setattr(type(where), verb, stop)
             patch.setattr(type(where), "abandon", lambda *_: None)  # as after a kill
             with pytest.raises(Stops):
-                saver.save("step=2", content())
+                saver.save("step=2", new_content())
         assert list(locate(root).manifests()) == ["step=1"]
     locate(root).sweep()  # young: far away it may be another job's
-    saver.save("step=2", content())
+    saver.save("step=2", new_content())
     assert list(locate(root).manifests()) == ["step=1", "step=2"]
 
 

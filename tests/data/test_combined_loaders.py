@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.internals import new_deal
 from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
@@ -15,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 from engine import CombinedLoader, Engine, Fit, TrainModule
 from engine.data.combined_loaders import _own
 from engine.data.prepared_loader import PreparedLoader
-from engine.data.sampler import Deal
 
 
 class Numbers(Dataset[int]):
@@ -256,12 +256,12 @@ def test_few_passes_orders_are_kept() -> None:
 
 def test_numbers_of_a_late_member_are_found_at_once() -> None:
     units = 10**12
-    assert list(_own(Deal(units, 1, window=3), 0, units - 3, units)) == list(range(units - 3, units))
-    assert list(_own(Deal(units, 1, window=2, world_size=2, rank=1), 4, units // 2, units // 2 + 5)) == [
+    assert list(_own(new_deal(units, 1, window=3), 0, units - 3, units)) == list(range(units - 3, units))
+    assert list(_own(new_deal(units, 1, window=2, world_size=2, rank=1), 4, units // 2, units // 2 + 5)) == [
         units // 2 + 1,
         units // 2 + 3,
     ]
-    assert list(_own(Deal(11, 1, window=2, world_size=2, rank=1), 0, 2, 11)) == [
+    assert list(_own(new_deal(11, 1, window=2, world_size=2, rank=1), 0, 2, 11)) == [
         3,
         5,
         7,

@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from support.checkpoints import read, resummed, save
+from support.internals import checkpoint_source, open_checkpoint
 from support.ranks import clean_environment, run_ranks, run_script
 
-from engine.checkpoint.directory import Opened
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.reader import Source
 
 SCRIPT = """
 import os, pickle, sys
@@ -226,5 +225,5 @@ def test_huge_shapes_take_no_memory(tmp_path: Path) -> None:
         WEIGHTS,
         safetensors({"__metadata__": SHARDED, "w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4),
     )
-    with Opened(path) as opened, pytest.raises(DamagedCheckpoint, match="parts of 'w' are missing"):
-        Source(opened)
+    with open_checkpoint(path) as opened, pytest.raises(DamagedCheckpoint, match="parts of 'w' are missing"):
+        checkpoint_source(opened)

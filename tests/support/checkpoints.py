@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,39 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from engine import Callback, Fit, TrainModule
-from engine.checkpoint.directory import RANK, SHARED, Opened
+from engine.checkpoint.directory import RANK, SHARED
 from engine.checkpoint.reader import Source, whole
 from engine.checkpoint.storage import split
-from engine.checkpoint.writer import Content, Saver
-from support.internals import group_of_one
-
-
-def content(value: float = 1.0, **changes: Any) -> Content:
-    tied = torch.full((2, 3), value)
-    arguments: dict[str, Any] = {
-        "model": {"head.weight": tied, "body.weight": tied, "body.bias": torch.zeros(2)},
-        "optim": {
-            "0": {
-                "state": {"w": {"step": torch.tensor(3.0)}},
-                "param_groups": [{"betas": (0.9, 0.999), "params": ["w"]}],
-            }
-        },
-        "shared": {"scheduler": {"best": math.inf}},
-        "own": {"rng": torch.arange(4)},
-        "facts": {"step": 3, "metrics": {"loss": math.nan}},
-    }
-    return Content(**arguments | changes)
+from support.internals import checkpoint_source, new_content, new_saver, open_checkpoint
 
 
 def save(directory: Path | str, value: float = 1.0, **changes: Any) -> Any:
     place, name = split(directory)
-    return Saver(group_of_one(), place.root).save(name, content(value, **changes))
+    return new_saver(place.root).save(name, new_content(value, **changes))
 
 
 def source_of(directory: Path, model: Any = None, optimizer: Any = None) -> Source:
     """What a strategy is given to load from: these states, written and opened."""
     save(directory, model=model or {}, optim={} if optimizer is None else {"0": optimizer})
-    return Source(Opened(directory))
+    return checkpoint_source(open_checkpoint(directory))
 
 
 def record_of(path: Path) -> dict[str, Any]:
@@ -76,17 +57,16 @@ class Read:
 
 def read(directory: Path | str) -> Read:
     """Everything, checked."""
-    place, name = split(directory)
-    with Opened(place.fetch(name)) as opened:
-        source = Source(opened)
-        model = opened.tensors("model").whole()
-        model |= {alias: model[kept] for alias, kept in source.aliases.items()}
+    with open_checkpoint(directory) as checkpoint:
+        weights = checkpoint_source(checkpoint)
+        model = checkpoint.tensors("model").whole()
+        model |= {alias: model[name] for alias, name in weights.aliases.items()}
         return Read(
             model,
-            source.read_optim(source.optim, whole),
-            opened.tree(SHARED),
-            opened.tree(RANK.format(0)),
-            opened.manifest,
+            weights.read_optim(weights.optim, whole),
+            checkpoint.tree(SHARED),
+            checkpoint.tree(RANK.format(0)),
+            checkpoint.manifest,
         )
 
 
