@@ -11,17 +11,17 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from support.internals import forget_warnings
 from support.ranks import ranks_of_file
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from engine import CombinedLoader, Engine
-from engine.utils import log
 
 
 @pytest.fixture(autouse=True)
 def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "_said", set())
+    forget_warnings(monkeypatch)
 
 
 def numbers(shards: list[int]) -> Iterator[dict[str, int]]:

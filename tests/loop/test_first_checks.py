@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from support.internals import forget_warnings
 from support.ranks import ranks_of
 from support.toys import Weight, fit, ones
 
 from callbacks import EarlyStopping, ModelCheckpoint
 from engine import Callback
 from engine.loop import first_checks
-from engine.utils import log
 
 
 @pytest.fixture(autouse=True)
 def _warned_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test sees its warnings for the first time."""
-    monkeypatch.setattr(log, "_said", set())
+    forget_warnings(monkeypatch)
 
 
 # -- optimizers -----------------------------------------------------------------------------------------------------------------------

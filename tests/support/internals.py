@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from engine.checkpoint.directory import Opened
@@ -25,6 +26,7 @@ from engine.distributed.group import Group, join
 from engine.metrics.recorder import Recorder
 from engine.step.share import Share
 from engine.step.window import Window
+from engine.utils import log
 
 
 def group_of_one(device: torch.device | str = "cpu") -> Group:
@@ -100,3 +102,8 @@ def new_window(size: int = 1) -> Window:
 def new_recorder(**options: Any) -> Recorder:
     """The recorder of one process, which keeps values for the epoch alone."""
     return Recorder(group_of_one(), **{"on_step": False, "on_epoch": True, **options})
+
+
+def forget_warnings(patch: pytest.MonkeyPatch) -> None:
+    """Let this test see warnings that appear once for the first time."""
+    patch.setattr(log, "_said", set())
