@@ -30,7 +30,7 @@ def names(root: Path) -> list[str]:
 
 
 class Fails(Callback):
-    """``os.fsync`` raises from one step to another: the disk is full_disk."""
+    """``os.fsync`` raises from one step to another: the disk is full."""
 
     def __init__(self, patch: pytest.MonkeyPatch, first: int, last: int) -> None:
         self.patch, self.first, self.last, self.steps = patch, first, last, 0

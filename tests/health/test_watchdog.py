@@ -198,7 +198,7 @@ from engine.health.watchdog import Watchdog
 import threading, torch
 
 def watchdog():
-    return Watchdog(group_of_one(), lambda: 0, first_s=60, limit_s=60, directory=None)
+    return Watchdog(Group(Environment("single"), torch.device("cpu")), lambda: 0, first_s=60, limit_s=60, directory=None)
 
 watchdog().stop()
 child = os.fork()
