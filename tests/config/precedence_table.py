@@ -104,10 +104,9 @@ def prepare(folder: Path) -> dict[str, str]:
 
 
 def main(reports: Path) -> None:
-    from support.internals import resolved_settings
-
     from engine import Fit
     from engine.config.masked import readable
+    from engine.config.resolve import resolve
 
     fit = Fit(seed=7)
     whole = readable(fit.settings, fit.origins)
@@ -121,7 +120,7 @@ def main(reports: Path) -> None:
             environ |= {variable: text} if "environment" in chosen else {}
             given = {kind.name: kind.code} if "code" in chosen else {}
             overrides = [f"{kind.name}={kind.command}"] if "command line" in chosen else []
-            resolved = resolved_settings(given, environ, None, overrides)
+            resolved = resolve(given, environ, None, overrides)
             entry = readable(resolved.settings, resolved.origins)[kind.name]
             found[f"{label}: {'+'.join(chosen)}"] = [entry["value"], entry["origin"]]
     path = reports / f"{os.environ.get('RANK', '0')}.json"

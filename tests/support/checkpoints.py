@@ -57,7 +57,8 @@ class Read:
 
 def read(directory: Path | str) -> Read:
     """Everything, checked."""
-    with open_checkpoint(directory) as checkpoint:
+    place, name = split(directory)  # while it is there, a copy of what it has fetched is
+    with open_checkpoint(place.fetch(name)) as checkpoint:
         weights = checkpoint_source(checkpoint)
         model = checkpoint.tensors("model").whole()
         model |= {alias: model[name] for alias, name in weights.aliases.items()}

@@ -17,7 +17,6 @@ import torch
 
 from engine.checkpoint.directory import Opened
 from engine.checkpoint.reader import Source
-from engine.checkpoint.storage import split
 from engine.checkpoint.writer import Content, Saver
 from engine.config.resolve import Resolved, resolve
 from engine.data.sampler import Deal
@@ -62,10 +61,9 @@ def new_content(value: float = 1.0, **changes: Any) -> Content:
     return Content(**fields | changes)
 
 
-def open_checkpoint(checkpoint: Path | str) -> Opened:
+def open_checkpoint(directory: Path) -> Opened:
     """A checkpoint, verified and open for reading."""
-    folder, name = split(checkpoint)
-    return Opened(folder.fetch(name))
+    return Opened(directory)
 
 
 def checkpoint_source(checkpoint: Opened) -> Source:
