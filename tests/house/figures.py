@@ -40,7 +40,7 @@ ANNEXES = (
     *("config/from_", "config/lightning_names", "config/other_trainers", "config/training_arguments_names"),
     *("checkpoint/convert", "checkpoint/foreign_files", "checkpoint/optimizer_names", "checkpoint/pickled"),
     *("checkpoint/user_entries", "data/padded_", "loop/trainer_view", "loop/trainer_parts", "loop/loop_view"),
-    *("prepared/hooked_checkpoints", "strategies/saved_weights"),
+    *("prepared/hooked_checkpoints", "strategies/saved_weights", "distributed/random_states", "utils/batch_sizes"),
 )
 """Beginnings of paths below ``engine/``. A module that is not below one of them belongs to the core."""
 
@@ -126,6 +126,12 @@ class Tree:
 
     def is_core(self, name: str) -> bool:
         return not self.path(name).startswith(ANNEXES)
+
+    def part(self, name: str) -> str:
+        """The core, or the annex that a module belongs to."""
+        path = self.path(name)
+        parts = {"planning/": "planning", "strategies/deepspeed/": "DeepSpeed", "cli/": "cli", "": "compat"}
+        return "core" if self.is_core(name) else next(part for start, part in parts.items() if path.startswith(start))
 
     def path(self, name: str) -> str:
         """The path of a module below ``engine/``, or of one of ``callbacks`` below the checkout."""
@@ -483,13 +489,15 @@ def names(tree: Tree) -> Figure:
 
 def sizes(tree: Tree) -> Figure:
     """Statements of the core without docstrings. There is no limit: a file is as long as one idea needs."""
-    count = {name: _statements(tree.nodes[name]) for name in tree.engine}
-    folders: Counter[str] = Counter()
-    for name, number in count.items():
-        folders[tree.path(name).rpartition("/")[0] or "(top)"] += number
-    unit = f"statements of the core ({len(tree.core)} files; all: {sum(count.values())} in {len(count)} files)"
-    lines = tuple(f"{folder}: {number}" for folder, number in folders.most_common())
-    return Figure("sizes", sum(count[name] for name in tree.core), unit, lines)
+    statements: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    for name in tree.engine:
+        part = tree.part(name)
+        statements[part] += _statements(tree.nodes[name])
+        files[part] += 1
+    unit = f"statements of the core ({files['core']} files; all: {statements.total()} in {files.total()} files)"
+    lines = tuple(f"{part}: {number} in {files[part]} files" for part, number in statements.most_common())
+    return Figure("sizes", statements["core"], unit, lines)
 
 
 def thin_files(tree: Tree) -> Figure:
