@@ -35,14 +35,16 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-ANNEXES = (
-    *("compat/", "interop/", "huggingface/", "migrate/", "planning/", "strategies/deepspeed/", "cli/"),
-    *("config/from_", "config/lightning_names", "config/other_trainers", "config/training_arguments_names"),
+ANNEXES = ("compat/", "interop/", "huggingface/", "planning/", "strategies/deepspeed/", "cli/")
+"""Beginnings of paths below ``engine/``. A module that is not below one of them belongs to the core."""
+
+SCATTERED = (
+    *("migrate/", "config/from_", "config/lightning_names", "config/other_trainers", "config/training_arguments_names"),
     *("checkpoint/convert", "checkpoint/foreign_files", "checkpoint/optimizer_names", "checkpoint/pickled"),
     *("checkpoint/user_entries", "data/padded_", "loop/trainer_view", "loop/trainer_parts", "loop/loop_view"),
     *("prepared/hooked_checkpoints", "strategies/saved_weights", "distributed/random_states", "utils/batch_sizes"),
 )
-"""Beginnings of paths below ``engine/``. A module that is not below one of them belongs to the core."""
+"""Modules for other trainers that stand among the core's, as long as there is no ``engine/compat``."""
 
 TORCH_FILES = ("utils/torch_private.py", "planning/torch_private.py")
 """The modules that resolve private names of torch, for every release that is supported."""
@@ -125,7 +127,12 @@ class Tree:
         return [name for name in self.engine if self.is_core(name)]
 
     def is_core(self, name: str) -> bool:
-        return not self.path(name).startswith(ANNEXES)
+        return not self.path(name).startswith(self.annexes)
+
+    @cached_property
+    def annexes(self) -> tuple[str, ...]:
+        """Beginnings of the paths of annexes."""
+        return ANNEXES if (self.root / "engine" / "compat").is_dir() else ANNEXES + SCATTERED
 
     def part(self, name: str) -> str:
         """The core, or the annex that a module belongs to."""
