@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -110,11 +111,8 @@ class Tree:
     @cached_property
     def nodes(self) -> dict[str, list[ast.AST]]:
         """All nodes of each module, outer nodes first."""
-        gc.disable()  # which would walk the nodes of all files again and again: 2 of 4 s
-        try:
+        with _no_collection():
             return {name: list(ast.walk(ast.parse(path.read_text()))) for name, path in self.files.items()}
-        finally:
-            gc.enable()
 
     @cached_property
     def engine(self) -> list[str]:
@@ -201,7 +199,9 @@ class Tree:
             text = path.read_text()
             if place == "support/internals.py" or place.startswith("house/") or "from engine." not in text:
                 continue
-            for node in ast.walk(ast.parse(text)):
+            with _no_collection():
+                statements = list(_statements_of(ast.parse(text)))
+            for node in statements:
                 if isinstance(node, ast.ImportFrom) and str(node.module).startswith("engine."):
                     for alias in node.names:
                         public = self.public.get(alias.name) == node.module or str(node.module).startswith(DOORS)
@@ -644,6 +644,25 @@ def _lines_for_type_checkers(nodes: Iterable[ast.AST]) -> set[int]:
     """The lines below ``if TYPE_CHECKING``."""
     blocks = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
     return {line for block in blocks for line in range(block.lineno, (block.end_lineno or block.lineno) + 1)}
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no garbage: that would walk the nodes of all files again and again, for half of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _statements_of(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements below a node, at any depth, without their expressions: a third of the time of ``ast.walk``."""
+    for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+        below = getattr(node, part, [])
+        for statement in below if isinstance(below, list) else ():
+            yield statement
+            yield from _statements_of(statement)
 
 
 def _is_text(node: ast.AST) -> bool:
