@@ -1,4 +1,4 @@
-"""Shared by all tests; its place makes the helpers beside it (``processes``, ``models``) importable."""
+"""Shared by all tests; its place makes the helpers beside it (``support``) importable."""
 
 import gc
 import os

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, on_ranks, ones
+from support.ranks import ranks_of
+from support.toys import Weight, fit, ones
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -103,7 +104,7 @@ def ranks_resume(root: str) -> list[Any]:
 
 
 def test_two_ranks_resume_to_the_bit(tmp_path: Path) -> None:
-    first, second = on_ranks(ranks_resume, 2, tmp_path)
+    first, second = ranks_of(ranks_resume, 2, tmp_path)
     for whole, resumed, seen, expected in (first, second):
         assert whole == resumed == first[0]
         assert seen == expected
@@ -155,7 +156,7 @@ def ranks_evaluate(root: str) -> list[Any]:
 
 
 def test_two_ranks_see_every_sample_once_and_predict_in_the_datas_order(tmp_path: Path) -> None:
-    first, second = on_ranks(ranks_evaluate, 2, tmp_path)
+    first, second = ranks_of(ranks_evaluate, 2, tmp_path)
     assert first == second
     validated, tested, predicted = first
     assert validated == [{"val": 3.0}]
@@ -255,7 +256,7 @@ def ranks_global_batch(root: str) -> list[Any]:
 
 
 def test_the_global_batch_holds_on_two_ranks(tmp_path: Path) -> None:
-    for steps, weight, message in on_ranks(ranks_global_batch, 2, tmp_path):
+    for steps, weight, message in ranks_of(ranks_global_batch, 2, tmp_path):
         assert (steps, weight) == (2, -13.0)
         assert "batches of 1 on 2 rank(s) (2 samples per micro-batch); nearest possible: 4, 6" in message
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.internals import new_share
+from support.ranks import ranks_of_file
 
 from engine import Engine
-from engine.step.share import Share
 
 
 def engine() -> Engine:
@@ -155,7 +155,7 @@ def rank_seed() -> Any:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 2)
+    return ranks_of_file(__file__, 2)
 
 
 def test_identity(found: Any) -> None:
@@ -277,6 +277,6 @@ def test_decorated_functions_keep_their_names() -> None:
 
 def test_gather_for_metrics_alone_honours_weight_zero() -> None:
     e = engine()
-    e.window.share = Share(0, 1.0, 1.0, True)
+    e.window.share = new_share(0, 1.0, 1.0, True)
     assert e.gather_for_metrics(torch.ones(3)).tolist() == []
     assert e.gather_for_metrics(["a"]) == []

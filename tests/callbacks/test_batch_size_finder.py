@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from processes import run_ranks
+from support.ranks import run_ranks
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from callbacks import find_batch_size

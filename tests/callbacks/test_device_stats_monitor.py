@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from processes import run_ranks
+from support.ranks import run_ranks
 
 from callbacks import DeviceStatsMonitor, ModelCheckpoint
 from engine import Callback
@@ -82,7 +82,7 @@ RANKS = """
 import sys
 sys.path[:0] = ["tests", "tests/callbacks"]
 import os, torch
-from models import Weight, fit, ones
+from support.toys import Weight, fit, ones
 from test_device_stats_monitor import Seen
 from callbacks import DeviceStatsMonitor
 

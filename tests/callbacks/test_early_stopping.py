@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from models import Weight, fit, ones
+from support.toys import Weight, fit, ones
 
 from callbacks import EarlyStopping
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 
 from callbacks import GradientNorm
@@ -142,7 +142,7 @@ def rank_norms() -> dict[str, Any]:
 
 def test_two_ranks_have_the_norms_of_one_process() -> None:
     expected = bare(data(6), 2, 2.0)
-    for strategies in on_ranks(__file__, 2)["norms"]:
+    for strategies in ranks_of_file(__file__, 2)["norms"]:
         for rows in strategies.values():
             assert len(rows) == 3
             for step, row in enumerate(expected, start=1):

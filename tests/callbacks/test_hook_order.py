@@ -6,7 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from models import Weight, fit, ones
+from support.toys import Weight, fit, ones
 
 from callbacks import EMA, CSVLogger, LambdaCallback, LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
 from engine import Callback

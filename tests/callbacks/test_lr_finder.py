@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from processes import run_ranks
+from support.ranks import run_ranks
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import find_lr

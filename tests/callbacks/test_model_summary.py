@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from processes import run_ranks
+from support.ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric

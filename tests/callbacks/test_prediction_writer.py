@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from processes import run_ranks, run_script
+from support.ranks import run_ranks, run_script
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import PredictionWriter, read_predictions

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_ranks
+from support.ranks import run_ranks
 
 from callbacks import ModelCheckpoint, Profiler
 from engine import Callback
@@ -126,7 +126,7 @@ def test_a_memory_snapshot_needs_a_device_that_records_them(make_fit, scripted, 
 RANKS = """
 import sys
 sys.path.insert(0, "tests")
-from models import Weight, fit, ones
+from support.toys import Weight, fit, ones
 from callbacks import Profiler
 result = fit(sys.argv[1], devices="auto", callbacks=[Profiler(wait=1, warmup=1, active=2)]).run(Weight(), ones(16))
 report(result.step)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import clean_environment
 from rich.console import Console
-from terminal import Pane
+from support.ranks import clean_environment
+from support.terminal import Pane
 
 import callbacks.progress as progress
 import callbacks.progress_figures as progress_figures

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_ranks
+from support.ranks import run_ranks
 from torch import nn
 from torch.nn.utils import prune
 

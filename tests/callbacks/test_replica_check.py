@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_ranks
+from support.ranks import run_ranks
 
 from callbacks import ModelCheckpoint, ReplicaCheck
 from callbacks.replica_check import _hash, _message
@@ -101,7 +101,7 @@ sys.path[:0] = ["tests"]
 import logging
 import torch
 from torch import nn
-from models import fit
+from support.toys import fit
 from callbacks import ReplicaCheck
 from engine import Callback, CheckError, FSDP, MeshParallel, TrainModule
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel

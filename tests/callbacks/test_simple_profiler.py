@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from processes import run_ranks
+from support.ranks import run_ranks
 
 from callbacks import EarlyStopping, ModelCheckpoint, SimpleProfiler
 from engine import Callback
@@ -89,7 +89,7 @@ def test_a_folder_without_a_file_is_an_error(tmp_path):
 RANKS = """
 import sys
 sys.path.insert(0, "tests")
-from models import Weight, fit, ones
+from support.toys import Weight, fit, ones
 from callbacks import SimpleProfiler
 profiler = SimpleProfiler(dirpath=sys.argv[1], filename="all")
 fit(sys.argv[1], devices="auto", callbacks=[profiler]).run(Weight(), ones(8))

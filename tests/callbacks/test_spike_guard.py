@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_ranks
+from support.ranks import run_ranks
 from torch import nn
 
 from callbacks import CSVLogger, ModelCheckpoint, SpikeGuard

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from processes import run_ranks
+from support.ranks import run_ranks
 
 from callbacks import ModelCheckpoint, StragglerMonitor
 from engine import Callback
@@ -72,7 +72,7 @@ import logging, os, sys, time
 sys.path[:0] = ["tests", "tests/callbacks"]
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from models import Weight, fit
+from support.toys import Weight, fit
 from test_straggler_monitor import Seen
 from callbacks import StragglerMonitor
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_ranks
+from support.ranks import run_ranks
 from torch import Tensor, nn
 
 from callbacks import ModelCheckpoint, ThroughputMonitor
@@ -240,7 +240,7 @@ RANKS = """
 import sys
 sys.path[:0] = ["tests", "tests/callbacks"]
 import torch
-from models import fit
+from support.toys import fit
 from test_throughput_monitor import Net, Seen, data
 from callbacks import ThroughputMonitor
 from engine import MeshParallel

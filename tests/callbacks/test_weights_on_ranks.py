@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_ranks
+from support.ranks import run_ranks
 from torch import Tensor, nn
 
 from callbacks import EMA, SWA

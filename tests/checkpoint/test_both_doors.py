@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import fit
-from saved import read, record_of, resummed
+from support.checkpoints import read, record_of, resummed
+from support.toys import fit
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

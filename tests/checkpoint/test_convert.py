@@ -14,19 +14,19 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from support.checkpoints import Tied, tied_batches, train_and_save
+from support.internals import checkpoint_source, open_checkpoint
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from trained import Tied, batches, save
 
 from engine import Fit, Resume, TrainModule
 from engine.checkpoint import convert as converting
 from engine.checkpoint.convert import convert
-from engine.checkpoint.directory import SHARED, Opened
+from engine.checkpoint.directory import SHARED
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.listing import facts, problems
 from engine.checkpoint.optimizer_names import named, nested
-from engine.checkpoint.reader import Source
 from engine.checkpoint.tensors import Stored
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -99,7 +99,7 @@ def ckpt(root: Path, epochs: int, **extra: Any) -> tuple[Path, Any]:
             "enable_checkpointing": False,
         }
         trainer = lightning.Trainer(max_epochs=epochs, accelerator="cpu", default_root_dir=root, **quiet)
-        trainer.fit(module, torch.utils.data.DataLoader(batches(3), batch_size=None))
+        trainer.fit(module, torch.utils.data.DataLoader(tied_batches(3), batch_size=None))
         trainer.save_checkpoint(root / "theirs.ckpt")
     return root / "theirs.ckpt", module
 
@@ -122,7 +122,7 @@ def test_a_lightning_checkpoint(tmp_path: Path) -> None:
     assert same(ours, theirs)
     fresh = Net(width=4)
     Fit(accelerator="cpu", max_steps=0, root_dir=tmp_path).run(
-        fresh, batches(), resume=Resume(tmp_path / "ours", weights_only=True)
+        fresh, tied_batches(), resume=Resume(tmp_path / "ours", weights_only=True)
     )
     assert same(fresh, theirs)
 
@@ -168,8 +168,8 @@ def test_its_optimizer_has_the_names_of_the_parameters(tmp_path: Path) -> None:
     expected = [
         names[id(p)] for group in theirs.optimizers(use_pl_optimizer=False).param_groups for p in group["params"]
     ]
-    with Opened(tmp_path / "ours") as opened:
-        source = Source(opened)
+    with open_checkpoint(tmp_path / "ours") as opened:
+        source = checkpoint_source(opened)
         found = source.read_optim(source.optim["0"], lambda stored: torch.empty(stored.shape, dtype=stored.dtype))
         shared = opened.tree(SHARED)
     assert [name for group in found["param_groups"] for name in group["params"]] == expected
@@ -187,7 +187,7 @@ def test_a_run_goes_on_from_lightning_as_lightning_does(tmp_path: Path) -> None:
     convert(path, tmp_path / "ours", trust_pickle=True)
     ours = Net(width=4, decay=0.1)
     done = Fit(accelerator="cpu", devices=1, max_epochs=2, root_dir=tmp_path / "run").run(
-        ours, batches(3), resume=tmp_path / "ours"
+        ours, tied_batches(3), resume=tmp_path / "ours"
     )
     assert (done.step, done.epoch) == (6, 2)
     # The weights of one more epoch with the same optimizer state and learning rate: Lightning's own.
@@ -288,7 +288,7 @@ def test_an_index_that_leads_out_of_its_directory_is_refused(tmp_path: Path) -> 
 def test_a_distributed_checkpoint(tmp_path: Path, around: bool) -> None:
     module = Net()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.03)
-    loss_of(module, batches(1)[0]).backward()
+    loss_of(module, tied_batches(1)[0]).backward()
     optimizer.step()
     model, optim = get_state_dict(module, optimizer)
     tree: dict[str, Any] = {"model": model, "optim": optim}
@@ -297,8 +297,8 @@ def test_a_distributed_checkpoint(tmp_path: Path, around: bool) -> None:
     assert (done.optimizers, done.notes) == (1, [] if around else ["left out: 'step'"])
     other = Net.load_from_checkpoint(tmp_path / "ours")
     assert same(other, module)
-    with Opened(tmp_path / "ours") as opened:
-        source = Source(opened)
+    with open_checkpoint(tmp_path / "ours") as opened:
+        source = checkpoint_source(opened)
         state = source.read_optim(source.optim["0"], lambda stored: torch.empty(stored.shape, dtype=stored.dtype))
     assert state["param_groups"][0]["lr"] == 0.03
     assert torch.equal(state["state"]["head.bias"]["exp_avg"], optimizer.state[module.head.bias]["exp_avg"])
@@ -326,7 +326,7 @@ def test_parts_of_a_distributed_checkpoint_are_put_together(tmp_path: Path) -> N
 
 
 def weights(path: Path) -> dict[str, Tensor]:
-    with Opened(path) as opened:
+    with open_checkpoint(path) as opened:
         return opened.tensors("model").whole()
 
 
@@ -362,7 +362,7 @@ def test_a_plain_file_of_torch_save(tmp_path: Path) -> None:
     torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, tmp_path / "a.pt")
     done = convert(tmp_path / "a.pt", tmp_path / "ours", trust_pickle=True)
     assert (done.kind, done.tensors, done.optimizers) == ("torch.save file", 4, 1)
-    with Opened(tmp_path / "ours") as opened:
+    with open_checkpoint(tmp_path / "ours") as opened:
         assert opened.tree("optim/optim", opened.tensors("optim").stored)["0"]["param_groups"][0]["params"] == [
             *("0.weight", "0.bias", "1.weight", "1.bias"),
         ]
@@ -387,7 +387,7 @@ def test_from_and_to_a_url(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*parse.*invariant")  # torch's, when it reads one
 def test_what_cannot_be_converted_says_why(tmp_path: Path) -> None:
-    ours = save(tmp_path / "run", Tied())
+    ours = train_and_save(tmp_path / "run", Tied())
     torch.save([1], tmp_path / "list.pt")
     torch.save({"a": 1}, tmp_path / "none.pt")
     torch.save({"a": torch.ones(2).to_sparse(), "b": torch.ones(2)}, tmp_path / "sparse.pt")

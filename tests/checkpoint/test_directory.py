@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from saved import read, resummed, save
+from support.checkpoints import read, resummed, save
 
 from engine.checkpoint import directory
 from engine.checkpoint.directory import Opened, begin, list_checkpoints, remove, sweep
@@ -326,7 +326,7 @@ KILLED = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from saved import read, resummed, save
+from support.checkpoints import read, resummed, save
 from engine.checkpoint.directory import list_checkpoints, sweep
 
 root, again = Path(sys.argv[1]), sys.argv[3] == "again"

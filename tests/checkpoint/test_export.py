@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import on_ranks
 from safetensors.torch import load_file, load_model
+from support.checkpoints import Tied, save_on_two_ranks, tied_batches, train_and_save
+from support.ranks import ranks_of
 from torch import nn
-from trained import Tied, batches, on_two_ranks, save
 
 from engine import TrainModule
 from engine.checkpoint.export import export_checkpoint, export_tensors
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def trained(tmp_path: Path) -> tuple[Tied, Path]:
     torch.manual_seed(0)
     module = Tied()
-    path = save(tmp_path / "run", module)
+    path = train_and_save(tmp_path / "run", module)
     module.eval()
     return module, path
 
@@ -43,7 +43,7 @@ def test_load_file_reads_it_and_tied_weights_are_there_once(trained: tuple[Tied,
     assert all(torch.equal(found[name], module.state_dict()[name]) for name in found)
     other = Tied().eval()
     assert load_model(other, done.files[0]) == (set(), [])
-    assert torch.equal(other(batches()[0]), module(batches()[0]))
+    assert torch.equal(other(tied_batches()[0]), module(tied_batches()[0]))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_number_that_fp16_does_not_have_is_an_error(tmp_path: Path) -> None:
     with torch.no_grad():
         module.model["head"].bias[0] = 1e6
         module.register_buffer("mask", torch.full((2,), -torch.inf))
-    path = save(tmp_path / "run", module)
+    path = train_and_save(tmp_path / "run", module)
     with pytest.raises(
         ValueError, match=r"'model.head.bias' has the number 998001, and fp16 ends at 65504"
     ):  # 1e6 after two steps of decay
@@ -134,7 +134,7 @@ def test_two_names_that_become_one_are_refused(tmp_path: Path) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch, batch_idx) + self.head.weight.sum() + self.head.bias.sum()
 
-    path = save(tmp_path / "run", Clash())
+    path = train_and_save(tmp_path / "run", Clash())
     with pytest.raises(ValueError, match=r"would have the name of"):
         export_checkpoint(path, tmp_path / "out", prefix_strip="model.")
 
@@ -169,7 +169,7 @@ def test_from_a_folder_and_to_a_url(trained: tuple[Tied, Path], tmp_path: Path) 
 
 
 def test_shards_of_two_ranks_become_whole(tmp_path: Path) -> None:
-    on_ranks(on_two_ranks, 2, tmp_path)
+    ranks_of(save_on_two_ranks, 2, tmp_path)
     path = next((tmp_path / "checkpoints").iterdir())
     assert len(list((path / "model").glob("*.safetensors"))) == 2
     found = load_file(export_checkpoint(path, tmp_path / "out").files[0])
@@ -210,7 +210,7 @@ def test_transformers_reads_it(tmp_path: Path, family: str) -> None:
 
     tokens = torch.randint(0, 13, (2, 8))
     module = Language()
-    path = save(tmp_path / "run", module, [tokens, tokens])
+    path = train_and_save(tmp_path / "run", module, [tokens, tokens])
     out = tmp_path / "out"
     export_checkpoint(path, out, prefix_strip="model.", max_shard_size="2KB")
     assert len(list(out.glob("model-*.safetensors"))) > 1
@@ -229,7 +229,7 @@ def test_the_example_of_a_gpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     size = gpt.Size(layers=2, heads=2, width=16, context=8, batch_size=2, lr=1e-3, max_steps=2)
     module = gpt.GPT(size, 2)
     data = [torch.randint(1, 256, (2, 9), dtype=torch.uint8) for _ in range(2)]
-    path = save(tmp_path / "run", module, data)
+    path = train_and_save(tmp_path / "run", module, data)
     found = load_file(export_checkpoint(path, tmp_path / "out").files[0])
     other = gpt.GPT(size, 2)
     missing, unexpected = other.load_state_dict(found, strict=False)

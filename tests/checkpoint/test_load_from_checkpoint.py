@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import fit, on_ranks
+from support.checkpoints import Tied, save_on_two_ranks, tied_batches, train_and_save
+from support.ranks import ranks_of
+from support.toys import fit
 from torch import Tensor, nn
-from trained import Tied, batches, on_two_ranks, save
 
 import engine.checkpoint.storage
 from engine import TrainModule
@@ -26,7 +27,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 def test_hyperparameters_and_weights_come_back_and_overrides_win(tmp_path: Path) -> None:
     module = Tied(3, scale=2.0)
-    path = save(tmp_path, module)
+    path = train_and_save(tmp_path, module)
     for where in (path, str(path), path.parent, tmp_path):  # a folder's newest
         found = Tied.load_from_checkpoint(where)
         assert type(found) is Tied
@@ -39,7 +40,7 @@ def test_hyperparameters_and_weights_come_back_and_overrides_win(tmp_path: Path)
 
 
 def test_what_the_constructor_does_not_take_is_left_out(tmp_path: Path) -> None:
-    path = save(tmp_path, Tied(3))
+    path = train_and_save(tmp_path, Tied(3))
 
     class Smaller(Tied):
         def __init__(self, width: int, /) -> None:  # by its place only
@@ -58,7 +59,7 @@ class Needs(Tied):
 
 
 def test_a_missing_argument_is_named(tmp_path: Path) -> None:
-    path = save(tmp_path, Tied(3))
+    path = train_and_save(tmp_path, Tied(3))
     expected = r"Needs.__init__ needs 'net', not among the checkpoint's hyperparameters \(width, scale, rate\): give it as an override, load_from"
     with pytest.raises(TypeError, match=expected):
         Needs.load_from_checkpoint(path)
@@ -78,7 +79,7 @@ class Acts(Tied):
 
 
 def test_what_a_checkpoint_cannot_hold_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = save(tmp_path, Acts(3, act=nn.functional.gelu))
+    path = train_and_save(tmp_path, Acts(3, act=nn.functional.gelu))
     logger = logging.getLogger("engine")
     logger.addHandler(caplog.handler)
     Acts.load_from_checkpoint(path, act=nn.functional.gelu)
@@ -90,12 +91,12 @@ def test_what_a_checkpoint_cannot_hold_is_said(tmp_path: Path, caplog: pytest.Lo
         in caplog.text
     )
     with pytest.raises(ValueError, match=r"\[4, 6\] here.*; it was created with width=3$"):
-        fit(tmp_path).validate(Acts(4), batches(1), checkpoint=path)
+        fit(tmp_path).validate(Acts(4), tied_batches(1), checkpoint=path)
 
 
 def test_double_precision_says_how_it_is_loaded(tmp_path: Path) -> None:
     module = Tied(3)
-    path = save(tmp_path, module, precision="64-true")
+    path = train_and_save(tmp_path, module, precision="64-true")
     how = r"strict=False rounds its values .*load_from_checkpoint\(path, strict=False\); to keep them, .*torch.set_default_dtype\(torch.float64\)"
     with pytest.raises(
         ValueError, match=rf"of another type: .*It was saved in double precision \(precision='64-true'\): {how}"
@@ -126,7 +127,7 @@ class Configured(TrainModule):
 def test_one_dict_for_all_arguments(tmp_path: Path) -> None:
     module = Configured({"width": 2, "lr": 0.1})
     assert module.hparams_name == "config"
-    path = save(tmp_path, module)
+    path = train_and_save(tmp_path, module)
     assert same(Configured.load_from_checkpoint(path), module)
     found = Configured.load_from_checkpoint(path, config={"width": 2, "lr": 0.5})
     assert found.hparams == {"width": 2, "lr": 0.5}
@@ -175,16 +176,16 @@ class Late(TrainModule):
 
 def test_parts_of_configure_model_are_built_once_and_keep_their_weights(tmp_path: Path) -> None:
     module = Late()
-    path = save(tmp_path, module)
+    path = train_and_save(tmp_path, module)
     found = Late.load_from_checkpoint(path)
     assert same(found, module)
-    loss = fit(tmp_path).validate(found, batches(1))[0]["val"]
-    assert loss == pytest.approx(module.training_step(batches(1)[0], 0).item())
+    loss = fit(tmp_path).validate(found, tied_batches(1))[0]["val"]
+    assert loss == pytest.approx(module.training_step(tied_batches(1)[0], 0).item())
     assert found.calls == 1
 
 
 def test_what_does_not_fit_is_an_error_or_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = save(tmp_path, Tied(3))
+    path = train_and_save(tmp_path, Tied(3))
     with pytest.raises(ValueError, match=r"does not fit Tied: of another shape: model.embed.weight"):
         Tied.load_from_checkpoint(path, width=4)
 
@@ -204,7 +205,7 @@ def test_what_does_not_fit_is_an_error_or_a_warning(tmp_path: Path, caplog: pyte
 
 
 def test_the_device_is_chosen(tmp_path: Path) -> None:
-    path = save(tmp_path, Tied(3))
+    path = train_and_save(tmp_path, Tied(3))
     assert Tied.load_from_checkpoint(path, map_location="cpu").device == torch.device("cpu")
     assert Tied.load_from_checkpoint(path, map_location=torch.device("meta")).model["head"].weight.is_meta
 
@@ -221,13 +222,13 @@ def test_what_the_module_has_saved_is_given_back(tmp_path: Path) -> None:
 
     module = Counts()
     module.extra = 7
-    assert Counts.load_from_checkpoint(save(tmp_path, module)).extra == 7
+    assert Counts.load_from_checkpoint(train_and_save(tmp_path, module)).extra == 7
 
 
 def test_from_a_url(tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     module = Tied(3)
-    path = save(tmp_path, module)
+    path = train_and_save(tmp_path, module)
     fsspec.filesystem("memory").put(str(path), "/runs/step=00000002", recursive=True)
     assert same(Tied.load_from_checkpoint("memory://runs/step=00000002"), module)
     assert same(Tied.load_from_checkpoint("memory://runs"), module)
@@ -240,7 +241,7 @@ def test_from_a_url(tmp_path: Path) -> None:
 def test_nothing_there_and_damage(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"is not a checkpoint, and contains none .*beside it: none"):
         Tied.load_from_checkpoint(tmp_path / "nothing")
-    path = save(tmp_path, Tied(3))
+    path = train_and_save(tmp_path, Tied(3))
     with pytest.raises(FileNotFoundError, match=r"complete ones beside it: step=00000002"):
         Tied.load_from_checkpoint(path.with_name("step=3"))
     file = next((path / "model").glob("*.safetensors"))
@@ -252,8 +253,8 @@ def test_nothing_there_and_damage(tmp_path: Path) -> None:
 
 
 def test_it_is_not_removed_while_it_is_read(tmp_path: Path) -> None:
-    path = save(tmp_path, Tied(3))
-    save(tmp_path, Tied(3), max_epochs=2, name="other").rename(path.with_name("other"))
+    path = train_and_save(tmp_path, Tied(3))
+    train_and_save(tmp_path, Tied(3), max_epochs=2, name="other").rename(path.with_name("other"))
     removed: list[bool] = []
 
     class Slow(Tied):
@@ -268,7 +269,7 @@ def test_it_is_not_removed_while_it_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_checkpoint_of_two_ranks(tmp_path: Path, strategy: str) -> None:
-    on_ranks(on_two_ranks, 2, tmp_path, strategy)
+    ranks_of(save_on_two_ranks, 2, tmp_path, strategy)
     torch.manual_seed(0)
     module = Tied(scale=2.0)
     # One process with the batches of both ranks side by side does the same, but for batch norm's statistics.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from saved import resummed
+from support.checkpoints import resummed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

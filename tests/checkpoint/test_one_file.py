@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import fit
-from trained import Tied, save
+from support.checkpoints import Tied, train_and_save
+from support.toys import fit
 
 from engine import Callback, DamagedCheckpoint, Engine, TrainModule
 from engine.checkpoint.convert import convert
@@ -63,7 +63,7 @@ def test_a_url_is_refused(tmp_path: Path) -> None:
 def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A checkpoint, and its archive."""
     root = tmp_path_factory.mktemp("packed")
-    folder = save(root / "run", Tied())
+    folder = train_and_save(root / "run", Tied())
     pack(folder, root / "x.ckpt")
     return folder, root / "x.ckpt"
 

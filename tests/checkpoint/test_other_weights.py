@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from saved import resummed
-from tiny import DATA, Net, fit
+from support.checkpoints import resummed
+from support.toys import LINEAR_BATCHES, Linear, linear_fit
 from torch import nn
 
 from callbacks import EMA, SWA, ModelCheckpoint, Report, WeightAveraging
@@ -21,7 +21,7 @@ from engine.checkpoint.listing import entries, facts, problems
 from engine.cli.checkpoint import main
 
 
-class Tied(Net):
+class Tied(Linear):
     """Two names for one weight; the average is that of :class:`EMA`."""
 
     def __init__(self) -> None:
@@ -46,7 +46,9 @@ class Tied(Net):
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A checkpoint, and the averages, which the module has after its training."""
     module = Tied()
-    result = fit(tmp_path_factory.mktemp("trained"), EMA(0.5), ModelCheckpoint(), max_epochs=1).run(module, DATA)
+    result = linear_fit(tmp_path_factory.mktemp("trained"), EMA(0.5), ModelCheckpoint(), max_epochs=1).run(
+        module, LINEAR_BATCHES
+    )
     assert isinstance(result.last_checkpoint, Path)
     return result.last_checkpoint, {name: value.clone() for name, value in module.state_dict().items()}
 
@@ -64,19 +66,21 @@ def test_every_way_to_ask_for_them(trained: tuple[Path, dict[str, Any]], tmp_pat
     assert module.second.weight is module.net.weight
 
     expected = averages["net.weight"].sum().item()
-    run = fit(tmp_path / "runs")
-    assert run.validate(Tied(), DATA, checkpoint=path, weights="ema") == [{"weight": pytest.approx(expected)}]
-    assert run.test(Tied(), DATA, checkpoint=path, weights="ema") == [{"weight": pytest.approx(expected)}]
-    assert torch.equal(run.predict(Tied(), DATA, checkpoint=path, weights="ema")[0], averages["net.weight"])
+    run = linear_fit(tmp_path / "runs")
+    assert run.validate(Tied(), LINEAR_BATCHES, checkpoint=path, weights="ema") == [{"weight": pytest.approx(expected)}]
+    assert run.test(Tied(), LINEAR_BATCHES, checkpoint=path, weights="ema") == [{"weight": pytest.approx(expected)}]
+    assert torch.equal(run.predict(Tied(), LINEAR_BATCHES, checkpoint=path, weights="ema")[0], averages["net.weight"])
     other = plain.net.weight.sum().item()
-    assert run.validate(Tied(), DATA, checkpoint=path, weights="trained") == [{"weight": pytest.approx(other)}]
+    assert run.validate(Tied(), LINEAR_BATCHES, checkpoint=path, weights="trained") == [
+        {"weight": pytest.approx(other)}
+    ]
 
     class Look(Callback):
         def on_fit_start(self, run: Any, module: nn.Module) -> None:
             self.found = {name: value.clone() for name, value in module.state_dict().items()}
 
     look, how = Look(), Resume(path, weights_only=True, weights="ema")
-    assert fit(tmp_path / "new", look, max_epochs=1).run(Tied(), DATA, resume=how).step == 4
+    assert linear_fit(tmp_path / "new", look, max_epochs=1).run(Tied(), LINEAR_BATCHES, resume=how).step == 4
     assert equal(look.found, averages)
 
 
@@ -98,12 +102,14 @@ def test_a_name_that_is_not_there(trained: tuple[Path, dict[str, Any]], tmp_path
     with pytest.raises(ValueError, match="has no weights 'swa'; it has 'trained', 'ema'"):
         Tied.load_from_checkpoint(path, weights="swa")
     with pytest.raises(ValueError, match="has no weights 'swa'; it has 'trained', 'ema'"):
-        fit(tmp_path).validate(Tied(), DATA, checkpoint=path, weights="swa")
+        linear_fit(tmp_path).validate(Tied(), LINEAR_BATCHES, checkpoint=path, weights="swa")
     with pytest.raises(ValueError, match="weights='ema' are those of a checkpoint: give it with checkpoint="):
-        fit(tmp_path).test(Tied(), DATA, weights="ema")
+        linear_fit(tmp_path).test(Tied(), LINEAR_BATCHES, weights="ema")
     with pytest.raises(ValueError, match=r"Resume\(weights='ema'\) needs weights_only=True"):
         Resume(path, weights="ema")
-    without = fit(tmp_path / "without", ModelCheckpoint(), max_epochs=1).run(Tied(), DATA).last_checkpoint
+    without = (
+        linear_fit(tmp_path / "without", ModelCheckpoint(), max_epochs=1).run(Tied(), LINEAR_BATCHES).last_checkpoint
+    )
     assert without is not None
     assert not (Path(without) / "weights").exists()
     with pytest.raises(ValueError, match="has no weights 'ema'; it has the trained ones only"):
@@ -119,7 +125,7 @@ def test_they_are_listed_and_checked(trained: tuple[Path, dict[str, Any]], tmp_p
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
-    done = fit(tmp_path, EMA(0.5), ModelCheckpoint(), max_epochs=1).run(Tied(), DATA)
+    done = linear_fit(tmp_path, EMA(0.5), ModelCheckpoint(), max_epochs=1).run(Tied(), LINEAR_BATCHES)
     path = Path(str(done.last_checkpoint))
     file = next((path / "weights").glob("*.safetensors"))
     content = bytearray(file.read_bytes())
@@ -143,23 +149,25 @@ class Own(Callback):
 
 
 def test_weights_of_ones_own_cover_a_part_of_the_model(tmp_path: Path) -> None:
-    done = fit(tmp_path, Own("seven"), ModelCheckpoint(), max_epochs=1).run(Net(), DATA)
+    done = linear_fit(tmp_path, Own("seven"), ModelCheckpoint(), max_epochs=1).run(Linear(), LINEAR_BATCHES)
     path = Path(str(done.last_checkpoint))
-    found, plain = Net.load_from_checkpoint(path, weights="seven"), Net.load_from_checkpoint(path)
+    found, plain = Linear.load_from_checkpoint(path, weights="seven"), Linear.load_from_checkpoint(path)
     assert found.net.bias.item() == 7.0 != plain.net.bias.item()  # validation did not have it
     assert torch.equal(found.net.weight, plain.net.weight)
     assert json.loads((path / "weights" / "weights.json").read_text()) == {"seven": {"aliases": {}}}
     with pytest.raises(ValueError, match="Own has the weights 'a/b': a name is text without '/'"):
-        fit(tmp_path / "b", Own("a/b"), ModelCheckpoint(), max_epochs=1).run(Net(), DATA)
+        linear_fit(tmp_path / "b", Own("a/b"), ModelCheckpoint(), max_epochs=1).run(Linear(), LINEAR_BATCHES)
     with pytest.raises(ValueError, match="Own has the weights 'trained': the weights that are trained are called so"):
-        fit(tmp_path / "d", Own("trained"), ModelCheckpoint(), max_epochs=1).run(Net(), DATA)
+        linear_fit(tmp_path / "d", Own("trained"), ModelCheckpoint(), max_epochs=1).run(Linear(), LINEAR_BATCHES)
     with pytest.raises(ValueError, match="Own has the weights 'ema': another callback has weights of this name"):
-        fit(tmp_path / "c", EMA(), Own("ema"), ModelCheckpoint(), max_epochs=1).run(Net(), DATA)
+        linear_fit(tmp_path / "c", EMA(), Own("ema"), ModelCheckpoint(), max_epochs=1).run(Linear(), LINEAR_BATCHES)
 
 
 def test_at_a_url(tmp_path: Path) -> None:
     place = f"memory://{tmp_path.name}/other"
-    done = fit(tmp_path, EMA(0.5), ModelCheckpoint(dirpath=place), max_epochs=1).run(module := Tied(), DATA)
+    done = linear_fit(tmp_path, EMA(0.5), ModelCheckpoint(dirpath=place), max_epochs=1).run(
+        module := Tied(), LINEAR_BATCHES
+    )
     assert equal(
         dict(Tied.load_from_checkpoint(str(done.last_checkpoint), weights="ema").state_dict()),
         dict(module.state_dict()),
@@ -181,9 +189,13 @@ class Scored(Tied):
         self.log("score", abs(self.current_epoch - 1.0))
 
 
-def scored(root: Path, *callbacks: Callback, monitor: str = "score", loaders: Any = DATA, **settings: Any) -> Any:
+def scored(
+    root: Path, *callbacks: Callback, monitor: str = "score", loaders: Any = LINEAR_BATCHES, **settings: Any
+) -> Any:
     keeps = ModelCheckpoint(every="1 epochs", monitor=monitor, save_top_k=-1)
-    return fit(root, *callbacks, keeps, num_sanity_val_steps=0, **settings).run(Scored(), DATA, loaders)
+    return linear_fit(root, *callbacks, keeps, num_sanity_val_steps=0, **settings).run(
+        Scored(), LINEAR_BATCHES, loaders
+    )
 
 
 @pytest.mark.parametrize("average", [EMA(0.9), SWA(swa_epoch_start=1), WeightAveraging()], ids=lambda c: c.name)
@@ -195,14 +207,16 @@ def test_what_was_scored_is_what_is_tested(average: Any, tmp_path: Path) -> None
     trained = Tied.load_from_checkpoint(path, weights="trained").net.weight.sum().item()
     assert trained != pytest.approx(validated)
 
-    again = fit(tmp_path)
+    again = linear_fit(tmp_path)
     for what in ("best", path):
         for loop in (again.test, again.validate):
-            assert loop(Tied(), DATA, checkpoint=what) == [{"weight": pytest.approx(validated)}]
-            assert loop(Tied(), DATA, checkpoint=what, weights="trained") == [{"weight": pytest.approx(trained)}]
-        assert again.predict(Tied(), DATA, checkpoint=what)[0].sum().item() == pytest.approx(validated)
+            assert loop(Tied(), LINEAR_BATCHES, checkpoint=what) == [{"weight": pytest.approx(validated)}]
+            assert loop(Tied(), LINEAR_BATCHES, checkpoint=what, weights="trained") == [
+                {"weight": pytest.approx(trained)}
+            ]
+        assert again.predict(Tied(), LINEAR_BATCHES, checkpoint=what)[0].sum().item() == pytest.approx(validated)
     last = json.loads((path.with_name("step=00000012") / "manifest.json").read_text())["metrics"]["weight"]
-    assert again.test(Tied(), DATA, checkpoint="last") == [{"weight": pytest.approx(last)}]
+    assert again.test(Tied(), LINEAR_BATCHES, checkpoint="last") == [{"weight": pytest.approx(last)}]
 
     assert Tied.load_from_checkpoint(path).net.weight.sum().item() == pytest.approx(validated)
     for flags, expected in (((), validated), (("--weights", "trained"), trained)):
@@ -213,7 +227,9 @@ def test_what_was_scored_is_what_is_tested(average: Any, tmp_path: Path) -> None
         packed = torch.load(f"{out}.ckpt", weights_only=True)["state_dict"]
         assert packed["net.weight"].sum().item() == pytest.approx(expected)
     assert main(["pack", str(path), str(tmp_path / "one.ckpt")]) == 0
-    assert again.test(Tied(), DATA, checkpoint=tmp_path / "one.ckpt") == [{"weight": pytest.approx(validated)}]
+    assert again.test(Tied(), LINEAR_BATCHES, checkpoint=tmp_path / "one.ckpt") == [
+        {"weight": pytest.approx(validated)}
+    ]
 
     class Look(Callback):
         def on_train_start(self, run: Any, module: Any) -> None:
@@ -224,13 +240,13 @@ def test_what_was_scored_is_what_is_tested(average: Any, tmp_path: Path) -> None
         Resume(path, weights_only=True, weights="trained"),
         path,
     ):
-        fit(tmp_path / "new", Look(), max_epochs=3).run(Tied(), DATA, resume=how)
+        linear_fit(tmp_path / "new", Look(), max_epochs=3).run(Tied(), LINEAR_BATCHES, resume=how)
     assert look == [pytest.approx(validated), pytest.approx(trained), pytest.approx(trained)]
 
 
 def test_a_metric_of_the_training_is_that_of_the_trained_weights(tmp_path: Path) -> None:
     """Also where validation has the averages, and in a run without validation."""
-    for root, loaders in ((tmp_path / "a", DATA), (tmp_path / "b", None)):
+    for root, loaders in ((tmp_path / "a", LINEAR_BATCHES), (tmp_path / "b", None)):
         result = scored(root, EMA(0.9), monitor="loss", loaders=loaders, max_epochs=1)
         assert result.best_weights == "trained"
         plain = Tied.load_from_checkpoint(result.best_checkpoint, weights="trained")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from saved import save
+from support.checkpoints import save
 
 from engine.checkpoint.export import export_checkpoint
 from engine.checkpoint.files import DamagedCheckpoint

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from saved import record_of, resummed
-from tiny import DATA, Net, fit
+from support.checkpoints import record_of, resummed
+from support.toys import LINEAR_BATCHES, Linear, linear_fit
 
 from callbacks import ModelCheckpoint
 from engine import Resume
@@ -28,8 +28,8 @@ from engine.cli.checkpoint import main
 
 def trained(root: Path, steps: int = 8, every: int = 4, **arguments: Any) -> Path:
     """The folder of a run's checkpoints, the newest of which is that of ``steps``."""
-    fit(root, ModelCheckpoint(every=every, save_top_k=-1, **arguments), max_steps=steps, max_epochs=None).run(
-        Net(), DATA
+    linear_fit(root, ModelCheckpoint(every=every, save_top_k=-1, **arguments), max_steps=steps, max_epochs=None).run(
+        Linear(), LINEAR_BATCHES
     )
     return max(path.parent.parent for path in root.rglob("manifest.json"))
 
@@ -71,8 +71,8 @@ def test_a_checkpoint_that_names_other_data_for_removal_is_refused(tmp_path: Pat
     rewrite(root / name(8), lambda shared: {**shared, "postponed": [named]}, "state/shared.json")
     before = {**tree(other), **tree(root / "folder")}
     with pytest.raises(DamagedCheckpoint, match="no usable 'postponed"):
-        fit(tmp_path / "run", ModelCheckpoint(every=2), max_steps=12, max_epochs=None).run(
-            Net(), DATA, resume=root / name(8)
+        linear_fit(tmp_path / "run", ModelCheckpoint(every=2), max_steps=12, max_epochs=None).run(
+            Linear(), LINEAR_BATCHES, resume=root / name(8)
         )
     assert {**tree(other), **tree(root / "folder")} == before
 
@@ -81,8 +81,8 @@ def test_a_newer_checkpoint_is_not_the_one_that_an_older_names_for_removal(tmp_p
     root = trained(tmp_path / "run")
     rewrite(root / name(4), lambda shared: {**shared, "postponed": [name(8)]}, "state/shared.json")
     before = tree(root / name(8))
-    fit(tmp_path / "run", ModelCheckpoint(every=2), max_steps=6, max_epochs=None).run(
-        Net(), DATA, resume=root / name(4)
+    linear_fit(tmp_path / "run", ModelCheckpoint(every=2), max_steps=6, max_epochs=None).run(
+        Linear(), LINEAR_BATCHES, resume=root / name(4)
     )
     assert tree(root / name(8)) == before
 
@@ -99,7 +99,9 @@ def test_names_in_a_checkpoint_of_another_folder_mean_nothing_here(tmp_path: Pat
     rewrite(theirs / name(8), claim, "state/shared.json")
     before = tree(ours)
     callback = ModelCheckpoint(every=1, dirpath=ours)
-    result = fit(tmp_path / "new", callback, max_steps=10, max_epochs=None).run(Net(), DATA, resume=theirs / name(8))
+    result = linear_fit(tmp_path / "new", callback, max_steps=10, max_epochs=None).run(
+        Linear(), LINEAR_BATCHES, resume=theirs / name(8)
+    )
     after = tree(ours)
     assert {key: after.get(key) for key in before} == before
     assert Path(str(result.last_checkpoint)).name == name(10)
@@ -173,7 +175,7 @@ def test_when_none_can_be_used_each_is_listed_and_nothing_is_written(tmp_path: P
         spoil(root / name(step))
     before = sorted(str(path) for path in tmp_path.rglob("*"))
     with pytest.raises(DamagedCheckpoint) as caught:
-        fit(tmp_path, ModelCheckpoint(every=4)).run(Net(), DATA, resume=wanted)
+        linear_fit(tmp_path, ModelCheckpoint(every=4)).run(Linear(), LINEAR_BATCHES, resume=wanted)
     message = str(caught.value)
     assert f"resume='{wanted}'" in message
     assert message.count(reason) == 2
@@ -192,8 +194,8 @@ def test_the_one_before_is_taken_with_a_report_and_the_other_one_stays(
     spoil(spoilt)
     before = sorted(os.listdir(spoilt)), tree(spoilt / "model")
     with caplog.at_level(logging.ERROR):
-        result = fit(tmp_path, ModelCheckpoint(every=4, save_top_k=-1), max_steps=8, max_epochs=None).run(
-            Net(), DATA, resume="auto"
+        result = linear_fit(tmp_path, ModelCheckpoint(every=4, save_top_k=-1), max_steps=8, max_epochs=None).run(
+            Linear(), LINEAR_BATCHES, resume="auto"
         )
     assert result.step == 8
     assert reason in caplog.text
@@ -207,7 +209,7 @@ def test_the_one_before_is_taken_with_a_report_and_the_other_one_stays(
 def test_auto_starts_where_nothing_is(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "notes").mkdir(parents=True)
     (tmp_path / "checkpoints" / f".{name(4)}.partial" / "model").mkdir(parents=True)
-    assert fit(tmp_path, max_steps=2, max_epochs=None).run(Net(), DATA, resume="auto").step == 2
+    assert linear_fit(tmp_path, max_steps=2, max_epochs=None).run(Linear(), LINEAR_BATCHES, resume="auto").step == 2
 
 
 # -- order ------------------------------------------------------------------------------------------------------------------------------
@@ -219,21 +221,21 @@ def test_the_newest_is_the_last_that_was_written_whatever_the_clock_says(
     root = trained(tmp_path)
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() - 86400)
-    fit(tmp_path, ModelCheckpoint(every=4, save_top_k=-1), max_steps=12, max_epochs=None).run(
-        Net(), DATA, resume="last"
+    linear_fit(tmp_path, ModelCheckpoint(every=4, save_top_k=-1), max_steps=12, max_epochs=None).run(
+        Linear(), LINEAR_BATCHES, resume="last"
     )
     monkeypatch.setattr(time, "time", lambda: now() - 2 * 86400)
     assert list(locate(root).manifests()) == [name(4), name(8), name(12)]
-    result = fit(tmp_path, ModelCheckpoint(every=4, save_top_k=-1), max_steps=14, max_epochs=None).run(
-        Net(), DATA, resume="auto"
+    result = linear_fit(tmp_path, ModelCheckpoint(every=4, save_top_k=-1), max_steps=14, max_epochs=None).run(
+        Linear(), LINEAR_BATCHES, resume="auto"
     )
     assert [result.step, list(locate(root).manifests())[-1]] == [14, name(14)]
 
 
 def test_a_run_that_went_back_is_newer_than_what_it_left(tmp_path: Path) -> None:
     root = trained(tmp_path)
-    fit(tmp_path, ModelCheckpoint(every=2, save_top_k=-1), max_steps=6, max_epochs=None).run(
-        Net(), DATA, resume=root / name(4)
+    linear_fit(tmp_path, ModelCheckpoint(every=2, save_top_k=-1), max_steps=6, max_epochs=None).run(
+        Linear(), LINEAR_BATCHES, resume=root / name(4)
     )
     assert list(locate(root).manifests())[-1] == name(6)
 
@@ -241,25 +243,27 @@ def test_a_run_that_went_back_is_newer_than_what_it_left(tmp_path: Path) -> None
 def test_a_number_beyond_all_others_does_not_stop_saving(tmp_path: Path) -> None:
     root = trained(tmp_path)
     rewrite(root / name(8), lambda manifest: {**manifest, "serial": 1 << 62})
-    result = fit(tmp_path, ModelCheckpoint(every=2, save_top_k=-1), max_steps=12, max_epochs=None).run(
-        Net(), DATA, resume="auto"
+    result = linear_fit(tmp_path, ModelCheckpoint(every=2, save_top_k=-1), max_steps=12, max_epochs=None).run(
+        Linear(), LINEAR_BATCHES, resume="auto"
     )
     assert [result.step, list(locate(root).manifests())[-1]] == [12, name(12)]
 
 
 def test_weights_only_reads_no_more_than_weights(tmp_path: Path) -> None:
-    root, module = trained(tmp_path), Net()
+    root, module = trained(tmp_path), Linear()
     rewrite(root / name(8), lambda shared: {**shared, "postponed": 3}, "state/shared.json")
-    fit(tmp_path / "new", max_epochs=0).run(module, DATA, resume=Resume(root / name(8), weights_only=True))
+    linear_fit(tmp_path / "new", max_epochs=0).run(
+        module, LINEAR_BATCHES, resume=Resume(root / name(8), weights_only=True)
+    )
     # SGD(lr=0.1, momentum=0.9) on the mean of net(ones): each weight falls by 0.1 * (1 + 1.9 + 2.71 + ...), the sum of (1 - 0.9**k) / 0.1.
     fall = sum(1 - 0.9**k for k in range(1, 9))
-    assert torch.allclose(module.net.weight, Net().net.weight - fall, atol=1e-5)
+    assert torch.allclose(module.net.weight, Linear().net.weight - fall, atol=1e-5)
 
 
 # -- what does not fit ------------------------------------------------------------------------------------------------------------------
 
 
-class Other(Net):
+class Other(Linear):
     """With other optimizers than the run that was saved."""
 
     def __init__(self, make: Any, scheduler: Any = None, dtype: torch.dtype = torch.float32) -> None:
@@ -309,12 +313,12 @@ def decays(optimizer: Any) -> Any:
     ],
 )
 def test_what_is_of_another_kind_is_refused(tmp_path: Path, saved: Any, given: Any, message: str) -> None:
-    fit(tmp_path, ModelCheckpoint(), max_steps=2, max_epochs=None).run(Other(*saved), DATA)
+    linear_fit(tmp_path, ModelCheckpoint(), max_steps=2, max_epochs=None).run(Other(*saved), LINEAR_BATCHES)
     with pytest.raises(ValueError, match=message):
-        fit(tmp_path, max_steps=4, max_epochs=None).run(Other(*given), DATA, resume="last")
+        linear_fit(tmp_path, max_steps=4, max_epochs=None).run(Other(*given), LINEAR_BATCHES, resume="last")
 
 
-class Table(Net):
+class Table(Linear):
     """With a buffer of a type."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -326,23 +330,25 @@ class Table(Net):
     ("saved", "here"), [(torch.int8, torch.float32), (torch.float32, torch.int8), (torch.bool, torch.uint8)]
 )
 def test_integers_are_not_taken_for_real_numbers(tmp_path: Path, saved: torch.dtype, here: torch.dtype) -> None:
-    fit(tmp_path, ModelCheckpoint(), max_epochs=1).run(Table(saved), DATA)
+    linear_fit(tmp_path, ModelCheckpoint(), max_epochs=1).run(Table(saved), LINEAR_BATCHES)
     message = rf"of another type: table \({saved} there, {here} here\)"
     with pytest.raises(ValueError, match=message):
-        fit(tmp_path, max_epochs=2).run(Table(here), DATA, resume="last")
+        linear_fit(tmp_path, max_epochs=2).run(Table(here), LINEAR_BATCHES, resume="last")
     with pytest.raises(ValueError, match=message):
         Table.load_from_checkpoint(tmp_path, dtype=here)
 
 
 def test_an_epoch_goes_on_with_the_data_that_it_began_with(tmp_path: Path) -> None:
-    fit(tmp_path, ModelCheckpoint(), max_steps=6, max_epochs=None).run(
-        Net(), DATA
+    linear_fit(tmp_path, ModelCheckpoint(), max_steps=6, max_epochs=None).run(
+        Linear(), LINEAR_BATCHES
     )  # two steps into the second epoch of four
     with pytest.raises(ValueError, match="saved at 2 of the 4 samples or batches of an epoch, and the data now has 5"):
-        fit(tmp_path, max_steps=8, max_epochs=None).run(Net(), [*DATA, DATA[0]], resume="last")
+        linear_fit(tmp_path, max_steps=8, max_epochs=None).run(
+            Linear(), [*LINEAR_BATCHES, LINEAR_BATCHES[0]], resume="last"
+        )
     assert (
-        fit(tmp_path, max_steps=8, max_epochs=None)
-        .run(Net(), [*DATA, DATA[0]], resume=Resume("last", strict=False))
+        linear_fit(tmp_path, max_steps=8, max_epochs=None)
+        .run(Linear(), [*LINEAR_BATCHES, LINEAR_BATCHES[0]], resume=Resume("last", strict=False))
         .step
         == 8
     )
@@ -393,8 +399,10 @@ def test_values_that_cannot_be_are_damage_and_the_one_before_is_taken(
     root = trained(tmp_path)
     spoil(root / name(8))
     with pytest.raises(DamagedCheckpoint, match=name(8)):
-        fit(tmp_path, max_steps=9, max_epochs=None).run(Net(), DATA, resume=root / name(8))
-    result = fit(tmp_path, ModelCheckpoint(), max_steps=6, max_epochs=None).run(Net(), DATA, resume="auto")
+        linear_fit(tmp_path, max_steps=9, max_epochs=None).run(Linear(), LINEAR_BATCHES, resume=root / name(8))
+    result = linear_fit(tmp_path, ModelCheckpoint(), max_steps=6, max_epochs=None).run(
+        Linear(), LINEAR_BATCHES, resume="auto"
+    )
     assert result.step == 6  # from step 4
 
 

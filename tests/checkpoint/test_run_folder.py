@@ -18,7 +18,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from processes import clean_environment, run_ranks
+from support.ranks import clean_environment, run_ranks
 
 from callbacks import CSVLogger, ModelCheckpoint
 from engine import Callback, Fit, FolderInUse, Resume, TrainModule

@@ -13,10 +13,11 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from processes import run_ranks
 from safetensors.torch import save_file
-from saved import alone, content, read, resummed, save
-from tiny import DATA, Net, fit
+from support.checkpoints import read, resummed, save
+from support.internals import group_of_one, new_content, new_saver
+from support.ranks import run_ranks
+from support.toys import LINEAR_BATCHES, Linear, linear_fit
 
 from callbacks import ModelCheckpoint
 from engine.checkpoint.convert import convert
@@ -25,7 +26,6 @@ from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.remote_storage import Remote
 from engine.checkpoint.resume import opening
 from engine.checkpoint.storage import Local, Location, locate, split
-from engine.checkpoint.writer import Saver
 from engine.cli.main import main
 
 
@@ -56,9 +56,9 @@ def test_a_password_in_a_url_is_refused_and_not_shown(
     url = "memory://me:pass@word@host/run"
     doors = [
         lambda: locate(url),
-        lambda: fit(tmp_path, ModelCheckpoint(dirpath=url)).run(Net(), DATA),
-        lambda: fit(tmp_path).run(Net(), DATA, resume=url),
-        lambda: Net.load_from_checkpoint(f"{url}/step=1"),
+        lambda: linear_fit(tmp_path, ModelCheckpoint(dirpath=url)).run(Linear(), LINEAR_BATCHES),
+        lambda: linear_fit(tmp_path).run(Linear(), LINEAR_BATCHES, resume=url),
+        lambda: Linear.load_from_checkpoint(f"{url}/step=1"),
         lambda: convert(f"{url}/a.safetensors", tmp_path / "out"),
         lambda: export_checkpoint(url, tmp_path / "out"),
     ]
@@ -101,9 +101,9 @@ def test_write_list_read_remove(root: str) -> None:
 
 
 def test_several_writers_of_one_folder_count_on(root: str) -> None:
-    first, second = Saver(alone(), root), Saver(alone(), root)
+    first, second = new_saver(root), new_saver(root)
     for saver, name in ((first, "a"), (second, "b"), (first, "c"), (second, "b"), (first, "d"), (first, "d")):
-        saver.save(name, content())
+        saver.save(name, new_content())
     serials = {name: manifest["serial"] for name, manifest in locate(root).manifests().items()}
     assert serials == {"a": 1, "c": 3, "b": 4, "d": 6}
 
@@ -111,8 +111,8 @@ def test_several_writers_of_one_folder_count_on(root: str) -> None:
 def test_a_removal_that_fails_is_tried_again(
     root: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saver = Saver(alone(), root)
-    saver.save("a", content())
+    saver = new_saver(root)
+    saver.save("a", new_content())
     verb, owner = ("rename", Path) if isinstance(saver.location, Local) else ("rm_file", type(saver.location.files))
     call = getattr(owner, verb)
 
@@ -124,11 +124,11 @@ def test_a_removal_that_fails_is_tried_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, verb, busy)
-        saver.save("b", content(), remove=["a"])
-        saver.save("c", content())
+        saver.save("b", new_content(), remove=["a"])
+        saver.save("c", new_content())
     assert sorted(locate(root).manifests()) == ["a", "b", "c"]
     assert caplog.text.count("checkpoint a could not be removed: OSError") == 1
-    saver.save("d", content())
+    saver.save("d", new_content())
     assert sorted(locate(root).manifests()) == ["b", "c", "d"]
 
 
@@ -139,7 +139,7 @@ class Stops(Exception):
 def test_what_is_cut_short_is_not_there_and_swept(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where = locate(root)
     save(where.path("step=1"))
-    saver = Saver(alone(), root)
+    saver = new_saver(root)
 
     def stop(*_: Any, **__: Any) -> None:
         raise Stops
@@ -149,10 +149,10 @@ def test_what_is_cut_short_is_not_there_and_swept(root: str, monkeypatch: pytest
             patch.setattr(type(where), verb, stop)
             patch.setattr(type(where), "abandon", lambda *_: None)  # as after a kill
             with pytest.raises(Stops):
-                saver.save("step=2", content())
+                saver.save("step=2", new_content())
         assert list(locate(root).manifests()) == ["step=1"]
     locate(root).sweep()  # young: far away it may be another job's
-    saver.save("step=2", content())
+    saver.save("step=2", new_content())
     assert list(locate(root).manifests()) == ["step=1", "step=2"]
 
 
@@ -194,7 +194,7 @@ def test_damage_far_away(root: str) -> None:
     remote_damage(where, "step=1", lambda found: found[:-1] + bytes([found[-1] ^ 1]))
     with (
         pytest.raises(DamagedCheckpoint, match="not what was written"),
-        opening(alone(), where, str(where.path("step=1"))),
+        opening(group_of_one(), where, str(where.path("step=1"))),
     ):
         pass  # pragma: no cover
     remote_damage(where, "step=1", lambda found: found[:-1])
@@ -234,31 +234,35 @@ def test_names_that_lead_out_of_the_copy() -> None:
 
 
 def test_a_run_with_its_checkpoints_elsewhere(root: str, tmp_path: Path) -> None:
-    one = Net()
-    result = fit(tmp_path / "run", ModelCheckpoint(dirpath=root, save_top_k=2), max_epochs=2).run(one, DATA)
+    one = Linear()
+    result = linear_fit(tmp_path / "run", ModelCheckpoint(dirpath=root, save_top_k=2), max_epochs=2).run(
+        one, LINEAR_BATCHES
+    )
     assert str(result.last_checkpoint) == str(locate(root).path("step=00000008"))
     assert list(locate(root).manifests()) == ["step=00000004", "step=00000008"]
-    two = Net()
-    result = fit(tmp_path / "run", ModelCheckpoint(dirpath=root), max_epochs=2).run(two, DATA, resume="last")
+    two = Linear()
+    result = linear_fit(tmp_path / "run", ModelCheckpoint(dirpath=root), max_epochs=2).run(
+        two, LINEAR_BATCHES, resume="last"
+    )
     assert result.step == 8
     assert torch.equal(one.net.weight, two.net.weight)
 
 
 def test_two_places_for_one_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give one dirpath to all"):
-        fit(tmp_path, ModelCheckpoint(dirpath=tmp_path / "a"), ModelCheckpoint("1 steps", dirpath=tmp_path / "b")).run(
-            Net(), DATA
-        )
+        linear_fit(
+            tmp_path, ModelCheckpoint(dirpath=tmp_path / "a"), ModelCheckpoint("1 steps", dirpath=tmp_path / "b")
+        ).run(Linear(), LINEAR_BATCHES)
 
 
 RANKS = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from tiny import DATA, Net, fit
+from support.toys import LINEAR_BATCHES, Linear, linear_fit
 from callbacks import ModelCheckpoint
 root, url = sys.argv[2:]
 for epochs in (1, 2):
-    fit(root, ModelCheckpoint(dirpath=url), devices=2, max_epochs=epochs).run(Net(), DATA, resume="auto")
+    linear_fit(root, ModelCheckpoint(dirpath=url), devices=2, max_epochs=epochs).run(Linear(), LINEAR_BATCHES, resume="auto")
 """
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from processes import run_script
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from saved import record_of
+from support.checkpoints import record_of
+from support.ranks import run_script
 
 from engine.checkpoint.files import BLOCK, DamagedCheckpoint, blocks, fill
 from engine.checkpoint.tensors import FORMATS, TensorFiles, _untiled, write_tensors

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from processes import PATIENCE_S, run_script
-from saved import alone, content, read
-from tiny import DATA, Net, fit
+from support.checkpoints import read
+from support.internals import group_of_one, new_content
+from support.ranks import PATIENCE_S, run_script
+from support.toys import LINEAR_BATCHES, Linear, linear_fit
 from torch import nn
 
 from callbacks import ModelCheckpoint
@@ -41,9 +42,9 @@ class Gate:
 
 
 def test_the_caller_goes_on_while_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saver, weight, buffer = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3)), torch.ones(2)
+    saver, weight, buffer = Saver(group_of_one(), tmp_path), nn.Parameter(torch.ones(3)), torch.ones(2)
     gate = Gate(monkeypatch, "write")
-    saver.save("a", content(model={"w": weight, "b": buffer}, stepped={id(weight)}), asynchronous=True)
+    saver.save("a", new_content(model={"w": weight, "b": buffer}, stepped={id(weight)}), asynchronous=True)
     buffer.zero_()  # a buffer may change at once
     assert gate.reached.wait(PATIENCE_S)
     saver.hold()
@@ -59,7 +60,7 @@ def test_the_caller_goes_on_while_files_are_written(tmp_path: Path, monkeypatch:
 
 
 def test_hold_waits_for_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saver, weight = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3))
+    saver, weight = Saver(group_of_one(), tmp_path), nn.Parameter(torch.ones(3))
     reached, opened = threading.Event(), threading.Event()
     copy = Staging._copy
 
@@ -69,7 +70,7 @@ def test_hold_waits_for_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         copy(self)
 
     monkeypatch.setattr(Staging, "_copy", slowly)
-    saver.save("a", content(model={"w": weight}, stepped={id(weight)}), asynchronous=True)
+    saver.save("a", new_content(model={"w": weight}, stepped={id(weight)}), asynchronous=True)
     assert reached.wait(PATIENCE_S)
     threading.Timer(0.2, opened.set).start()
     saver.hold()
@@ -79,9 +80,9 @@ def test_hold_waits_for_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_parameters_that_others_change_are_copied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saver, weight = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3))
+    saver, weight = Saver(group_of_one(), tmp_path), nn.Parameter(torch.ones(3))
     gate = Gate(monkeypatch, "mkdir")
-    saver.save("a", content(model={"w": weight}, stepped={id(weight)}), asynchronous=True, unchanging=False)
+    saver.save("a", new_content(model={"w": weight}, stepped={id(weight)}), asynchronous=True, unchanging=False)
     with torch.no_grad():
         weight.zero_()
     gate.open.set()
@@ -94,7 +95,7 @@ def test_a_parameter_that_changes_while_it_is_copied_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Better no checkpoint than a torn one."""
-    saver, weight = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3))
+    saver, weight = Saver(group_of_one(), tmp_path), nn.Parameter(torch.ones(3))
     copy = Staging._copy
 
     def late(self: Staging) -> None:
@@ -103,7 +104,7 @@ def test_a_parameter_that_changes_while_it_is_copied_is_an_error(
         copy(self)
 
     monkeypatch.setattr(Staging, "_copy", late)
-    saver.save("a", content(model={"w": weight}, stepped={id(weight)}), asynchronous=True)
+    saver.save("a", new_content(model={"w": weight}, stepped={id(weight)}), asynchronous=True)
     with pytest.raises(RuntimeError, match="changed by something other than an optimizer"):
         saver.wait()
     assert not (tmp_path / "a").exists()
@@ -115,9 +116,9 @@ def test_a_change_after_the_copy_and_before_the_hold_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool
 ) -> None:
     """A kernel that ran while its tensor was copied raises the version when it ends, perhaps after the copy was looked at."""
-    saver, weight = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3))
+    saver, weight = Saver(group_of_one(), tmp_path), nn.Parameter(torch.ones(3))
     gate = Gate(monkeypatch, "write")
-    saver.save("a", content(model={"w": weight}, stepped={id(weight)}), asynchronous=True)
+    saver.save("a", new_content(model={"w": weight}, stepped={id(weight)}), asynchronous=True)
     assert gate.reached.wait(PATIENCE_S)
     with torch.no_grad():
         weight.add_(1)
@@ -131,8 +132,8 @@ def test_a_change_after_the_copy_and_before_the_hold_is_an_error(
 
 
 def test_a_change_after_the_files_are_written_does_no_harm(tmp_path: Path) -> None:
-    saver, weight = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3))
-    saver.save("a", content(model={"w": weight}, stepped={id(weight)}), asynchronous=True)
+    saver, weight = Saver(group_of_one(), tmp_path), nn.Parameter(torch.ones(3))
+    saver.save("a", new_content(model={"w": weight}, stepped={id(weight)}), asynchronous=True)
     assert saver._job is not None
     assert saver._job.future is not None
     assert saver._job.future.result(20) is None
@@ -145,15 +146,15 @@ def test_a_change_after_the_files_are_written_does_no_harm(tmp_path: Path) -> No
 
 
 def test_buffers_are_used_again(tmp_path: Path) -> None:
-    saver, weight = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3))
+    saver, weight = Saver(group_of_one(), tmp_path), nn.Parameter(torch.ones(3))
     places = []
     for name in ("a", "b"):
-        saver.save(name, content(model={"w": weight}), asynchronous=True)
+        saver.save(name, new_content(model={"w": weight}), asynchronous=True)
         saver.wait()
         assert saver._staging is not None
         places.append(saver._staging._buffers["model/w"].data_ptr())
     assert places[0] == places[1] != weight.data_ptr()
-    saver.save("c", content(model={"w": nn.Parameter(torch.ones(4))}), asynchronous=True)  # another shape
+    saver.save("c", new_content(model={"w": nn.Parameter(torch.ones(4))}), asynchronous=True)  # another shape
     saver.wait()
     assert read(tmp_path / "c").model["w"].tolist() == [1, 1, 1, 1]
     saver.close()
@@ -161,7 +162,7 @@ def test_buffers_are_used_again(tmp_path: Path) -> None:
 
 def test_buffers_are_given_back_when_no_save_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "KEEP_S", 0.01)
-    saver, weight = Saver(alone(), tmp_path), nn.Parameter(torch.ones(3))
+    saver, weight = Saver(group_of_one(), tmp_path), nn.Parameter(torch.ones(3))
     for name in ("a", "b"):
         freed = threading.Event()
         begin = Staging.begin
@@ -171,7 +172,7 @@ def test_buffers_are_given_back_when_no_save_follows(tmp_path: Path, monkeypatch
             weakref.finalize(self._buffers["model/w"], freed.set)  # its memory goes with it
 
         monkeypatch.setattr(Staging, "begin", begins)
-        saver.save(name, content(model={"w": weight}), asynchronous=True)
+        saver.save(name, new_content(model={"w": weight}), asynchronous=True)
         assert freed.wait(PATIENCE_S)  # also of a save that nobody waits for
         monkeypatch.setattr(Staging, "begin", begin)
     saver.wait()
@@ -180,22 +181,22 @@ def test_buffers_are_given_back_when_no_save_follows(tmp_path: Path, monkeypatch
 
 
 def test_what_cannot_be_stored_is_an_error_at_once(tmp_path: Path) -> None:
-    saver = Saver(alone(), tmp_path)
+    saver = Saver(group_of_one(), tmp_path)
     for changes, message in (
         ({"own": {"x": object()}}, r"the state\['x'\]"),
         ({"facts": {"x": torch.ones(1)}}, "the manifest|small JSON"),
         ({"model": {"w": torch.ones(1).to_sparse()}}, "the model's 'w'"),
     ):
         with pytest.raises(TypeError, match=message):
-            saver.save("a", content(**changes), asynchronous=True)
+            saver.save("a", new_content(**changes), asynchronous=True)
     assert not tmp_path.exists() or os.listdir(tmp_path) == []
 
 
 def test_a_failure_is_told_by_wait(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "mine").touch()
-    saver = Saver(alone(), tmp_path)
-    saver.save("a", content(), asynchronous=True)
+    saver = Saver(group_of_one(), tmp_path)
+    saver.save("a", new_content(), asynchronous=True)
     with pytest.raises(RuntimeError, match="checkpoint a was not written: FileExistsError"):
         saver.wait()
     assert saver.lost == {"a"}
@@ -245,7 +246,7 @@ def test_a_failing_run_completes_the_save_that_is_on_its_way(tmp_path: Path) -> 
                 raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        fit(tmp_path, Fails(), ModelCheckpoint(every=1, save_top_k=-1)).run(Net(), DATA)
+        linear_fit(tmp_path, Fails(), ModelCheckpoint(every=1, save_top_k=-1)).run(Linear(), LINEAR_BATCHES)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "step=00000001",
         "step=00000002",
@@ -253,7 +254,7 @@ def test_a_failing_run_completes_the_save_that_is_on_its_way(tmp_path: Path) -> 
     ]
 
 
-class Heavy(Net):
+class Heavy(Linear):
     """Copies of its parameters take longer than its steps."""
 
     def __init__(self) -> None:
@@ -264,7 +265,7 @@ class Heavy(Net):
 def test_background_saves_hold_what_blocking_ones_do(tmp_path: Path) -> None:
     for name, asynchronous in (("one", True), ("two", False)):
         checkpoint = ModelCheckpoint(every=1, save_top_k=-1, asynchronous=asynchronous)
-        fit(tmp_path / name, checkpoint, max_epochs=1, seed=1).run(Heavy(), DATA)
+        linear_fit(tmp_path / name, checkpoint, max_epochs=1, seed=1).run(Heavy(), LINEAR_BATCHES)
     names = sorted(path.name for path in (tmp_path / "one" / "checkpoints").iterdir())
     assert len(names) == 4
     for name in names:

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from saved import record_of, resummed
-from trained import Tied, save
+from support.checkpoints import Tied, record_of, resummed, train_and_save
 
 from engine.checkpoint import directory
 from engine.checkpoint.listing import entries
@@ -32,7 +31,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder with three checkpoints."""
     root = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
-    save(root, Tied(), [torch.randn(8, 6) for _ in SCORES], scores=SCORES)
+    train_and_save(root, Tied(), [torch.randn(8, 6) for _ in SCORES], scores=SCORES)
     return root / "checkpoints"
 
 
@@ -122,7 +121,7 @@ def test_list(written: Path, run: Output) -> None:
 
 def test_a_folder_of_runs_is_the_newest_and_the_first_has_a_name(tmp_path: Path, run: Output) -> None:
     for name, step in (("", 1), ("version_1", 2), ("version_2", 3)):
-        save(tmp_path / "runs" / name, Tied(), [torch.randn(8, 6)] * step, scores={step: 0.5})
+        train_and_save(tmp_path / "runs" / name, Tied(), [torch.randn(8, 6)] * step, scores={step: 0.5})
     (tmp_path / "runs" / "version_3").mkdir()  # an evaluation
     root = tmp_path / "runs"
     first, _, newest = run("list", root).splitlines()

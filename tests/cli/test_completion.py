@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from processes import clean_environment
+from support.ranks import clean_environment
 
 from engine import strategies
 from engine.cli.completion import VALUES, _fitting

@@ -12,12 +12,13 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from support.internals import resolved_settings
 
 from engine import strategies
 from engine.cli.config_questions import QUESTIONS, ask
 from engine.cli.main import main
 from engine.config.commented_file import CODE_ONLY, document, documentation
-from engine.config.resolve import Resolved, resolve
+from engine.config.resolve import Resolved
 from engine.config.settings import Settings
 from engine.strategies.deepspeed import DeepSpeed
 
@@ -32,7 +33,7 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def read(text: str, path: Path) -> Resolved:
     path.write_text(text)
-    return resolve({}, {}, path)
+    return resolved_settings({}, {}, path)
 
 
 def test_every_setting_is_documented_once() -> None:
@@ -46,7 +47,7 @@ def test_every_setting_is_documented_once() -> None:
 def test_the_default_file_is_all_comments_and_its_defaults_are_right(in_tmp: Path) -> None:
     assert main(["config", "--default"]) == 0
     text = Path("fit.yaml").read_text()
-    assert set(resolve({}, {}, Path("fit.yaml")).origins.values()) == {"default"}
+    assert set(resolved_settings({}, {}, Path("fit.yaml")).origins.values()) == {"default"}
     names = [field.name for field in fields(Settings) if field.name not in CODE_ONLY]
     for name in names:
         text = text.replace(f"\n# {name}: ", f"\n{name}: ")
@@ -138,7 +139,7 @@ def test_questions_in_a_terminal(in_tmp: Path) -> None:
     assert process.wait(300) == 0, told
     for _, _, reply in script:
         assert reply in told
-    found = resolve({}, {}, Path("fit.yaml"))
+    found = resolved_settings({}, {}, Path("fit.yaml"))
     assert found.settings == Settings(
         strategy={"name": "deepspeed", "stage": 3}, precision="bf16-mixed", gradient_clip_val=0.5
     )

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import PATIENCE_S, clean_environment, rank_variables
+from support.ranks import PATIENCE_S, clean_environment, rank_variables
 
 from engine.checkpoint.listing import entries
 from engine.distributed import failures

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import clean_environment
+from support.ranks import clean_environment
 
 from engine.cli import main as cli
 from engine.cli.building import Component

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import PATIENCE_S, clean_environment
+from support.ranks import PATIENCE_S, clean_environment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

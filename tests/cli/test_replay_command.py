@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import clean_environment
-from saved import resummed
+from support.checkpoints import resummed
+from support.ranks import clean_environment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 

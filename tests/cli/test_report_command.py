@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from report_page import Page
+from support.browser import Page
 
 from engine.cli.main import main
 

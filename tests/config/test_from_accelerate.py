@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.internals import resolved_settings
 
 from engine import strategies
 from engine.cli.main import main
 from engine.config.from_accelerate import file as accelerate_file
-from engine.config.resolve import Resolved, resolve
+from engine.config.resolve import Resolved
 from engine.loop import compatibility
 from engine.step.precision import Precision
 from engine.strategies.base import Single
@@ -110,7 +111,7 @@ def taken_over(
     source = theirs(tmp_path / name, **changes)
     status = main(["config", "--from-accelerate", str(source), "--output", str(out), *options])
     assert status == 0, capsys.readouterr().err
-    found = resolve({}, {}, out)
+    found = resolved_settings({}, {}, out)
     compatibility.check(found.settings, found.origins)
     return found, out.read_text()
 
@@ -368,5 +369,5 @@ def test_the_file_of_accelerate_config_default(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     default.write_basic_config("bf16", str(tmp_path / "accelerate" / "default_config.yaml"))
     assert main(["config", "--from-accelerate"]) == 0
-    found = resolve({}, {})
+    found = resolved_settings({}, {})
     assert (found.settings.precision, found.settings.strategy, found.settings.devices) == ("bf16-mixed", "auto", 1)

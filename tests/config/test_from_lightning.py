@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
+from support.internals import resolved_settings
 
 from engine.cli.main import main
 from engine.config.from_lightning.file import read
-from engine.config.resolve import resolve
 
 
 def found(folder: Path, **trainer: Any) -> Any:
@@ -69,7 +69,7 @@ def test_the_command_writes_a_file_that_is_read(tmp_path: Path, capsys: pytest.C
     found(tmp_path, max_steps=5, default_root_dir="runs", enable_progress_bar=False)
     out = tmp_path / "fit.yaml"
     assert main(["config", "--from-lightning", str(tmp_path / "config.yaml"), "--output", str(out)]) == 0
-    settings = resolve({}, {}, out).settings
+    settings = resolved_settings({}, {}, out).settings
     assert (settings.max_steps, str(settings.root_dir)) == (5, "runs")
     (tmp_path / "config.yaml").write_text("model: {}\n")
     with pytest.raises(ValueError, match="neither a 'trainer' nor its arguments"):

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.internals import resolved_settings
 
 from engine.cli.main import main
 from engine.config import from_training_arguments
 from engine.config.from_training_arguments import read
-from engine.config.resolve import resolve
 from engine.config.settings import Settings
 
 transformers = pytest.importorskip("transformers")
@@ -175,7 +175,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["config", "--from-training-args", "args.yaml"]) == 0
     text = Path("fit.yaml").read_text()
     assert "lr=0.0001" in text
-    assert resolve({}, {}, Path("fit.yaml")).settings.max_epochs == 2
+    assert resolved_settings({}, {}, Path("fit.yaml")).settings.max_epochs == 2
     Path("args.yaml").write_text("output_dir: out\nneftune_noise_alpha: 5\n")
     assert main(["config", "--from-training-args", "args.yaml", "--output", "b.yaml"]) == 2
     assert "neftune_noise_alpha: 5" in capsys.readouterr().err

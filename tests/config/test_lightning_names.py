@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, ones
-from processes import run_script
+from support.ranks import run_script
+from support.toys import Weight, fit, ones
 from torch import nn
 
 from engine import Callback, DataModule, TrainModule

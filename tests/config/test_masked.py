@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.internals import resolved_settings
 
 from callbacks import CSVLogger, ModelCheckpoint
 from engine import DDP, Callback, Fit, TrainModule
 from engine.cli.main import main
 from engine.config.masked import HIDDEN, plain, readable, without_secrets
-from engine.config.resolve import resolve
 from engine.config.settings import Settings
 
 BATCHES = [torch.ones(2, 1) for _ in range(4)]
@@ -84,7 +84,7 @@ def test_a_long_text_takes_no_time(unit: str) -> None:
 
 def test_every_setting_is_json_with_its_origin(tmp_path: Path) -> None:
     given = {"callbacks": [CSVLogger(), ModelCheckpoint()], "root_dir": tmp_path}
-    resolved = resolve(given, {"FIT_MAX_TIME": "1 min"}, None, ["strategy={name: ddp, bucket_cap_mb: 3}"])
+    resolved = resolved_settings(given, {"FIT_MAX_TIME": "1 min"}, None, ["strategy={name: ddp, bucket_cap_mb: 3}"])
     found = readable(resolved.settings, resolved.origins)
     assert json.loads(json.dumps(found)) == found
     assert list(found) == list(Settings.__dataclass_fields__)
@@ -131,7 +131,7 @@ def test_checkpoints_and_loggers_hold_what_was_resolved(
     assert config["log_every_n_steps"] == {"value": 1, "origin": "environment FIT_LOG_EVERY_N_STEPS"}
     assert config["accelerator"] == {"value": "cpu", "origin": "code"}
     assert manifest["hparams"] == {"api_key": HIDDEN, "width": 1}
-    again = resolve({}, {}, Path("runs/config.yaml"))
+    again = resolved_settings({}, {}, Path("runs/config.yaml"))
     assert again.settings == replace(fit.settings, callbacks=(), strategy=config["strategy"]["value"])
     assert main(["checkpoint", "show", "runs"]) == 0
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import Weight, fit, ones
+from support.toys import Weight, fit, ones
 
 import callbacks
 import engine

@@ -9,7 +9,7 @@ from typing import Any
 
 import precedence_table as table
 import pytest
-from processes import clean_environment
+from support.ranks import clean_environment
 
 RANKS = 2
 LAUNCHERS = {

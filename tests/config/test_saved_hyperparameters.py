@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, ones
+from support.toys import Weight, fit, ones
 from torch import nn
 from torch.utils.data import TensorDataset
 

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from processes import clean_environment
+from support.internals import resolved_settings
+from support.ranks import clean_environment
 
 from engine import DDP, FP8, FSDP, DeepSpeed, Engine, Fit, MeshParallel, Precision, Strategy, strategies
 from engine.config.construct import construct, converted
 from engine.config.name_and_options import Named
-from engine.config.resolve import resolve
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def built(*overrides: str, environ: dict[str, str] | None = None, file: str = "") -> Fit:
     Path("fit.yaml").write_text(file)
-    return Fit.from_resolved(resolve({}, environ or {}, None, overrides))
+    return Fit.from_resolved(resolved_settings({}, environ or {}, None, overrides))
 
 
 def strategy(*overrides: str, environ: dict[str, str] | None = None, file: str = "") -> Strategy:
@@ -136,7 +136,7 @@ def test_each_key_has_its_origin() -> None:
 
 
 def test_the_command_line_is_above_code() -> None:
-    found = resolve(
+    found = resolved_settings(
         {"max_steps": 3, "strategy": "ddp"}, {"FIT_MAX_STEPS": "2"}, None, ["max_steps=4", "strategy.bucket_cap_mb=3"]
     )
     assert (found.settings.max_steps, found.settings.strategy) == (4, Named("ddp", {"bucket_cap_mb": 3}))
@@ -233,7 +233,7 @@ def test_what_is_wrong_on_the_command_line(override: str, message: str) -> None:
 
 def test_an_object_of_the_code_has_its_own_settings() -> None:
     with pytest.raises(ValueError, match="strategy was given as an object in code"):
-        resolve({"strategy": DDP()}, {}, None, ["strategy.bucket_cap_mb=1"])
+        resolved_settings({"strategy": DDP()}, {}, None, ["strategy.bucket_cap_mb=1"])
 
 
 @pytest.mark.parametrize(

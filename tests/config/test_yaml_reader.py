@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.internals import resolved_settings
 
 from engine.config import yaml_reader
-from engine.config.resolve import resolve
 from engine.config.yaml_writer import flow
 
 ROOT = Path(__file__).parents[2]
@@ -35,11 +35,11 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_objects_are_refused_wherever_yaml_is_read(in_tmp: Path, setting: str, text: str) -> None:
     (in_tmp / "hostile.yaml").write_text(f"max_steps: 1\n{setting}: {text}\n")
     with pytest.raises(ValueError, match=r"file hostile.yaml:2: the tag .* is refused"):
-        resolve({}, {}, Path("hostile.yaml"))
+        resolved_settings({}, {}, Path("hostile.yaml"))
     with pytest.raises(ValueError, match=rf"environment FIT_{setting.upper()}: the tag .* is refused"):
-        resolve({}, {f"FIT_{setting.upper()}": text})
+        resolved_settings({}, {f"FIT_{setting.upper()}": text})
     with pytest.raises(ValueError, match=rf"command line {setting}=.*: the tag .* is refused"):
-        resolve({}, {}, None, [f"{setting}={text}"])
+        resolved_settings({}, {}, None, [f"{setting}={text}"])
     assert [path.name for path in in_tmp.iterdir()] == ["hostile.yaml"]
 
 
@@ -47,7 +47,7 @@ def test_objects_are_refused_wherever_yaml_is_read(in_tmp: Path, setting: str, t
 def test_sections_of_fit_run_are_read_alike(in_tmp: Path, section: str) -> None:
     Path("hostile.yaml").write_text(f"{section}:\n  x: {HOSTILE[0]}\n")
     with pytest.raises(ValueError, match=r"hostile.yaml:2: the tag"):
-        resolve({}, {}, Path("hostile.yaml"), (), ("model", "data", "callbacks"))
+        resolved_settings({}, {}, Path("hostile.yaml"), (), ("model", "data", "callbacks"))
 
 
 @pytest.mark.parametrize(
@@ -93,42 +93,42 @@ def bomb() -> str:
 def test_the_place_of_what_is_wrong(in_tmp: Path, text: str, message: str) -> None:
     Path("a.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
-        resolve({}, {}, Path("a.yaml"))
+        resolved_settings({}, {}, Path("a.yaml"))
 
 
 def test_the_place_of_a_section(in_tmp: Path) -> None:
     Path("a.yaml").write_text("seed: 1\nmodel: !!int abc\n")
     with pytest.raises(ValueError, match=r"a.yaml:2: model cannot be read"):
-        resolve({}, {}, Path("a.yaml"), sections=("model",))
+        resolved_settings({}, {}, Path("a.yaml"), sections=("model",))
 
 
 def test_files_that_are_none(in_tmp: Path) -> None:
     Path("latin.yaml").write_bytes("seed: 1\nroot_dir: caf\xe9\n".encode("latin-1"))
     with pytest.raises(ValueError, match=r"file latin.yaml:2: is not UTF-8 \(byte 0xe9\)"):
-        resolve({}, {}, Path("latin.yaml"))
+        resolved_settings({}, {}, Path("latin.yaml"))
     Path("huge.yaml").write_text("# " + "x" * yaml_reader.MAX_BYTES)
     with pytest.raises(ValueError, match=r"file huge.yaml: has more than 1,000,000 bytes"):
-        resolve({}, {}, Path("huge.yaml"))
+        resolved_settings({}, {}, Path("huge.yaml"))
     Path("fit.yaml").mkdir()
     with pytest.raises(ValueError, match=r"file fit.yaml: is a directory"):
-        resolve({}, {})
-    assert resolve({}, {"FIT_CONFIG": os.devnull}).origins["seed"] == "default"
+        resolved_settings({}, {})
+    assert resolved_settings({}, {"FIT_CONFIG": os.devnull}).origins["seed"] == "default"
     os.mkfifo("pipe.yaml")
     for endless in ("pipe.yaml", "/dev/zero"):
         with pytest.raises(ValueError, match="is not a regular file"):
-            resolve({}, {"FIT_CONFIG": endless})
+            resolved_settings({}, {"FIT_CONFIG": endless})
 
 
 def test_a_mark_of_byte_order_is_no_content(in_tmp: Path) -> None:
     Path("a.yaml").write_bytes(b"\xef\xbb\xbfseed: 1\n")
-    assert resolve({}, {}, Path("a.yaml")).settings.seed == 1
+    assert resolved_settings({}, {}, Path("a.yaml")).settings.seed == 1
 
 
 def test_anchors_and_merges(in_tmp: Path) -> None:
     Path("a.yaml").write_text(
         "strategy:\n  <<: &s {name: ddp, bucket_cap_mb: 5}\n  name: fsdp\nseed: &n 4\nmax_steps: *n\n"
     )
-    found = resolve({}, {}, Path("a.yaml"))
+    found = resolved_settings({}, {}, Path("a.yaml"))
     assert (found.settings.seed, found.settings.max_steps) == (4, 4)
     assert (found.settings.strategy.name, found.settings.strategy.options) == ("fsdp", {"bucket_cap_mb": 5})
     assert (found.settings.strategy.at("name"), found.settings.strategy.at("bucket_cap_mb")) == (

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.internals import new_deal
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from engine import CombinedLoader, Engine, Fit, TrainModule
 from engine.data.combined_loaders import _own
-from engine.data.prepared_loader import PreparedLoader
-from engine.data.sampler import Deal
 
 
 class Numbers(Dataset[int]):
@@ -53,7 +52,7 @@ class Flow(IterableDataset[int]):
         self.at, self.loaded = state["at"], True
 
 
-def prepared(data: Any, **settings: Any) -> tuple[Engine, PreparedLoader]:
+def prepared(data: Any, **settings: Any) -> tuple[Engine, Any]:
     engine = Engine(accelerator="cpu", seed=3, **settings)
     return engine, engine.prepare(data)
 
@@ -170,7 +169,7 @@ def test_a_streams_resume_reads_nothing_again() -> None:
 
 @pytest.mark.parametrize("stateless", [False, True])
 def test_a_stream_that_has_run_out_is_not_asked_again(stateless: bool) -> None:
-    def make() -> PreparedLoader:
+    def make() -> Any:
         ended = (torch.tensor([i]) for i in range(2)) if stateless else DataLoader(Flow(4), 2)
         return prepared(CombinedLoader([ended, stream(), large()], "max_size"))[1]
 
@@ -188,7 +187,7 @@ def test_a_stream_that_has_run_out_is_not_asked_again(stateless: bool) -> None:
 
 
 def test_a_resumed_streams_state_before_its_first_window_is_over() -> None:
-    def make() -> PreparedLoader:
+    def make() -> Any:
         return prepared(CombinedLoader([stream(), large()], "max_size"), accumulate_grad_batches=2)[1]
 
     loader = make()
@@ -217,7 +216,7 @@ def test_an_old_pass_that_ends_late_leaves_the_new_one_alone() -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("pair", ["indices", "a stream"])
 def test_resuming_takes_no_random_numbers(pair: str, mode: str) -> None:
-    def make() -> PreparedLoader:
+    def make() -> Any:
         return prepared(CombinedLoader([PAIRS[pair][0](), PAIRS[pair][1]()], mode))[1]
 
     loader = make()
@@ -256,12 +255,12 @@ def test_few_passes_orders_are_kept() -> None:
 
 def test_numbers_of_a_late_member_are_found_at_once() -> None:
     units = 10**12
-    assert list(_own(Deal(units, 1, window=3), 0, units - 3, units)) == list(range(units - 3, units))
-    assert list(_own(Deal(units, 1, window=2, world_size=2, rank=1), 4, units // 2, units // 2 + 5)) == [
+    assert list(_own(new_deal(units, 1, window=3), 0, units - 3, units)) == list(range(units - 3, units))
+    assert list(_own(new_deal(units, 1, window=2, world_size=2, rank=1), 4, units // 2, units // 2 + 5)) == [
         units // 2 + 1,
         units // 2 + 3,
     ]
-    assert list(_own(Deal(11, 1, window=2, world_size=2, rank=1), 0, 2, 11)) == [
+    assert list(_own(new_deal(11, 1, window=2, world_size=2, rank=1), 0, 2, 11)) == [
         3,
         5,
         7,
@@ -291,7 +290,7 @@ def test_resume_inside_a_cycle_of_drawn_orders(members: list[str]) -> None:
     def weighted() -> Any:
         return WeightedRandomSampler([1, 2, 3, 4, 5], 5, generator=torch.Generator().manual_seed(4))
 
-    def make() -> PreparedLoader:
+    def make() -> Any:
         kinds = {
             "shuffled": lambda: DataLoader(Numbers(13), 2, shuffle=True),
             "weighted": lambda: DataLoader(Numbers(5), 2, sampler=weighted()),
@@ -488,7 +487,7 @@ def two_read() -> Any:
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, Any]:
-    return on_ranks(__file__, 2, "two_")
+    return ranks_of_file(__file__, 2, "two_")
 
 
 @pytest.mark.parametrize("name", ["indices", "a stream"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, ones
+from support.toys import Weight, fit, ones
 from torch.utils.data import TensorDataset
 
 from engine import Callback, DataModule

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import fit
+from support.internals import new_share
+from support.toys import fit
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
@@ -17,7 +18,6 @@ from transformers import BatchEncoding
 from engine import Engine, TrainModule
 from engine.data import prepared_loader as loaders
 from engine.data.device_prefetch import ahead, pinned
-from engine.step.share import Share
 from engine.utils import accelerator
 
 
@@ -32,10 +32,10 @@ class Notes:
     def join(self) -> None:
         self.events.append("join")
 
-    def micros(self, count: int, window: int) -> Iterator[tuple[Any, Share]]:
+    def micros(self, count: int, window: int) -> Iterator[tuple[Any, Any]]:
         for i in range(count):
             self.events.append(f"read {i}")
-            yield i, Share(1, 1.0, 1.0, last=(i + 1) % window == 0 or i + 1 == count)
+            yield i, new_share(1, 1.0, 1.0, last=(i + 1) % window == 0 or i + 1 == count)
 
 
 def run(count: int, window: int, across: bool) -> tuple[list[str], list[Any]]:

@@ -11,17 +11,17 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from ranked import on_ranks
+from support.internals import forget_warnings
+from support.ranks import ranks_of_file
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from engine import CombinedLoader, Engine
-from engine.utils import log
 
 
 @pytest.fixture(autouse=True)
 def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "_said", set())
+    forget_warnings(monkeypatch)
 
 
 def numbers(shards: list[int]) -> Iterator[dict[str, int]]:
@@ -142,6 +142,6 @@ def two_seeds() -> Any:
 
 
 def test_ranks_that_shuffle_differently_are_an_error() -> None:
-    found = on_ranks(__file__, 2, "two_")["seeds"]
+    found = ranks_of_file(__file__, 2, "two_")["seeds"]
     assert all(said.startswith("the ranks shuffle this stream differently") for said, _ in found)
     assert sorted(found[0][1] + found[1][1]) == list(range(24))

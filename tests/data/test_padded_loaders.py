@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from engine import Engine
@@ -212,7 +212,7 @@ def rank_cut() -> Any:
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 2)
+    return ranks_of_file(__file__, 2)
 
 
 def test_the_main_process_sends_each_global_batch(two: dict[str, list[Any]]) -> None:

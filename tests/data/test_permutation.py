@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.internals import new_deal
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from engine import Engine
 from engine.data import permutation as permutations
 from engine.data.permutation import Permutation
-from engine.data.sampler import Deal, permutation
+from engine.data.sampler import permutation
 
 WRITTEN_DOWN = [2345913078, 9916892431, 2344231012]
 SMALL = [*range(18), 63, 64, 65, 1000, 4097, 65537]
@@ -105,11 +106,11 @@ def test_slices_and_pieces_are_the_same_entries() -> None:
     whole = order[100:2148]
     assert [order[i] for i in (100, 117, 2147)] == [whole[0], whole[17], whole[2047]]
     assert order[-1] == order[2**24]
-    deal = Deal(len(order), 16, 2, 2, 1)
+    deal = new_deal(len(order), 16, 2, 2, 1)
     pieces = list(itertools.islice(order.pieces(deal.windows(64)), 300))
     expected = [order[low : low + 16] for low in itertools.islice(itertools.count(64 + 16, 32), 300)]
     assert pieces == expected
-    short = Deal(9, 4, 1, 2, 0)
+    short = new_deal(9, 4, 1, 2, 0)
     assert list(Permutation(9, 1, 1).pieces(short.windows())) == [Permutation(9, 1, 1)[0:4], Permutation(9, 1, 1)[8:9]]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
@@ -150,12 +150,12 @@ def three_windows() -> Any:
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 2, "two_")
+    return ranks_of_file(__file__, 2, "two_")
 
 
 @pytest.fixture(scope="module")
 def three() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 3, "three_")
+    return ranks_of_file(__file__, 3, "three_")
 
 
 def check(values: dict[str, float], batches: int) -> None:

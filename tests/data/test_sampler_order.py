@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranked import on_ranks
+from support.internals import forget_warnings
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -28,13 +29,11 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from callbacks import ModelCheckpoint
 from engine import Engine, Fit, TrainModule
-from engine.data.prepared_loader import PreparedLoader
-from engine.utils import log
 
 
 @pytest.fixture(autouse=True)
 def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "_said", set())
+    forget_warnings(monkeypatch)
 
 
 class Numbers(Dataset[int]):
@@ -48,11 +47,11 @@ class Numbers(Dataset[int]):
         return index
 
 
-def loaded(sampler: Any, batch_size: int = 4, count: int = 20, **options: Any) -> PreparedLoader:
+def loaded(sampler: Any, batch_size: int = 4, count: int = 20, **options: Any) -> Any:
     return prepared(DataLoader(Numbers(count), batch_size=batch_size, sampler=sampler, **options))
 
 
-def prepared(data: Any, **settings: Any) -> PreparedLoader:
+def prepared(data: Any, **settings: Any) -> Any:
     return Engine(accelerator="cpu", seed=3, **settings).prepare_data_loader(data)
 
 
@@ -252,7 +251,7 @@ def test_a_state_that_was_changed_within_an_epoch_is_kept() -> None:
 
 
 def test_torchdatas_stateful_sampler_is_resumed_in_a_later_epoch() -> None:
-    def make() -> PreparedLoader:
+    def make() -> Any:
         return loaded(StatefulDistributedSampler(Numbers(), 1, 0, seed=5), batch_size=8)
 
     first = make()
@@ -316,7 +315,7 @@ def test_a_run_is_resumed_with_a_sampler_that_counts(tmp_path: Any) -> None:
 # -- two ranks ---------------------------------------------------------------------------------------------------------------------
 
 
-def passes(loader: PreparedLoader, number: int = 1) -> list[list[int]]:
+def passes(loader: Any, number: int = 1) -> list[list[int]]:
     """The samples of each pass that count."""
     window = loader._window
     return [[i for batch in loader for i in (batch.tolist() if window.share.size else [])] for _ in range(number)]
@@ -422,7 +421,7 @@ def two_counting() -> Any:
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 2, "two_")
+    return ranks_of_file(__file__, 2, "two_")
 
 
 def test_a_distributed_sampler_of_the_users_is_read_on_each_rank(two: Any) -> None:

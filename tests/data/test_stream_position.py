@@ -15,20 +15,19 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.internals import forget_warnings
+from support.ranks import ranks_of_file
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as torchdata_sampler
 
 from engine import Engine
-from engine.data.prepared_loader import PreparedLoader
 from engine.data.stream_position import FromWorkers, InProcess, Source, presharded, source_for
-from engine.utils import log
 
 
 @pytest.fixture(autouse=True)
 def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "_said", set())
+    forget_warnings(monkeypatch)
 
 
 class Numbers(IterableDataset[int]):
@@ -127,7 +126,7 @@ def torchdatas(*args: Any, **options: Any) -> Any:
         return StatefulDataLoader(*args, **options)
 
 
-def prepared(data: Any, **settings: Any) -> tuple[Engine, PreparedLoader]:
+def prepared(data: Any, **settings: Any) -> tuple[Engine, Any]:
     engine = Engine(accelerator="cpu", seed=3, **settings)
     return engine, engine.prepare_data_loader(data)
 
@@ -227,7 +226,7 @@ def test_the_state_inside_a_window_is_that_of_its_start(workers: int) -> None:
 
 
 def test_a_resumed_loaders_state_before_its_first_window_is_over() -> None:
-    def make() -> PreparedLoader:
+    def make() -> Any:
         return prepared(DataLoader(Stateful(), batch_size=2, num_workers=2), accumulate_grad_batches=3)[1]
 
     whole = bare(DataLoader(Stateful(), batch_size=2, num_workers=2))
@@ -586,7 +585,7 @@ def loaders(rank: int) -> dict[str, Any]:
     }
 
 
-def given(engine: Engine, loader: PreparedLoader, most: int | None = None) -> tuple[list[Any], Any]:
+def given(engine: Engine, loader: Any, most: int | None = None) -> tuple[list[Any], Any]:
     found: list[Any] = []
     for batch in loader:
         found.append(batch.tolist() if engine.window.share.size else None)
@@ -639,7 +638,7 @@ def two() -> dict[str, Any]:
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STATES", json.dumps(states))
-        return on_ranks(__file__, 2, "two_")
+        return ranks_of_file(__file__, 2, "two_")
 
 
 SHARED = ["in process", "workers", "torchdata"]

@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-from processes import run_ranks
+from support.internals import group_of_one
+from support.ranks import run_ranks
 from torch import Tensor
 from torch.nn import Parameter
 
 from engine.distributed import collectives
-from engine.distributed.environment import Environment
-from engine.distributed.group import Group
 
 SCRIPT = """
 import os, sys
@@ -202,7 +201,7 @@ def test_padding(results):
     assert both(results, "pad no such dim") == ["float32", [1.0, 1.0]]
 
 
-ALONE = Group(Environment("single"), torch.device("cpu"))
+ALONE = group_of_one()
 
 
 def test_alone_nothing_changes():

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from processes import clean_environment
+from support.ranks import clean_environment
 
 from engine.distributed.environment import DETECTORS, Environment, detect, hints
 

@@ -3,7 +3,7 @@ import os
 
 import pytest
 import torch.distributed as dist
-from processes import run_ranks
+from support.ranks import run_ranks
 
 from engine.distributed import failures
 from engine.distributed.environment import Environment

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from processes import clean_environment, rank_variables, run_ranks
+from support.ranks import clean_environment, rank_variables, run_ranks
 
 from engine.distributed.environment import Environment
 from engine.distributed.group import join

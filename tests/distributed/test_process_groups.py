@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_ranks, run_script
+from support.ranks import run_ranks, run_script
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from engine.distributed import process_groups

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 
 from engine import Engine
 from engine.distributed.random_states import share_states
@@ -47,7 +47,7 @@ def rank_not_given() -> list[float]:
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 2)
+    return ranks_of_file(__file__, 2)
 
 
 @pytest.mark.parametrize(

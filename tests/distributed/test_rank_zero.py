@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from models import on_ranks
+from support.ranks import ranks_of
 
 from engine import Engine, get_logger, rank_zero_only
 
@@ -49,5 +49,5 @@ def speak(path: str) -> None:
 
 
 def test_ranks_take_turns(tmp_path: Path) -> None:
-    on_ranks(speak, 2, tmp_path / "said")
+    ranks_of(speak, 2, tmp_path / "said")
     assert (tmp_path / "said").read_text().splitlines() == ["0 in turn", "1 in turn", "0 alone"]

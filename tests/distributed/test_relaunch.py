@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import PATIENCE_S, clean_environment, run_script
+from support.ranks import PATIENCE_S, clean_environment, run_script
 
 from engine.distributed import relaunch
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 
 from engine import Fit, Loss, Strategy, TrainModule
@@ -99,7 +99,7 @@ def rank_ddp() -> Any:
 @pytest.fixture(scope="module")
 def found() -> Any:
     pytest.importorskip("sklearn")
-    return on_ranks(__file__, 2)
+    return ranks_of_file(__file__, 2)
 
 
 def test_it_is_a_local_sgd_loop(found: Any) -> None:

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 sys.path.insert(0, sys.argv[1])
-from saved import record_of, resummed
+from support.checkpoints import record_of, resummed
 
 from callbacks import ModelCheckpoint, write_report
 from callbacks.report.runs import logged_at

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import run_ranks
-from saved import alone, read, save
-from tiny import DATA, Net, fit, full
+from support.checkpoints import full_disk, read, save
+from support.internals import group_of_one
+from support.ranks import run_ranks
+from support.toys import LINEAR_BATCHES, Linear, linear_fit
 from torch import nn
 
 from callbacks import ModelCheckpoint
@@ -37,7 +38,7 @@ class Fails(Callback):
     def on_train_batch_end(self, run: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         run.wait_for_checkpoint()
         if run.step == self.first:
-            self.patch.setattr(os, "fsync", full)
+            self.patch.setattr(os, "fsync", full_disk)
         if run.step == self.last:
             self.patch.undo()
         self.steps = run.step
@@ -49,7 +50,7 @@ def test_training_goes_on_after_failed_saves(
 ) -> None:
     checkpoint = ModelCheckpoint(every=1, save_top_k=2, asynchronous=asynchronous)
     with caplog.at_level(logging.ERROR, "engine"):
-        result = fit(tmp_path, Fails(monkeypatch, 6, 8), checkpoint).run(Net(), DATA)
+        result = linear_fit(tmp_path, Fails(monkeypatch, 6, 8), checkpoint).run(Linear(), LINEAR_BATCHES)
     # Steps 6 and 7 are lost; what they would have replaced stayed until 8 and 9 were complete.
     assert [record.message.split(" was")[0] for record in caplog.records] == [
         "checkpoint step=00000006",
@@ -66,16 +67,18 @@ def test_what_a_lost_one_would_have_replaced_is_kept(tmp_path: Path, monkeypatch
     with pytest.raises(
         RuntimeError, match=r"step=00000005 was not written: OSError: .*No space.* \(3 failure\(s\) in a row\)"
     ):
-        fit(tmp_path, Fails(monkeypatch, 3, 99), checkpoint).run(Net(), DATA)
+        linear_fit(tmp_path, Fails(monkeypatch, 3, 99), checkpoint).run(Linear(), LINEAR_BATCHES)
     monkeypatch.undo()
     assert names(tmp_path) == ["step=00000001", "step=00000002"]
-    result = fit(tmp_path, ModelCheckpoint()).run(Net(), DATA, resume="auto")
+    result = linear_fit(tmp_path, ModelCheckpoint()).run(Linear(), LINEAR_BATCHES, resume="auto")
     assert result.step == 12
 
 
 def test_the_last_save_must_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="No space"):
-        fit(tmp_path, Fails(monkeypatch, 12, 99), ModelCheckpoint(every="3 epochs")).run(Net(), DATA)
+        linear_fit(tmp_path, Fails(monkeypatch, 12, 99), ModelCheckpoint(every="3 epochs")).run(
+            Linear(), LINEAR_BATCHES
+        )
 
 
 @contextmanager
@@ -101,18 +104,18 @@ def small_disk(size: str) -> Iterator[Path]:
 def test_a_disk_that_fills(caplog: pytest.LogCaptureFixture) -> None:
     """3 MB of parameters and momentum: one checkpoint fits on the disk, the draft of a second one beside it does not."""
 
-    class Wide(Net):
+    class Wide(Linear):
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Linear(4, 75_000)  # 1.5 MB, and as much of momentum
 
     with small_disk("5m") as root, caplog.at_level(logging.ERROR, "engine"):
         with pytest.raises(OSError, match="No space"):
-            fit(root, ModelCheckpoint(max_failures=9)).run(Wide(), DATA)
+            linear_fit(root, ModelCheckpoint(max_failures=9)).run(Wide(), LINEAR_BATCHES)
         assert "training continues" in caplog.text
         assert names(root) == ["step=00000004"]
         model = Wide()
-        result = fit(root, max_epochs=2).run(model, DATA, resume="auto")
+        result = linear_fit(root, max_epochs=2).run(model, LINEAR_BATCHES, resume="auto")
         assert result.step == 8
 
 
@@ -130,15 +133,17 @@ class Closes(Callback):
 def test_a_place_that_becomes_read_only() -> None:
     with small_disk("5m") as root:
         with pytest.raises(RuntimeError, match=r"OSError: .*Read-only file system.* \(2 failure\(s\) in a row\)"):
-            fit(root, Closes(), ModelCheckpoint(every="1 epochs", max_failures=2), max_epochs=4).run(Net(), DATA)
+            linear_fit(root, Closes(), ModelCheckpoint(every="1 epochs", max_failures=2), max_epochs=4).run(
+                Linear(), LINEAR_BATCHES
+            )
         assert names(root) == ["step=00000004"]
-        assert fit(root, max_epochs=2).run(Net(), DATA, resume="last").step == 8
+        assert linear_fit(root, max_epochs=2).run(Linear(), LINEAR_BATCHES, resume="last").step == 8
         subprocess.run(["umount", str(root / "checkpoints")], check=True)
 
 
 def test_damage_is_passed_over_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """``"auto"`` and ``"last"`` take the one before it; a path is refused."""
-    fit(tmp_path, ModelCheckpoint(every=4, save_top_k=-1)).run(Net(), DATA)
+    linear_fit(tmp_path, ModelCheckpoint(every=4, save_top_k=-1)).run(Linear(), LINEAR_BATCHES)
     folder = tmp_path / "checkpoints"
     cut, flipped = (folder / name / "optim" / "rank=00000.safetensors" for name in ("step=00000012", "step=00000008"))
     cut.write_bytes(cut.read_bytes()[:-1])
@@ -147,16 +152,16 @@ def test_damage_is_passed_over_by_name(tmp_path: Path, caplog: pytest.LogCapture
     flipped.write_bytes(content)
     for path, reason in ((cut, "bytes"), (flipped, "is not what was written")):
         with pytest.raises(DamagedCheckpoint, match=rf"optim/rank=00000.safetensors .*{reason}"):
-            fit(tmp_path).run(Net(), DATA, resume=path.parents[1])
+            linear_fit(tmp_path).run(Linear(), LINEAR_BATCHES, resume=path.parents[1])
     for wanted in ("auto", "last"):
         caplog.clear()
         with caplog.at_level(logging.ERROR, "engine"):
-            result = fit(tmp_path, max_epochs=2).run(Net(), DATA, resume=wanted)
+            result = linear_fit(tmp_path, max_epochs=2).run(Linear(), LINEAR_BATCHES, resume=wanted)
         assert result.last_checkpoint == folder / "step=00000004"
         assert "step=00000008: optim/rank=00000.safetensors is not what was written" in caplog.text
     shutil.rmtree(folder / "step=00000004")
     with pytest.raises(DamagedCheckpoint, match=r"can be used; these exist:\n.*step=00000012: .*\n.*step=00000008: "):
-        fit(tmp_path).run(Net(), DATA, resume="auto")
+        linear_fit(tmp_path).run(Linear(), LINEAR_BATCHES, resume="auto")
 
 
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
@@ -168,7 +173,7 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
                 changed = bytearray(content)
                 changed[place] ^= 1
                 file.write_bytes(changed)
-                with pytest.raises(DamagedCheckpoint), opening(alone(), Local(tmp_path), str(path)):
+                with pytest.raises(DamagedCheckpoint), opening(group_of_one(), Local(tmp_path), str(path)):
                     pass
         file.write_bytes(content)
     read(path)
@@ -178,7 +183,8 @@ RANK_FAILS = """
 import os, sys
 sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 from pathlib import Path
-from tiny import DATA, Net, fit, full
+from support.checkpoints import full_disk
+from support.toys import LINEAR_BATCHES, Linear, linear_fit
 from callbacks import ModelCheckpoint
 from engine import Callback
 rank = int(os.environ["RANK"])
@@ -187,12 +193,12 @@ class Fails(Callback):
     def on_train_batch_end(self, run, module, outputs, batch, batch_idx):
         run.wait_for_checkpoint()
         if run.step == 2 and rank == 1:
-            self.sync, os.fsync = os.fsync, full
+            self.sync, os.fsync = os.fsync, full_disk
         if run.step == 3 and rank == 1:
             os.fsync = self.sync
 
 checkpoint = ModelCheckpoint(every=1, save_top_k=-1)
-fit(Path(sys.argv[2]), Fails(), checkpoint, devices=2, max_epochs=2).run(Net(), DATA)
+linear_fit(Path(sys.argv[2]), Fails(), checkpoint, devices=2, max_epochs=2).run(Linear(), LINEAR_BATCHES)
 report(sorted(checkpoint.scores))
 """
 
@@ -202,7 +208,7 @@ def test_one_rank_cannot_write(tmp_path: Path) -> None:
     assert [rank.value for rank in ran] == [[1, 3, 4], [1, 3, 4]]
     assert names(tmp_path) == ["step=00000001", "step=00000003", "step=00000004"]
     assert "rank 1 failed with OSError" in ran[0].stderr
-    with opening(alone(), Local(tmp_path / "checkpoints"), "last") as loaded:
+    with opening(group_of_one(), Local(tmp_path / "checkpoints"), "last") as loaded:
         assert loaded.manifest["world_size"] == 2
 
 
@@ -212,7 +218,7 @@ def test_a_state_that_cannot_be_stored_is_an_error_at_once(tmp_path: Path) -> No
             return {"file": object()}
 
     with pytest.raises(TypeError, match=r"the state\['callbacks'\]\['.*Odd'\]\['file'\] is of type builtins.object"):
-        fit(tmp_path, Odd(), ModelCheckpoint(every=1)).run(Net(), DATA)
+        linear_fit(tmp_path, Odd(), ModelCheckpoint(every=1)).run(Linear(), LINEAR_BATCHES)
 
 
 def test_save_state_replaces_only_when_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +227,7 @@ def test_save_state_replaces_only_when_complete(tmp_path: Path, monkeypatch: pyt
     model = engine.prepare(model)
     engine.save_state(tmp_path / "state", facts={"n": 1})
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        patch.setattr(os, "fsync", full_disk)
         with pytest.raises(OSError, match="No space"):
             engine.save_state(tmp_path / "state", facts={"n": 2})
     assert engine.load_state(tmp_path / "state")["n"] == 1

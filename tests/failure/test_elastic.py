@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from job import SAMPLES, read_diary
-from processes import run_ranks
+from support.ranks import run_ranks
 
 GLOBAL, LAST = 24, 12
 """Samples of a step, and steps of 4 epochs: 24, 24 and 13 samples each."""

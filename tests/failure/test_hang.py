@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from processes import Ran, run_ranks
+from support.ranks import Ran, run_ranks
 
 SCRIPT = """
 import sys, threading, time

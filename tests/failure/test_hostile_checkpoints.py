@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from processes import run_script
+from support.ranks import run_script
 
 SCRIPT = """
 import copy, itertools, json, logging, os, random, shutil, struct, sys, time, traceback, warnings
@@ -17,7 +17,7 @@ import torch
 tests, root = sys.argv[1], Path(sys.argv[2])
 least = int(sys.argv[3])
 sys.path.insert(0, tests)
-from saved import record_of, resummed
+from support.checkpoints import record_of, resummed
 from callbacks import ModelCheckpoint
 from engine import Engine, Fit, TrainModule
 from engine.checkpoint.files import DamagedCheckpoint

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from job import read_diary
-from processes import clean_environment
-from saved import read
+from support.checkpoints import read
+from support.ranks import clean_environment
 
 # One process imports everything and forks the runs: a start takes milliseconds, so that a kill takes little time.
 SCRIPT = """

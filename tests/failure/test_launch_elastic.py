@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from job import read_diary
-from launched import Launched, alive, free_port
+from support.commands import Launched, alive, free_port
 from test_elastic import check, phase, steps_of
 
 HERE = Path(__file__).parent

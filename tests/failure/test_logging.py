@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from processes import run_script
+from support.ranks import run_script
 
 from callbacks.report.runs import read_run
 

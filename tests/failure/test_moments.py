@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_ranks
-from saved import read
-from tiny import DATA, Net, fit
+from support.checkpoints import read
+from support.ranks import run_ranks
+from support.toys import LINEAR_BATCHES, Linear, linear_fit
 from torch import nn
 
 from callbacks import EarlyStopping, ModelCheckpoint
@@ -23,7 +23,7 @@ LARGE = 5_000_000
 """Numbers whose copy takes longer than a step."""
 
 
-class Teacher(Net):
+class Teacher(Linear):
     """A large parameter that no optimizer has, and a large one that it has."""
 
     def __init__(self) -> None:
@@ -63,8 +63,8 @@ class Changes(Callback):
 def test_weights_are_those_of_the_moment(tmp_path: Path, event: str, every: Any, monitor: str | None) -> None:
     for name, asynchronous in (("one", True), ("two", False)):
         checkpoint = ModelCheckpoint(every=every, monitor=monitor, save_top_k=-1, asynchronous=asynchronous)
-        fit(tmp_path / name, Changes(event), checkpoint, max_epochs=2, num_sanity_val_steps=0).run(
-            Teacher(), DATA[:2], DATA[:1]
+        linear_fit(tmp_path / name, Changes(event), checkpoint, max_epochs=2, num_sanity_val_steps=0).run(
+            Teacher(), LINEAR_BATCHES[:2], LINEAR_BATCHES[:1]
         )
     names = sorted(path.name for path in (tmp_path / "one" / "checkpoints").iterdir())
     assert len(names) == 2
@@ -87,7 +87,7 @@ class HalfStep(torch.optim.SGD):
         return super().step(closure)
 
 
-class Fragile(Net):
+class Fragile(Linear):
     def configure_optimizers(self) -> Any:
         return HalfStep(self.parameters(), lr=0.1)
 
@@ -99,11 +99,11 @@ class FailsAfter(Callback):
 
 
 @pytest.mark.parametrize(
-    ("module", "callback", "error"), [(Fragile(), Callback(), "out of memory"), (Net(), FailsAfter(), "late")]
+    ("module", "callback", "error"), [(Fragile(), Callback(), "out of memory"), (Linear(), FailsAfter(), "late")]
 )
-def test_half_a_step_is_not_saved(tmp_path: Path, module: Net, callback: Callback, error: str) -> None:
+def test_half_a_step_is_not_saved(tmp_path: Path, module: Linear, callback: Callback, error: str) -> None:
     with pytest.raises(RuntimeError, match=error):
-        fit(tmp_path, callback, ModelCheckpoint(every="2 steps")).run(module, DATA)
+        linear_fit(tmp_path, callback, ModelCheckpoint(every="2 steps")).run(module, LINEAR_BATCHES)
     assert os.listdir(tmp_path / "checkpoints") == ["step=00000002"]
 
 
@@ -111,7 +111,7 @@ class Killed(BaseException):
     pass
 
 
-class Validates(Net):
+class Validates(Linear):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", 1.0)
 
@@ -139,8 +139,12 @@ def test_a_validation_that_was_due_is_made_up_for(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"val_every": "2 steps", "max_epochs": 2, "num_sanity_val_steps": 0}
     before, after = Steps(die=6), Steps()
     with pytest.raises(Killed):
-        fit(tmp_path, before, NoLastWord(every="2 steps"), **settings).run(Validates(), DATA, DATA)
-    fit(tmp_path, after, ModelCheckpoint(every="2 steps"), **settings).run(Validates(), DATA, DATA, resume="last")
+        linear_fit(tmp_path, before, NoLastWord(every="2 steps"), **settings).run(
+            Validates(), LINEAR_BATCHES, LINEAR_BATCHES
+        )
+    linear_fit(tmp_path, after, ModelCheckpoint(every="2 steps"), **settings).run(
+        Validates(), LINEAR_BATCHES, LINEAR_BATCHES, resume="last"
+    )
     assert before.steps + after.steps == [2, 4, 6, 8]
 
 
@@ -148,10 +152,10 @@ def test_a_score_that_comes_later_is_saved(tmp_path: Path) -> None:
     """Two ModelCheckpoints, the one without a monitor saves first."""
     settings: dict[str, Any] = {"val_every": "2 steps", "max_epochs": 1, "num_sanity_val_steps": 0}
     pair = ModelCheckpoint(every="2 steps", save_top_k=3), ModelCheckpoint(every="2 steps", monitor="val")
-    fit(tmp_path, *pair, **settings).run(Validates(), DATA, DATA)
+    linear_fit(tmp_path, *pair, **settings).run(Validates(), LINEAR_BATCHES, LINEAR_BATCHES)
     scores = [read(path).manifest.get("score") for path in sorted((tmp_path / "checkpoints").iterdir())]
     assert scores == [{"monitor": "val", "mode": "min", "value": 1.0}] * 2
-    fit(tmp_path, **settings).run(Validates(), DATA, DATA, resume="best")
+    linear_fit(tmp_path, **settings).run(Validates(), LINEAR_BATCHES, LINEAR_BATCHES, resume="best")
 
 
 class Reads(Callback):
@@ -172,7 +176,9 @@ class Reads(Callback):
 
 def test_one_that_is_read_is_not_replaced_by_its_name(tmp_path: Path) -> None:
     reads = Reads()
-    fit(tmp_path, reads, ModelCheckpoint(every="2 steps", filename="model"), max_epochs=2).run(Net(), DATA)
+    linear_fit(tmp_path, reads, ModelCheckpoint(every="2 steps", filename="model"), max_epochs=2).run(
+        Linear(), LINEAR_BATCHES
+    )
     assert reads.names == ["model", "model-v1"]
     assert reads.same
     assert len(os.listdir(tmp_path / "checkpoints")) == 1
@@ -189,7 +195,7 @@ class Empties(Callback):
 
 def test_a_removal_that_fails_is_no_failed_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "engine"):
-        result = fit(tmp_path, Empties(), ModelCheckpoint(every="2 steps")).run(Net(), DATA)
+        result = linear_fit(tmp_path, Empties(), ModelCheckpoint(every="2 steps")).run(Linear(), LINEAR_BATCHES)
     assert result.step == 12
     assert "step=00000002 could not be removed: ValueError" in caplog.text
     assert "was not written" not in caplog.text
@@ -211,16 +217,22 @@ def test_what_a_killed_job_had_still_to_remove_is_removed_by_the_next(tmp_path: 
 
     With 4 steps there is nothing left to train.
     """
-    fit(tmp_path, Copies(), ModelCheckpoint(every="2 steps"), max_steps=4, max_epochs=None).run(Net(), DATA)
+    linear_fit(tmp_path, Copies(), ModelCheckpoint(every="2 steps"), max_steps=4, max_epochs=None).run(
+        Linear(), LINEAR_BATCHES
+    )
     (tmp_path / "copy").rename(tmp_path / "checkpoints" / "step=00000002")
     (tmp_path / "checkpoints" / ".step=00000001.removed" / "model").mkdir(parents=True)
-    fit(tmp_path, ModelCheckpoint(every="2 steps"), max_steps=steps, max_epochs=None).run(Net(), DATA, resume="last")
+    linear_fit(tmp_path, ModelCheckpoint(every="2 steps"), max_steps=steps, max_epochs=None).run(
+        Linear(), LINEAR_BATCHES, resume="last"
+    )
     assert sorted(os.listdir(tmp_path / "checkpoints")) == sorted({"step=00000004", f"step={steps:08d}"})
 
 
 def test_what_weights_were_taken_from_stays(tmp_path: Path) -> None:
-    fit(tmp_path, ModelCheckpoint(), max_epochs=1).run(Net(), DATA)
-    fit(tmp_path, ModelCheckpoint(every=2), max_epochs=2).run(Net(), DATA, resume=Resume("last", weights_only=True))
+    linear_fit(tmp_path, ModelCheckpoint(), max_epochs=1).run(Linear(), LINEAR_BATCHES)
+    linear_fit(tmp_path, ModelCheckpoint(every=2), max_epochs=2).run(
+        Linear(), LINEAR_BATCHES, resume=Resume("last", weights_only=True)
+    )
     assert os.listdir(tmp_path / "checkpoints") == ["step=00000004"]
     assert os.listdir(tmp_path / "version_1" / "checkpoints") == ["step=00000008"]
 
@@ -232,7 +244,7 @@ def test_hidden_names_are_refused(tmp_path: Path, filename: str) -> None:
             run.metrics["word"] = ""
 
     with pytest.raises(ValueError, match="must not be empty, start with a dot"):
-        fit(tmp_path, Word(), ModelCheckpoint(filename=filename)).run(Net(), DATA)
+        linear_fit(tmp_path, Word(), ModelCheckpoint(filename=filename)).run(Linear(), LINEAR_BATCHES)
 
 
 def test_a_changed_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,14 +254,18 @@ def test_a_changed_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     (tmp_path / "sub").mkdir()
     monkeypatch.chdir(tmp_path)
-    fit(Path("run"), Moves(), ModelCheckpoint(), max_epochs=1).run(Net(), DATA)
+    linear_fit(Path("run"), Moves(), ModelCheckpoint(), max_epochs=1).run(Linear(), LINEAR_BATCHES)
     assert os.listdir(tmp_path / "run" / "checkpoints") == ["step=00000004"]
 
 
 def test_a_run_that_was_stopped_early_stays_so(tmp_path: Path) -> None:
     def run() -> int:
         stopping = EarlyStopping("val", patience=2)
-        return fit(tmp_path, stopping, ModelCheckpoint(), max_epochs=9).run(Validates(), DATA, DATA, resume="auto").step
+        return (
+            linear_fit(tmp_path, stopping, ModelCheckpoint(), max_epochs=9)
+            .run(Validates(), LINEAR_BATCHES, LINEAR_BATCHES, resume="auto")
+            .step
+        )
 
     assert run() == 12
     assert run() == run() == 12
@@ -261,16 +277,16 @@ sys.path.insert(0, sys.argv[1])
 import torch
 from torch import nn
 from callbacks import ModelCheckpoint
-from tiny import Net, fit
+from support.toys import Linear, linear_fit
 
-class Norm(Net):
+class Norm(Linear):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 data = [torch.randn(2, 4, generator=torch.Generator().manual_seed(i)) for i in range(4)]
 module = Norm()
-fit(sys.argv[2], ModelCheckpoint(), devices=2, max_epochs=1, strategy="ddp").run(module, data)
+linear_fit(sys.argv[2], ModelCheckpoint(), devices=2, max_epochs=1, strategy="ddp").run(module, data)
 report([module.net[0].running_mean.tolist(), module.net[0].running_var.tolist()])
 """
 
@@ -287,14 +303,14 @@ import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from callbacks import ModelCheckpoint
 from engine import Callback
-from tiny import DATA, Net, fit
+from support.toys import LINEAR_BATCHES, Linear, linear_fit
 
 class Late(Callback):
     def on_train_end(self, run, module):
         if run.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-fit(sys.argv[2], Late(), ModelCheckpoint(), devices=2, max_epochs=1).run(Net(), DATA)
+linear_fit(sys.argv[2], Late(), ModelCheckpoint(), devices=2, max_epochs=1).run(Linear(), LINEAR_BATCHES)
 """
 
 

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import clean_environment, run_ranks, run_script
 from safetensors.torch import load_file
-from saved import read, resummed, save
+from support.checkpoints import read, resummed, save
+from support.internals import checkpoint_source, open_checkpoint
+from support.ranks import clean_environment, run_ranks, run_script
 
-from engine.checkpoint.directory import Opened
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.reader import Source
 
 SCRIPT = """
 import os, pickle, sys
@@ -97,7 +96,7 @@ SUITES = (
 @pytest.mark.slow
 def test_the_suites_of_checkpoints_read_none() -> None:
     tests = Path(__file__).parents[1]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no_pickle", *(str(tests / name) for name in SUITES)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "support.no_pickle", *(str(tests / name) for name in SUITES)]
     environment = clean_environment(PYTHONPATH=f"{tests}{os.pathsep}{tests.parent}")
     done = subprocess.run(
         command, env=environment, cwd=tests.parent, capture_output=True, text=True, timeout=400, check=False
@@ -226,5 +225,5 @@ def test_huge_shapes_take_no_memory(tmp_path: Path) -> None:
         WEIGHTS,
         safetensors({"__metadata__": SHARDED, "w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4),
     )
-    with Opened(path) as opened, pytest.raises(DamagedCheckpoint, match="parts of 'w' are missing"):
-        Source(opened)
+    with open_checkpoint(path) as opened, pytest.raises(DamagedCheckpoint, match="parts of 'w' are missing"):
+        checkpoint_source(opened)

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import alive
-from processes import PATIENCE_S, run_script
+from support.commands import alive
+from support.ranks import PATIENCE_S, run_script
 
 SCRIPT = """
 import os, signal, sys, time

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import run_ranks, run_script
+from support.ranks import run_ranks, run_script
 
 from engine.checkpoint.listing import entries, problems
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from processes import run_ranks
+from support.ranks import run_ranks
 
 TRAININGS = 300
 """On CPython 3.11.7, without the wait before a fork, the first hang came after 23 to 112."""

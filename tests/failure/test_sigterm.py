@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import clean_environment, run_ranks
+from support.ranks import clean_environment, run_ranks
 
 SCRIPT = """
 import os, signal, sys, time

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from processes import PATIENCE_S, ROOT, clean_environment
+from support.ranks import PATIENCE_S, ROOT, clean_environment
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_script
+from support.ranks import run_script
 
 from engine.cli import self_check_jobs
 

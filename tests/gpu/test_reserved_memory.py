@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from processes import PATIENCE_S, clean_environment
+from support.ranks import PATIENCE_S, clean_environment
 
 DECISIONS = """
 import random

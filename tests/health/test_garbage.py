@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, ones
+from support.toys import Weight, fit, ones
 
 from callbacks import EMA, CSVLogger, EarlyStopping, ModelCheckpoint
 from engine import Callback

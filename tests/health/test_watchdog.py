@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from processes import PATIENCE_S, run_script
+from support.internals import group_of_one
+from support.ranks import PATIENCE_S, run_script
 
-from engine.distributed.environment import Environment
-from engine.distributed.group import Group
 from engine.health import stacks
 from engine.health.watchdog import Note, Watchdog, laggards
 
@@ -127,13 +126,9 @@ def test_a_debugger_is_seen() -> None:
     assert standing(user, "waiter.acquire").debugged
 
 
-def alone() -> Group:
-    return Group(Environment("single"), torch.device("cpu"))
-
-
 def test_alone_it_tells_once_for_each_stall_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     progress = 0
-    dog = Watchdog(alone(), lambda: progress, first_s=0.3, limit_s=60, directory=tmp_path / "hang")
+    dog = Watchdog(group_of_one(), lambda: progress, first_s=0.3, limit_s=60, directory=tmp_path / "hang")
     with caplog.at_level(logging.WARNING, "engine"):
         deadline = time.monotonic() + PATIENCE_S
         while not caplog.records and time.monotonic() < deadline:
@@ -155,7 +150,7 @@ def test_a_short_run_uses_the_thread_of_the_one_before_and_is_watched(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def watchdog(limit_s: float) -> Watchdog:
-        return Watchdog(alone(), lambda: 0, first_s=0.3, limit_s=limit_s, directory=tmp_path / "hang")
+        return Watchdog(group_of_one(), lambda: 0, first_s=0.3, limit_s=limit_s, directory=tmp_path / "hang")
 
     def watchers() -> set[int | None]:
         return {thread.ident for thread in threading.enumerate() if thread.name == "fit-watchdog"}
@@ -186,7 +181,7 @@ def test_a_watchdog_that_has_looked_keeps_nothing_of_its_run(tmp_path: Path) -> 
         return 0
 
     kept = weakref.ref(progress)
-    dog = Watchdog(alone(), progress, first_s=60, limit_s=60, directory=tmp_path)
+    dog = Watchdog(group_of_one(), progress, first_s=60, limit_s=60, directory=tmp_path)
     del progress
     assert looked.wait(PATIENCE_S)
     dog.stop()
@@ -222,7 +217,9 @@ def test_a_forked_process_has_its_own_thread() -> None:
 
 def test_progress_is_no_stall(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     begun = time.monotonic()
-    dog = Watchdog(alone(), lambda: int((time.monotonic() - begun) / 0.1), first_s=0.4, limit_s=0.4, directory=tmp_path)
+    dog = Watchdog(
+        group_of_one(), lambda: int((time.monotonic() - begun) / 0.1), first_s=0.4, limit_s=0.4, directory=tmp_path
+    )
     with caplog.at_level(logging.WARNING, "engine"):
         time.sleep(1)
     dog.stop()

@@ -19,8 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import clean_environment
-from ranked import on_ranks
+from support.ranks import clean_environment, ranks_of_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -398,7 +397,7 @@ def rank_sharded_by_transformers() -> list[str]:
 def ran() -> Iterator[dict[str, list[Any]]]:
     with tempfile.TemporaryDirectory() as folder:
         llama().save_pretrained(Path(folder) / "saved")
-        yield on_ranks(__file__, 2, **{FOLDER: folder})
+        yield ranks_of_file(__file__, 2, **{FOLDER: folder})
 
 
 @pytest.mark.slow

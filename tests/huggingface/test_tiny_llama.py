@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -103,7 +103,7 @@ def ran() -> Any:
 
         def run(prefix: str) -> dict[str, list[Any]]:
             if prefix not in found:
-                found[prefix] = on_ranks(__file__, 2, prefix, **{FOLDER: folder})
+                found[prefix] = ranks_of_file(__file__, 2, prefix, **{FOLDER: folder})
             return found[prefix]
 
         yield Path(folder), run

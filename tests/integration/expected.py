@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from processes import ROOT, clean_environment, run_ranks
+from support.ranks import ROOT, clean_environment, run_ranks
 
 TRAINED = Path(__file__).parent / "trained.py"
 DIGITS = ROOT / "examples" / "digits.py"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from expected import accuracy
-from processes import ROOT, clean_environment
+from support.ranks import ROOT, clean_environment
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from expected import DIGITS, TRAINED, accuracy, reference, run
-from processes import PATIENCE_S, clean_environment
+from support.ranks import PATIENCE_S, clean_environment
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from expected import DIGITS, TRAINED, accuracy, fit, reference
-from processes import PATIENCE_S, ROOT, clean_environment
+from support.ranks import PATIENCE_S, ROOT, clean_environment
 
 pytestmark = [
     pytest.mark.slow,

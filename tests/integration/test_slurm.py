@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from expected import DIGITS, TRAINED, accuracy, fit, reference, run
-from processes import clean_environment
 from slurm import Cluster, missing
+from support.ranks import clean_environment
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launched import Launched, alive
+from support.commands import Launched, alive
 
 pytestmark = pytest.mark.slow
 

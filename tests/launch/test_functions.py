@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import PATIENCE_S, clean_environment, run_script
+from support.ranks import PATIENCE_S, clean_environment, run_script
 
 from engine import RankError, launch
 

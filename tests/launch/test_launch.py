@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import COMMAND, Launched, alive, free_port, pids
-from processes import PATIENCE_S, clean_environment
+from support.commands import COMMAND, Launched, alive, free_port, pids
+from support.ranks import PATIENCE_S, clean_environment
 
 
 def script(place: Path, text: str, name: str = "script.py") -> Path:

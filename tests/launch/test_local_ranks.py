@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from models import Weight, fit, on_ranks, ones
-from processes import clean_environment, run_script
+from support.ranks import clean_environment, ranks_of, run_script
+from support.toys import Weight, fit, ones
 
 SCRIPT = f"""
 import sys
@@ -18,7 +18,7 @@ sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import os, time
 import torch
 from torch.utils.data import DataLoader
-from models import Weight, fit
+from support.toys import Weight, fit
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -216,7 +216,7 @@ def ranks_devices(root: str) -> list[str]:
 
 
 def test_requests_that_torchrun_does_not_meet_are_errors(tmp_path: Path) -> None:
-    for three, indices, nodes, single in on_ranks(ranks_devices, 2, tmp_path):
+    for three, indices, nodes, single in ranks_of(ranks_devices, 2, tmp_path):
         assert "devices=3 was asked for, but torchrun has started 2 process(es) on this machine (read: RANK='" in three
         assert "leave devices out, or start as many" in three
         assert "has started 2 process(es)" in indices

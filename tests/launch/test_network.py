@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from launched import Launched, free_port, pids
-from processes import clean_environment
+from support.commands import Launched, free_port, pids
+from support.ranks import clean_environment
 
 from engine.distributed import address, stores
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import yaml
-from processes import ROOT, clean_environment
+from support.ranks import ROOT, clean_environment
 
 
 def test_without_ray_the_extra_is_named(tmp_path: Path) -> None:

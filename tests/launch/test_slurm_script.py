@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import clean_environment
+from support.ranks import clean_environment
 
 from engine.launch.job import LaunchError
 from engine.launch.slurm import Batch, script, submit, time_limit

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
     import test_trainer_view as tests
-    from models import ones
+    from support.toys import ones
 
     own = {name: value for name, value in vars(tests.Logs).items() if callable(value) and name != "__init__"}
 

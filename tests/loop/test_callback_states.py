@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import Weight, fit, ones
+from support.toys import Weight, fit, ones
 
 from callbacks import EarlyStopping, ModelCheckpoint
 from engine import Callback, DataModule

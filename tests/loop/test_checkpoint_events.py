@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import Weight, fit, on_ranks, ones
+from support.ranks import ranks_of
+from support.toys import Weight, fit, ones
 
 from callbacks import ModelCheckpoint
 from engine import Callback, Run, TrainModule
@@ -162,7 +163,7 @@ def two(root: str) -> Any:
 
 
 def test_on_two_ranks_alike(tmp_path: Path) -> None:
-    one, other = on_ranks(two, 2, tmp_path)
+    one, other = ranks_of(two, 2, tmp_path)
     assert one == other
     assert one[-1] == "fit end"
     saved = [each[1] for each in one[:-1] if each[0] == "saved"]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, on_ranks, ones
+from support.ranks import ranks_of
+from support.toys import Weight, fit, ones
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
@@ -142,7 +143,7 @@ def ranks_trained(root: str) -> Any:
 
 
 def test_optimizers_that_need_a_closure_on_two_ranks(tmp_path: Path) -> None:
-    first, second = on_ranks(ranks_trained, 2, tmp_path, timeout=240)
+    first, second = ranks_of(ranks_trained, 2, tmp_path, timeout=240)
     check(first)
     assert first == second
 

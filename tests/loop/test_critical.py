@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, ones
+from support.toys import Weight, fit, ones
 
 from callbacks import CSVLogger, ModelCheckpoint
 from engine import Callback, HangError

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import clean_environment, run_ranks
+from support.ranks import clean_environment, run_ranks
 
 TOOLS = """
 import cProfile, io, pdb, sys

@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, on_ranks, ones
+from support.internals import forget_warnings
+from support.ranks import ranks_of
+from support.toys import Weight, fit, ones
 
 from callbacks import EarlyStopping, ModelCheckpoint
 from engine import Callback
 from engine.loop import first_checks
-from engine.utils import log
 
 
 @pytest.fixture(autouse=True)
 def _warned_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test sees its warnings for the first time."""
-    monkeypatch.setattr(log, "_said", set())
+    forget_warnings(monkeypatch)
 
 
 # -- optimizers -----------------------------------------------------------------------------------------------------------------------
@@ -370,4 +371,4 @@ def follow(folder: str) -> str:
 
 
 def test_all_ranks_find_the_metric_missing(tmp_path: Path) -> None:
-    assert on_ranks(follow, 2, tmp_path) == ["EarlyStopping(monitor='vall'): neither validation nor training_step"] * 2
+    assert ranks_of(follow, 2, tmp_path) == ["EarlyStopping(monitor='vall'): neither validation nor training_step"] * 2

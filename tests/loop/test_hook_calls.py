@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from models import Weight
+from support.toys import Weight
 
 from engine import Callback, TrainModule
 from engine.loop.hook_calls import Hooks

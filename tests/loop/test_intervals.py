@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, on_ranks, ones
+from support.ranks import ranks_of
+from support.toys import Weight, fit, ones
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -259,7 +260,7 @@ def empty(root: str) -> Any:
 
 
 def test_an_empty_validation_loader_is_told_before_the_first_step(tmp_path: Path) -> None:
-    for found in (empty(str(tmp_path)), *on_ranks(empty, 2, tmp_path)):
+    for found in (empty(str(tmp_path)), *ranks_of(empty, 2, tmp_path)):
         (first, before), (second, weight), one = found
         assert first == "the validation loader (DataLoader) is empty; leave it out, or check its dataset"
         assert second == "the validation loader 1 (DataLoader) is empty; leave it out, or check its dataset"

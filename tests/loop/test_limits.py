@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import Weight, fit, on_ranks, ones
+from support.ranks import ranks_of
+from support.toys import Weight, fit, ones
 from torch import Tensor
 
 from engine import Callback
@@ -103,4 +104,4 @@ def on_two_ranks(folder: str) -> list[Any]:
 
 
 def test_ranks_reach_the_minimum_together(tmp_path: Path) -> None:
-    assert on_ranks(on_two_ranks, 2, tmp_path) == 2 * [[[5, "stopped"], [8, "stopped"]]]
+    assert ranks_of(on_two_ranks, 2, tmp_path) == 2 * [[[5, "stopped"], [8, "stopped"]]]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, on_ranks, ones
+from support.ranks import ranks_of
+from support.toys import Weight, fit, ones
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.utils.data import DataLoader
@@ -130,7 +131,7 @@ def ranks_gan(root: str) -> list[list[float]]:
 
 
 def test_a_gan_on_two_ranks_is_that_of_one(tmp_path: Path) -> None:
-    first, second = on_ranks(ranks_gan, 2, tmp_path)
+    first, second = ranks_of(ranks_gan, 2, tmp_path)
     assert first == second
     for ours, (every, half, tolerance) in zip(
         first, ((1, False, 1e-6), (2, False, 1e-6), (1, True, 5e-3)), strict=True

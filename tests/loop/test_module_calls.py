@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, ones
-from ranked import on_ranks
+from support.ranks import ranks_of_file
+from support.toys import Weight, ones
 from torch import Tensor
 
 from engine import Fit
@@ -57,7 +57,7 @@ def rank_groups() -> Any:
 
 @pytest.fixture(scope="module")
 def by_rank() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 2)
+    return ranks_of_file(__file__, 2)
 
 
 def test_the_values_of_all_ranks_without_a_graph(by_rank: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import Weight, fit, ones
+from support.toys import Weight, fit, ones
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -86,7 +86,7 @@ def rank_dtype() -> str:
 
 @pytest.fixture(scope="module")
 def by_rank() -> dict[str, list[str]]:
-    return on_ranks(__file__, 2)
+    return ranks_of_file(__file__, 2)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import Weight, fit, ones
-from ranked import on_ranks
+from support.ranks import ranks_of_file
+from support.toys import Weight, fit, ones
 
 from callbacks import ModelCheckpoint
 from engine import Callback, Run, TrainModule
@@ -100,4 +100,4 @@ def rank_reload() -> list[float]:
 
 def test_two_ranks_reload_under_ddp_and_fsdp(tmp_path: Path) -> None:
     weights = trained(tmp_path)[1]
-    assert on_ranks(__file__, 2)["reload"] == [[weights.by_step[2]] * 2] * 2
+    assert ranks_of_file(__file__, 2)["reload"] == [[weights.by_step[2]] * 2] * 2

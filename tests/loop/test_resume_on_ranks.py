@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import on_ranks
+from support.ranks import ranks_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -151,7 +151,7 @@ def close(found: Any, expected: Any) -> bool:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_on_two_ranks(tmp_path: Path, strategy: str) -> None:
-    one, two = on_ranks(everything, 2, tmp_path, strategy, timeout=240)
+    one, two = ranks_of(everything, 2, tmp_path, strategy, timeout=240)
     for name in ("groups 4", "groups 6", "groups 8", "run from loop"):
         assert one[name] == two[name]
         assert close(one[name], bare(12, "groups" in name)), (name, one[name])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
@@ -337,12 +337,12 @@ def one() -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 2, "two_")
+    return ranks_of_file(__file__, 2, "two_")
 
 
 @pytest.fixture(scope="module")
 def three() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 3, "rank_")
+    return ranks_of_file(__file__, 3, "rank_")
 
 
 @pytest.fixture(params=["one", "two", pytest.param("three", marks=pytest.mark.slow)])

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, on_ranks, ones
-from processes import clean_environment, run_script
+from support.ranks import clean_environment, ranks_of, run_script
+from support.toys import Weight, fit, ones
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -73,7 +73,7 @@ def ranks_schedulers(root: str) -> Any:
 
 
 def test_a_scheduler_steps_once_per_optimizer_step_on_two_ranks(tmp_path: Path) -> None:
-    for found in on_ranks(ranks_schedulers, 2, tmp_path):
+    for found in ranks_of(ranks_schedulers, 2, tmp_path):
         assert [[tuple(at) for at in stepped] for stepped in found] == STEPPED
 
 
@@ -208,7 +208,7 @@ def test_limits_on_one_rank(tmp_path: Path) -> None:
 
 
 def test_limits_on_two_ranks_end_both_at_the_same_step(tmp_path: Path) -> None:
-    first, second = on_ranks(ranks_limits, 2, tmp_path)
+    first, second = ranks_of(ranks_limits, 2, tmp_path)
     assert {name: values[:4] for name, values in first.items()} == {name: values[:4] for name, values in second.items()}
     check_limits(first, ["another rank asked to stop"])
     check_limits(second, ["enough"])
@@ -285,7 +285,7 @@ import sys, time
 sys.path.insert(0, sys.argv[2])
 from callbacks import CSVLogger, ModelCheckpoint
 from engine import Callback
-from models import Weight, fit, ones
+from support.toys import Weight, fit, ones
 
 class Slow(Weight):
     def training_step(self, batch, batch_idx):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import DATA, fit
+from support.toys import LINEAR_BATCHES, linear_fit
 from torch import nn
 
 from callbacks import ModelCheckpoint
@@ -51,18 +51,18 @@ class Watch(Callback):
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three epochs of four steps; every epoch's end is kept."""
     root = tmp_path_factory.mktemp("run")
-    fit(root, ModelCheckpoint(monitor="val", save_top_k=-1)).run(Net(), DATA, DATA)
+    linear_fit(root, ModelCheckpoint(monitor="val", save_top_k=-1)).run(Net(), LINEAR_BATCHES, LINEAR_BATCHES)
     return root
 
 
 def resumed(root: Path, tmp_path: Path, module: TrainModule, wanted: Any, **settings: Any) -> tuple[Watch, Any]:
     watch = Watch()
-    result = fit(
+    result = linear_fit(
         tmp_path,
         watch,
         ModelCheckpoint(dirpath=root / "checkpoints", every=None, save_last=False, save_top_k=1),
         **settings,
-    ).run(module, DATA, DATA, resume=wanted)
+    ).run(module, LINEAR_BATCHES, LINEAR_BATCHES, resume=wanted)
     return watch, result
 
 
@@ -73,14 +73,14 @@ def path(root: Path, step: int) -> Path:
 def start(root: Path, module: TrainModule, wanted: Any) -> Watch:
     """Where a run begins that continues from ``wanted``; nothing is trained or saved."""
     watch = Watch()
-    fit(root, watch, max_epochs=0).run(module, DATA, resume=wanted)
+    linear_fit(root, watch, max_epochs=0).run(module, LINEAR_BATCHES, resume=wanted)
     return watch
 
 
 def test_more_epochs(root: Path, tmp_path: Path) -> None:
     one, two = Net(), Net()
-    fit(tmp_path, max_epochs=5).run(one, DATA)
-    assert fit(tmp_path, max_epochs=5).run(two, DATA, resume=path(root, 8)).step == 20
+    linear_fit(tmp_path, max_epochs=5).run(one, LINEAR_BATCHES)
+    assert linear_fit(tmp_path, max_epochs=5).run(two, LINEAR_BATCHES, resume=path(root, 8)).step == 20
     assert torch.equal(one.net.weight, two.net.weight)
 
 
@@ -92,14 +92,14 @@ def test_best_by_the_score_of_the_manifests(root: Path) -> None:
 
 
 def test_best_without_scores(tmp_path: Path) -> None:
-    fit(tmp_path, ModelCheckpoint(), max_epochs=1).run(Net(), DATA)
+    linear_fit(tmp_path, ModelCheckpoint(), max_epochs=1).run(Net(), LINEAR_BATCHES)
     with pytest.raises(
         FileNotFoundError,
         match=r"resume='best': no complete checkpoint with a score in .*another run is given by its path",
     ):
         start(tmp_path, Net(), "best")
     with pytest.raises(FileNotFoundError, match="checkpoint='best': no complete checkpoint with a score"):
-        fit(tmp_path).validate(Net(), DATA, checkpoint="best")
+        linear_fit(tmp_path).validate(Net(), LINEAR_BATCHES, checkpoint="best")
 
 
 def test_a_misspelt_name(root: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_file_in_place_of_a_checkpoint(root: Path, tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError, match=told):
         start(root, Net(), file)
     with pytest.raises(NotADirectoryError, match=told):
-        fit(root).validate(Net(), DATA, checkpoint=file)
+        linear_fit(root).validate(Net(), LINEAR_BATCHES, checkpoint=file)
     with pytest.raises(NotADirectoryError, match=told):
         Net.load_from_checkpoint(file)
 
@@ -148,7 +148,9 @@ def test_schedules_go_on_from_the_configured_rate(root: Path, tmp_path: Path) ->
             self.lr = run.optimizers[0].param_groups[0]["lr"]
 
     last = Last()
-    fit(tmp_path, last, max_epochs=4).run(Net(lr=0.4), DATA, resume=Resume(path(root, 8), hyperparameters="configured"))
+    linear_fit(tmp_path, last, max_epochs=4).run(
+        Net(lr=0.4), LINEAR_BATCHES, resume=Resume(path(root, 8), hyperparameters="configured")
+    )
     assert last.lr == pytest.approx(0.4 * 0.5**4)
 
 
@@ -179,7 +181,7 @@ def test_other_optimizers_are_refused(root: Path) -> None:
 def test_what_fits_of_an_optimizer(root: Path, tmp_path: Path, module: Net, kept: int) -> None:
     watch = start(root, module, Resume(path(root, 8), strict=False))
     assert (watch.step, watch.state, watch.schedule) == (8, kept, 2)
-    fit(tmp_path, max_epochs=3).run(module, DATA, resume=Resume(path(root, 8), strict=False))
+    linear_fit(tmp_path, max_epochs=3).run(module, LINEAR_BATCHES, resume=Resume(path(root, 8), strict=False))
 
 
 def test_wrong_arguments() -> None:
@@ -210,14 +212,14 @@ def test_registered_objects_and_hyperparameters(tmp_path: Path) -> None:
         def on_train_batch_end(self, run: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.counter.n += 1
 
-    fit(tmp_path, Counts(), ModelCheckpoint(), max_epochs=1).run(Net(), DATA)
+    linear_fit(tmp_path, Counts(), ModelCheckpoint(), max_epochs=1).run(Net(), LINEAR_BATCHES)
     counts = Counts()
-    fit(tmp_path, counts, max_epochs=2).run(Net(), DATA, resume="last")
+    linear_fit(tmp_path, counts, max_epochs=2).run(Net(), LINEAR_BATCHES, resume="last")
     assert counts.counter.n == 8
     with pytest.raises(ValueError, match=r"has 1 object\(s\) of register_for_checkpointing, and 0 are registered"):
-        fit(tmp_path, max_epochs=2).run(Net(), DATA, resume="last")
+        linear_fit(tmp_path, max_epochs=2).run(Net(), LINEAR_BATCHES, resume="last")
     with pytest.raises(TypeError, match="register_for_checkpointing got object"):
-        fit(tmp_path, Bad(), max_epochs=2).run(Net(), DATA)
+        linear_fit(tmp_path, Bad(), max_epochs=2).run(Net(), LINEAR_BATCHES)
 
 
 class Bad(Callback):
@@ -231,7 +233,7 @@ def test_evaluation_takes_the_best(root: Path, tmp_path: Path) -> None:
             self.weight = module.net.weight.detach().clone()
 
     weight, module = Weight(), Net()
-    fit(root, weight).validate(module, DATA, checkpoint="best")
+    linear_fit(root, weight).validate(module, LINEAR_BATCHES, checkpoint="best")
     expected = Net()
     start(root, expected, path(root, 8))
     assert torch.equal(weight.weight, expected.net.weight)
@@ -241,7 +243,7 @@ def test_several_names_and_a_time(tmp_path: Path) -> None:
     callback = ModelCheckpoint(
         monitor="val", filename="epoch={epoch}-val={val:.2f}", save_top_k=-1, keep_every="2 epochs"
     )
-    result = fit(tmp_path, callback).run(Net(), DATA, DATA)
+    result = linear_fit(tmp_path, callback).run(Net(), LINEAR_BATCHES, LINEAR_BATCHES)
     names = sorted(each.name for each in (tmp_path / "checkpoints").iterdir())
     assert names == ["epoch=0-val=1.00", "epoch=1-val=0.00", "epoch=2-val=1.00"]
     assert str(result.best_checkpoint).endswith("epoch=1-val=0.00")
@@ -250,7 +252,7 @@ def test_several_names_and_a_time(tmp_path: Path) -> None:
 
 def test_one_name_for_all_and_what_is_kept_for_ever(tmp_path: Path) -> None:
     callback = ModelCheckpoint(every=1, filename="only", keep_every=5)
-    fit(tmp_path, callback).run(Net(), DATA)
+    linear_fit(tmp_path, callback).run(Net(), LINEAR_BATCHES)
     names = dict(callback.names)
     assert sorted(names) == [5, 10, 12]
     assert len(set(names.values())) == 3
@@ -275,12 +277,12 @@ def test_too_long_a_name_is_an_error_each_time(tmp_path: Path) -> None:
             with pytest.raises(OSError, match="File name too long"):
                 run.save_checkpoint("x" * 300)
 
-    assert fit(tmp_path, Saves()).run(Net(), DATA).step == 12
+    assert linear_fit(tmp_path, Saves()).run(Net(), LINEAR_BATCHES).step == 12
 
 
 def test_an_unknown_metric_in_a_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'vla' is not known here; available: epoch, step"):
-        fit(tmp_path, ModelCheckpoint(filename="{vla:.2f}")).run(Net(), DATA, DATA)
+        linear_fit(tmp_path, ModelCheckpoint(filename="{vla:.2f}")).run(Net(), LINEAR_BATCHES, LINEAR_BATCHES)
 
 
 class Unfreeze(Callback):
@@ -326,16 +328,16 @@ class Gradual(TrainModule):
 @pytest.mark.parametrize("step", [4, 6, 8])
 @pytest.mark.parametrize("by_state", [False, True])
 def test_parameter_groups_that_were_added_in_training(tmp_path: Path, by_state: bool, step: int) -> None:
-    fit(tmp_path, Unfreeze(by_state), ModelCheckpoint(every=2, save_top_k=-1)).run(Gradual(), DATA)
+    linear_fit(tmp_path, Unfreeze(by_state), ModelCheckpoint(every=2, save_top_k=-1)).run(Gradual(), LINEAR_BATCHES)
     module = Gradual()
-    fit(tmp_path / "again", Unfreeze(by_state)).run(module, DATA, resume=path(tmp_path, step))
+    linear_fit(tmp_path / "again", Unfreeze(by_state)).run(module, LINEAR_BATCHES, resume=path(tmp_path, step))
     bare = Gradual()
     optimizer = bare.configure_optimizers()
     for epoch in range(3):
         if epoch == 1:
             bare.head.requires_grad_(True)
             optimizer.add_param_group({"params": list(bare.head.parameters()), "lr": 0.01})
-        for index, batch in enumerate(DATA):
+        for index, batch in enumerate(LINEAR_BATCHES):
             optimizer.zero_grad()
             bare.training_step(batch, index).backward()
             optimizer.step()
@@ -343,9 +345,9 @@ def test_parameter_groups_that_were_added_in_training(tmp_path: Path, by_state: 
 
 
 def test_added_groups_that_are_not_added_again_are_an_error_with_the_way_out(tmp_path: Path) -> None:
-    fit(tmp_path, Unfreeze(False), ModelCheckpoint()).run(Gradual(), DATA)
+    linear_fit(tmp_path, Unfreeze(False), ModelCheckpoint()).run(Gradual(), LINEAR_BATCHES)
     with pytest.raises(
         ValueError,
         match=r"2 group\(s\) of \[2, 2\], the optimizer has 1 of \[2\].*in on_load_checkpoint of the callback or module",
     ):
-        fit(tmp_path).run(Gradual(), DATA, resume="last")
+        linear_fit(tmp_path).run(Gradual(), LINEAR_BATCHES, resume="last")

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from processes import run_ranks, run_script
-from ranked import on_ranks
+from support.ranks import ranks_of_file, run_ranks, run_script
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -74,7 +73,7 @@ def rank_counts() -> dict[str, int]:
 
 
 def test_two_ranks_reduce_gradients_and_little_else() -> None:
-    for counts in on_ranks(__file__, 2)["counts"]:
+    for counts in ranks_of_file(__file__, 2)["counts"]:
         assert counts.pop("gloo:all_gather") == 4  # one at each log boundary: after steps 30, 40, 50 and 60
         # The ranks agree whether to stop; between two checks lie at least 16 steps, as the interval grows fourfold from the first step on.
         assert 40 <= counts.pop("gloo:all_reduce") <= 40 + 3

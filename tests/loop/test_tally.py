@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_ranks
+from support.ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, ones
+from support.toys import Weight, fit, ones
 
 from engine.config.settings import Settings
 from engine.utils import cuda

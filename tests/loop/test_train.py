@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, on_ranks, ones
+from support.ranks import ranks_of
+from support.toys import Weight, fit, ones
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -120,7 +121,7 @@ def test_few_frames_lie_between_run_and_training_step(tmp_path: Path) -> None:
 
 def test_what_ddp_adds_to_these_frames_is_torchs(tmp_path: Path) -> None:
     # Module.__call__ and forward of DistributedDataParallel and of the module inside, and what DDP does between them.
-    assert max(on_ranks(ranks_frames, 2, tmp_path)) <= MOST_FRAMES + 6
+    assert max(ranks_of(ranks_frames, 2, tmp_path)) <= MOST_FRAMES + 6
 
 
 class Returns(Weight):

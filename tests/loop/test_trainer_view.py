@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, on_ranks, ones
-from processes import run_script
+from support.ranks import ranks_of, run_script
+from support.toys import Weight, fit, ones
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -392,7 +392,7 @@ def two_ranks(folder: str) -> list[Any]:
 
 
 def test_on_two_ranks(tmp_path: Path) -> None:
-    first, second = on_ranks(two_ranks, 2, tmp_path)
+    first, second = ranks_of(two_ranks, 2, tmp_path)
     # 7 samples: 4 batches a rank, 2 windows; a rank's own samples, and its step's mean of the first two of them.
     assert first[0] == second[0] == 2
     assert first[1:3] == second[1:3] == [4, 1]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import fit
-from ranked import on_ranks
 from safetensors.torch import load_file, save_model
+from support.ranks import ranks_of_file
+from support.toys import fit
 from torch import Tensor, nn
 
 from engine import Callback, Fit, MeshParallel, TrainModule
@@ -141,7 +141,7 @@ def after(name: str, strategy: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> Any:
-    return on_ranks(__file__, 2, timeout=300)["gathered"]
+    return ranks_of_file(__file__, 2, timeout=300)["gathered"]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

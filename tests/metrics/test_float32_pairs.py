@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, ones
+from support.toys import Weight, fit, ones
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.metrics import reductions

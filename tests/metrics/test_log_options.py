@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from models import Weight, fit, ones
-from ranked import on_ranks
+from support.ranks import ranks_of_file
+from support.toys import Weight, fit, ones
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -288,7 +288,7 @@ def rank_group() -> Any:
 
 @pytest.fixture(scope="module")
 def by_rank() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 2)
+    return ranks_of_file(__file__, 2)
 
 
 def test_values_are_over_all_ranks_with_and_without_sync_dist(by_rank: Any) -> None:

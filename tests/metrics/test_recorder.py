@@ -10,28 +10,21 @@ import numpy
 import pytest
 import torch
 import torchmetrics
-from models import Weight, fit, on_ranks, ones
+from support.internals import new_recorder
+from support.ranks import ranks_of
+from support.toys import Weight, fit, ones
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from engine import Callback
-from engine.distributed.environment import Environment
-from engine.distributed.group import Group
-from engine.metrics.recorder import Recorder
 
 # Seven samples, classes and predictions: 5 of 7 are right.
 TARGETS = torch.tensor([0, 1, 2, 0, 1, 2, 0])
 GUESSES = torch.tensor([0, 1, 2, 1, 1, 0, 0])
 
 
-def recorder(**options: Any) -> Recorder:
-    return Recorder(
-        Group(Environment("single"), torch.device("cpu")), **{"on_step": False, "on_epoch": True, **options}
-    )
-
-
 def test_means_are_weighted_by_the_samples() -> None:
-    r = recorder()
+    r = new_recorder()
     for size, value in ((3, 1.0), (17, 2.0), (1, 30.0)):
         r.size = size
         r.record("plain", value)
@@ -42,7 +35,7 @@ def test_means_are_weighted_by_the_samples() -> None:
 
 
 def test_other_reductions_are_not_weighted() -> None:
-    r = recorder()
+    r = new_recorder()
     for size, value in ((3, 4.0), (17, -2.0), (1, 1.0)):
         r.size = size
         for reduce in ("sum", "min", "max"):
@@ -55,7 +48,7 @@ def test_other_reductions_are_not_weighted() -> None:
 @pytest.mark.parametrize("reduce", ["mean", "sum", "min", "max"])
 @pytest.mark.parametrize("tensors", [False, True])
 def test_many_values_are_folded_without_a_change(reduce: str, tensors: bool) -> None:
-    r = recorder()
+    r = new_recorder()
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(700, generator=generator, dtype=torch.float64).tolist()
     weights = torch.randint(1, 9, (700,), generator=generator).tolist()
@@ -68,7 +61,7 @@ def test_many_values_are_folded_without_a_change(reduce: str, tensors: bool) -> 
 
 
 def test_a_mean_of_fp16_and_fp32_values_is_made_in_fp64() -> None:
-    r = recorder()
+    r = new_recorder()
     for _ in range(4096):
         r.record("half", torch.tensor(1.0, dtype=torch.float16))  # an fp16 sum would stop at 2048
         r.record("single", torch.tensor(1.0 + 2**-23))
@@ -77,7 +70,7 @@ def test_a_mean_of_fp16_and_fp32_values_is_made_in_fp64() -> None:
 
 
 def test_names_of_step_and_epoch_values() -> None:
-    r = recorder(on_step=True, on_epoch=False)
+    r = new_recorder(on_step=True, on_epoch=False)
     for window, value in enumerate((1.0, 2.0)):
         r.window = window
         r.record("step", value)
@@ -90,7 +83,7 @@ def test_names_of_step_and_epoch_values() -> None:
 
 
 def test_a_step_value_is_that_of_all_micro_batches_of_the_newest_step_only() -> None:
-    r = recorder(on_step=True, on_epoch=False)
+    r = new_recorder(on_step=True, on_epoch=False)
     for window, size, value in ((0, 1, 50.0), (1, 1, 1.0), (1, 3, 5.0)):
         r.window, r.size = window, size
         r.record("a", value)
@@ -100,14 +93,14 @@ def test_a_step_value_is_that_of_all_micro_batches_of_the_newest_step_only() -> 
 
 
 def test_nothing_is_kept_of_a_repeated_micro_batch() -> None:
-    r = recorder()
+    r = new_recorder()
     r.size = 0
     r.record("a", 5.0)
     assert r.epoch_values() == {}
 
 
 def test_a_logged_tensor_keeps_no_graph() -> None:
-    r = recorder()
+    r = new_recorder()
     w = torch.ones(1, requires_grad=True)
     r.record("a", w * 2)
     r.record("a", (w * 2).sum())
@@ -116,7 +109,7 @@ def test_a_logged_tensor_keeps_no_graph() -> None:
 
 def test_a_part_of_something_keeps_its_value_and_nothing_else() -> None:
     """An element of a large activation would keep all of it until the log boundary; a parameter would show its value after the step."""
-    values, found = recorder(on_step=True), torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    values, found = new_recorder(on_step=True), torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
     single, scale, buffer = torch.nn.Parameter(torch.tensor(4.0)), torch.full((1,), 5.0), torch.tensor(7.0)
     parts = {"a": found[1], "b": found.detach()[2:], "c": single, "d": scale, "e": found.sum(), "f": buffer}
     for name, value in parts.items():
@@ -131,7 +124,7 @@ def test_a_part_of_something_keeps_its_value_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("on_step", [True, False])
 def test_a_loss_that_changes_in_place_after_it_was_logged_is_refused(on_step: bool) -> None:
-    values, weight = recorder(on_step=on_step), torch.ones(1, requires_grad=True)
+    values, weight = new_recorder(on_step=on_step), torch.ones(1, requires_grad=True)
     loss = (weight * 2).sum()
     values.record("loss", loss)
     loss += 1
@@ -140,7 +133,7 @@ def test_a_loss_that_changes_in_place_after_it_was_logged_is_refused(on_step: bo
 
 
 def test_a_loss_that_changed_in_place_before_it_was_logged_keeps_its_value() -> None:
-    values, weight = recorder(), torch.ones(1, requires_grad=True)
+    values, weight = new_recorder(), torch.ones(1, requires_grad=True)
     loss = (weight * 2).sum()
     loss += 1
     values.record("before", loss)
@@ -151,7 +144,7 @@ def test_a_loss_that_changed_in_place_before_it_was_logged_keeps_its_value() -> 
 
 
 def test_numbers_in_disguise() -> None:
-    r = recorder()
+    r = new_recorder()
     r.record("numpy", numpy.float32(2.0))
     r.record("array", numpy.array(3.0))
     r.record("bool", True)
@@ -159,7 +152,7 @@ def test_numbers_in_disguise() -> None:
 
 
 def test_infinite_values_are_shown() -> None:
-    r = recorder()
+    r = new_recorder()
     for value in (float("inf"), 1.0):
         r.record("inf", value)
         r.record("tensor", torch.tensor(value))
@@ -188,16 +181,16 @@ def test_infinite_values_are_shown() -> None:
 )
 def test_errors_name_the_key(value: Any, options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        recorder().record("key", value, **options)
+        new_recorder().record("key", value, **options)
 
 
 def test_a_name_must_be_text() -> None:
     with pytest.raises(TypeError, match=r"log\(\) takes a name \(str\) first, got 3"):
-        recorder().record(3, 1.0)  # type: ignore[arg-type]
+        new_recorder().record(3, 1.0)  # type: ignore[arg-type]
 
 
 def test_the_state_goes_on(tmp_path: Path) -> None:
-    first, second = recorder(), recorder()
+    first, second = new_recorder(), new_recorder()
     first.size = 3
     first.record("a", torch.tensor(1.0))
     first.record("m", 2.0, reduce="max")
@@ -281,7 +274,7 @@ def test_torchmetrics_and_means_on_one_rank(tmp_path: Path) -> None:
 def test_torchmetrics_and_means_on_two_ranks_are_those_of_one(tmp_path: Path) -> None:
     val, train = expected()
     val |= {"only/first": 3.0, "only/other": 5.0}  # names that one rank alone logs
-    first, second = on_ranks(ranks_measure, 2, tmp_path)
+    first, second = ranks_of(ranks_measure, 2, tmp_path)
     assert first == second
     for values, right in zip(first, [val, train] * 2, strict=True):
         assert values == pytest.approx(right, rel=1e-6)

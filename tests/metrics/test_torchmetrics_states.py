@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from support.internals import new_recorder
 from torch import nn
 
-from engine.distributed.environment import Environment
-from engine.distributed.group import Group
-from engine.metrics.recorder import Recorder
 from engine.metrics.torchmetrics_states import load_metric_states, metric_states, unchanged
 
 
@@ -95,8 +93,8 @@ def test_a_repeated_batch_leaves_no_trace() -> None:
 
 
 def test_names_of_logged_metrics() -> None:
-    def recorder() -> Recorder:
-        made = Recorder(Group(Environment("single"), torch.device("cpu")), on_step=False, on_epoch=True)
+    def recorder() -> Any:
+        made = new_recorder()
         made.module = Holder()
         return made
 

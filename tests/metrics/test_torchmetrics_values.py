@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranked
 import torch
 import torchmetrics
-from models import Weight, fit
+from support.ranks import ranks_of_file
+from support.toys import Weight, fit
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -280,7 +280,7 @@ FUNCTIONS = {
 
 @pytest.fixture(scope="module")
 def by_rank() -> dict[str, list[Any]]:
-    return ranked.on_ranks(__file__, 2)
+    return ranks_of_file(__file__, 2)
 
 
 @pytest.fixture(params=["one process", "two ranks"])

@@ -8,8 +8,8 @@ from typing import Any
 
 import called
 import pytest
-from models import fit
-from processes import run_script
+from support.ranks import run_script
+from support.toys import fit
 
 from engine import TrainModule
 

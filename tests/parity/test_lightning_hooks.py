@@ -6,8 +6,8 @@ from pathlib import Path
 
 import hooked
 import pytest
-from models import fit
-from processes import run_script
+from support.ranks import run_script
+from support.toys import fit
 
 from engine import TrainModule
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
@@ -405,8 +405,8 @@ def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         patch.setenv("PARITY_CASES", json.dumps(cases))
         patch.setenv("PARITY_ROOT", str(tmp_path_factory.mktemp("parity")))
         train("single", 1, root="single", max_steps=3)
-        two = on_ranks(__file__, 2, "two_")
-        four = FOUR_LEFT_OUT if request.config.option.markexpr == "not slow" else on_ranks(__file__, 4, "four_")
+        two = ranks_of_file(__file__, 2, "two_")
+        four = FOUR_LEFT_OUT if request.config.option.markexpr == "not slow" else ranks_of_file(__file__, 4, "four_")
         alone = train("single", 1, resume="fsdp")
         yield {
             "runs": [

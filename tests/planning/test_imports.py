@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from processes import clean_environment
+from support.ranks import clean_environment
 
 HEAVY = (
     "torch._dynamo",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from llama import SHAPES, Llama, tokens
-from processes import PATIENCE_S, clean_environment
+from support.ranks import PATIENCE_S, clean_environment
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 

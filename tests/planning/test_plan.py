@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import chromium
 import pytest
 from hand_made import DEVICE, GIB, OPERATIONS, collective, job, rank_trace
+from support import browser as chromium
 
 from engine.planning.network import START_S
 from engine.planning.paper_formulas import Shape

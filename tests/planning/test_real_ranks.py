@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from jobs import JOBS, Job, parity
 from measured import measure
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 
 from engine import Fit
 from engine.planning.plan import RankTrace
@@ -55,7 +55,7 @@ def real(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     found: dict[str, list[Any]] = {}
     for prefix, world_size in (("two_", 2), ("four_", 4)):
         if any(JOBS[name].world_size == world_size for name in chosen):
-            ranks = on_ranks(__file__, world_size, prefix, MEASURING_S, **env)["jobs"]
+            ranks = ranks_of_file(__file__, world_size, prefix, MEASURING_S, **env)["jobs"]
             found |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
     return found
 

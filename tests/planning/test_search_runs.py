@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from measured import measure
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch.utils.data import DataLoader
 
 from engine import Fit
@@ -68,7 +68,7 @@ def test_what_it_names_runs_within_the_bound(tmp_path: Path) -> None:
         "PLANNING_ROOT": str(tmp_path),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT)]),
     }
-    measured = on_ranks(__file__, RANKS, **env)["measured"]
+    measured = ranks_of_file(__file__, RANKS, **env)["measured"]
     peaks = [sum(rank["peak"].values()) for rank in measured]
     assert max(peaks) <= LIMIT
     assert max(peaks) == pytest.approx(best.plan.peak_bytes, rel=1e-5)  # 16 bytes: the loss's two numbers

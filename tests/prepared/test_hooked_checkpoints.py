@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -184,4 +184,4 @@ def rank_hooks() -> Any:
 
 def test_hooks_on_two_ranks() -> None:
     expected = {"name": "checkpoint_0", "listed": ["checkpoint_0"], "weight": 5.0}
-    assert on_ranks(__file__, 2)["hooks"] == [expected, expected]
+    assert ranks_of_file(__file__, 2)["hooks"] == [expected, expected]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import fit
-from processes import run_ranks
 from safetensors.torch import load_file
+from support.ranks import run_ranks
+from support.toys import fit
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

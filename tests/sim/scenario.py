@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import PATIENCE_S, run_ranks
+from support.ranks import PATIENCE_S, run_ranks
 
 SCENARIOS = Path(__file__).with_name("scenarios")
 

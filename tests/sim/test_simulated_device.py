@@ -8,8 +8,8 @@ from pathlib import Path
 
 import build_device
 import pytest
-from processes import clean_environment, nursery, run_ranks
 from scenario import play, scenarios
+from support.ranks import clean_environment, forkserver, run_ranks
 
 
 @scenarios("tool")
@@ -85,7 +85,7 @@ def test_a_killed_build_stops_nobody(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_BUILD.replace("report", "print"))
     args = [str(script), str(compiler.path), str(tmp_path / "cache"), str(Path(build_device.__file__).parent)]
-    killed = nursery().fork(args, clean_environment(), tmp_path / "out", tmp_path / "err")
+    killed = forkserver().fork(args, clean_environment(), tmp_path / "out", tmp_path / "err")
     while not compiler.calls:
         assert killed.poll() is None, (tmp_path / "err").read_text()
         time.sleep(0.01)

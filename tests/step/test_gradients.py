@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.internals import new_share, new_window
 from torch import Tensor
 
 from engine.step import gradients
 from engine.step.gradients import Loss
-from engine.step.share import Share
 from engine.step.window import Window
 from engine.utils.parameters import parameters_of
 
@@ -42,16 +42,16 @@ def backward(window: Window, loss: Any, world_size: int = 1, fp16: bool = False)
 
 def test_a_full_scalar_micro_batch_is_not_touched() -> None:
     loss = weight() * 3
-    root, divisor = Window().root(loss, 1, False)
+    root, divisor = new_window().root(loss, 1, False)
     assert root is loss
     assert divisor == 1.0
 
 
 def test_scalar_windows_divide_by_the_share() -> None:
-    window, w = Window(3), weight()
+    window, w = new_window(3), weight()
     window.accumulating = True
     for size, last in ((4, False), (4, False), (1, True)):  # 9 samples, each micro-batch the mean over its own
-        window.share = Share(size, 9 / size, 1.0, last)
+        window.share = new_share(size, 9 / size, 1.0, last)
         backward(window, w * float(size))
     # (4 * 4 + 4 * 4 + 1 * 1) / 9
     assert w.grad is not None
@@ -60,14 +60,14 @@ def test_scalar_windows_divide_by_the_share() -> None:
 
 
 def test_without_accumulation_each_micro_batch_is_its_own_window() -> None:
-    window = Window(4)
-    window.share = Share(4, 4.0, 1.0, last=False)
+    window = new_window(4)
+    window.share = new_share(4, 4.0, 1.0, last=False)
     assert window.root(weight() * 1, 1, False)[1] == 1.0
 
 
 def test_a_repeated_micro_batch_has_no_gradient() -> None:
-    window, w = Window(), weight()
-    window.share = Share(0, 1.0, 1.0, last=True)
+    window, w = new_window(), weight()
+    window.share = new_share(0, 1.0, 1.0, last=True)
     backward(window, w * 5)
     assert w.grad is not None
     assert w.grad.item() == 0.0
@@ -79,11 +79,11 @@ def test_a_repeated_micro_batch_has_no_gradient() -> None:
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_weighted_losses_divide_by_all_items(as_tensor: bool) -> None:
-    window, w = Window(4), weight()
+    window, w = new_window(4), weight()
     window.accumulating = True
     counts = (3, 17, 1, 40)
     for i, count in enumerate(counts):
-        window.share = Share(1, 4.0, 1.0, last=i == 3)
+        window.share = new_share(1, 4.0, 1.0, last=i == 3)
         backward(window, Loss(w * float(i + 1) * count, torch.tensor(count) if as_tensor else count))
     total = finish(window)
     assert float(total) == 61.0  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def test_weighted_losses_divide_by_all_items(as_tensor: bool) -> None:
 
 
 def test_a_window_of_one_weighted_loss_is_divided_in_the_graph() -> None:
-    window, w = Window(), weight()
+    window, w = new_window(), weight()
     backward(window, Loss(w * 6.0, 4))
     assert w.grad is not None
     assert w.grad.item() == 1.5
@@ -102,7 +102,7 @@ def test_a_window_of_one_weighted_loss_is_divided_in_the_graph() -> None:
 
 
 def test_two_weighted_losses_on_one_micro_batch() -> None:
-    window, w = Window(), weight()
+    window, w = new_window(), weight()
     backward(window, Loss(w * 6.0, 4))
     backward(window, Loss(w * 10.0, 12))
     total = finish(window)
@@ -114,10 +114,10 @@ def test_two_weighted_losses_on_one_micro_batch() -> None:
 @pytest.mark.parametrize("count", [0, 0.0, torch.tensor(0)])
 @pytest.mark.parametrize("size", [1, 2])
 def test_no_items_give_zero_gradients(count: Any, size: int) -> None:
-    window, w = Window(size), weight()
+    window, w = new_window(size), weight()
     window.accumulating = True
     for j in range(size):
-        window.share = Share(1, float(size), 1.0, last=j == size - 1)
+        window.share = new_share(1, float(size), 1.0, last=j == size - 1)
         backward(window, Loss(w * 0.0, count))
     total = finish(window)
     assert w.grad is not None
@@ -127,9 +127,9 @@ def test_no_items_give_zero_gradients(count: Any, size: int) -> None:
 
 
 def test_a_new_window_begins_with_the_next_backward() -> None:
-    window, w = Window(2), weight()
+    window, w = new_window(2), weight()
     window.accumulating = True
-    window.share = Share(1, 2.0, 1.0, last=False)
+    window.share = new_share(1, 2.0, 1.0, last=False)
     backward(window, Loss(w * 1.0, 5))
     backward(window, Loss(w * 1.0, 7))
     assert finish(window) == 12.0
@@ -140,10 +140,10 @@ def test_a_new_window_begins_with_the_next_backward() -> None:
 
 
 def test_micro_batches_without_loss_do_not_count() -> None:
-    window, w = Window(4), weight()
+    window, w = new_window(4), weight()
     window.accumulating = True
     for j in range(4):
-        window.share = Share(1, 4.0, 1.0, last=j == 3)
+        window.share = new_share(1, 4.0, 1.0, last=j == 3)
         if j == 1:
             window.drop(1, False)
         else:
@@ -154,21 +154,21 @@ def test_micro_batches_without_loss_do_not_count() -> None:
 
 
 def test_a_window_of_dropped_micro_batches_is_empty() -> None:
-    window = Window(2)
+    window = new_window(2)
     window.accumulating = True
     for last in (False, True):
-        window.share = Share(1, 2.0, 1.0, last)
+        window.share = new_share(1, 2.0, 1.0, last)
         window.drop(1, False)
     assert not window.fed
     assert finish(window) is None
 
 
 def test_a_dropped_micro_batch_before_a_weighted_one() -> None:
-    window, w = Window(2), weight()
+    window, w = new_window(2), weight()
     window.accumulating = True
-    window.share = Share(1, 2.0, 1.0, last=False)
+    window.share = new_share(1, 2.0, 1.0, last=False)
     window.drop(1, False)
-    window.share = Share(1, 2.0, 1.0, last=True)
+    window.share = new_share(1, 2.0, 1.0, last=True)
     backward(window, Loss(w * 6.0, 3))
     total = finish(window)
     assert w.grad is not None
@@ -176,14 +176,14 @@ def test_a_dropped_micro_batch_before_a_weighted_one() -> None:
 
 
 def test_fp16_sums_start_small_enough() -> None:
-    window, w = Window(2), weight()
+    window, w = new_window(2), weight()
     window.accumulating = True
-    window.share = Share(1, 2.0, 1.0, last=False)
+    window.share = new_share(1, 2.0, 1.0, last=False)
     window.agree = lambda counts: [5.0]  # the other rank has 5
     root, divisor = window.root(Loss(w * 8.0, 3), 1, True)
     assert divisor == 16.0  # the power of two above 5 * 2 micro-batches
     root.backward(window.seed(divisor, root))
-    window.share = Share(1, 2.0, 1.0, last=True)
+    window.share = new_share(1, 2.0, 1.0, last=True)
     window.agree = lambda counts: pytest.fail("agreed on already")
     backward(window, Loss(w * 12.0, 2), fp16=True)
     total = finish(window)
@@ -193,9 +193,9 @@ def test_fp16_sums_start_small_enough() -> None:
 
 
 def test_kinds_cannot_be_mixed() -> None:
-    window, w = Window(2), weight()
+    window, w = new_window(2), weight()
     window.accumulating = True
-    window.share = Share(1, 2.0, 1.0, last=False)
+    window.share = new_share(1, 2.0, 1.0, last=False)
     window.root(w * 1, 1, False)
     with pytest.raises(TypeError, match="earlier one of the same window has a scalar"):
         window.root(Loss(w * 1, 1), 1, False)
@@ -216,11 +216,11 @@ def test_kinds_cannot_be_mixed() -> None:
 )
 def test_wrong_losses(loss: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        Window().root(loss, 1, False)
+        new_window().root(loss, 1, False)
 
 
 def test_a_loss_of_shape_one_is_taken() -> None:
-    root, _ = Window().root(torch.ones(1, 1, requires_grad=True) * 2, 1, False)
+    root, _ = new_window().root(torch.ones(1, 1, requires_grad=True) * 2, 1, False)
     assert root.shape == ()
 
 
@@ -228,12 +228,12 @@ def test_a_loss_of_shape_one_is_taken() -> None:
 def test_the_seed_divides_as_autograd_does(divisor: float) -> None:
     w, v = torch.tensor(1.2345, requires_grad=True), torch.tensor(1.2345, requires_grad=True)
     (w.exp() / divisor).backward()
-    v.exp().backward(Window().seed(divisor, v))
+    v.exp().backward(new_window().seed(divisor, v))
     assert torch.equal(w.grad, v.grad)  # type: ignore[arg-type]
 
 
 def test_seeds_are_made_once_and_forgotten_when_many() -> None:
-    window, loss = Window(), torch.ones(())
+    window, loss = new_window(), torch.ones(())
     assert window.seed(3.0, loss) is window.seed(3.0, loss)
     assert window.seed(math.inf, loss).item() == 0.0
     for i in range(300):

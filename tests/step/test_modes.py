@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import schedulefree
 import torch
-from models import fit
+from support.toys import fit
 from torch import Tensor, nn
 
 from callbacks import ModelCheckpoint

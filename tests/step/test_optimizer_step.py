@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.internals import new_share, new_window
 from torch.optim import SGD
 
 from engine.step.gradients import Loss
 from engine.step.optimizer_step import Stepper
 from engine.step.owned_step import OwnedStepper
 from engine.step.precision import Scaler
-from engine.step.share import Share
-from engine.step.window import Window
 from engine.strategies import Single
 
 INF = float("inf")
@@ -35,7 +34,7 @@ class Bench:
         values: int = 1,
         momentum: float = 0.0,
     ) -> None:
-        self.window = Window(size)
+        self.window = new_window(size)
         strategy = Single()
         strategy.connect(Alone())  # type: ignore[arg-type]
         self.scaler = Scaler(torch.device("cpu")) if scaled else None
@@ -56,7 +55,7 @@ class Bench:
 
     def micro(self, *gradient: float, count: float, last: bool) -> None:
         self.window.accumulating = True
-        self.window.share = Share(1, float(self.window.size), 1.0, last)
+        self.window.share = new_share(1, float(self.window.size), 1.0, last)
         self.backward(*gradient, count=count)
 
 
@@ -281,6 +280,6 @@ def test_a_finite_step_that_a_guard_leaves_out_is_no_error() -> None:
 def test_a_strategy_that_owns_the_step_takes_no_guard() -> None:
     strategy = Single()
     strategy.connect(Alone())  # type: ignore[arg-type]
-    stepper = OwnedStepper(Window(), strategy, None, None)  # type: ignore[arg-type]
+    stepper = OwnedStepper(new_window(), strategy, None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Single steps by itself"):
         stepper.guard_by(Above())

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, on_ranks, ones
+from support.ranks import ranks_of
+from support.toys import Weight, fit, ones
 from torch import Tensor, nn
 
 from callbacks import ModelCheckpoint
@@ -437,7 +438,7 @@ def ranks_all(root: str) -> Any:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return on_ranks(ranks_all, 2, tmp_path_factory.mktemp("ranks"))
+    return ranks_of(ranks_all, 2, tmp_path_factory.mktemp("ranks"))
 
 
 def expected_without_loss(window: int, pairs: set[tuple[int, int]], kind: str) -> list[float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 
 from engine import DeepSpeed, Fit, MeshParallel, TrainModule
@@ -90,7 +90,7 @@ def rank_changes() -> Any:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, str]]:
-    return on_ranks(__file__, 2)["changes"]
+    return ranks_of_file(__file__, 2)["changes"]
 
 
 NAMES = {

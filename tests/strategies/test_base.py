@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from saved import source_of
-from tiny import Net
+from support.checkpoints import source_of
+from support.toys import Net
 from torch import nn
 
 from callbacks import BaseFinetuning, GradientNorm, WeightAveraging

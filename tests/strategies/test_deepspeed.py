@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_script
-from ranked import on_ranks
+from support.ranks import ranks_of_file, run_script
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -641,7 +640,7 @@ def alone_quiet() -> Any:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 2, timeout=300)
+    return ranks_of_file(__file__, 2, timeout=300)
 
 
 def test_each_rank_holds_its_part(found: Any) -> None:
@@ -787,7 +786,7 @@ def test_refusals(found: Any, name: str) -> None:
 
 
 def test_alone_and_quiet() -> None:
-    ran = on_ranks(__file__, 1, "alone_", timeout=300)
+    ran = ranks_of_file(__file__, 1, "alone_", timeout=300)
     assert all(distance < 1e-6 for distance in ran["one"][0])
     assert ran["quiet"] == [[]]
 
@@ -930,5 +929,5 @@ def compiled_adam() -> Any:
 @pytest.mark.skipif(not (shutil.which("g++") and shutil.which("ninja")), reason="needs g++ and ninja")
 def test_cpu_adam(tmp_path: Path) -> None:
     # In the user's cache, the lock of a compilation that was killed would make this one wait forever.
-    ran = on_ranks(__file__, 2, "compiled_", timeout=600, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    ran = ranks_of_file(__file__, 2, "compiled_", timeout=600, TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert all(distance < 1e-5 for distance in ran["adam"])

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from processes import PATIENCE_S, clean_environment
+from support.ranks import PATIENCE_S, clean_environment
 
 from engine.strategies.deepspeed.model import REQUIREMENT
 

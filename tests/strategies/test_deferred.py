@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 
 from engine import FSDP, Engine, Fit, MeshParallel, Strategy, TrainModule
@@ -95,13 +95,13 @@ def two_values() -> Any:
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 2, "two_")
+    return ranks_of_file(__file__, 2, "two_")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_whole_model_is_on_no_rank() -> None:
-    for held, whole in on_ranks(__file__, 4, "four_")["peaks"]:
+    for held, whole in ranks_of_file(__file__, 4, "four_")["peaks"]:
         assert whole > 400e6
         assert whole / 4 < held < whole / 2
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import fit
+from support.toys import fit
 from torch import Tensor, nn
 
 from callbacks import ModelCheckpoint

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.internals import group_of_job
+from support.ranks import ranks_of_file
 from torch import Tensor
 
-from engine.distributed.environment import detect
-from engine.distributed.group import Group, join
 from engine.strategies.manual_average import ManualAverage
-
-
-def group() -> Group:
-    return join(detect(os.environ), torch.device("cpu"), timeout=timedelta(seconds=300))
 
 
 def parameter(size: int, grad: float | None, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -32,7 +25,7 @@ def grads(parameters: list[Tensor]) -> list[Any]:
 
 
 def rank_means() -> Any:
-    ranks = group()
+    ranks = group_of_job()
     mine = float(ranks.rank)
     frozen = parameter(2, None).requires_grad_(False)
     parameters = [
@@ -47,7 +40,7 @@ def rank_means() -> Any:
 
 
 def rank_collectives() -> Any:
-    ranks, average = group(), ManualAverage()
+    ranks, average = group_of_job(), ManualAverage()
     parameters = [parameter(2, 1.0), parameter(3, float(ranks.rank))]
     average(ranks, parameters)  # the ranks compare what they train
 
@@ -64,7 +57,7 @@ def rank_collectives() -> Any:
 
 
 def rank_changes() -> Any:
-    ranks, average = group(), ManualAverage()
+    ranks, average = group_of_job(), ManualAverage()
     parameters = [parameter(1, 1.0), parameter(2, 2.0)]
     average(ranks, parameters)
     parameters[1].requires_grad_(False).grad = None  # on all ranks
@@ -81,7 +74,7 @@ def rank_changes() -> Any:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 2)
+    return ranks_of_file(__file__, 2)
 
 
 def test_means(found: dict[str, list[Any]]) -> None:

@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
-from processes import run_ranks
-from ranked import on_ranks
+from support.ranks import ranks_of_file, run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -375,7 +374,7 @@ def rank_refused() -> Any:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 2, timeout=300)
+    return ranks_of_file(__file__, 2, timeout=300)
 
 
 def test_a_rank_holds_half_of_what_is_planned(found: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -170,7 +170,9 @@ def bare(make: type[Net]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def four(request: pytest.FixtureRequest) -> Any:
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    return on_ranks(__file__, 4, "four_", CASES=json.dumps([item.callspec.params["name"] for item in items]))["trained"]
+    return ranks_of_file(__file__, 4, "four_", CASES=json.dumps([item.callspec.params["name"] for item in items]))[
+        "trained"
+    ]
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])

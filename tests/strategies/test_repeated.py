@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -108,7 +108,7 @@ def rank_engine() -> list[float]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 2)
+    return ranks_of_file(__file__, 2)
 
 
 @pytest.mark.parametrize("window", [1, 2])

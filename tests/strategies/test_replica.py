@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_ranks
-from ranked import on_ranks
+from support.ranks import ranks_of_file, run_ranks
 from torch import Tensor, nn
 
 from engine import DDP, Callback, Engine, Fit, Loss, TrainModule
@@ -504,7 +503,7 @@ def rank_frozen_in_a_window() -> Any:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
-    return on_ranks(__file__, RANKS)
+    return ranks_of_file(__file__, RANKS)
 
 
 def test_a_changed_model_trains_as_on_one_process(found: Any) -> None:

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from processes import ROOT, run_script
+from support.ranks import ROOT, run_script
 
 LEFT_OUT = ("strategies/deepspeed",)
 """Folders of ``engine`` that the copy lacks."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -240,7 +240,7 @@ ROOT = Path.cwd()  # the ranks run in the test's temporary directory
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("runs"))
-        return on_ranks(__file__, 2)
+        return ranks_of_file(__file__, 2)
 
 
 def test_it_trains_as_one_process_with_the_whole_batch(found: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -109,7 +109,7 @@ def rank_statistics() -> Any:
 
 @pytest.fixture(scope="module")
 def found() -> Any:
-    return on_ranks(__file__, 2)
+    return ranks_of_file(__file__, 2)
 
 
 def test_running_statistics_are_updated_once_on_every_rank(found: Any) -> None:

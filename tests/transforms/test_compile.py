@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 
 from engine import Engine, Fit, MeshParallel, TrainModule
@@ -81,7 +81,7 @@ def rank_runs() -> Any:
 
 @pytest.fixture(scope="module")
 def found() -> Any:
-    return on_ranks(__file__, 2, timeout=300)
+    return ranks_of_file(__file__, 2, timeout=300)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "tp", "pp"])

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
-from saved import source_of
+from support.checkpoints import source_of
+from support.internals import group_of_one
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -247,12 +248,10 @@ def rank_refused() -> Any:
 def float8_cut() -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from engine.distributed.environment import Environment
-    from engine.distributed.group import Group
     from engine.transforms.float8 import Layers, Scales
 
     fp8, model = FP8(all_gather=True), nn.Sequential(nn.Linear(32, 32))
-    Layers(fp8, Group(Environment("single"), torch.device("cpu"))).convert(model)
+    Layers(fp8, group_of_one()).convert(model)
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
     Scales(model, fp8)
@@ -272,7 +271,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(root: Path) -> dict[str, list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLOAT8_ROOT", str(root))
-        return on_ranks(__file__, 2)
+        return ranks_of_file(__file__, 2)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.internals import group_of_one
 
 from engine import FP8, Device
 from engine.cli import env_actions
-from engine.distributed.environment import Environment
-from engine.distributed.group import Group
 from engine.transforms import float8
 from engine.utils import accelerator, device_names
 
@@ -105,7 +104,7 @@ def test_fp8_is_there_where_torchs_product_is(
     pretend(GPU, get_device_name=lambda device: "AMD Instinct MI210")
     monkeypatch.setattr(torch, "_scaled_mm", product)
     assert accelerator.has_fp8(GPU) is there
-    group = Group(Environment("single"), GPU)
+    group = group_of_one(GPU)
     if there:
         assert not float8._emulated(FP8(), group)
     else:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import clean_environment, run_script
+from support.ranks import clean_environment, run_script
 
 SAYS = """
 import logging, os, pty, sys

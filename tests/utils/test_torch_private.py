@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -134,7 +134,7 @@ def rank_groups() -> Any:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 2)
+    return ranks_of_file(__file__, 2)
 
 
 def test_windows_are_discarded_under_fsdp_with_several_optimizers(found: Any) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import Weight, ones
+from support.toys import Weight, ones
 
 import callbacks
 from callbacks import ModelCheckpoint

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from processes import clean_environment
+from support.ranks import clean_environment
 
 Entry = tuple[str, int, float]
 """Name, step, value."""

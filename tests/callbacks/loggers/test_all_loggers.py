@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from logged_run import train
-from processes import run_ranks
 from readers import PACKAGES, READERS, Entry
+from support.ranks import run_ranks
 
 SCRIPT = f"""
 import sys

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Weight, fit, on_ranks, ones
+from support.ranks import ranks_of
+from support.toys import Weight, fit, ones
 
 from callbacks import CSVLogger, JSONLLogger
 from callbacks.loggers import Logger, Moment
@@ -209,5 +210,5 @@ def other_ranks(folder: str) -> list[str]:
 
 
 def test_other_ranks_do_nothing(tmp_path: Path) -> None:
-    first, _ = on_ranks(other_ranks, 2, tmp_path)
+    first, _ = ranks_of(other_ranks, 2, tmp_path)
     assert first == ["step,epoch,samples,rank", "0,0,0,0.0"]

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import Weight, fit, ones
-from processes import run_ranks
+from support.ranks import run_ranks
+from support.toys import Weight, fit, ones
 
 from callbacks import ModelCheckpoint
 from callbacks.loggers import PlainLogger
@@ -254,7 +254,7 @@ from torch.utils.data import DataLoader
 from callbacks import ModelCheckpoint
 from callbacks.loggers.base import Logger
 from engine import Callback
-from models import Weight, fit, ones
+from support.toys import Weight, fit, ones
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -350,7 +350,7 @@ def test_only_the_main_process_opens(tmp_path: Path) -> None:
     script = """
 import sys
 from callbacks.loggers.base import Logger
-from models import Weight, fit, ones
+from support.toys import Weight, fit, ones
 
 class Opens(Logger):
     opened = False

@@ -12,8 +12,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from processes import PATIENCE_S, clean_environment, run_ranks
 from readers import read_mlflow
+from support.ranks import PATIENCE_S, clean_environment, run_ranks
 from test_all_loggers import SCRIPT, check, killed
 
 

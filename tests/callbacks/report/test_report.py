@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_ranks
-from report_page import Page, series
+from support.browser import Page, series
+from support.ranks import run_ranks
 
 from callbacks import CSVLogger, ModelCheckpoint, Report, write_report
 from callbacks.report.record import events

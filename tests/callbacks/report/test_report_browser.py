@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import chromium
 import numpy as np
 import pytest
 import torch
+from support import browser as chromium
 
 from callbacks import CSVLogger, ModelCheckpoint, Report, write_report
 from engine import Fit, TrainModule

@@ -10,7 +10,7 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
-from report_page import Page
+from support.browser import Page
 
 from callbacks import write_report
 from callbacks.report.markup import Html, element, table

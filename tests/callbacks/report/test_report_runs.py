@@ -12,7 +12,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from report_page import Page
+from support.browser import Page
 
 from callbacks import write_report
 from callbacks.report import record as record_module

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 theirs: Any = pytest.importorskip("accelerate")
@@ -87,7 +87,7 @@ def rank_cases() -> dict[str, list[list[float]]]:
 
 @pytest.fixture(scope="module")
 def two() -> Any:
-    return functools.cache(lambda: on_ranks(__file__, 2)["cases"])
+    return functools.cache(lambda: ranks_of_file(__file__, 2)["cases"])
 
 
 @pytest.mark.filterwarnings("ignore")  # Accelerate's own, and torch's about a scheduler that steps first

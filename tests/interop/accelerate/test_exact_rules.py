@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 from torch.utils.data import DataLoader, TensorDataset
 
 from engine.interop.accelerate import Accelerator
@@ -69,7 +69,7 @@ def rank_accumulated() -> dict[str, list[float]]:
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, list[Any]]:
-    return on_ranks(__file__, 2)
+    return ranks_of_file(__file__, 2)
 
 
 def test_one_process_equals_a_bare_loop() -> None:

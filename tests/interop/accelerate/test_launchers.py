@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from launched import free_port
-from processes import run_script
+from support.commands import free_port
+from support.ranks import run_script
 
 from engine.interop.accelerate import notebook_launcher
 

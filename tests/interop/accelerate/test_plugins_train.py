@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
 from safetensors.torch import load_file, save_file
+from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, FullOptimStateDictConfig, FullStateDictConfig, ShardingStrategy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -308,7 +308,7 @@ def rank_uneven() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def two() -> Any:
     """What the functions with a prefix returned on two ranks."""
-    return functools.cache(lambda prefix="rank_": on_ranks(__file__, 2, prefix))
+    return functools.cache(lambda prefix="rank_": ranks_of_file(__file__, 2, prefix))
 
 
 @pytest.mark.parametrize(

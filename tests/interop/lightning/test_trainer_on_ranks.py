@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.ranks import ranks_of_file
 
 sys.path.append(str(Path(__file__).parent))  # on a rank this file is loaded by its path
 
@@ -66,7 +66,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(place: Path) -> Any:
-    return on_ranks(__file__, 2, TEST_PLACE=str(place))
+    return ranks_of_file(__file__, 2, TEST_PLACE=str(place))
 
 
 @pytest.fixture(scope="module")

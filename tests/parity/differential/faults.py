@@ -80,7 +80,7 @@ def copied(fault: Fault, place: Path) -> Path:
     Raises:
         ValueError: the line is not in the library any more.
     """
-    for name in ("engine", "callbacks", "tests/parity/differential"):
+    for name in ("engine", "callbacks", "tests/support", "tests/parity/differential"):
         shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
     path = place / fault.file
     text = path.read_text()

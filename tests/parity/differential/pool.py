@@ -7,8 +7,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -17,22 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from support.forkserver import Forked, ForkServer
+from support.ranks import clean_environment, forkserver, rank_variables
 
 ROOT = Path(__file__).resolve().parents[3]
-FOREIGN = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "MASTER_",
-    "TORCHELASTIC_",
-    "SLURM_",
-    "FIT_",
-    "PYTEST_",
-    "OMPI_",
-    "PMI",
-    "PET_",
-)
+RANK = "import sys\nfrom tests.parity.differential.worker import rank\nrank(*sys.argv[1:])\n"
 START = 900.0
 """Seconds for a process to import torch and the library, on a machine that does much else."""
 LIFE = 100
@@ -46,32 +33,10 @@ class Failed(Exception):
     """All ranks raised the same error: they continue."""
 
 
-class Nursery:
-    """The process that has imported everything and forks ranks."""
-
-    def __init__(self, root: Path) -> None:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-        variables = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-        command = [sys.executable, "-m", "tests.parity.differential.worker"]
-        self.process = subprocess.Popen(command, cwd=root, env=variables, stdin=subprocess.PIPE, text=True)
-
-    def fork(self, request: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        if self.process.stdin is not None:
-            with suppress(BrokenPipeError):
-                self.process.stdin.close()
-
-
 class Pool:
-    """The ranks of one job."""
+    """The ranks of one job, which train with the library of the tree ``root``."""
 
-    def __init__(self, world: int, nursery: Nursery) -> None:
+    def __init__(self, world: int, forks: ForkServer, root: Path) -> None:
         self.world, self.ran = world, 0
         self.store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
@@ -86,17 +51,18 @@ class Pool:
             server.bind(address)
             server.listen(world)
             server.settimeout(START)
-            shared = {
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self.store.port),
-            }
-            sizes = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-            variables = [
-                {**shared, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
-                for rank in range(world)
-            ]
-            nursery.fork({"address": address, "variables": variables, "errors": list(map(str, self.errors))})
+            script = Path(self.place.name) / "rank.py"
+            script.write_text(RANK)
+            self.forked: list[Forked] = []
+            for rank in range(world):
+                variables = clean_environment(PYTHONPATH=str(root))
+                if world > 1:
+                    variables |= {
+                        "TORCHELASTIC_USE_AGENT_STORE": "True",
+                        **rank_variables(rank, world, self.store.port),
+                    }
+                out = Path(self.place.name) / f"{rank}.out"
+                self.forked.append(forks.fork([str(script), address, str(rank)], variables, out, self.errors[rank]))
             for _ in range(world):
                 connection = server.accept()[0]
                 hello = json.loads(connection.makefile().readline())
@@ -153,9 +119,8 @@ class Pool:
 
     def close(self) -> None:
         """End the ranks."""
-        for pid in self.pids.values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in self.forked:
+            process.kill()
         for connection in self.ranks.values():
             connection.close()
         self.place.cleanup()
@@ -171,7 +136,7 @@ class Pools:
 
     def __init__(self, root: Path = ROOT, timeout: float = 60.0) -> None:
         self.root, self.timeout = root, timeout
-        self.nursery: Nursery | None = None
+        self.server: ForkServer | None = None
         self.pools: dict[int, Pool] = {}
         self.warm: set[tuple[int, str]] = set()
         """What each pool has run before: the first time imports and builds much."""
@@ -179,8 +144,11 @@ class Pools:
     def run(self, world: int, job: dict[str, Any]) -> list[dict[str, Any]]:
         """As :meth:`Pool.run`."""
         if world not in self.pools:
-            self.nursery = self.nursery or Nursery(self.root)
-            self.pools[world] = Pool(world, self.nursery)
+            if self.server is None:
+                self.server = (
+                    forkserver() if self.root == ROOT else ForkServer(clean_environment(PYTHONPATH=str(self.root)))
+                )
+            self.pools[world] = Pool(world, self.server, self.root)
             self.warm = {pair for pair in self.warm if pair[0] != world}
         names = job["case"]["strategy"] + job["case"]["then"]
         kind = (world, "deepspeed" if "deepspeed" in names else "")
@@ -199,9 +167,9 @@ class Pools:
     def close(self) -> None:
         while self.pools:
             self.pools.popitem()[1].close()
-        if self.nursery is not None:
-            self.nursery.close()
-            self.nursery = None
+        if self.server is not None and self.root != ROOT:
+            self.server.close()
+        self.server = None
 
     def __enter__(self) -> Pools:
         return self

@@ -1,4 +1,4 @@
-"""Ranks that train one case after the other. One process imports everything and forks them: a rank starts within milliseconds."""
+"""Ranks that train one case after the other, forked from a process that has imported the library."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
 import warnings
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from . import library, loop
 from .cases import Case
@@ -38,18 +35,14 @@ def job(given: dict[str, Any]) -> dict[Any, Any]:
     return dataclasses.asdict(found)
 
 
-def rank(given: dict[str, Any], number: int) -> None:
-    """Be the rank of that number: answer until the other side is gone."""
-    os.environ.update(given["variables"][number])
-    errors = os.open(given["errors"][number], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(errors, 1)
-    os.dup2(errors, 2)
+def rank(address: str, number: str) -> None:
+    """Be the rank of that number: answer at the socket ``address`` until the other side is gone."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # where it stands, when it hangs
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(given["address"])
+        connection.connect(address)
         with connection.makefile("rw") as lines:
-            lines.write(json.dumps({"rank": number, "pid": os.getpid()}) + "\n")
+            lines.write(json.dumps({"rank": int(number), "pid": os.getpid()}) + "\n")
             lines.flush()
             for line in lines:
                 try:
@@ -58,6 +51,7 @@ def rank(given: dict[str, Any], number: int) -> None:
                     answer = {"error": traceback.format_exc()}
                 lines.write(json.dumps(answer) + "\n")
                 lines.flush()
+    os._exit(0)
 
 
 def _end_with(parent: int) -> None:
@@ -65,25 +59,3 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
-
-
-def main() -> None:
-    """Fork the ranks that lines on stdin ask for."""
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    for line in sys.stdin:
-        given = json.loads(line)
-        for number in range(len(given["variables"])):
-            if os.fork() == 0:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                status = 1
-                try:
-                    rank(given, number)
-                    status = 0
-                finally:
-                    os._exit(status)
-
-
-if __name__ == "__main__":
-    main()

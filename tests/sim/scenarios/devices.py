@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import simulated as sim
 import torch
-from models import Weight, fit, ones
+from support.toys import Weight, fit, ones
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

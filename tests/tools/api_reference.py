@@ -1,4 +1,4 @@
-"""``python tests/reference.py DIRECTORY`` builds the API reference from docstrings; ``pip install -e ".[docs]"`` installs what it needs."""
+"""``python tests/tools/api_reference.py DIRECTORY`` builds the API reference from docstrings; ``pip install -e ".[docs]"`` installs what it needs."""
 
 from __future__ import annotations
 

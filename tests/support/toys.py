@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from processes import PATIENCE_S, run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine import Callback, Fit, TrainModule
 
@@ -58,13 +56,25 @@ def fit(root: Path | str, **settings: Any) -> Fit:
     return Fit(**{"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, "root_dir": root, **settings})
 
 
-def on_ranks(function: Callable[..., Any], world_size: int, *args: object, timeout: float = PATIENCE_S) -> list[Any]:
-    """What ``function``, which stands at the top of a test file, gives on each of the ranks of a real job. ``args`` arrive as text."""
-    folders = [str(Path(__file__).parent), str(Path(function.__code__.co_filename).parent)]
-    lines = (
-        f"import sys; sys.path[:0] = {folders!r}",
-        f"import ranked, {function.__module__} as tests",
-        f"report(tests.{function.__name__}(*sys.argv[1:]))",
-        "ranked.leave()",
-    )
-    return [ran.value for ran in run_ranks("\n".join(lines), world_size, *args, timeout=timeout)]
+LINEAR_BATCHES = [torch.ones(2, 4)] * 4
+"""One epoch for :class:`Linear`."""
+
+
+class Linear(TrainModule):
+    """A linear layer trained by SGD with momentum: the smallest module whose optimizer has a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def linear_fit(root: Path, *callbacks: Any, **settings: Any) -> Fit:
+    """A ``Fit`` of three epochs on the CPU, on as many ranks as the job has."""
+    return Fit(accelerator="cpu", root_dir=root, callbacks=list(callbacks), **{"max_epochs": 3, **settings})

@@ -1,7 +1,12 @@
-"""Run a script as the ranks of one job, real processes over gloo, and collect what each of them reports."""
+"""Run scripts and functions as the ranks of one job, real processes over gloo, and collect what each of them reports.
+
+A process group costs seconds, a function on it milliseconds: a test file runs all its functions of ranks in one job (:func:`ranks_of_file`).
+"""
 
 from __future__ import annotations
 
+import atexit
+import importlib.util
 import json
 import os
 import re
@@ -9,18 +14,21 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
-from nursery import Forked, Nursery
 
-ROOT = Path(__file__).resolve().parents[1]
+from support.forkserver import Forked, ForkServer
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
 
 PATIENCE_S = 300.0
 """How long ranks may take when nothing is wrong (s): importing torch alone takes a minute on a machine with a load of 20."""
@@ -108,6 +116,62 @@ def run_script(
         return _run(script, args, [{}], Path(directory), timeout, check, env or {}, _fork if forked else _start)[0]
 
 
+def ranks_of_file(
+    file: str, world_size: int, prefix: str = "rank_", timeout: float = PATIENCE_S, **env: str
+) -> dict[str, list[Any]]:
+    """Run every function of a test file whose name starts with ``prefix`` on every rank of one job.
+
+    Returns:
+        What each function returned (JSON): ``{name without prefix: [value by rank]}``.
+    """
+    lines = (
+        f"import sys; sys.path[0] = {str(TESTS)!r}",
+        "from support import ranks",
+        "ranks.run_functions(*sys.argv[1:])",
+    )
+    ran = run_ranks("\n".join(lines), world_size, file, prefix, timeout=timeout, env=env)
+    return {name: [rank.value[name] for rank in ran] for name in ran[0].value}
+
+
+def ranks_of(function: Callable[..., Any], world_size: int, *args: object, timeout: float = PATIENCE_S) -> list[Any]:
+    """Run one function of a test file on every rank of one job and return its values (JSON) by rank. ``args`` arrive as text."""
+    folders = [str(TESTS), str(Path(function.__code__.co_filename).parent)]
+    lines = (
+        f"import sys; sys.path[:0] = {folders!r}",
+        f"import {function.__module__} as tests",
+        "from support import ranks",
+        f"report(tests.{function.__name__}(*sys.argv[1:]))",
+        "ranks.leave()",
+    )
+    return [ran.value for ran in run_ranks("\n".join(lines), world_size, *args, timeout=timeout)]
+
+
+def run_functions(file: str, prefix: str) -> None:
+    """Be one rank of :func:`ranks_of_file`: call every function of the file whose name starts with ``prefix``, and report."""
+    spec = importlib.util.spec_from_file_location("ranked_functions", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    warnings.simplefilter("error")
+    functions = {name: function for name, function in vars(module).items() if name.startswith(prefix)}
+    values = {name.removeprefix(prefix): function() for name, function in functions.items()}
+    Path(os.environ["TEST_REPORT"]).write_text(json.dumps(values))
+    leave()
+
+
+def leave() -> NoReturn:
+    """End this rank after its exit handlers, without Python's own shutdown: that walks all that was imported, 0.3 s of processor time.
+
+    A test of how a process ends uses :func:`run_ranks`.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
     """What torchrun would set on a single machine."""
     return {
@@ -180,14 +244,14 @@ def _start(command: Sequence[str], environment: Mapping[str, str], out: Path, er
 
 
 def _fork(command: Sequence[str], environment: Mapping[str, str], out: Path, err: Path) -> Process:
-    """One that has torch imported."""
-    return nursery().fork(command, environment, out, err)
+    """A process that has torch imported."""
+    return forkserver().fork(command, environment, out, err)
 
 
 @cache
-def nursery() -> Nursery:
-    """This test process's."""
-    return Nursery(clean_environment())
+def forkserver() -> ForkServer:
+    """The fork server of this test process."""
+    return ForkServer(clean_environment())
 
 
 def _await_all(processes: Sequence[Process], seconds: list[float], begun: float, timeout: float, check: bool) -> str:

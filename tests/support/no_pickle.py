@@ -1,4 +1,4 @@
-"""A plugin for pytest (``-p no_pickle``): whatever reads a pickle fails."""
+"""A plugin for pytest (``-p support.no_pickle``): whatever reads a pickle fails."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from processes import PATIENCE_S, clean_environment
+from support.ranks import PATIENCE_S, clean_environment
 
 COMMAND = (sys.executable, "-W", "error", "-m", "engine.cli.main", "launch")
 

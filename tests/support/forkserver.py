@@ -18,6 +18,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,32 +41,32 @@ IMPORTED = (
 
 
 class Forked:
-    """A process of the nursery, with what is used of ``subprocess.Popen``."""
+    """A process of the fork server, with what is used of ``subprocess.Popen``."""
 
-    def __init__(self, nursery: Nursery, number: int) -> None:
-        self._nursery, self._number = nursery, number
+    def __init__(self, server: ForkServer, number: int) -> None:
+        self._server, self._number = server, number
 
     @property
     def returncode(self) -> int | None:
-        return self._nursery.codes.get(self._number)
+        return self._server.codes.get(self._number)
 
     def poll(self) -> int | None:
         """Its exit status (-n: signal n) once it has ended."""
         if self.returncode is None:
-            self._nursery.hear(0.0)
+            self._server.collect(0.0)
         return self.returncode
 
     def wait(self) -> int:
         while (code := self.poll()) is None:
-            self._nursery.hear(1.0)
+            self._server.collect(1.0)
         return code
 
     def kill(self) -> None:
         if self.poll() is None:
-            self._nursery.say({"kill": self._number})
+            self._server.send({"kill": self._number})
 
 
-class Nursery:
+class ForkServer:
     """The process, as the tests see it."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -79,7 +80,7 @@ class Nursery:
         """Start ``python *command``."""
         self._count += 1
         files = [str(out), str(err)]
-        self.say(
+        self.send(
             {
                 "number": self._count,
                 "command": list(command),
@@ -90,19 +91,29 @@ class Nursery:
         )
         return Forked(self, self._count)
 
-    def say(self, request: Any) -> None:
+    def close(self) -> None:
+        """End the process. Ranks that run on are left to whoever has asked for them."""
+        atexit.unregister(self.process.kill)
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+    def send(self, request: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
 
-    def hear(self, seconds: float) -> None:
+    def collect(self, seconds: float) -> None:
         """Take in who has ended, waiting so long for it at most."""
         assert self.process.stdout is not None
         file = self.process.stdout.fileno()
         while select.select([file], [], [], seconds)[0]:
             piece = os.read(file, 65536)
             if not piece:
-                raise RuntimeError(f"the nursery of ranks has ended with {self.process.wait()}")
+                raise RuntimeError(f"the fork server has ended with {self.process.wait()}")
             *lines, self._rest = (self._rest + piece).split(b"\n")
             for line in lines:
                 number, code = json.loads(line)
@@ -143,7 +154,7 @@ def _serve() -> dict[str, Any] | None:
             numbers[pid] = request["number"]
 
 
-def _become(request: dict[str, Any]) -> types.ModuleType:
+def _run_as(request: dict[str, Any]) -> types.ModuleType:
     """Take over the environment, the arguments and the files; the module that the script is to be."""
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -171,5 +182,5 @@ if __name__ == "__main__":
     gc.freeze()  # what was imported is not walked at each process's end: that takes a second
     asked = _serve()
     if asked is not None:
-        main = _become(asked)
+        main = _run_as(asked)
         exec(compile(Path(sys.argv[0]).read_bytes(), sys.argv[0], "exec"), main.__dict__)

@@ -1,6 +1,6 @@
 """Run the tests that rest on torch's private names with other releases of torch, and print what passed::
 
-    python tests/torch_versions.py 2.11.0 2.15.0 --environments /tmp/torch-versions
+    python tests/tools/torch_versions.py 2.11.0 2.15.0 --environments /tmp/torch-versions
 
 It makes a virtual environment for each release in that folder, with all that the tests need (5 to 8 GB), and uses it again in the next run.
 Where pip's settings hold torch back, start it with ``PIP_CONFIG_FILE=/dev/null``. CI tests the newest release that its machine has.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TESTS = ("utils/test_torch_private.py", "parity", "strategies", "checkpoint", "planning")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from torch_versions import Outcome, run, table
+from tools.torch_versions import Outcome, run, table
 
 FILE = """
 import pytest

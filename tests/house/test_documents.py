@@ -1,0 +1,102 @@
+"""Every link of every document leads somewhere, and a command that is only shown has options that its parser takes."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import shlex
+from pathlib import Path
+
+import pytest
+from support.documents import LANGUAGES, ROOT, Block, anchors, blocks_of, documents, prose, wrong_links, wrong_rows
+
+from engine.cli.main import COMMANDS
+
+DOCUMENTS = {str(path.relative_to(ROOT)): path for path in documents()}
+BLOCKS = {name: blocks_of(path.read_text()) for name, path in DOCUMENTS.items() if not name.startswith(".github")}
+
+
+def commands(block: Block) -> list[str]:
+    """The lines of a block, with those that a backslash continues in one."""
+    return block.text.replace("\\\n", " ").splitlines()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_languages_are_known(name: str) -> None:
+    unknown = [f"{name}:{block.line}: {block.language!r}" for block in BLOCKS[name] if block.language not in LANGUAGES]
+    assert not unknown, f"{unknown}; known: {LANGUAGES}"
+    hidden = [line for line in prose(DOCUMENTS[name].read_text()) if "```" in line or "~~~" in line]
+    assert not hidden, f"a block starts on a line of its own: {hidden}"
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_what_a_document_writes_to_a_file_is_used_after_it(name: str) -> None:
+    blocks = BLOCKS[name]
+    for number, block in enumerate(blocks):
+        if block.file:
+            after = "\n".join(each.text for each in blocks[number + 1 :] if each.language != "text")
+            used = Path(block.file).stem in after or block.language == "yaml"
+            assert used, f"{name}:{block.line}: nothing runs {block.file}"
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_commands_that_are_shown_have_these_options(name: str) -> None:
+    for block in BLOCKS[name]:
+        for line in commands(block) if block.language == "text" else ():
+            words = shlex.split(line, comments=True) if line.startswith("fit ") else []
+            if len(words) > 1 and words[1] in COMMANDS:
+                make = importlib.import_module(COMMANDS[words[1]][0].partition(":")[0]).parser
+                try:
+                    (make(words[1]) if inspect.signature(make).parameters else make()).parse_args(words[2:])
+                except SystemExit:
+                    pytest.fail(f"{name}:{block.line}: {line}")
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_links_lead_somewhere(name: str) -> None:
+    assert wrong_links(DOCUMENTS[name], DOCUMENTS[name].read_text()) == []
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_rows_of_a_table_have_the_same_cells(name: str) -> None:
+    assert wrong_rows(DOCUMENTS[name].read_text()) == []
+    assert wrong_rows("| a | b |\n|---|---|\n| 1 | `x \\| y` |\n| 1 | 2 | 3 |\n") == ["| 1 | 2 | 3 |"]
+
+
+def test_the_landing_page_is_short() -> None:
+    assert DOCUMENTS["README.md"].read_text().count("\n") <= 150
+
+
+SAMPLE = """\
+# A head, with `code`
+
+- an item:
+
+  ```python
+  # net.py
+  x = 1
+  ```
+
+```rust
+fn
+```
+
+[one](#a-head-with-code), [two](#nothing), [three](nowhere.md "title"), [four](https://example.com), `[five](no.md)`, ![six](none.png)
+
+~~~text
+[seven](shown.md)
+~~~
+
+[eight]: gone.md
+"""
+
+
+def test_a_document_is_read_as_it_stands(tmp_path: Path) -> None:
+    named, rust = Block("python", 5, "# net.py\nx = 1\n", "net.py"), Block("rust", 10, "fn\n")
+    assert blocks_of(SAMPLE) == [named, rust, Block("text", 16, "[seven](shown.md)\n")]
+    assert anchors(SAMPLE) == {"a-head-with-code"}
+    path = tmp_path / "x.md"
+    path.write_text(SAMPLE)
+    assert wrong_links(path, SAMPLE) == ["#nothing", "nowhere.md", "none.png", "gone.md"]
+    with pytest.raises(ValueError, match="line 2 has no end"):
+        blocks_of("text\n```python\n")

@@ -1,0 +1,1 @@
+"""What several folders of tests use: ranks, checkpoints, toys, terminals."""
