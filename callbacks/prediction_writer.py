@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from engine import Callback, Run, serialize_tensors
+from engine import Callback, Run, TensorFiles, open_file, serialize_tensors
 
 _COMPLETE, _WAITING = "complete.json", ".waiting-rank"
 _FORMATS = ("safetensors", "jsonl")
 _BYTES = 8 << 20
 """Bytes of tensors in a file, by default."""
+_LONGEST = 1 << 30
+"""Bytes of a line of JSON that is read."""
+_MOST_LOADERS = 1 << 20
+"""Loaders in files that are read: each takes memory, even without a batch."""
 
 
 class BasePredictionWriter(Callback):
@@ -219,7 +223,7 @@ class PredictionWriter(Callback):
         assert self.folder is not None
         if self._waiting_file is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._waiting_file = (self.folder / f"{_WAITING}{run.rank}").open("wb", buffering=0)
+            self._waiting_file = (self.folder / f"{_WAITING}{run.rank}").open("xb", buffering=0)
             self._bytes = 0
         parts = [*serialize_tensors(tensors, self._about(self._waiting[-1:]))]
         size = sum(map(len, parts))
@@ -272,30 +276,35 @@ def read_predictions(folder: str | Path, *, partial: bool = False) -> list[Any]:
 
     Raises:
         FileNotFoundError: ``folder`` has no complete predictions.
-        ValueError: files are missing.
+        ValueError: files are missing; or one of them does not hold predictions, and the message names it.
     """
     folder = Path(folder)
     found: dict[int, dict[int, Any]] = {}
+    complete: list[int] | None = None
     for path in _parts(folder):
-        if path.suffix == ".jsonl":
-            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-                if line.endswith("\n"):  # otherwise the run was killed while it wrote
-                    row = json.loads(line)
-                    found.setdefault(row["loader"], {})[row["index"]] = row["prediction"]
-        elif path.suffix == ".safetensors" and not path.name.startswith("."):  # a kill left that one half written
-            with safe_open(path, "pt") as file:
-                _add(found, file.metadata(), file.get_tensor)
-        elif path.name.startswith(_WAITING):
-            for content in _whole(path.read_bytes()):
-                about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-                _add(found, about, load(content).__getitem__)
-    complete = folder / _COMPLETE
-    if not complete.exists() and not partial:
+        try:
+            if path.name == _COMPLETE:
+                complete = _counts(path)
+            else:
+                _add_file(found, path)
+        except (
+            ArithmeticError,
+            LookupError,
+            TypeError,
+            ValueError,
+            RecursionError,
+            AttributeError,
+            SafetensorError,
+        ) as error:
+            raise ValueError(
+                f"{path} does not hold predictions that PredictionWriter has written: {error!s:.500}"
+            ) from error
+    if complete is None and not partial:
         kind = ValueError if found else FileNotFoundError
         raise kind(
             f"{folder} has no complete predictions ({_COMPLETE} is missing); partial=True reads what was written"
         )
-    counts = json.loads(complete.read_text())["batches"] if complete.exists() else [0] * (max(found, default=-1) + 1)
+    counts = [0] * (max(found, default=-1) + 1) if complete is None else complete
     there = [len(found.get(loader, {})) for loader in range(len(counts))]
     if not partial and there != counts:
         raise ValueError(f"{folder} has {there} batches of its loaders, and {counts} were written: files are missing")
@@ -311,25 +320,67 @@ def _parts(folder: Path) -> list[Path]:
     return [path for pattern in patterns for path in sorted(folder.glob(pattern))]
 
 
-def _whole(content: bytes) -> Iterator[bytes]:
-    """The parts of a waiting file; a last one that a kill left unfinished is left out."""
-    start = 8
-    while start <= len(content):
-        end = start + int.from_bytes(content[start - 8 : start], "little")
-        if end <= len(content):
-            yield content[start:end]
-        start = end + 8
+def _counts(path: Path) -> list[int]:
+    """The numbers of batches of each loader.
+
+    Raises:
+        ValueError: it is another file.
+    """
+    with os.fdopen(open_file(path), "rb") as file:
+        counts = json.loads(file.read(_LONGEST) or b"")["batches"]
+    if not isinstance(counts, list) or not all(type(count) is int for count in counts):
+        raise ValueError(f"'batches' is {counts!r:.60}")
+    return counts
+
+
+def _add_file(found: dict[int, dict[int, Any]], path: Path) -> None:
+    """Add the predictions in a file, which may be anything that has its name."""
+    if path.suffix == ".jsonl":
+        with os.fdopen(open_file(path), "rb") as file:
+            while (line := file.readline(_LONGEST)).endswith(b"\n"):  # otherwise the run was killed while it wrote
+                row = json.loads(line)
+                _batches(found, row["loader"])[int(row["index"])] = row["prediction"]
+        if len(line) == _LONGEST:
+            raise ValueError(f"a line has more than {_LONGEST:,} bytes")
+    elif path.name.startswith(_WAITING):
+        for content in _whole(path):
+            about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+            _add(found, about, load(content).__getitem__)
+    elif not path.name.startswith("."):  # a kill left that one half written
+        files = TensorFiles(path, [path])
+        _add(found, files.metadata[path], files.whole().__getitem__)
+
+
+def _whole(path: Path) -> Iterator[bytes]:
+    """The parts of a waiting file; a last one that a kill left unfinished is left out, and so is a hole."""
+    with os.fdopen(open_file(path), "rb") as file:
+        left = os.fstat(file.fileno()).st_size
+        while 0 < (size := int.from_bytes(file.read(8), "little")) <= (left := left - 8):
+            yield file.read(size)
+            left -= size
+
+
+def _batches(found: dict[int, dict[int, Any]], loader: Any) -> dict[int, Any]:
+    """The batches of a loader.
+
+    Raises:
+        ValueError: no run has so many loaders.
+    """
+    if not 0 <= int(loader) < _MOST_LOADERS:
+        raise ValueError(f"the loader is {loader!r:.60}")
+    return found.setdefault(int(loader), {})
 
 
 def _add(found: dict[int, dict[int, Any]], about: Mapping[str, str], tensor: Callable[[str], Tensor]) -> None:
-    batches = found.setdefault(int(about["loader"]), {})
+    batches = _batches(found, about["loader"])
     batches.update({int(index): _put_back(tree, tensor) for index, tree in json.loads(about["trees"]).items()})
 
 
 def _replace(path: Path, content: bytes) -> None:
     """Write a file as a whole or not at all."""
     hidden = path.with_name(f".{path.name}")
-    with hidden.open("wb") as file:
+    hidden.unlink(missing_ok=True)  # what lies there may be a pipe, or a link to somewhere else
+    with hidden.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

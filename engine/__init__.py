@@ -42,7 +42,9 @@ _NAMES = {
     "isolated": "engine.utils.seed",
     "rank_zero_only": "engine.distributed.rank_zero",
     "seed_everything": "engine.utils.seed",
+    "open_file": "engine.checkpoint.files",
     "serialize_tensors": "engine.checkpoint.tensors",
+    "TensorFiles": "engine.checkpoint.tensors",
     "terminal_text": "engine.utils.text",
 }
 _MODULES = ("launch", "callbacks")
@@ -54,7 +56,9 @@ if TYPE_CHECKING:
     from engine import launch as launch
     from engine.callback import Callback as Callback
     from engine.checkpoint.files import DamagedCheckpoint as DamagedCheckpoint
+    from engine.checkpoint.files import open_file as open_file
     from engine.checkpoint.resume import Resume as Resume
+    from engine.checkpoint.tensors import TensorFiles as TensorFiles
     from engine.checkpoint.tensors import serialize_tensors as serialize_tensors
     from engine.config.duration import Duration as Duration
     from engine.config.duration import Every as Every

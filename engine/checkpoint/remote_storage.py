@@ -6,19 +6,98 @@ import json
 import shutil
 import tempfile
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint import directory
-from engine.checkpoint.files import DamagedCheckpoint, Record, check_entry, inside, is_entry, parse_json
+from engine.checkpoint.files import (
+    LARGEST_JSON,
+    DamagedCheckpoint,
+    Record,
+    check_entry,
+    check_json_size,
+    inside,
+    is_entry,
+    parse_json,
+)
 from engine.checkpoint.manifest import FOLDERS, MANIFEST, age_of, check_manifest, manifest_of, next_serial
 from engine.utils.text import has_password, terminal_text
 
 
-def reach(url: str) -> tuple[Any, str]:
+class FileSystem:
+    """The fsspec file system of a URL. Its methods are those of fsspec.
+
+    Raises:
+        FileNotFoundError: as fsspec.
+        OSError: anything else that fsspec, or the library below it, raises: each has errors of its own, and many do not name the URL.
+    """
+
+    def __init__(self, url: str, files: Any) -> None:
+        self._url, self._files = url, files
+
+    def exists(self, path: str) -> bool:
+        return bool(self._call(self._files.exists, path))
+
+    def ls(self, path: str, detail: bool) -> list[Any]:
+        return list(self._call(self._files.ls, path, detail=detail))
+
+    def find(self, path: str, **options: Any) -> Any:
+        return self._call(self._files.find, path, **options)
+
+    def size(self, path: str) -> int | None:
+        size: int | None = self._call(self._files.size, path)
+        return size
+
+    def cat_file(self, path: str) -> bytes:
+        """The content of a JSON file.
+
+        Raises:
+            DamagedCheckpoint: it is larger than any that is written.
+        """
+        content: bytes = self._call(self._files.cat_file, path, start=0, end=LARGEST_JSON + 1)
+        check_json_size(path, len(content))
+        return content
+
+    def get_file(self, path: str, local: str) -> None:
+        self._call(self._files.get_file, path, local)
+
+    def put_file(self, local: str, path: str) -> None:
+        self._call(self._files.put_file, local, path)
+
+    def pipe_file(self, path: str, content: bytes) -> None:
+        self._call(self._files.pipe_file, path, content)
+
+    def makedirs(self, path: str) -> None:
+        self._call(self._files.makedirs, path, exist_ok=True)
+
+    def rm(self, path: str, recursive: bool) -> None:
+        self._call(self._files.rm, path, recursive=recursive)
+
+    def rm_file(self, path: str) -> None:
+        self._call(self._files.rm_file, path)
+
+    def invalidate_cache(self, path: str) -> None:
+        self._call(self._files.invalidate_cache, path)
+
+    def _call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        try:
+            return method(*arguments, **options)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            if signature := self._url.partition("?")[2]:
+                said = said.replace(signature, "...")
+            raise OSError(
+                f"{terminal_text(without_query(self._url))}: {terminal_text(said, one_line=True)}. Check the URL, the network, and the access that "
+                "fsspec was given"
+            ) from error
+
+
+def reach(url: str) -> tuple[FileSystem, str]:
     """The fsspec file system of a URL, and the path in it.
 
     Raises:
@@ -37,7 +116,7 @@ def reach(url: str) -> tuple[Any, str]:
     except (ValueError, ImportError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
         # Of a URL that lacks what its file system needs (github://x has no owner), fsspec raises whatever its constructor does.
         raise ValueError(f"{url}: {error}") from error
-    return files, str(inner)
+    return FileSystem(url, files), str(inner)
 
 
 def without_query(path: str | Path) -> str:
@@ -99,7 +178,7 @@ class Remote:
     def send(self, name: str, files: Iterable[str]) -> None:
         for file in files:
             target = self._at(f"{name}/{file}")
-            self.files.makedirs(target.rpartition("/")[0], exist_ok=True)
+            self.files.makedirs(target.rpartition("/")[0])
             self.files.put_file(str(self._drafts[name] / file), target)
 
     def seal(self, name: str, world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record]) -> None:
@@ -166,7 +245,7 @@ class Remote:
 
     def has_manifest(self, name: str) -> bool:
         """Whether it exists; it may be damaged."""
-        return bool(self.files.exists(self._at(f"{name}/{MANIFEST}")))
+        return self.files.exists(self._at(f"{name}/{MANIFEST}"))
 
     def _whole(self, name: str) -> dict[str, Any]:
         """The manifest of a checkpoint whose files exist with the right sizes; errors as of :func:`store.read_manifest`."""

@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain, count, takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from engine.checkpoint.remote_storage import reach
+from engine.checkpoint.remote_storage import FileSystem, reach
 from engine.checkpoint.run_json import (
     ENDED,
     FAILED,
@@ -347,10 +347,10 @@ class RemoteRuns(Runs):
 class RemoteHeld:
     """See :class:`Held`."""
 
-    def __init__(self, files: Any, path: str, mark: Mark, new: bool) -> None:
+    def __init__(self, files: FileSystem, path: str, mark: Mark, new: bool) -> None:
         self.mark, self._new = mark, new
         self._files, self._path = files, path
-        files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        files.makedirs(path.rpartition("/")[0])
         files.pipe_file(path, packed(mark))
 
     def close(self, failed: bool = False, wrote: bool = True) -> None:

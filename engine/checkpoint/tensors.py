@@ -182,9 +182,12 @@ class TensorFiles:
         self.directory = directory
         self.stored: dict[str, Stored] = {}
         """The tensors by name."""
+        self.metadata: dict[Path, dict[str, str]] = {}
+        """The texts in each file's header."""
         self._parts: dict[str, list[_Part]] = {}
         for path in sorted(directory.glob("*.safetensors")) if files is None else files:
-            for name, part in _read_header(path).items():
+            self.metadata[path], stored = _read_header(path)
+            for name, part in stored.items():
                 self._parts.setdefault(name, []).append(part)
         for name, parts in self._parts.items():
             known = _whole(name, parts)
@@ -356,8 +359,8 @@ class _Part:
         fill(self.file.path, descriptor, memoryview(values), place)
 
 
-def _read_header(path: Path) -> dict[str, _Part]:
-    """The tensors of a file, and parts of tensors. What is wrong with it is found before anything is allocated."""
+def _read_header(path: Path) -> tuple[dict[str, str], dict[str, _Part]]:
+    """The metadata of a file, and its tensors and parts of tensors. What is wrong with it is found before anything is allocated."""
 
     def damaged(reason: str) -> DamagedCheckpoint:
         return DamagedCheckpoint(f"{path}: a safetensors file cannot be read: {reason}")
@@ -392,7 +395,7 @@ def _read_header(path: Path) -> dict[str, _Part]:
     ranges = [(0, 0), *sorted(ranges), (size - length, size - length)]
     if any(one[1] != other[0] for one, other in itertools.pairwise(ranges)):
         raise damaged("its header does not fit its size")
-    return parts
+    return facts, parts
 
 
 def _whole(name: str, parts: Sequence[_Part]) -> Stored | str:

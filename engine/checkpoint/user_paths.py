@@ -144,7 +144,7 @@ def outgoing(path: str | Path) -> Iterator[Path]:
         raise FileExistsError(f"{path} is not empty: choose another path")
     with tempfile.TemporaryDirectory(prefix="outgoing-") as folder:
         yield Path(folder)
-        files.makedirs(inner, exist_ok=True)
+        files.makedirs(inner)
         for file in sorted(Path(folder).iterdir()):
             files.put_file(str(file), f"{inner.rstrip('/')}/{file.name}")
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import weakref
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -182,6 +184,66 @@ def test_what_is_missing_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"has \[5\] batches of its loaders, and \[6\] were written"):
         read_predictions(tmp_path / "out")
     assert rows_of(read_predictions(tmp_path / "out", partial=True)) == [0, 2, 4, 6, 12, 14, 16, 18, 20]
+
+
+FILES = ("0-00000000-rank0.safetensors", ".waiting-rank0", "rank0.jsonl", "complete.json")
+HEADERS = {
+    "no metadata": {},
+    "no trees": {"__metadata__": {"loader": "0"}},
+    "trees of numbers": {"__metadata__": {"loader": "0", "trees": '{"0": [1]}'}},
+    "a tensor that is not there": {"__metadata__": {"loader": "0", "trees": '{"0": ["tensor", "x"]}'}},
+    "many loaders": {"__metadata__": {"loader": str(10**12), "trees": "{}"}},
+    "deep": {"__metadata__": {"loader": "0", "trees": '{"0": ' + '["list", [' * 50_000 + "]]" * 50_000 + "}"}},
+}
+
+
+def headed(header):
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_not_what_was_written(tmp_path, name):
+    def content(content):
+        return lambda path: path.write_bytes(content)
+
+    def hole(path):
+        path.touch()
+        os.truncate(path, 20 << 30)
+
+    files = [
+        os.mkfifo,
+        Path.mkdir,
+        hole,
+        content(b"\xff\n"),
+        content(b"[]\n"),
+        content(b"1\n"),
+        content(b"[" * 100_000 + b"\n"),
+    ]
+    files += [lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to(path)]
+    for header in map(headed, HEADERS.values()):
+        files.append(content((len(header).to_bytes(8, "little") if name.startswith(".") else b"") + header))
+    for number, make in enumerate(files):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        make(folder / name)
+        try:
+            answer = str(read_predictions(folder, partial=True))
+        except (ValueError, OSError) as error:
+            answer = str(error)
+        assert answer == "[]" or str(folder / name) in answer
+
+
+def test_nothing_is_written_through_a_link(tmp_path):
+    other = tmp_path / "other"
+    other.write_text("kept")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for name in (".complete.json", ".0-00000000-rank0.safetensors", *FILES):
+        (folder / name).symlink_to(other)
+    fit_with(PredictionWriter(folder, overwrite=True), tmp_path).predict(Doubling(), loader())
+    assert other.read_text() == "kept"
+    assert len(read_predictions(folder)) == 6
 
 
 def test_what_cannot_be_written(tmp_path):

@@ -50,6 +50,26 @@ def test_paths_and_urls() -> None:
         locate("github://x")
 
 
+@pytest.mark.parametrize("url", ["data://x", "http://127.0.0.1:1/runs?X-Signature=abc", "webhdfs://127.0.0.1:1/runs"])
+def test_the_errors_of_other_libraries_name_the_url(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["replay", url, "--step", "1"], ["checkpoint", "list", url]):
+        assert main(command) in (1, 2)
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1
+        assert url.partition("?")[0] in line
+        assert "abc" not in line
+
+
+def test_a_manifest_far_away_that_is_larger_than_any_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(str(tmp_path / "step=1"))
+    for module in ("files", "remote_storage"):
+        monkeypatch.setattr(f"engine.checkpoint.{module}.LARGEST_JSON", 100, raising=False)
+    with pytest.raises(DamagedCheckpoint, match="has 101 bytes"):
+        Remote(f"file://{tmp_path}").manifest("step=1")
+
+
 def test_a_password_in_a_url_is_refused_and_not_shown(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
