@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from engine.config.other_trainers import ANY
+from engine.config.refusals import ANY
 
 _KEYS = "hyperparameters are part of every checkpoint (save_hyperparameters, load_from_checkpoint)"
 MODULE = {
@@ -55,6 +55,21 @@ REPLACED = {
     "validation_step_end": "validation_step",
 }
 """Hooks of earlier versions that are never called; a class that defines one is refused."""
+
+_WEIGHTS = (
+    "weights are stored apart from these entries, in parts: override state_dict() to leave some out, and set strict_loading = False for those that "
+    "differ; engine.Resume and load_from_checkpoint have strict=False"
+)
+_STORED = "the run stores and restores it"
+CHECKPOINT = {
+    "state_dict": _WEIGHTS,
+    "optimizer_states": f"{_STORED}; self.optimizers() has the optimizers",
+    "lr_schedulers": f"{_STORED}; self.lr_schedulers() has the schedulers",
+    "callbacks": f"{_STORED}; a callback's state is its state_dict()",
+    "loops": _STORED,
+    "pytorch-lightning_version": "this is not a checkpoint of Lightning",
+}
+"""Entries that Lightning's checkpoints have and these do not: why, and what to do."""
 
 _LOOPS = "the loops are functions: override the module's or a callback's hooks"
 _LOGGERS = "give Lightning's own, or a Logger with log_metrics"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from engine.config.other_trainers import missing
+from engine.utils.extensions import attribute_error
 
 _STATE = "the loops are functions without a state of their own; counters are in self.run.state, and Fit's arguments end a training"
 
@@ -20,7 +20,7 @@ class _Part:
         vars(self)["_trainer"] = trainer
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise missing(self, {name: _STATE}, name)
+        raise attribute_error(self, name, _STATE)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"{type(self).__name__}.{name} cannot be set: {_STATE}", name=name, obj=self)

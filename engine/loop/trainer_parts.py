@@ -7,10 +7,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from engine.config.other_trainers import missing
 from engine.distributed.collectives import broadcast_object
 from engine.engine import Engine
 from engine.utils.accelerator import count, device_type
+from engine.utils.extensions import attribute_error
 
 RUN = "self.run is the run: run.settings, run.engine, run.stop(), ..."
 
@@ -63,7 +63,7 @@ class StrategyView:
         self._engine = engine
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise missing(self, {name: "the strategy itself is self.run.engine.strategy"}, name)
+        raise attribute_error(self, name, "the strategy itself is self.run.engine.strategy")
 
     @property
     def root_device(self) -> torch.device:

@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from engine.config.other_trainers import missing
 from engine.config.other_trainers_names import ELSEWHERE
 from engine.loop.given_loaders import shared_out
 from engine.loop.live_metrics import Values, live, live_shown, withheld
 from engine.loop.loop_view import FitLoopView
 from engine.loop.trainer_parts import RUN, AcceleratorConnector, StrategyView, TrainerState
+from engine.utils.extensions import attribute_error
 
 
 class TrainerView:
@@ -29,7 +29,7 @@ class TrainerView:
         object.__setattr__(self, "_run", run)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise missing(self, {name: ELSEWHERE.get(name, RUN)}, name)
+        raise attribute_error(self, name, ELSEWHERE.get(name, RUN))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ELSEWHERE:

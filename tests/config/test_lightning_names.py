@@ -14,9 +14,9 @@ from torch import nn
 
 from engine import Callback, DataModule, TrainModule
 from engine.config.lightning_names import DATA, MODULE, REPLACED, refuse_replaced
-from engine.config.other_trainers import hint
 from engine.config.other_trainers_names import ARGUMENTS, ATTRIBUTES
 from engine.config.settings import Settings
+from engine.utils.extensions import hint
 
 NAMES = """
 import inspect, json, os, warnings
@@ -87,7 +87,7 @@ def test_every_name_of_lightnings_classes_is_ours_or_has_an_answer(lightning: di
 def test_every_argument_of_lightnings_trainer_is_a_setting_or_has_an_answer(lightning: dict[str, list[str]]) -> None:
     settings = {field.name for field in fields(Settings)}
     other = [name for name in lightning["trainer"] if name not in settings]
-    answers = {name: hint(name, ()) for name in other}
+    answers = {name: hint("setting", name) for name in other}
     assert [name for name, answer in answers.items() if not answer] == []
     assert len(other) < len(lightning["trainer"]) / 2
 
@@ -96,7 +96,9 @@ def test_every_argument_of_their_calls_is_ours_or_has_an_answer(lightning: dict[
     pytest.importorskip("accelerate")
     for call, names in lightning["arguments"].items():
         for name in names:
-            assert name in ARGUMENTS.get(call, ()) or (call == "Engine.__init__" and hint(name, ())), f"{call}({name}=)"
+            assert name in ARGUMENTS.get(call, ()) or (call == "Engine.__init__" and hint("setting", name)), (
+                f"{call}({name}=)"
+            )
     assert set(lightning["fabric"]) - set(ATTRIBUTES["Engine"]) == {"strategy"}  # every Engine object has it
 
 

@@ -54,7 +54,7 @@ from callbacks import EMA, ModelCheckpoint
 from engine import Fit, Loss
 from engine.checkpoint.export import export_checkpoint
 from engine.huggingface import HFModule, parameter_groups
-from engine.utils import adapters
+from engine.utils import extensions
 
 # peft reads an attribute that transformers is renaming.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -185,9 +185,9 @@ def test_evaluation_is_over_tokens_and_its_exponential_is_the_perplexity(tmp_pat
 def test_fit_takes_the_model_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = ConfigParser()  # the entry points of the source tree, whatever version is installed
     parser.read(Path(__file__).parents[2] / "setup.cfg")
-    lines = parser["options.entry_points"][adapters.GROUP].strip().splitlines()
-    points = [EntryPoint(*map(str.strip, line.split("=")), group=adapters.GROUP) for line in lines]
-    monkeypatch.setattr(adapters, "entry_points", lambda group: points if group == adapters.GROUP else [])
+    lines = parser["options.entry_points"][extensions.ADAPTERS].strip().splitlines()
+    points = [EntryPoint(*map(str.strip, line.split("=")), group=extensions.ADAPTERS) for line in lines]
+    monkeypatch.setattr(extensions, "entry_points", lambda group: points if group == extensions.ADAPTERS else [])
     for kind in ("full", "lora"):
         model, same = model_of(kind), model_of(kind)
         fitted = fit(tmp_path, max_epochs=2)

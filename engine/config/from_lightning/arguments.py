@@ -10,7 +10,7 @@ from typing import Any
 from engine.config.duration import NEVER
 from engine.config.from_lightning.plugins import reader
 from engine.config.from_lightning.strategies import strategy
-from engine.config.other_trainers import hint
+from engine.utils.extensions import hint
 
 SAME = (
     *("accelerator", "num_nodes", "precision", "fast_dev_run", "min_epochs", "min_steps", "limit_train_batches"),
@@ -71,7 +71,7 @@ def settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int | floa
     reader(given["plugins"])
     for name, neutral in NEUTRAL.items():
         if given[name] not in neutral:
-            raise ValueError(f"Trainer({name}={given[name]!r}) has no counterpart{hint(name, ())}")
+            raise ValueError(f"Trainer({name}={given[name]!r}) has no counterpart{hint('setting', name)}")
     found = {name: given[name] for name in SAME if given[name] is not None} | _limits(given)
     found["root_dir"] = Path(given["default_root_dir"] or ".")
     if given["devices"] != "auto":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from engine.config.other_trainers import hint
+from engine.utils.extensions import hint
 
 
 class CheckpointIO:
@@ -28,7 +28,7 @@ def reader(plugins: Any) -> CheckpointIO | None:
     found = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins] if plugins else []
     others = [each for each in found if not isinstance(each, CheckpointIO)]
     if others or len(found) > 1:
-        raise ValueError(f"Trainer(plugins={(others or found)!r}) has no counterpart{hint('plugins', ())}")
+        raise ValueError(f"Trainer(plugins={(others or found)!r}) has no counterpart{hint('setting', 'plugins')}")
     for io, name in itertools.product(found, ("save_checkpoint", "remove_checkpoint", "teardown")):
         if hasattr(io, name):
             raise ValueError(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from engine.config.other_trainers import ANY, translated
+from engine.config.refusals import ANY, translated
 from engine.utils.errors import nearest
 
 _UNUSED = {"name": "ddp", "find_unused_parameters": True}

@@ -13,7 +13,7 @@ import torch
 import engine.callbacks as own
 from engine.checkpoint.pickled import write_checkpoint
 from engine.config.lightning_names import CLASSES, OF_CALLBACKS
-from engine.config.other_trainers import refusing, translated
+from engine.config.refusals import refusing, translated
 from engine.interop.lightning.callback import EVENTS, Callback, listens
 from engine.utils.log import logger
 

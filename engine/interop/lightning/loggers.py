@@ -9,7 +9,7 @@ import engine.callbacks as own
 from callbacks.loggers import ForwardingLogger as AdaptedLogger  # noqa: F401
 from callbacks.loggers import PlainLogger as Logger
 from engine.config.lightning_names import CLASSES, OF_LOGGERS
-from engine.config.other_trainers import refusing, translated
+from engine.config.refusals import refusing, translated
 from engine.distributed.rank_zero import rank_zero_experiment as rank_zero_experiment
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.config.from_lightning import strategies
 from engine.config.lightning_names import CLASSES
-from engine.config.other_trainers import refusing
+from engine.config.refusals import refusing
 from engine.strategies.base import Single, Strategy
 from engine.strategies.ddp import DDP
 from engine.strategies.fsdp import FSDP

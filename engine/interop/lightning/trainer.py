@@ -10,7 +10,6 @@ from typing import Any
 
 from engine.callback import Callback
 from engine.checkpoint.pickled import write_checkpoint
-from engine.config.other_trainers import hint
 from engine.distributed.environment import detect
 from engine.fit import Fit
 from engine.interop.lightning import ckpt
@@ -23,6 +22,7 @@ from engine.loop.result import Result, TrainState
 from engine.loop.snapshot import content
 from engine.loop.trainer_parts import AcceleratorConnector as _AcceleratorConnector  # noqa: F401
 from engine.loop.trainer_view import TrainerView, Values
+from engine.utils.extensions import hint
 from engine.utils.text import terminal_text
 
 
@@ -136,7 +136,7 @@ class Trainer(TrainerView):
         """A ``run`` starts; called by the module."""
         if run.world_size > 1 and not self._given["use_distributed_sampler"]:
             asked = "use_distributed_sampler"
-            raise ValueError(f"Trainer({asked}=False) has no counterpart on {run.world_size} ranks{hint(asked, ())}")
+            raise ValueError(f"Trainer({asked}=False) has no counterpart on {run.world_size} ranks{hint('setting', asked)}")
         self._run, run.trainer = run, self
         if run.stage == "fit":
             self._trained = run

@@ -13,7 +13,7 @@ from typing import Any
 from engine.config.from_lightning.plugins import CheckpointIO as CheckpointIO
 from engine.config.hyperparameters import HParams as AttributeDict  # noqa: F401
 from engine.config.lightning_names import CLASSES
-from engine.config.other_trainers import refused_class, refusing
+from engine.config.refusals import refused_class, refusing
 from engine.data.combined_loaders import CombinedLoader as CombinedLoader
 from engine.data.datamodule import DataModule
 from engine.distributed.rank_zero import rank_zero_only as rank_zero_only

@@ -12,7 +12,7 @@ import torch
 from both import OURS, THEIRS, data, module, quietly, trainer, watcher, weights
 
 from engine import Fit
-from engine.utils import adapters
+from engine.utils import extensions
 
 
 @pytest.fixture(autouse=True)
@@ -20,9 +20,9 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The entry points of the source tree, whatever version is installed."""
     parser = ConfigParser()
     parser.read(Path(__file__).parents[3] / "setup.cfg")
-    lines = parser["options.entry_points"][adapters.GROUP].strip().splitlines()
-    points = [EntryPoint(*map(str.strip, line.split("=")), group=adapters.GROUP) for line in lines]
-    monkeypatch.setattr(adapters, "entry_points", lambda group: points if group == adapters.GROUP else [])
+    lines = parser["options.entry_points"][extensions.ADAPTERS].strip().splitlines()
+    points = [EntryPoint(*map(str.strip, line.split("=")), group=extensions.ADAPTERS) for line in lines]
+    monkeypatch.setattr(extensions, "entry_points", lambda group: points if group == extensions.ADAPTERS else [])
 
 
 @pytest.mark.parametrize("automatic", [True, False])

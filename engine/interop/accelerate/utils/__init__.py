@@ -12,7 +12,7 @@ import torch
 
 from engine.config.from_accelerate import plugins
 from engine.config.from_accelerate.names import ELSEWHERE
-from engine.config.other_trainers import refusing
+from engine.config.refusals import refusing
 from engine.distributed.random_states import share_states
 from engine.interop.accelerate import operations
 from engine.interop.accelerate.data_loader import skip_first_batches as skip_first_batches
