@@ -375,7 +375,15 @@ class Run:
             self.state.step += 1
             for schedule in self._step_schedules:
                 if self.state.step % schedule.frequency == 0:
-                    schedule.advance(self.metrics, self.state.step)
+                    metrics = self._with_this_step() if schedule.reduce_on_plateau else self.metrics
+                    schedule.advance(metrics, self.state.step)
+
+    def _with_this_step(self) -> dict[str, float]:
+        """:attr:`metrics` with the values of the step under way, over all ranks. A collective; waits for the device."""
+        recorder = self.live.training
+        values = recorder.step_values()
+        forked = [slot.name for slot in recorder.slots.values() if slot.on_epoch and f"{slot.name}_step" in values]
+        return {**self.metrics, **values, **{name: values[f"{name}_step"] for name in forked}}
 
     def set_optimizers(self, optimizers: list[Any], schedules: list[Schedule], automatic: bool) -> None:
         """The prepared ``optimizers`` and ``schedules``. Without ``automatic`` optimization the module steps the schedulers."""

@@ -301,11 +301,6 @@ def optimizers(run: Run) -> None:
             schedule.step = module.lr_scheduler_step
         elif module.automatic_optimization:
             schedule.check()
-        if schedule.interval == "step" and schedule.reduce_on_plateau and schedule.frequency == 1:
-            _warn(
-                run,
-                "ReduceLROnPlateau with interval='step', frequency=1 reads its metric every step; it changes only when it is logged",
-            )
     if module.automatic_optimization:
         refuse(run, found)
     run.optimization = optimization(run, prepared)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from engine.callback import Callback as OwnCallback
+from engine.loop.run import Run
+from engine.step.gradients import Loss, nonzero
 
 _NOT_THEIRS = ("on_before_log", "on_log", "on_media", "on_checkpoint_saved", "on_checkpoint_removed")
 EVENTS = tuple(
@@ -37,21 +41,36 @@ class Callback(OwnCallback):
             method = vars(owner)[event]
             if owner is not OwnCallback and not hasattr(method, "translates"):
                 ours = issubclass(owner, OwnCallback) and not issubclass(owner, Callback)
-                setattr(cls, event, _with_run(method) if ours else _with_trainer(method))
+                setattr(cls, event, _with_run(method) if ours else _with_trainer(event, method))
 
     def _generate_state_key(self, **values: Any) -> str:
         return f"{type(self).__qualname__}{values!r}"
 
 
-def _with_trainer(method: Callable[..., Any]) -> Callable[..., Any]:
+def step_output(run: Run, outputs: Any) -> dict[str, Any]:
+    """What ``training_step`` returned, as Lightning gives it to ``on_train_batch_end``: a dict whose ``"loss"`` is detached and, in automatic
+    optimization, divided by the window's number of micro-batches."""
+    found = dict(outputs) if isinstance(outputs, Mapping) else {} if outputs is None else {"loss": outputs}
+    loss = found.get("loss")
+    if isinstance(loss, Loss):
+        loss = loss.sum / nonzero(loss.count)
+    if isinstance(loss, Tensor):
+        window = run.window_at(run.state.epoch) if run.module.automatic_optimization else 1
+        found["loss"] = loss.detach() if window == 1 else loss.detach() / window
+    return found
+
+
+def _with_trainer(event: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """An event with Lightning's signature, which a run calls, or a subclass. What it returns has no meaning there."""
 
     @functools.wraps(method)
-    def event(self: Any, run: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    def call(self: Any, run: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        if event == "on_train_batch_end" and isinstance(run, Run):
+            args = (step_output(run, args[0]), *args[1:])
         method(self, getattr(run, "trainer", run), vars(module).get("foreign", module), *args, **kwargs)
 
-    event.translates = True  # type: ignore[attr-defined]
-    return event
+    call.translates = True  # type: ignore[attr-defined]
+    return call
 
 
 def _with_run(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,7 +86,7 @@ def _with_run(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def listens(callback: Callback, event: str, function: Callable[..., Any]) -> None:
     """Let the ``callback`` call a ``function`` with Lightning's arguments at an ``event``."""
-    call = _with_trainer(lambda self, *args, **kwargs: function(*args, **kwargs))
+    call = _with_trainer(event, lambda self, *args, **kwargs: function(*args, **kwargs))
     setattr(callback, event, functools.partial(call, callback))
 
 

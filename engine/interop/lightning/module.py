@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Self
 
 from engine.data.datamodule import DataModule
 from engine.interop.lightning import ckpt
+from engine.interop.lightning.callback import step_output
+from engine.loop.run import Run
 from engine.module import TrainModule
 from engine.step.wrappers import PreparedOptimizer as LightningOptimizer  # noqa: F401
 
@@ -39,6 +42,8 @@ class LightningModule(TrainModule):
         if context is not None and self._trainer is not None:
             self._trainer.joins(context)
         super().attach(context)
+        if isinstance(context, Run) and context.module is self:
+            context.hooks.wrap(_with_step_output)
         for child in self._parts():
             if context is not None:
                 child.trainer = self.trainer
@@ -65,6 +70,13 @@ class LightningModule(TrainModule):
         device = next(iter(map_location.values()), None) if isinstance(map_location, dict) else map_location
         with ckpt.readable(checkpoint_path) as path:
             return super().load_from_checkpoint(path, strict=strict is not False, map_location=device, **kwargs)
+
+
+def _with_step_output(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The module's ``on_train_batch_end`` with Lightning's ``outputs``; other hooks unchanged."""
+    if not (name.startswith("[TrainModule]") and name.endswith(".on_train_batch_end")):
+        return hook
+    return lambda run, module, outputs, *args: hook(run, module, step_output(run, outputs), *args)
 
 
 class LightningDataModule(DataModule):

@@ -13,6 +13,8 @@ import torch
 from both import OURS, THEIRS, data, module, quietly, trainer, watcher, weights
 from torch.utils.data import DataLoader
 
+from engine import Fit
+
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulated": {"accumulate_grad_batches": 2},
@@ -58,6 +60,47 @@ def test_a_training_is_lightnings(name: str, automatic: bool, tmp_path: Path) ->
     assert set(mine_fitted.logged_metrics) == set(fitted.logged_metrics)
     assert mine_fitted.state.finished
     assert not mine_fitted.training
+
+
+def with_outputs(library: Any, returns: str, automatic: bool) -> tuple[Any, Any]:
+    """A module whose ``training_step`` returns this, and a callback; both keep the ``outputs`` of each batch in ``outputs``."""
+    base = type(module(library, automatic))
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        loss = base.training_step(self, batch, batch_idx)
+        return {"tensor": loss, "dict": {"loss": loss, "more": batch_idx}, "nothing": None}[returns]
+
+    def keep(self: Any, *args: Any) -> None:
+        outputs = args[-3]
+        self.outputs.append({key: float(value) for key, value in outputs.items()})
+        assert not getattr(outputs.get("loss"), "requires_grad", False)
+
+    net = type("Net", (base,), {"training_step": training_step, "on_train_batch_end": keep})()
+    watch = type("Watch", (library.Callback,), {"on_train_batch_end": keep})()
+    net.outputs, watch.outputs = [], []
+    net.load_state_dict(module(library).state_dict())
+    return net, watch
+
+
+@pytest.mark.parametrize("plain_fit", [False, True])
+@pytest.mark.parametrize(
+    ("returns", "automatic", "window"),
+    [("tensor", True, 1), ("tensor", True, 2), ("dict", True, 2), ("dict", False, 1), ("nothing", False, 1)],
+)
+def test_outputs_are_lightnings(returns: str, automatic: bool, window: int, plain_fit: bool, tmp_path: Path) -> None:
+    theirs, seen = with_outputs(THEIRS, returns, automatic)
+    options = {"max_epochs": 1, "accumulate_grad_batches": window}
+    quietly(trainer(THEIRS, tmp_path, callbacks=[seen], **options).fit, theirs, data(20))
+    mine, mine_seen = with_outputs(OURS, returns, automatic)
+    if plain_fit:
+        Fit(accelerator="cpu", callbacks=[mine_seen], root_dir=tmp_path, **options).run(mine, data(20))
+    else:
+        trainer(OURS, tmp_path, callbacks=[mine_seen], **options).fit(mine, data(20))
+    assert len(seen.outputs) == 5
+    for other, own in zip(seen.outputs, mine_seen.outputs, strict=True):
+        assert own == pytest.approx(other)
+    assert theirs.outputs == seen.outputs
+    assert mine.outputs == mine_seen.outputs
 
 
 def watcher_of_validations(library: Any) -> Any:
