@@ -19,7 +19,6 @@ from saved import alone, content, read, resummed, save
 from tiny import DATA, Net, fit
 
 from callbacks import ModelCheckpoint
-from engine.checkpoint.convert import convert
 from engine.checkpoint.export import export_checkpoint
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.remote_storage import Remote
@@ -27,6 +26,7 @@ from engine.checkpoint.resume import opening
 from engine.checkpoint.storage import Local, Location, locate, split
 from engine.checkpoint.writer import Saver
 from engine.cli.main import main
+from engine.compat.convert.convert import convert
 
 
 @pytest.fixture(params=["directory", "file", "memory"])

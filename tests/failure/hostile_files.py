@@ -42,9 +42,9 @@ from saved import record_of, resummed
 
 from callbacks import ModelCheckpoint, write_report
 from engine import Fit, TrainModule
-from engine.checkpoint.convert import convert
 from engine.checkpoint.one_file import pack
 from engine.cli.checkpoint import main as command
+from engine.compat.convert.convert import convert
 from engine.interop import lightning
 
 root = Path(sys.argv[2])
