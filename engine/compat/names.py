@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from engine.compat.lightning.names import TRAINER
 from engine.config.settings import Settings
 
 NAMES = {
@@ -25,23 +26,15 @@ NAMES = {
 
 
 OTHERWISE = {
-    "check_val_every_n_epoch": "here it is val_every='1 epochs' (a plain number counts optimizer steps)",
-    "val_check_interval": "here it is val_every: 0.25 of an epoch, '500 steps' of the optimizer (a plain number counts these too), '10 min'",
+    **{name: argument.instead for name, argument in TRAINER.items() if argument.instead},
     "cpu": "here it is accelerator='cpu'",
-    "profiler": "profilers are callbacks: callbacks=[Profiler()] or [SimpleProfiler()]; Result.times has the seconds",
-    "enable_model_summary": "a summary is a callback: callbacks=[ModelSummary()]",
-    "inference_mode": "evaluation runs under torch.no_grad(), so that its outputs can be used in training",
-    **dict.fromkeys(
-        ("use_distributed_sampler", "replace_sampler_ddp"),
-        "samples are divided among the ranks for any sampler; a loader or sampler with presharded = True is each rank's own",
-    ),
+    "replace_sampler_ddp": TRAINER["use_distributed_sampler"].instead,
     **dict.fromkeys(
         ("split_batches", "dispatch_batches", "even_batches"),
         "samples are divided exactly among the ranks; see global_batch_size",
     ),
     **dict.fromkeys(("tf32", "allow_tf32"), "here it is matmul_precision='high'"),
     "dataloader_config": "the DataLoader that you give keeps its own settings",
-    "plugins": "a precision is Fit(precision=...), a strategy Fit(strategy=...); processes are detected from the environment (fit env)",
     **dict.fromkeys(
         ("deepspeed_plugin", "deepspeed_plugins", "deepspeed"),
         "here it is strategy={'name': 'deepspeed', 'stage': 2, ...}",
@@ -51,26 +44,18 @@ OTHERWISE = {
     "dynamo_plugin": "here it is compile: True, 'blocks', or a dict of torch.compile's options",
     "gradient_accumulation_plugin": "here it is accumulate_grad_batches",
     "kwargs_handlers": "arguments of DDP, FSDP and the scaler are fields of strategy={'name': 'ddp', ...} and precision={'name': ...}",
-    "reload_dataloaders_every_n_epochs": "a dataset may read other files from set_epoch or in each pass; a loader is created once per run",
-    "barebones": "there is nothing to switch off: without callbacks a run logs one line per interval",
-    "enable_autolog_hparams": "hyperparameters are logged by the logger callbacks that are given",
-    "model_registry": "use a callback with on_save_checkpoint",
     "rng_types": "random numbers of every rank are in checkpoints, and seed determines the data's order",
     "step_scheduler_with_optimizer": "schedulers step once per step that happened; in Fit, 'interval' in configure_optimizers sets when",
     "device_placement": "everything prepared is on its device; choose it with accelerator and devices",
     "project_config": "here it is root_dir",
-    **dict.fromkeys(
-        ("logger", "loggers", "log_with", "report_to"), "loggers are callbacks, for example callbacks=[CSVLogger()]"
-    ),
-    "enable_progress_bar": "a progress bar is a callback: callbacks=[RichProgressBar()]",
-    **dict.fromkeys(
-        ("enable_checkpointing", "checkpoint_callback"), "a callback writes checkpoints: callbacks=[ModelCheckpoint()]"
-    ),
+    **dict.fromkeys(("loggers", "log_with", "report_to"), TRAINER["logger"].instead),
+    "checkpoint_callback": TRAINER["enable_checkpointing"].instead,
     **dict.fromkeys(
         ("ckpt_path", "resume_from_checkpoint", "resume"),
         "resuming is an argument of run: fit.run(module, loader, resume='auto')",
     ),
 }
+"""What to do instead of an argument that is no setting: Lightning's, Accelerate's and transformers'."""
 
 
 def _called(name: str) -> str:

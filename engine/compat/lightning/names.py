@@ -5,7 +5,88 @@
 
 from __future__ import annotations
 
+from engine.compat.records import Argument
 from engine.compat.refusals import ANY
+
+TRAINER = {
+    "accelerator": Argument("auto", setting="accelerator"),
+    "strategy": Argument("auto"),
+    "devices": Argument("auto"),
+    "num_nodes": Argument(1, setting="num_nodes"),
+    "precision": Argument(setting="precision"),
+    "logger": Argument(
+        instead="loggers are callbacks, for example callbacks=[CSVLogger()]", in_file="a logger is one of the callbacks"
+    ),
+    "callbacks": Argument(in_file="list them under 'callbacks' of the file, with their arguments here"),
+    "fast_dev_run": Argument(False, setting="fast_dev_run"),
+    "max_epochs": Argument(),
+    "min_epochs": Argument(setting="min_epochs"),
+    "max_steps": Argument(-1),
+    "min_steps": Argument(setting="min_steps"),
+    "max_time": Argument(),
+    "limit_train_batches": Argument(setting="limit_train_batches"),
+    "limit_val_batches": Argument(setting="limit_val_batches"),
+    "limit_test_batches": Argument(setting="limit_test_batches"),
+    "limit_predict_batches": Argument(setting="limit_predict_batches"),
+    "overfit_batches": Argument(0.0, setting="overfit_batches"),
+    "val_check_interval": Argument(
+        instead="here it is val_every: 0.25 of an epoch, '500 steps' of the optimizer (a plain number counts these too), '10 min'"
+    ),
+    "check_val_every_n_epoch": Argument(
+        1, instead="here it is val_every='1 epochs' (a plain number counts optimizer steps)"
+    ),
+    "num_sanity_val_steps": Argument(setting="num_sanity_val_steps"),
+    "log_every_n_steps": Argument(setting="log_every_n_steps"),
+    "enable_checkpointing": Argument(
+        instead="a callback writes checkpoints: callbacks=[ModelCheckpoint()]",
+        in_file="checkpoints are saved by the callback ModelCheckpoint",
+    ),
+    "enable_progress_bar": Argument(
+        instead="a progress bar is a callback: callbacks=[RichProgressBar()]",
+        in_file="a progress bar is one of the callbacks",
+    ),
+    "enable_model_summary": Argument(
+        instead="a summary is a callback: callbacks=[ModelSummary()]", in_file="a summary is the callback ModelSummary"
+    ),
+    "accumulate_grad_batches": Argument(1, setting="accumulate_grad_batches"),
+    "gradient_clip_val": Argument(setting="gradient_clip_val"),
+    "gradient_clip_algorithm": Argument(setting="gradient_clip_algorithm"),
+    "deterministic": Argument(setting="deterministic"),
+    "benchmark": Argument(setting="benchmark"),
+    "inference_mode": Argument(
+        True,
+        instead="evaluation runs under torch.no_grad(), so that its outputs can be used in training",
+        in_file="evaluation runs without gradients",
+    ),
+    "use_distributed_sampler": Argument(
+        True,
+        instead="samples are divided among the ranks for any sampler; a loader or sampler with presharded = True is each rank's own",
+        in_file="samples are divided among the ranks for any sampler",
+    ),
+    "profiler": Argument(
+        instead="profilers are callbacks: callbacks=[Profiler()] or [SimpleProfiler()]; Result.times has the seconds",
+        in_file="a profiler is one of the callbacks",
+    ),
+    "detect_anomaly": Argument(False, setting="detect_anomaly"),
+    "barebones": Argument(
+        False, instead="there is nothing to switch off: without callbacks a run logs one line per interval"
+    ),
+    "plugins": Argument(
+        instead="a precision is Fit(precision=...), a strategy Fit(strategy=...); processes are detected from the environment (fit env)"
+    ),
+    "sync_batchnorm": Argument(False, setting="sync_batchnorm"),
+    "reload_dataloaders_every_n_epochs": Argument(
+        0,
+        neutral=(0,),
+        instead="a dataset may read other files from set_epoch or in each pass; a loader is created once per run",
+    ),
+    "default_root_dir": Argument(),
+    "enable_autolog_hparams": Argument(
+        True, neutral=(True,), instead="hyperparameters are logged by the logger callbacks that are given"
+    ),
+    "model_registry": Argument(neutral=(None,), instead="use a callback with on_save_checkpoint"),
+}
+"""The arguments of ``Trainer``, in its order."""
 
 _KEYS = "hyperparameters are part of every checkpoint (save_hyperparameters, load_from_checkpoint)"
 MODULE = {

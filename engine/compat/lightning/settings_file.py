@@ -8,27 +8,15 @@ from typing import Any
 from engine.compat.key_file import KeyFile
 from engine.compat.lightning import strategy_arguments as strategies
 from engine.compat.lightning import trainer_settings as arguments
+from engine.compat.lightning.names import TRAINER
 from engine.config import yaml_reader
 
+_NOTED = {name: argument.in_file for name, argument in TRAINER.items() if argument.in_file}
+"""Arguments that are objects, or have no meaning in a file."""
 _USUAL: dict[str, Any] = {
-    **dict.fromkeys(arguments.SAME),
-    **{name: neutral[0] for name, neutral in arguments.NEUTRAL.items()},
-    **dict.fromkeys(("max_epochs", "max_time", "val_check_interval", "default_root_dir", "barebones", "plugins")),
-    "max_steps": -1,
-    "devices": "auto",
-    "strategy": "auto",
-    "check_val_every_n_epoch": 1,
+    name: None if argument.setting else argument.usual for name, argument in TRAINER.items() if not argument.in_file
 }
-_OBJECTS = {
-    "callbacks": "list them under 'callbacks' of the file, with their arguments here",
-    "logger": "a logger is one of the callbacks",
-    "profiler": "a profiler is one of the callbacks",
-    "enable_checkpointing": "checkpoints are saved by the callback ModelCheckpoint",
-    "enable_progress_bar": "a progress bar is one of the callbacks",
-    "enable_model_summary": "a summary is the callback ModelSummary",
-    "inference_mode": "evaluation runs without gradients",
-    "use_distributed_sampler": "samples are divided among the ranks for any sampler",
-}
+"""The values of arguments that a file does not have. ``None``: the setting keeps its default, and is not written."""
 
 
 def read(path: Path) -> KeyFile:
@@ -44,16 +32,17 @@ def read(path: Path) -> KeyFile:
     node = yaml_reader.compose(yaml_reader.read_file(path), origin, lines=True)
     values = None if node is None else yaml_reader.construct(node)
     inner = values.get("trainer", values) if isinstance(values, dict) else None
-    if not isinstance(inner, dict) or not inner.keys() & (_USUAL.keys() | _OBJECTS.keys()):
+    if not isinstance(inner, dict) or not inner.keys() & (_USUAL.keys() | _NOTED.keys()):
         raise ValueError(f"{origin}: has neither a 'trainer' nor its arguments, such as max_epochs")
     file = KeyFile(inner, origin, {} if inner is not values else yaml_reader.origins_of_keys(node, origin, lines=True))
-    for name, said in _OBJECTS.items():
+    for name, said in _NOTED.items():
         file.note(name, said)
     given = {name: file.take(name, usual) for name, usual in _USUAL.items()}
     given["check_val_every_n_epoch"] = inner.get("check_val_every_n_epoch", 1)  # null says something
     if isinstance(given["strategy"], dict):
         given["strategy"] = _strategy(file, given["strategy"])
-    for name, neutral in {**arguments.NEUTRAL, "plugins": (None, [])}.items():
+    refused = {name: argument.neutral for name, argument in TRAINER.items() if argument.neutral}
+    for name, neutral in {**refused, "plugins": (None, [])}.items():
         if given[name] not in neutral:
             file.refuse(name, "has no counterpart that a file of settings can name")
             given[name] = neutral[0]

@@ -7,25 +7,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from engine.compat.lightning.names import TRAINER
 from engine.compat.lightning.plugins import reader
 from engine.compat.lightning.strategy_arguments import strategy
 from engine.config.duration import NEVER
-from engine.utils.extensions import hint
-
-SAME = (
-    *("accelerator", "num_nodes", "precision", "fast_dev_run", "min_epochs", "min_steps", "limit_train_batches"),
-    *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches", "num_sanity_val_steps"),
-    *("log_every_n_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "deterministic"),
-    *("benchmark", "detect_anomaly", "sync_batchnorm"),
-)
-"""Arguments that mean the same in ``Fit``; ``None`` is its default."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "reload_dataloaders_every_n_epochs": (0,),
-    "enable_autolog_hparams": (True,),
-    "model_registry": (None,),
-}
-"""Arguments without a counterpart: the values under which nothing is asked for."""
-
 
 PROFILERS = ("simple", "pytorch")
 DEFAULT_CALLBACKS = {
@@ -69,10 +54,11 @@ def settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int | floa
         ValueError: one has no counterpart, or contradicts another; the message names what to use.
     """
     reader(given["plugins"])
-    for name, neutral in NEUTRAL.items():
-        if given[name] not in neutral:
-            raise ValueError(f"Trainer({name}={given[name]!r}) has no counterpart{hint('setting', name)}")
-    found = {name: given[name] for name in SAME if given[name] is not None} | _limits(given)
+    for name, argument in TRAINER.items():
+        if argument.neutral and given[name] not in argument.neutral:
+            raise ValueError(f"Trainer({name}={given[name]!r}) has no counterpart; {argument.instead}")
+    same = {argument.setting: given[name] for name, argument in TRAINER.items() if argument.setting}
+    found = {name: value for name, value in same.items() if value is not None} | _limits(given)
     found["root_dir"] = Path(given["default_root_dir"] or ".")
     if given["devices"] != "auto":
         found["devices"] = "auto" if given["devices"] in (-1, "-1") else given["devices"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from torch import nn
 
 from engine import Callback, DataModule, TrainModule
 from engine.compat.lightning.checks import refuse_replaced
-from engine.compat.lightning.names import DATA, MODULE, REPLACED
+from engine.compat.lightning.names import DATA, MODULE, REPLACED, TRAINER
+from engine.compat.lightning.trainer import Trainer
 from engine.compat.names import ARGUMENTS, ATTRIBUTES
 from engine.config.settings import Settings
 from engine.utils.extensions import hint
@@ -91,6 +93,13 @@ def test_every_argument_of_lightnings_trainer_is_a_setting_or_has_an_answer(ligh
     answers = {name: hint("setting", name) for name in other}
     assert [name for name, answer in answers.items() if not answer] == []
     assert len(other) < len(lightning["trainer"]) / 2
+
+
+def test_the_table_has_the_arguments_of_trainer(lightning: dict[str, list[str]]) -> None:
+    ours = {name: each.default for name, each in inspect.signature(Trainer).parameters.items()}
+    assert list(ours.items()) == [(name, argument.usual) for name, argument in TRAINER.items()]
+    assert lightning["trainer"] == list(TRAINER)
+    assert {argument.setting for argument in TRAINER.values()} - {field.name for field in fields(Settings)} == {""}
 
 
 def test_every_argument_of_their_calls_is_ours_or_has_an_answer(lightning: dict[str, Any]) -> None:
