@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from engine.compat.lightning.names import CHECKPOINT, DATA, MODULE
+from engine.compat.lightning.names import CHECKPOINT, DATA, MODULE, OF_SETTINGS, VIEW
 from engine.compat.lightning.strategy_arguments import NAMES as STRATEGIES
-from engine.compat.names import ARGUMENTS, ATTRIBUTES, ELSEWHERE, NAMES, OF_SETTINGS, OTHERWISE
+from engine.compat.names import ARGUMENTS, ATTRIBUTES, NAMES, OTHERWISE
 from engine.utils.extensions import attribute_error, hint
 
 P = ParamSpec("P")
@@ -23,7 +23,7 @@ ANSWERS: dict[str, dict[str, str]] = {
     **ARGUMENTS,
     "TrainModule": MODULE,
     "DataModule": DATA,
-    "TrainerView": ELSEWHERE,
+    "TrainerView": VIEW,
     "checkpoint entry": CHECKPOINT,
     "setting": OTHERWISE | {name: f"here it is called {setting!r}" for name, setting in NAMES.items()},
     "strategy": {name: f"this name of Lightning's is {setting!r} here" for name, setting in STRATEGIES.items()},

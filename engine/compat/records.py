@@ -20,3 +20,8 @@ class Argument:
     """What to do here: the end of the errors of ``Fit`` and of the drop-in class, and the line of ``fit migrate``."""
     in_file: str = ""
     """The note of a converted file about an argument that is not read there."""
+
+
+def called(name: str) -> str:
+    """The sentence about something that only has another name here."""
+    return f"here it is called {name!r}"

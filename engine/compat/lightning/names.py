@@ -1,12 +1,15 @@
-"""Public names of Lightning's classes that ours do not have: what to use instead.
+"""Names of Lightning and Fabric that ours do not have: what to use instead.
 
 ``tests/config/test_lightning_names.py`` compares with Lightning itself.
 """
 
 from __future__ import annotations
 
-from engine.compat.records import Argument
+from dataclasses import fields
+
+from engine.compat.records import Argument, called
 from engine.compat.refusals import ANY
+from engine.config.settings import Settings
 
 TRAINER = {
     "accelerator": Argument("auto", setting="accelerator"),
@@ -88,6 +91,236 @@ TRAINER = {
 }
 """The arguments of ``Trainer``, in its order."""
 
+SETTINGS = {"gpus": "devices", "num_processes": "devices", "default_root_dir": "root_dir"}
+"""Arguments of ``Trainer``, today's and earlier ones, that are a setting under another name."""
+OTHERWISE = {
+    **{name: argument.instead for name, argument in TRAINER.items() if argument.instead},
+    "replace_sampler_ddp": TRAINER["use_distributed_sampler"].instead,
+    "loggers": TRAINER["logger"].instead,
+    "checkpoint_callback": TRAINER["enable_checkpointing"].instead,
+    **dict.fromkeys(
+        ("ckpt_path", "resume_from_checkpoint"),
+        "resuming is an argument of run: fit.run(module, loader, resume='auto')",
+    ),
+}
+"""What to do instead of arguments of ``Trainer`` and its calls that are no setting."""
+_NO_PICKLE = "nothing in a checkpoint is unpickled, so this is always true: leave it out"
+_EVALUATION = {
+    "model": called("module"),
+    **dict.fromkeys(
+        ("dataloader", "dataloaders", "loader", "test_dataloaders", "val_dataloaders", "val_loaders"),
+        called("loaders"),
+    ),
+    **dict.fromkeys(
+        ("ckpt_path", "resume", "resume_from_checkpoint"), "here it is checkpoint='best', 'last' or a path"
+    ),
+    "verbose": "the metrics are returned: print them",
+    "weights_only": _NO_PICKLE,
+}
+_OF_LOGGERS = {
+    "prefix": "put it into the names that you log",
+    **dict.fromkeys(
+        ("log_model", "checkpoint_name"),
+        "log checkpoints in a callback's on_checkpoint_saved(run, module, path, score): module.log_artifact(name, path)",
+    ),
+}
+CALLS: dict[str, dict[str, str]] = {
+    "Fit.run": {
+        "model": called("module"),
+        **dict.fromkeys(
+            ("dataloader", "dataloaders", "loader", "train_dataloader", "train_dataloaders"), called("train_loader")
+        ),
+        **dict.fromkeys(
+            ("eval_dataloader", "val_dataloader", "val_dataloaders", "val_loader", "valid_loader"),
+            called("val_loaders"),
+        ),
+        **dict.fromkeys(
+            ("checkpoint", "ckpt_path", "resume_from_checkpoint"), "here it is resume='last', 'auto', 'best' or a path"
+        ),
+        "weights_only": _NO_PICKLE,
+    },
+    "Fit.validate": _EVALUATION,
+    "Fit.test": _EVALUATION,
+    "Fit.predict": _EVALUATION,
+    "TrainModule.log": {},  # all of them are ours; here for the nearest name of another one
+    "TrainModule.log_dict": {"metric_attribute": "torchmetrics objects are recognized: leave it out"},
+    "Engine.__init__": {
+        **dict.fromkeys(
+            ("devices", "num_nodes", "gpus"),
+            "the launcher starts the processes: fit launch, torchrun, or engine.launch",
+        ),
+        **dict.fromkeys(
+            ("callbacks", "logger", "loggers"), "your own loop calls and logs directly; engine.Fit has callbacks"
+        ),
+        "root_dir": "give a path to save_state and load_state",
+        "gradient_clip_val": "call engine.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step()",
+    },
+    "ModelCheckpoint.__init__": {
+        "every_n_epochs": "here it is every='1 epochs'",
+        "every_n_train_steps": "here it is every='500 steps'",
+        "train_time_interval": "here it is every='10 min'",
+        "save_on_train_epoch_end": "with monitor a checkpoint waits for the next validation, without it is saved when due",
+        "save_on_exception": "the last complete step is saved after an error: leave it out",
+        "save_weights_only": "checkpoints are complete; engine.Resume can load only the weights, and 'fit checkpoint' exports the weights",
+        "auto_insert_metric_name": "write the names into filename: 'epoch={epoch}-loss={val_loss:.3f}'",
+        "enable_version_counter": "a second checkpoint of one name gets '-step=N': leave it out",
+        "verbose": "Result.last_checkpoint and 'fit checkpoint list' name what was saved: leave it out",
+        "save_best_only": "here it is save_top_k=1, save_last=False",
+    },
+    "EarlyStopping.__init__": {
+        **dict.fromkeys(
+            ("verbose", "log_rank_zero_only"), "Result.stop_reason says why a run has stopped: leave it out"
+        ),
+        "check_on_train_epoch_end": "it checks after each validation, or without validation after each epoch: leave it out",
+    },
+    "RichProgressBar.__init__": {
+        **dict.fromkeys(("theme", "console_kwargs"), "give a rich console: console=Console(...)"),
+        "leave": "each epoch's last line stays: leave it out",
+    },
+    "TQDMProgressBar.__init__": {
+        "process_position": "bars of others scroll above it: leave it out",
+        "leave": "each epoch's last line stays: leave it out",
+    },
+    "CSVLogger.__init__": {
+        "save_dir": called("dir"),
+        "version": "each run has its own folder: leave it out",
+        "prefix": "the columns have the names of the values: put it into the names that you log",
+        "flush_logs_every_n_steps": "rows are written when values are logged; see Fit(log_every_n_steps=...)",
+    },
+    "TensorBoardLogger.__init__": _OF_LOGGERS
+    | {
+        "save_dir": called("dir"),
+        "log_dir": called("dir"),
+        **dict.fromkeys(("name", "version", "sub_dir"), "each run has its own folder in dir: leave it out"),
+        "log_graph": "the graph is not written: leave it out",
+        "default_hp_metric": "no metric is written with the hyperparameters: leave it out",
+    },
+    "MLflowLogger.__init__": _OF_LOGGERS
+    | {
+        "save_dir": "give tracking_uri='sqlite:///path/mlflow.db', and artifact_location for the files",
+        "run_id": "a resumed run continues the run in MLflow by itself: leave it out",
+        "synchronous": "values are always sent by a thread: leave it out",
+    },
+}
+"""Arguments of Lightning's and Fabric's calls, by our call: what to do instead."""
+_RESULT = "use the Result that run(...) returns, or the list that validate(...) and test(...) return"
+
+
+_REFERENCE = "keep a reference to the object that you gave"
+
+
+_IN_A_RUN = "in a callback or a module, the run knows it: run.rank, run.local_rank, run.world_size, run.device"
+
+
+OF_SETTINGS = {each.name: f"use settings.{each.name}" for each in fields(Settings)}
+
+
+_OF_TRAINERS = {
+    **OF_SETTINGS,
+    "is_global_zero": "use is_main_process",
+    **dict.fromkeys(
+        ("checkpoint_callback", "checkpoint_callbacks", "early_stopping_callback", "early_stopping_callbacks"),
+        _REFERENCE,
+    ),
+    **dict.fromkeys(("logger", "loggers", "profiler", "progress_bar_callback"), _REFERENCE),
+    **dict.fromkeys(("train_dataloader", "val_dataloaders", "test_dataloaders", "predict_dataloaders"), _REFERENCE),
+    "default_root_dir": "use settings.root_dir",
+    "precision_plugin": "use settings.precision",
+    "num_devices": "use settings.devices, and run.world_size in a callback",
+}
+
+
+_OF_RUN = ("callbacks", "gc_every_n_steps", "loggers", "max_epochs", "max_steps", "val_every")
+"""What a run has under the same name."""
+ATTRIBUTES: dict[str, dict[str, str]] = {
+    "Fit": {
+        **_OF_TRAINERS,
+        **dict.fromkeys(("fit", "train"), "train with run(module, train_loader, val_loaders)"),
+        **dict.fromkeys(("eval", "evaluate"), "use validate(module, loaders) or test(module, loaders)"),
+        "tune": "there is no tuner: give learning rate and batch size yourself",
+        **dict.fromkeys(("callback_metrics", "logged_metrics", "progress_bar_metrics"), _RESULT),
+        **dict.fromkeys(("current_epoch", "global_step", "interrupted"), _RESULT),
+        "log_dir": "use Result.folder",
+        **dict.fromkeys(("model", "lightning_module"), "the module that you gave to run has the trained weights"),
+        **dict.fromkeys(("optimizers", "lr_scheduler_configs"), "in a callback use run.optimizers and run.schedulers"),
+        **dict.fromkeys(("global_rank", "local_rank", "world_size"), _IN_A_RUN),
+        **dict.fromkeys(
+            ("state", "training", "validating", "testing", "predicting", "sanity_checking"),
+            "in a callback use run.stage",
+        ),
+        "save_checkpoint": "give callbacks=[ModelCheckpoint()], or call run.save_checkpoint() in a callback",
+        "should_stop": "in a callback call run.stop(reason)",
+        "datamodule": "in a callback use run.datamodule",
+        "print": "use print under: if fit.is_main_process",
+    },
+    "Run": {
+        **{name: said for name, said in _OF_TRAINERS.items() if name not in _OF_RUN},
+        "current_epoch": "use epoch",
+        "global_step": "use step",
+        "global_rank": "use rank",
+        "logger": "use loggers",
+        "should_stop": "call stop(reason)",
+        **dict.fromkeys(("callback_metrics", "logged_metrics"), "use metrics"),
+        "progress_bar_metrics": "use progress",
+        **dict.fromkeys(("model", "lightning_module"), "use module"),
+        "lr_scheduler_configs": "use schedulers",
+        "log_dir": "use folder",
+        "ckpt_path": "resuming is an argument of Fit.run(resume=...)",
+        "sanity_checking": "use stage == 'sanity'",
+        "training": "use stage == 'fit'",
+        "validating": "use stage == 'validate'",
+        "testing": "use stage == 'test'",
+        "predicting": "use stage == 'predict'",
+        "num_training_batches": "use num_train_batches",
+        **dict.fromkeys(("num_val_batches", "num_test_batches", "num_predict_batches"), "use num_eval_batches"),
+        "train_dataloader": "use train_loader",
+        "print": "use print under: if run.is_main_process",
+    },
+    "Engine": {
+        **dict.fromkeys(
+            ("setup", "setup_module", "setup_optimizers", "setup_dataloaders"), "use prepare(model, optimizer, loader)"
+        ),
+        "launch": "the launcher starts the processes: fit launch, torchrun, or engine.launch",
+        "accelerator": "use device",
+        "call": "your own loop makes the calls; engine.Fit has callbacks",
+        "run": "write your own loop, or use engine.Fit",
+        "all_gather": "use gather(tree), or gather_for_metrics for objects",
+        "all_reduce": "use reduce(tree, 'mean')",
+        "barrier": "use wait_for_everyone()",
+        "rank_zero_first": "use main_process_first()",
+        "is_global_zero": "use is_main_process",
+        "global_rank": "use process_index",
+        "local_rank": "use local_process_index",
+        "world_size": "use num_processes",
+        "node_rank": "use process_index // the processes of a machine",
+        "clip_gradients": "use clip_grad_norm_ or clip_grad_value_",
+        "no_backward_sync": "use no_sync(model)",
+        "save": "use save_state(directory), or torch.save under: if engine.is_main_process",
+        **dict.fromkeys(("load", "load_raw"), "use load_state(directory)"),
+        "seed_everything": "use engine.seed_everything of the package",
+        "to_device": "use tensor.to(engine.device)",
+        **dict.fromkeys(("init_module", "init_tensor", "sharded_model"), "build it in a block: with engine.device"),
+        **dict.fromkeys(("log", "log_dict", "logger", "loggers"), "an Engine has no loggers: call your own"),
+    },
+}
+"""Attributes of ``Trainer`` (``"Fit"``, ``"Run"``) and of Fabric (``"Engine"``), by our class: what to use instead."""
+_LOOPS = "the loops are functions without a state of their own: counters are in self.run.state"
+VIEW = {
+    **dict.fromkeys(
+        ("fit", "validate", "test", "predict"), "a run trains and evaluates through the Fit that started it"
+    ),
+    "accelerator": "use trainer.strategy.root_device, or self.device",
+    "barebones": "there is nothing to switch off",
+    "distributed_sampler_kwargs": "use trainer.world_size and trainer.global_rank",
+    "enable_validation": "use trainer.val_dataloaders",
+    **dict.fromkeys(("validate_loop", "test_loop", "predict_loop"), _LOOPS),
+    "init_module": "build parts of the model in configure_model",
+    "max_time": "use self.run.settings.max_time",
+    **dict.fromkeys(("precision_plugin", "scaler"), "use trainer.precision, and self.run.engine"),
+    "profiler": "use torch.profiler.record_function(name): callbacks=[Profiler()] shows it",
+    "reload_dataloaders_every_n_epochs": "a dataset may read other files from set_epoch or in each pass",
+}
+"""Names of Lightning's ``Trainer`` that a view does not have: what to use."""
 _KEYS = "hyperparameters are part of every checkpoint (save_hyperparameters, load_from_checkpoint)"
 MODULE = {
     "CHECKPOINT_HYPER_PARAMS_KEY": _KEYS,
@@ -149,7 +382,7 @@ CHECKPOINT = {
 }
 """Entries that Lightning's checkpoints have and these do not: why, and what to do."""
 
-_LOOPS = "the loops are functions: override the module's or a callback's hooks"
+_LOOP_CLASSES = "the loops are functions: override the module's or a callback's hooks"
 _LOGGERS = "give Lightning's own, or a Logger with log_metrics"
 CLASSES = {
     "Accelerator": "give Trainer(accelerator='cpu' or 'gpu')",
@@ -167,7 +400,7 @@ CLASSES = {
     "DeepSpeedStrategy": "give engine.DeepSpeed(stage=2, ...), or its name, 'deepspeed_stage_2'",
     "ModelParallelStrategy": "give engine.MeshParallel(tp=..., dp_shard=...)",
     **dict.fromkeys(("XLAStrategy", "SingleDeviceXLAStrategy"), "XLA devices are not supported"),
-    **dict.fromkeys(("_EvaluationLoop", "_FitLoop", "_PredictionLoop"), _LOOPS),
+    **dict.fromkeys(("_EvaluationLoop", "_FitLoop", "_PredictionLoop"), _LOOP_CLASSES),
 }
 """Classes without a counterpart of the same kind."""
 

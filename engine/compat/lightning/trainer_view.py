@@ -10,9 +10,9 @@ import torch
 
 from engine.compat.lightning.logged_values import Values, live, live_shown, withheld
 from engine.compat.lightning.loop_view import FitLoopView
+from engine.compat.lightning.names import VIEW
 from engine.compat.lightning.rank_loaders import shared_out
 from engine.compat.lightning.trainer_parts import RUN, AcceleratorConnector, StrategyView, TrainerState
-from engine.compat.names import ELSEWHERE
 from engine.utils.extensions import attribute_error
 
 
@@ -29,11 +29,11 @@ class TrainerView:
         object.__setattr__(self, "_run", run)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise attribute_error(self, name, ELSEWHERE.get(name, RUN))
+        raise attribute_error(self, name, VIEW.get(name, RUN))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ELSEWHERE:
-            raise AttributeError(f"trainer.{name} cannot be set, because nothing would read it: {ELSEWHERE[name]}")
+        if name in VIEW:
+            raise AttributeError(f"trainer.{name} cannot be set, because nothing would read it: {VIEW[name]}")
         super().__setattr__(name, value)
 
     run = property(lambda self: self._run, doc="The :class:`engine.Run`.")

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from engine.compat.lightning.names import DATA, MODULE, REPLACED
+from engine.compat.lightning.names import DATA, MODULE, REPLACED, VIEW
 from engine.compat.migrate.imports import Api
 from engine.compat.migrate.members import Member, member
 from engine.compat.migrate.stand_ins import module, stand_in
-from engine.compat.names import ATTRIBUTES, ELSEWHERE, OTHERWISE
+from engine.compat.names import ATTRIBUTES, OTHERWISE
 from engine.utils.errors import nearest
 
 AS_IS, INTEROP, CHANGE = "as is", "interop", "change"
@@ -169,9 +169,7 @@ def things() -> Mapping[str, Thing]:
         "callback": Thing(
             "Callback", stand_in("engine.Callback"), _interop_class("lightning", "Callback"), REPLACED_TEXTS, False
         ),
-        "trainer of a module": Thing(
-            "trainer", stand_in("engine.TrainerView"), trainer, {**ATTRIBUTES["Run"], **ELSEWHERE}
-        ),
+        "trainer of a module": Thing("trainer", stand_in("engine.TrainerView"), trainer, {**ATTRIBUTES["Run"], **VIEW}),
         "trainer of a callback": Thing("trainer", stand_in("engine.Run"), trainer, ATTRIBUTES["Run"]),
         "trainer": Thing("Trainer", stand_in("engine.Fit"), trainer, ATTRIBUTES["Fit"]),
         "accelerator": Thing(

@@ -1,7 +1,28 @@
-"""The fields of ``transformers.TrainingArguments`` that have no setting of ours, with what to do instead, and names of values."""
+"""The fields of ``transformers.TrainingArguments`` that have another name or no setting here, with what to do instead, and names of values."""
 
 from __future__ import annotations
 
+SETTINGS = {
+    "gradient_accumulation_steps": "accumulate_grad_batches",
+    "max_grad_norm": "gradient_clip_val",
+    **dict.fromkeys(("output_dir", "logging_dir"), "root_dir"),
+    "eval_steps": "val_every",
+    "num_train_epochs": "max_epochs",
+    "max_train_steps": "max_steps",
+    "gradient_checkpointing": "activation_checkpointing",
+    "logging_steps": "log_every_n_steps",
+}
+"""Fields that are a setting under another name; ``max_train_steps`` is one of its example scripts."""
+OTHERWISE = {
+    "tf32": "here it is matmul_precision='high'",
+    "deepspeed": "here it is strategy={'name': 'deepspeed', 'stage': 2, ...}",
+    **dict.fromkeys(("fsdp", "fsdp_config"), "here it is strategy={'name': 'fsdp', ...}"),
+    "report_to": "loggers are callbacks, for example callbacks=[CSVLogger()]",
+    **dict.fromkeys(
+        ("resume", "resume_from_checkpoint"), "resuming is an argument of run: fit.run(module, loader, resume='auto')"
+    ),
+}
+"""What to do in ``Fit`` instead of fields that are no setting."""
 NONE: tuple[object, ...] = (None, False, 0, 0.0, "", "no", "none", "false", [], {})
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_hf", "adamw", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),

@@ -17,7 +17,7 @@ import types
 from typing import Any
 
 import engine
-from engine.compat.accelerate.names import ELSEWHERE
+from engine.compat.accelerate.names import FUNCTIONS
 from engine.compat.lightning.names import CLASSES
 from engine.compat.lightning.trainer_view import TrainerView
 from engine.compat.migrate.members import OURS, Member, member, set_by, signature
@@ -53,7 +53,7 @@ class Table:
         """The names of a module, and those that its ``__getattr__`` gives, of all that are known."""
         names = {*dir(module)}
         if "__getattr__" in vars(module):
-            names |= {*CLASSES, *ELSEWHERE, PATTERN, *(name for each in _places().values() for name in dir(each))}
+            names |= {*CLASSES, *FUNCTIONS, PATTERN, *(name for each in _places().values() for name in dir(each))}
         return {name: self.value(getattr(module, name)) for name in sorted(names) if hasattr(module, name)}
 
     def value(self, value: Any) -> dict[str, Any]:

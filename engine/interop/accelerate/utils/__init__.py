@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.compat.accelerate.big_modeling import init_empty_weights as init_empty_weights
 from engine.compat.accelerate.data_loader import skip_first_batches as skip_first_batches
-from engine.compat.accelerate.names import ELSEWHERE
+from engine.compat.accelerate.names import FUNCTIONS
 from engine.compat.accelerate.utils import dataclasses, imports, memory, operations
 from engine.compat.accelerate.utils.imports import available as available
 from engine.compat.accelerate.utils.random import set_seed as set_seed
@@ -22,7 +22,7 @@ for _module in (dataclasses, memory, operations):
 
 SAFE_WEIGHTS_NAME = "model.safetensors"
 WEIGHTS_NAME = "pytorch_model.bin"
-_refused = refusing(__name__, ELSEWHERE)
+_refused = refusing(__name__, FUNCTIONS)
 
 
 def __getattr__(name: str) -> Any:
