@@ -6,11 +6,12 @@ import functools
 from typing import Any
 
 from engine.callback import Callback
-from engine.compat.lightning.callback import adapted_class
+from engine.compat.lightning.callback import adapted_class, lightnings
 from engine.compat.lightning.module import LightningDataModule, LightningModule
 from engine.data.datamodule import DataModule
 from engine.module import TrainModule
 from engine.utils.log import logger
+from engine.utils.overrides import overridden
 
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _ASKED = (
@@ -18,6 +19,11 @@ _ASKED = (
     *("toggle_optimizer", "untoggle_optimizer", "toggled_optimizer"),
 )
 """What a module asks of its trainer: during a run, of the adapted module."""
+_OF_DATA = {name for name in vars(LightningDataModule) | vars(DataModule) if name.startswith("_")} | {
+    *("attach", "save_hyperparameters"),
+    *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
+}
+"""Methods of a data module that a run does not call, or asks for again each time."""
 _OWN = (*_ASKED, "forward", "trainer", "configure_optimizers", "configure_callbacks")
 
 
@@ -29,22 +35,13 @@ def adapt(value: Any) -> Any:
     if isinstance(value, (Callback, DataModule, TrainModule)):
         return value
     kind: Any = type(value)
-    if _base(kind, "LightningModule"):
+    if lightnings(kind, "LightningModule"):
         if "_adapted" not in vars(value):
             vars(value)["_adapted"] = _class_for(kind)(value)
         return vars(value)["_adapted"]
-    if base := _base(kind, "LightningDataModule"):
-        made = LightningDataModule()
-        own = (
-            name
-            for name in dir(DataModule)
-            if not name.startswith("_") and name not in ("attach", "trainer", "hparams")
-        )
-        theirs = (name for name in own if getattr(type(value), name, None) is not getattr(base, name, None))
-        vars(made).update({name: getattr(value, name) for name in theirs})
-        made.hparams.update(value.hparams)
-        return made
-    return adapted_class(kind)(value) if _base(kind, "Callback") else value
+    if lightnings(kind, "LightningDataModule"):
+        return _data_class_for(kind)(value)
+    return adapted_class(kind)(value) if lightnings(kind, "Callback") else value
 
 
 class Foreign(LightningModule):
@@ -84,10 +81,51 @@ class Foreign(LightningModule):
                 vars(part).pop(name, None)
 
 
+class ForeignData(LightningDataModule):
+    """A data module of Lightning's, ``foreign``, in a run here; the run asks it for each loader when it needs it."""
+
+    def __init__(self, foreign: Any) -> None:
+        self.foreign = foreign
+        super().__init__()
+        self.hparams.update(foreign.hparams)
+        self.prepare_data_per_node = foreign.prepare_data_per_node
+        hooks = (name for name, method in vars(DataModule).items() if callable(method) and name not in _OF_DATA)
+        for name in (name for name in hooks if self._overrides(name)):
+            vars(self)[name] = getattr(foreign, name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["foreign"], name) if "foreign" in vars(self) else super().__getattr__(name)
+
+    def _overrides(self, name: str) -> bool:
+        return overridden(self.foreign, name, lightnings(type(self.foreign), "LightningDataModule"))
+
+    def attach(self, run: Any) -> None:
+        super().attach(run)
+        self.foreign.trainer = self.trainer
+
+    def train_dataloader(self) -> Any:
+        return self.foreign.train_dataloader() if self._overrides("train_dataloader") else None
+
+    def val_dataloader(self) -> Any:
+        return self.foreign.val_dataloader() if self._overrides("val_dataloader") else None
+
+    def test_dataloader(self) -> Any:
+        return self.foreign.test_dataloader() if self._overrides("test_dataloader") else None
+
+    def predict_dataloader(self) -> Any:
+        return self.foreign.predict_dataloader() if self._overrides("predict_dataloader") else None
+
+
+@functools.cache
+def _data_class_for(kind: Any) -> type[ForeignData]:
+    """The class that stands for data modules of ``kind``: messages have its name."""
+    return type(kind.__name__, (ForeignData,), {})
+
+
 @functools.cache
 def _class_for(kind: Any) -> type[Foreign]:
     """The class for modules of a class of Lightning's: what that overrides is called, or named in the log."""
-    base, space = _base(kind, "LightningModule"), {"__module__": kind.__module__}
+    base, space = lightnings(kind, "LightningModule"), {"__module__": kind.__module__}
     for name in dir(base):
         method = getattr(kind, name)
         if name.startswith("_") or name in _OWN or not callable(method) or method is getattr(base, name):
@@ -104,9 +142,3 @@ def _class_for(kind: Any) -> type[Foreign]:
 
 def _forwarding(method: Any, name: str) -> Any:
     return functools.wraps(method)(lambda self, *args, **kwargs: getattr(self.foreign, name)(*args, **kwargs))
-
-
-def _base(cls: type, name: str) -> Any:
-    """Lightning's class of this name among the bases of ``cls``."""
-    theirs = ("lightning.pytorch.", "pytorch_lightning.")
-    return next((each for each in cls.__mro__ if each.__name__ == name and each.__module__.startswith(theirs)), None)

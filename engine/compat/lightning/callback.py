@@ -91,22 +91,38 @@ def listens(callback: Callback, event: str, function: Callable[..., Any]) -> Non
 
 
 class Adapted(Callback):
-    """A callback of the installed Lightning as one of :class:`engine.Fit`; its trainer is ``run.trainer``."""
+    """A callback of the installed Lightning, ``foreign``, as one of :class:`engine.Fit`; its trainer is ``run.trainer``."""
 
-    def __init__(self, callback: Any) -> None:
-        self.callback = callback
-        base = next(each for each in reversed(type(callback).__mro__) if hasattr(each, "on_train_batch_end"))
+    def __init__(self, foreign: Any) -> None:
+        self.foreign = foreign
+        base = next(each for each in reversed(type(foreign).__mro__) if hasattr(each, "on_train_batch_end"))
         for event in (*EVENTS, "state_dict", "load_state_dict"):
-            method = getattr(callback, event)
+            method = getattr(foreign, event)
             if getattr(method, "__func__", None) is not getattr(base, event):
                 listens(self, event, method) if event in EVENTS else setattr(self, event, method)
 
     @property
     def state_key(self) -> str:
-        return str(self.callback.state_key)
+        return str(self.foreign.state_key)
+
+
+_KINDS = {
+    "Checkpoint": ("is_checkpoint", "runs_last"),
+    "EarlyStopping": ("is_early_stopping",),
+    "ProgressBar": ("shows_progress",),
+}
+"""Lightning's classes of callbacks, with what they are here."""
 
 
 @functools.cache
 def adapted_class(kind: Any) -> type[Adapted]:
     """The class of the callbacks that stand for objects of ``kind``: a module's replace a trainer's of the same class."""
-    return type(kind.__name__, (Adapted,), {})
+    return type(
+        kind.__name__, (Adapted,), {name: True for base in _KINDS if lightnings(kind, base) for name in _KINDS[base]}
+    )
+
+
+def lightnings(kind: type, name: str) -> Any:
+    """The installed Lightning's class of this name among the bases of ``kind``; ``None``: there is none."""
+    theirs = ("lightning.pytorch.", "pytorch_lightning.")
+    return next((each for each in kind.__mro__ if each.__name__ == name and each.__module__.startswith(theirs)), None)

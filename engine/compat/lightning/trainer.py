@@ -16,7 +16,7 @@ from engine.compat.lightning.module import LightningModule
 from engine.compat.lightning.pickled import write_checkpoint
 from engine.compat.lightning.trainer_arguments import translate
 from engine.compat.lightning.trainer_parts import AcceleratorConnector as _AcceleratorConnector  # noqa: F401
-from engine.compat.lightning.trainer_view import TrainerView, Values
+from engine.compat.lightning.trainer_view import TrainerView, Values, original
 from engine.distributed.environment import detect
 from engine.fit import Fit
 from engine.loop.module_calls import save_file
@@ -168,8 +168,8 @@ class Trainer(TrainerView):
     callbacks = property(lambda self: self._callbacks, doc="Those given, and Lightning's default ones.")
     loggers = property(lambda self: self._loggers, doc="Those given, or Lightning's default one.")
     logger = property(lambda self: next(iter(self._loggers), None), doc="The first of :attr:`loggers`, or ``None``.")
-    model = lightning_module = property(lambda self: vars(self._module or self).get("foreign", self._module), doc="The module.")
-    datamodule = property(lambda self: self._datamodule, doc="The data module, or ``None``.")
+    model = lightning_module = property(lambda self: original(self._module), doc="The module.")
+    datamodule = property(lambda self: original(self._datamodule), doc="The data module, or ``None``.")
     default_root_dir = property(lambda self: str(self._given["default_root_dir"] or "."), doc="As given.")
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 from engine.callbacks import BatchValidation
 from engine.compat.lightning import callbacks as named
 from engine.compat.lightning import trainer_settings as config
+from engine.compat.lightning.callback import lightnings
 from engine.compat.lightning.loggers import CSVLogger, TensorBoardLogger
 
 _PROFILERS = {"simple": named.SimpleProfiler, "pytorch": named.PyTorchProfiler}
@@ -60,7 +61,11 @@ def _loggers(given: Mapping[str, Any]) -> list[Any]:
 def _callbacks(given: Mapping[str, Any], settings: dict[str, Any]) -> list[Any]:
     asked, bare = given["callbacks"], given["barebones"]
     mine = [] if asked is None else list(asked) if isinstance(asked, (list, tuple)) else [asked]
-    kinds = {kind for kind in _DEFAULTS if any(isinstance(each, getattr(named, kind)) for each in mine)}
+    kinds = {
+        kind
+        for kind in _DEFAULTS
+        if any(isinstance(each, getattr(named, kind)) or lightnings(type(each), kind) for each in mine)
+    }
     config.check_callbacks(given, kinds)
     for name, kind in config.DEFAULT_CALLBACKS.items():
         if kind not in kinds and given[name] is not False and not bare:
@@ -69,4 +74,6 @@ def _callbacks(given: Mapping[str, Any], settings: dict[str, Any]) -> list[Any]:
         if given["accumulate_grad_batches"] != 1:
             raise ValueError("accumulate_grad_batches and a GradientAccumulationScheduler were given: leave one out")
         settings["accumulate_grad_batches"] = each.scheduling
-    return sorted(mine, key=lambda each: isinstance(each, named.Checkpoint))
+    return sorted(
+        mine, key=lambda each: isinstance(each, named.Checkpoint) or bool(lightnings(type(each), "Checkpoint"))
+    )

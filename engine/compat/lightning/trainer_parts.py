@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -89,6 +91,12 @@ class StrategyView:
     def world_size(self) -> int:
         """Processes of the job."""
         return self._engine.num_processes
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Delete a file that :meth:`engine.loop.trainer_view.TrainerView.save_checkpoint` has written, or such a folder; rank 0 does it."""
+        path = Path(filepath)
+        if self.is_global_zero and path.exists():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks. ``name`` is not used."""

@@ -261,9 +261,9 @@ class TrainerView:
 
     # -- objects ----------------------------------------------------------------------------------------------------------------
 
-    model = property(lambda self: self._run.module, doc="The module.")
-    lightning_module = property(lambda self: self._run.module, doc="The module.")
-    datamodule = property(lambda self: self._run.datamodule, doc="The data module, or ``None``.")
+    model = property(lambda self: original(self._run.module), doc="The module.")
+    lightning_module = property(lambda self: original(self._run.module), doc="The module.")
+    datamodule = property(lambda self: original(self._run.datamodule), doc="The data module, or ``None``.")
     optimizers = property(lambda self: list(self._run.optimizers), doc="The optimizers.")
     lr_scheduler_configs = property(
         lambda self: list(self._run.schedulers), doc="Schedulers with ``scheduler``, ``interval``, ``monitor``, ..."
@@ -280,7 +280,9 @@ class TrainerView:
     predict_dataloaders = property(
         lambda self: shared_out(self._run, "predict"), doc="As they were given; see :func:`shared_out`."
     )
-    callbacks = property(lambda self: list(self._run.callbacks), doc="The run's callbacks, in their order.")
+    callbacks = property(
+        lambda self: [original(each) for each in self._run.callbacks], doc="The run's callbacks, in their order."
+    )
     loggers = property(lambda self: self._run.loggers, doc="The loggers among the callbacks.")
     logger = property(
         lambda self: next(iter(self._run.loggers), None), doc="The first of :attr:`loggers`, or ``None``."
@@ -289,7 +291,7 @@ class TrainerView:
     @property
     def checkpoint_callbacks(self) -> list[Any]:
         """The callbacks that save checkpoints."""
-        return [callback for callback in self._run.callbacks if callback.is_checkpoint]
+        return [original(callback) for callback in self._run.callbacks if callback.is_checkpoint]
 
     @property
     def checkpoint_callback(self) -> Any:
@@ -299,7 +301,7 @@ class TrainerView:
     @property
     def early_stopping_callbacks(self) -> list[Any]:
         """The callbacks that stop the training early."""
-        return [callback for callback in self._run.callbacks if callback.is_early_stopping]
+        return [original(callback) for callback in self._run.callbacks if callback.is_early_stopping]
 
     @property
     def early_stopping_callback(self) -> Any:
@@ -309,7 +311,7 @@ class TrainerView:
     @property
     def progress_bar_callback(self) -> Any:
         """The first callback that shows the progress, or ``None``."""
-        return next((callback for callback in self._run.callbacks if callback.shows_progress), None)
+        return next((original(callback) for callback in self._run.callbacks if callback.shows_progress), None)
 
     # -- ranks ------------------------------------------------------------------------------------------------------------------
 
@@ -374,6 +376,11 @@ class TrainerView:
         """``print``, on rank 0 only."""
         if self.is_global_zero:
             print(*args, **kwargs)
+
+
+def original(value: Any) -> Any:
+    """The user's object behind one that stands for it here."""
+    return getattr(value, "__dict__", {}).get("foreign", value)
 
 
 def _length(number: int | None) -> int | float:

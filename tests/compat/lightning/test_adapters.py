@@ -94,6 +94,73 @@ def test_a_data_module(tmp_path: Path) -> None:
     assert Fit(max_epochs=1, accelerator="cpu", root_dir=tmp_path).run(net, datamodule=Data()).step == 10
 
 
+class Classes(THEIRS.LightningDataModule):  # type: ignore[misc]
+    """Knows its number of classes after ``setup``, where it assigns its loader; keeps its trainers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prepare_data_per_node, self.trainers = False, []
+
+    def setup(self, stage: str) -> None:
+        self.num_classes = 7
+        self.trainers.append(self.trainer)
+        self.train_dataloader = data
+
+
+@pytest.mark.parametrize("plain_fit", [False, True])
+def test_a_data_module_stays_the_users_object(plain_fit: bool, tmp_path: Path) -> None:
+    kind, seen = type(module(THEIRS)), []
+
+    class Reads(kind):  # type: ignore[misc, valid-type]
+        def on_fit_start(self) -> None:
+            seen.append((self.trainer, self.trainer.datamodule, self.trainer.datamodule.num_classes))
+
+    net, classes = Reads(), Classes()
+    if plain_fit:
+        Fit(max_epochs=1, accelerator="cpu", root_dir=tmp_path).run(net, datamodule=classes)
+    else:
+        fitted = trainer(OURS, tmp_path, max_epochs=1)
+        fitted.fit(net, datamodule=classes)
+        assert fitted.datamodule is classes
+    [(of_module, shown, number)] = seen
+    assert (shown, number) == (classes, 7)
+    assert classes.trainers == [of_module]
+    assert of_module.lightning_module is net
+    adapted = OURS.adapt(classes)
+    assert (adapted.num_classes, adapted.prepare_data_per_node, adapted.val_dataloader()) == (7, False, None)
+
+
+def test_a_data_module_from_datasets(tmp_path: Path) -> None:
+    made = THEIRS.LightningDataModule.from_datasets(data().dataset, data().dataset, batch_size=4)
+    net, fitted = module(THEIRS), trainer(OURS, tmp_path, max_epochs=1)
+    quietly(fitted.fit, net, datamodule=made)  # its loaders pin memory
+    assert fitted.global_step == 10
+    assert "on_validation_batch_start" in net.seen
+
+
+@pytest.mark.parametrize("plain_fit", [False, True])
+def test_callbacks_stay_the_users_objects(plain_fit: bool, tmp_path: Path) -> None:
+    seen = []
+
+    class Reads(THEIRS.Callback):  # type: ignore[misc]
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.extend([trainer.early_stopping_callback, trainer.checkpoint_callback, trainer.callbacks])
+
+    stops = THEIRS.callbacks.EarlyStopping("val")
+    saves = THEIRS.callbacks.ModelCheckpoint(tmp_path / "best", monitor="val", save_top_k=1)
+    given = [saves, Reads(), stops]
+    if plain_fit:
+        fit = Fit(max_epochs=3, accelerator="cpu", callbacks=given, root_dir=tmp_path)
+        fit.run(module(OURS), data(), data())
+    else:
+        fitted = trainer(OURS, tmp_path, max_epochs=3, callbacks=given, enable_checkpointing=True)
+        fitted.fit(module(OURS), data(), data())
+        assert (fitted.early_stopping_callback, fitted.checkpoint_callbacks) == (stops, [saves])
+    assert seen[:2] == [stops, saves]
+    assert set(given) == set(seen[2])
+    assert [path.name for path in (tmp_path / "best").iterdir()] == [Path(saves.best_model_path).name]
+
+
 def test_other_objects_are_errors(tmp_path: Path) -> None:
     fit = Fit(max_epochs=1, accelerator="cpu", root_dir=tmp_path)
     with pytest.raises(TypeError, match="Fit takes a TrainModule, got Linear"):
