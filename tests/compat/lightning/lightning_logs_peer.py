@@ -16,7 +16,7 @@ if __name__ == "__main__":
     import torch
     from torch.utils.data import DataLoader
 
-    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
     import test_trainer_view as tests
     from models import ones
 
