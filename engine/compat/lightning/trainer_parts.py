@@ -93,7 +93,7 @@ class StrategyView:
         return self._engine.num_processes
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a file that :meth:`engine.compat.lightning.trainer_view.TrainerView.save_checkpoint` has written, or such a folder; rank 0 does it."""
+        """Delete a file that ``TrainerView.save_checkpoint`` has written, or such a folder; rank 0 does it."""
         path = Path(filepath)
         if self.is_global_zero and path.exists():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
