@@ -56,6 +56,24 @@ REPLACED = {
 }
 """Hooks of earlier versions that are never called; a class that defines one is refused."""
 
+_SAVES = (
+    "on_checkpoint_saved(self, run, module, path, score) comes after each save, on_checkpoint_removed(self, run, module, path) after each removal; "
+    "trainer.save_checkpoint(path) saves at any time"
+)
+OF_CHECKPOINTS = dict.fromkeys(
+    (
+        *("_save_checkpoint", "_save_topk_checkpoint", "_save_last_checkpoint", "_save_monitor_checkpoint"),
+        *("_save_none_monitor_checkpoint", "_remove_checkpoint"),
+    ),
+    _SAVES,
+)
+"""Methods that subclasses of Lightning's ``ModelCheckpoint`` override and that are not called here: what to use instead."""
+OF_STRATEGIES = {
+    "setup_optimizers": "a run has one set of optimizers: give parameters that are trained later to optimizer.add_param_group, as "
+    "callbacks.BaseFinetuning does, or freeze them with requires_grad_(False) until then"
+}
+"""Attributes of ``trainer.strategy`` that a view of it does not have: what to use instead."""
+
 _LOOPS = "the loops are functions: override the module's or a callback's hooks"
 _LOGGERS = "give Lightning's own, or a Logger with log_metrics"
 CLASSES = {

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from engine.config.lightning_names import OF_STRATEGIES
 from engine.config.other_trainers import missing
 from engine.distributed.collectives import broadcast_object
 from engine.engine import Engine
@@ -58,12 +59,6 @@ class AcceleratorConnector:
         self.is_distributed = len(named) > 1
 
 
-_OF_STRATEGY = {
-    "setup_optimizers": "a run has one set of optimizers: give parameters that are trained later to optimizer.add_param_group, as "
-    "callbacks.BaseFinetuning does, or freeze them with requires_grad_(False) until then"
-}
-
-
 class StrategyView:
     """What modules use of Lightning's ``trainer.strategy``; the strategy itself is ``run.engine.strategy``."""
 
@@ -71,7 +66,7 @@ class StrategyView:
         self._engine = engine
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise missing(self, {name: _OF_STRATEGY.get(name, "the strategy itself is self.run.engine.strategy")}, name)
+        raise missing(self, {name: OF_STRATEGIES.get(name, "the strategy itself is self.run.engine.strategy")}, name)
 
     @property
     def root_device(self) -> torch.device:

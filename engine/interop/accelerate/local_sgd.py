@@ -14,6 +14,9 @@ class LocalSGD:
         NotImplementedError: there are several processes, and it is ``enabled``.
     """
 
+    refused = f"on several processes it is an error: {ELSEWHERE['LocalSGD']}"
+    """What to do instead; for ``fit migrate``, which reports each use."""
+
     def __init__(self, accelerator: Any, model: Any, local_sgd_steps: int, enabled: bool = True) -> None:
         if enabled and accelerator.num_processes > 1:
             raise NotImplementedError(

@@ -12,20 +12,12 @@ import torch
 
 import engine.callbacks as own
 from engine.checkpoint.pickled import write_checkpoint
-from engine.config.lightning_names import CLASSES, OF_CALLBACKS, OF_PROFILERS
+from engine.config.lightning_names import CLASSES, OF_CALLBACKS, OF_CHECKPOINTS, OF_PROFILERS
 from engine.config.other_trainers import refusing, with_arguments_of
 from engine.interop.lightning.callback import EVENTS, Callback, listens
 from engine.utils.log import logger
 
 Device = torch.device | str | int | None
-_NOT_CALLED = {
-    "_save_checkpoint",
-    "_save_topk_checkpoint",
-    "_save_last_checkpoint",
-    "_save_monitor_checkpoint",
-    "_remove_checkpoint",
-}
-"""Methods of Lightning's ``ModelCheckpoint`` that subclasses override there."""
 _FIELD = re.compile(r"\{([^}:!\[]+)")
 
 
@@ -226,11 +218,8 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name in _NOT_CALLED & vars(cls).keys():
-            raise TypeError(
-                f"{cls.__name__} defines {name}, which is not called: on_checkpoint_saved(self, run, module, path, score) comes after each save, "
-                "on_checkpoint_removed(self, run, module, path) after each removal; trainer.save_checkpoint(path) saves at any time"
-            )
+        for name in OF_CHECKPOINTS.keys() & vars(cls).keys():
+            raise TypeError(f"{cls.__name__} defines {name}, which is not called: {OF_CHECKPOINTS[name]}")
 
     @property
     def kth_best_model_path(self) -> str:
