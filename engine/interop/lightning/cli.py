@@ -111,8 +111,8 @@ class SaveConfigCallback(Callback):
     """Writes the parsed ``config``, from which the ``parser`` makes the same run again, into the run's folder.
 
     Args:
-        config_filename: its file.
-        overwrite: also in place of one that is there; otherwise that stays.
+        config_filename: its file. One that is there is this run's own: a logger has written it, or the part of the run before a resume.
+        overwrite: changes nothing: each run has a folder of its own.
         multifile: in as many files as it was read from.
         save_to_log_dir: ``False``: call :meth:`save_config` alone.
     """
@@ -126,16 +126,22 @@ class SaveConfigCallback(Callback):
         self.save_to_log_dir, self.already_saved = save_to_log_dir, False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage != "fit":
+            self._save(trainer, pl_module, stage)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        # CSVLogger has written the settings of the run there just before.
+        self._save(trainer, pl_module, "fit")
+
+    def _save(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if self.already_saved:
             return
         folder = Path(trainer.log_dir)
         if trainer.is_global_zero:
-            path = folder / self.config_filename
-            if self.save_to_log_dir and (self.overwrite or not path.exists()):
+            if self.save_to_log_dir:
                 folder.mkdir(parents=True, exist_ok=True)
-                self.parser.save(self.config, str(path), skip_unset=False, overwrite=True, multifile=self.multifile)
-            elif self.save_to_log_dir:
-                logger.warning("%s stays as it is: SaveConfigCallback(overwrite=True) replaces it", path)
+                path = str(folder / self.config_filename)
+                self.parser.save(self.config, path, skip_unset=False, overwrite=True, multifile=self.multifile)
             self.save_config(trainer, pl_module, stage)
         self.already_saved = True
 

@@ -148,7 +148,8 @@ def test_more_classes_on_the_command_line(tmp_path: Path) -> None:
 
 def test_the_configuration_of_a_run_is_saved(tmp_path: Path) -> None:
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--trainer.accelerator=cpu"]
-    args = ["fit", "--data.samples=12", "--trainer.max_epochs=1", f"--trainer.default_root_dir={tmp_path}", *quiet]
+    logger = ["--trainer.logger=engine.interop.lightning.loggers.CSVLogger", f"--trainer.logger.save_dir={tmp_path}"]
+    args = ["fit", "--data.samples=12", "--trainer.max_epochs=1", *logger, *quiet]
     first = LightningCLI(Net, Data, args=args)
     saved = Path(first.trainer.log_dir) / "config.yaml"
     again = LightningCLI(Net, Data, args=["fit", f"--config={saved}"], save_config_kwargs={"config_filename": "x.yaml"})
