@@ -61,7 +61,7 @@ class BasePredictionWriter(Callback):
         raise NotImplementedError(f"{type(self).__name__} must define write_on_batch_end, or write_interval='epoch'")
 
     def write_on_epoch_end(self, run: Any, module: Any, predictions: list[Any], batch_indices: list[Any]) -> None:
-        """Write this rank's ``predictions``, and the numbers of their samples by batch; one list per loader if there are several."""
+        """Write this rank's ``predictions``, one list per loader if there are several. ``batch_indices``: always a list per loader, of its batches'."""
         raise NotImplementedError(f"{type(self).__name__} must define write_on_epoch_end, or write_interval='batch'")
 
     def on_predict_start(self, run: Run, module: nn.Module) -> None:
@@ -80,9 +80,8 @@ class BasePredictionWriter(Callback):
 
     def on_predict_epoch_end(self, run: Run, module: nn.Module) -> None:
         if "epoch" in self.interval:
-            alone = len(self._kept) == 1
-            predictions, indices = (self._kept[0], self._indices[0]) if alone else (self._kept, self._indices)
-            self.write_on_epoch_end(run, module, predictions, indices)
+            predictions = self._kept[0] if len(self._kept) == 1 else self._kept
+            self.write_on_epoch_end(run, module, predictions, self._indices)
             self._kept, self._indices = [], []
 
 
