@@ -20,6 +20,7 @@ from engine.distributed.collectives import gather_json
 from engine.loop.automatic_step import Automatic, ByHand, InParts
 from engine.loop.batch_transfer import transfer_of
 from engine.loop.closure_step import OF_THE_STEP, ByClosure, needs_closure, refuse
+from engine.loop.evaluate import call_all
 from engine.loop.first_checks import check_parameters
 from engine.loop.given_loaders import is_loader
 from engine.loop.manual_optimization import ManualOptimizer
@@ -138,13 +139,31 @@ def training(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModu
         raise TypeError(f"{type(module).__name__} must define training_step(self, batch, batch_idx)")
     run.training_step = fitted_step(module, "training_step", module.training_step, training=True)
     manual_checks(run)
-    training_loader(run, train_loader, datamodule)
-    run.val_loaders = validation_loaders(run, val_loaders, datamodule)
-    joined(module, run.engine.group, run.engine.data_group)
-    minimum(run)
+    asks = train_loader is None and run.train_loader is None
+    late = asks and module.starts_before_data and not run.engine.strategy.fused
+    if not late:
+        training_loaders(run, train_loader, val_loaders, datamodule)
     place(run)
     run.call = fitted_step(module, "training_step", run.call, training=True)
     optimizers(run)
+    if late:
+        start(run)
+        training_loaders(run, train_loader, val_loaders, datamodule)
+
+
+def start(run: Run) -> None:
+    """Call ``on_fit_start``, once in a run."""
+    if not run.begun:
+        run.begun = True
+        call_all(run, run.hooks.on_fit_start)
+
+
+def training_loaders(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModule | None) -> None:
+    """The loaders of training and validation, and what depends on them."""
+    training_loader(run, train_loader, datamodule)
+    run.val_loaders = validation_loaders(run, val_loaders, datamodule)
+    joined(run.module, run.engine.group, run.engine.data_group)
+    minimum(run)
 
 
 def training_loader(run: Run, given: Any, datamodule: DataModule | None) -> None:
@@ -284,7 +303,7 @@ def distribute(run: Run) -> None:
 def optimizers(run: Run) -> None:
     """The prepared result of ``configure_optimizers``."""
     module, engine = run.module, run.engine
-    overridden = type(module).configure_optimizers is not TrainModule.configure_optimizers
+    overridden = overrides(module, "configure_optimizers")
     given = module.configure_optimizers() if overridden else None
     if given is None and engine.models:
         given = engine.strategy.own_optimizers(engine.models[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,19 @@ class LoggerTracker(GeneralTracker):
         if kwargs:
             said = f"has no counterpart; use accelerator.get_tracker({self.name!r}, unwrap=True)"
             raise TypeError(f"log_kwargs of {self.name}: {', '.join(kwargs)} {said}")
-        self._loop(values, step)
+        self._loop(_flat(values), step)
 
     def finish(self) -> None:
         self._loop.close()
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of nested dicts by ``name/inner``."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = _flat(value) if isinstance(value, Mapping) else None
+        found |= {name: value} if inner is None else {f"{name}/{key}": each for key, each in inner.items()}
+    return found
 
 
 def trackers_for(log_with: Any, logging_dir: Any) -> list[GeneralTracker]:

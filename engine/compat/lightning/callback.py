@@ -21,7 +21,7 @@ EVENTS = tuple(
 """Those that Lightning has too."""
 
 
-_CALLED = (*EVENTS, "write_on_batch_end", "write_on_epoch_end")
+_CALLED = (*EVENTS, "write_on_batch_end", "write_on_epoch_end", "get_metrics")
 """Methods that are called with ``(trainer, pl_module, ...)``."""
 
 
@@ -64,10 +64,11 @@ def _with_trainer(event: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """An event with Lightning's signature, which a run calls, or a subclass. What it returns has no meaning there."""
 
     @functools.wraps(method)
-    def call(self: Any, run: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    def call(self: Any, run: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         if event == "on_train_batch_end" and isinstance(run, Run):
             args = (step_output(run, args[0]), *args[1:])
-        method(self, getattr(run, "trainer", run), vars(module).get("foreign", module), *args, **kwargs)
+        value = method(self, getattr(run, "trainer", run), vars(module).get("foreign", module), *args, **kwargs)
+        return value if event == "get_metrics" else None
 
     call.translates = True  # type: ignore[attr-defined]
     return call

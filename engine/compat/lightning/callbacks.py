@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import new_class
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 import engine.callbacks as own
 from engine.compat.lightning.callback import EVENTS, Callback, listens
-from engine.compat.lightning.names import CLASSES, OF_CALLBACKS
+from engine.compat.lightning.names import CLASSES, OF_CALLBACKS, OF_CHECKPOINTS, OF_PROFILERS
 from engine.compat.lightning.pickled import write_checkpoint
-from engine.compat.refusals import refusing, translated
+from engine.compat.refusals import refusing, with_arguments_of
 from engine.utils.log import logger
 
+Device = torch.device | str | int | None
 _FIELD = re.compile(r"\{([^}:!\[]+)")
 
 
@@ -28,42 +29,134 @@ class ProgressBar(Callback):
     """The base of progress bars. They are drawn by time, whatever ``refresh_rate`` is; 0 switches one off."""
 
 
-def _named(name: str, of: Any, order: str = "", base: type = Callback, without: Any = None, **fixed: Any) -> Any:
-    """``of`` under Lightning's ``name``, with its positional arguments in Lightning's ``order``, and our ``fixed`` ones."""
+class LearningRateMonitor(Callback, own.LearningRateMonitor):
+    """Lightning's arguments of :class:`callbacks.LearningRateMonitor`."""
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = translated(name, order, args, kwargs, OF_CALLBACKS | (without or {}))
-        of.__init__(self, **given, **fixed)
-        self.idle = base is ProgressBar and kwargs.get("refresh_rate", [*args, 1][0]) == 0
+    @with_arguments_of(own.LearningRateMonitor, {})
+    def __init__(
+        self,
+        logging_interval: Literal["step", "epoch"] | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+    ) -> None: ...
 
-    doc = f"Lightning's arguments of :class:`callbacks.{of.__name__}`."
-    content = {"__init__": init, "__doc__": doc, "__module__": "engine.interop.lightning.callbacks"}
-    return new_class(name, (base, of), {}, lambda space: space.update(content))
+
+class DeviceStatsMonitor(Callback, own.DeviceStatsMonitor):
+    """Lightning's arguments of :class:`callbacks.DeviceStatsMonitor`."""
+
+    @with_arguments_of(own.DeviceStatsMonitor, {})
+    def __init__(self, cpu_stats: bool | None = None) -> None: ...
 
 
-_EMA = "device use_buffers decay update_every_n_steps update_starting_at_step update_starting_at_epoch"
-_SWA = "swa_lrs swa_epoch_start annealing_epochs annealing_strategy avg_fn device"
-_BACKBONE = "unfreeze_backbone_at_epoch lambda_func backbone_initial_ratio_lr backbone_initial_lr should_align initial_denom_lr train_bn verbose"
-_SERVED = "optimization server host port timeout exit_on_failure"
-LearningRateMonitor = _named("LearningRateMonitor", own.LearningRateMonitor, "logging_interval log_momentum log_weight_decay")  # fmt: skip
-DeviceStatsMonitor = _named("DeviceStatsMonitor", own.DeviceStatsMonitor, "cpu_stats")
-WeightAveraging = _named("WeightAveraging", own.WeightAveraging, "device use_buffers")
-EMAWeightAveraging = _named("EMAWeightAveraging", own.EMA, _EMA)
-StochasticWeightAveraging = _named(
-    "StochasticWeightAveraging", own.SWA, _SWA, without={"device": OF_CALLBACKS["leave"]}
-)
-BasePredictionWriter = _named("BasePredictionWriter", own.BasePredictionWriter, "write_interval")
-BaseFinetuning = _named("BaseFinetuning", own.BaseFinetuning)
-BackboneFinetuning = _named("BackboneFinetuning", own.BackboneFinetuning, _BACKBONE)
-ModelSummary = RichModelSummary = _named("ModelSummary", own.ModelSummary, "max_depth", measure=False)
-RichProgressBar = _named("RichProgressBar", own.RichProgressBar, "refresh_rate leave theme console_kwargs", ProgressBar)
-TQDMProgressBar = _named("TQDMProgressBar", own.TQDMProgressBar, "refresh_rate process_position leave", ProgressBar)
+class WeightAveraging(Callback, own.WeightAveraging):
+    """Lightning's arguments of :class:`callbacks.WeightAveraging`."""
+
+    @with_arguments_of(own.WeightAveraging, OF_CALLBACKS)
+    def __init__(self, device: Device = None, use_buffers: bool = True, **kwargs: Any) -> None: ...
+
+
+class EMAWeightAveraging(Callback, own.EMA):
+    """Lightning's arguments of :class:`callbacks.EMA`."""
+
+    @with_arguments_of(own.EMA, OF_CALLBACKS)
+    def __init__(
+        self, device: Device = None, use_buffers: bool = True, decay: float = 0.999, update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None, update_starting_at_epoch: int | None = None, **kwargs: Any,
+    ) -> None: ...  # fmt: skip
+
+
+class StochasticWeightAveraging(Callback, own.SWA):
+    """Lightning's arguments of :class:`callbacks.SWA`."""
+
+    @with_arguments_of(own.SWA, {"device": OF_CALLBACKS["leave"]})
+    def __init__(
+        self, swa_lrs: float | list[float], swa_epoch_start: int | float = 0.8, annealing_epochs: int = 10,
+        annealing_strategy: Literal["cos", "linear"] = "cos", avg_fn: Callable[..., Any] | None = None,
+        device: torch.device | str | None = "cpu",
+    ) -> None: ...  # fmt: skip
+
+
+class BasePredictionWriter(Callback, own.BasePredictionWriter):
+    """Lightning's arguments of :class:`callbacks.BasePredictionWriter`."""
+
+    @with_arguments_of(own.BasePredictionWriter, {})
+    def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None: ...
+
+
+class BaseFinetuning(Callback, own.BaseFinetuning):
+    """:class:`callbacks.BaseFinetuning`."""
+
+
+class BackboneFinetuning(Callback, own.BackboneFinetuning):
+    """Lightning's arguments of :class:`callbacks.BackboneFinetuning`."""
+
+    @with_arguments_of(own.BackboneFinetuning, OF_CALLBACKS)
+    def __init__(
+        self, unfreeze_backbone_at_epoch: int = 10, lambda_func: Callable[[int], float] | None = None,
+        backbone_initial_ratio_lr: float = 0.1, backbone_initial_lr: float | None = None, should_align: bool = True,
+        initial_denom_lr: float = 10.0, train_bn: bool = True, verbose: bool = False, rounding: int = 12,
+    ) -> None: ...  # fmt: skip
+
+
+class ModelSummary(Callback, own.ModelSummary):
+    """Lightning's arguments of :class:`callbacks.ModelSummary`."""
+
+    @with_arguments_of(own.ModelSummary, {}, measure=False)
+    def __init__(self, max_depth: int = 1) -> None: ...
+
+
+class RichProgressBar(ProgressBar, own.RichProgressBar):
+    """Lightning's arguments of :class:`callbacks.RichProgressBar`."""
+
+    @with_arguments_of(own.RichProgressBar, OF_CALLBACKS)
+    def __init__(
+        self, refresh_rate: int = 1, leave: bool = False, theme: Any = None, console_kwargs: dict[str, Any] | None = None
+    ) -> None:  # fmt: skip
+        self.idle = refresh_rate == 0
+
+
+class TQDMProgressBar(ProgressBar, own.TQDMProgressBar):
+    """Lightning's arguments of :class:`callbacks.TQDMProgressBar`."""
+
+    @with_arguments_of(own.TQDMProgressBar, OF_CALLBACKS)
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        self.idle = refresh_rate == 0
+
+
+class ServableModuleValidator(Callback, own.ServableModuleValidator):
+    """Lightning's arguments of :class:`callbacks.ServableModuleValidator`."""
+
+    @with_arguments_of(own.ServableModuleValidator, {})
+    def __init__(
+        self, optimization: str | None = None, server: str = "fastapi", host: str = "127.0.0.1", port: int = 8080,
+        timeout: int = 20, exit_on_failure: bool = True,
+    ) -> None: ...  # fmt: skip
+
+
+class SimpleProfiler(Callback, own.SimpleProfiler):
+    """Lightning's arguments of :class:`callbacks.SimpleProfiler`."""
+
+    @with_arguments_of(own.SimpleProfiler, {})
+    def __init__(
+        self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True
+    ) -> None: ...
+
+
+class PyTorchProfiler(Callback, own.Profiler):
+    """:class:`callbacks.Profiler`, with its arguments."""
+
+    @with_arguments_of(own.Profiler, OF_PROFILERS)
+    def __init__(
+        self, dirpath: str | Path | None = None, filename: str | None = None, group_by_input_shapes: bool = False,
+        emit_nvtx: bool = False, export_to_chrome: bool = True, row_limit: int = 20, sort_by_key: str | None = None,
+        record_module_names: bool = True, table_kwargs: dict[str, Any] | None = None, **profiler_kwargs: Any,
+    ) -> None: ...  # fmt: skip
+
+
+RichModelSummary = ModelSummary
 ServableModule = own.ServableModule
-ServableModuleValidator = _named("ServableModuleValidator", own.ServableModuleValidator, _SERVED)
-SimpleProfiler = _named("SimpleProfiler", own.SimpleProfiler, "dirpath filename extended")
-PyTorchProfiler = _named("PyTorchProfiler", own.Profiler)
 Profiler = Callback
-__getattr__ = refusing("engine.interop.lightning.callbacks", CLASSES)
+__getattr__ = refusing("engine.compat.lightning.callbacks", CLASSES)
 
 
 class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
@@ -123,6 +216,22 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
     def best_k_models(self) -> dict[str, Any]:
         return {path: None if score is None else torch.tensor(score) for path, score in super().best_k_models.items()}
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in OF_CHECKPOINTS.keys() & vars(cls).keys():
+            raise TypeError(f"{cls.__name__} defines {name}, which is not called: {OF_CHECKPOINTS[name]}")
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The worst of the ``save_top_k`` that are kept; empty while there are fewer."""
+        return next(reversed(self.best_k_models), "") if len(self.best_k_models) == self.save_top_k else ""
+
+    @property
+    def kth_value(self) -> torch.Tensor:
+        """Its score; infinitely bad while there is none."""
+        known = self.best_k_models.get(self.kth_best_model_path)
+        return torch.tensor(torch.inf if self.mode == "min" else -torch.inf) if known is None else known
+
     @property
     def last_model_path(self) -> str:
         return super().last_model_path if self._names_last else ""
@@ -134,11 +243,14 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
 class EarlyStopping(Callback, own.EarlyStopping):
     """Lightning's arguments of :class:`callbacks.EarlyStopping`."""
 
-    def __init__(self, *args: Any, check_on_train_epoch_end: bool | None = None, **kwargs: Any) -> None:
-        given = translated(
-            "EarlyStopping", "monitor min_delta patience verbose mode strict", args, kwargs, OF_CALLBACKS
-        )
-        own.EarlyStopping.__init__(self, **{**given, "min_delta": abs(given.get("min_delta", 0.0))})
+    def __init__(
+        self, monitor: str, min_delta: float = 0.0, patience: int = 3, verbose: bool = False, mode: Literal["min", "max"] = "min",
+        strict: bool = True, check_finite: bool = True, stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None, check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = False,
+    ) -> None:  # fmt: skip
+        thresholds = check_finite, stopping_threshold, divergence_threshold
+        own.EarlyStopping.__init__(self, monitor, abs(min_delta), patience, mode, *thresholds, strict)
         self._trains_last = check_on_train_epoch_end
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -22,7 +22,7 @@ class _Part:
     def __getattr__(self, name: str) -> NoReturn:
         raise attribute_error(self, name, _STATE)
 
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
+    def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{type(self).__name__}.{name} cannot be set: {_STATE}", name=name, obj=self)
 
     @property
@@ -31,7 +31,12 @@ class _Part:
 
 
 class FitLoopView(_Part):
-    """The epochs."""
+    """The epochs. ``max_epochs`` and ``max_steps`` may be set: the training then ends there."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("max_epochs", "max_steps"):
+            super().__setattr__(name, value)
+        self._trainer.set_limit(name, None if value is None or value == -1 else int(value))
 
     max_epochs = property(lambda self: self._trainer.max_epochs, doc="The trainer's.")
     min_epochs = property(lambda self: self._trainer.min_epochs or 0, doc="The trainer's; 0: no such limit.")
@@ -64,7 +69,14 @@ class FitLoopView(_Part):
 
 
 class EpochLoopView(_Part):
-    """The batches of an epoch."""
+    """The batches of an epoch. ``max_steps`` may be set, as that of :class:`FitLoopView`."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "max_steps":
+            super().__setattr__(name, value)
+        self._trainer.fit_loop.max_steps = value
+
+    max_steps = property(lambda self: self._trainer.max_steps, doc="The trainer's.")
 
     global_step = property(lambda self: self._trainer.global_step, doc="The trainer's.")
     _batches_that_stepped = property(lambda self: self._trainer.global_step, doc="Steps, with the one just done.")

@@ -9,7 +9,7 @@ from engine.compat.lightning import ckpt
 from engine.compat.lightning.callback import step_output
 from engine.data.datamodule import DataModule
 from engine.loop.run import Run
-from engine.module import TrainModule
+from engine.module import TrainModule, overrides
 from engine.step.wrappers import PreparedOptimizer as LightningOptimizer  # noqa: F401
 
 
@@ -25,6 +25,10 @@ class LightningModule(TrainModule):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_trainer": None}
+
+    @property
+    def starts_before_data(self) -> bool:  # type: ignore[override]
+        return overrides(self, "on_fit_start")
 
     @property
     def trainer(self) -> Any:

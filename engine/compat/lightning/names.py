@@ -382,6 +382,24 @@ CHECKPOINT = {
 }
 """Entries that Lightning's checkpoints have and these do not: why, and what to do."""
 
+_SAVES = (
+    "on_checkpoint_saved(self, run, module, path, score) comes after each save, on_checkpoint_removed(self, run, module, path) after each removal; "
+    "trainer.save_checkpoint(path) saves at any time"
+)
+OF_CHECKPOINTS = dict.fromkeys(
+    (
+        *("_save_checkpoint", "_save_topk_checkpoint", "_save_last_checkpoint", "_save_monitor_checkpoint"),
+        *("_save_none_monitor_checkpoint", "_remove_checkpoint"),
+    ),
+    _SAVES,
+)
+"""Methods that subclasses of Lightning's ``ModelCheckpoint`` override and that are not called here: what to use instead."""
+OF_STRATEGIES = {
+    "setup_optimizers": "a run has one set of optimizers: give parameters that are trained later to optimizer.add_param_group, as "
+    "callbacks.BaseFinetuning does, or freeze them with requires_grad_(False) until then"
+}
+"""Attributes of ``trainer.strategy`` that a view of it does not have: what to use instead."""
+
 _LOOP_CLASSES = "the loops are functions: override the module's or a callback's hooks"
 _LOGGERS = "give Lightning's own, or a Logger with log_metrics"
 CLASSES = {
@@ -412,10 +430,22 @@ OF_CALLBACKS = {
     **dict.fromkeys(("verbose", "rounding", "refresh_rate", "leave", "process_position", "log_rank_zero_only"), _TALK),
 }
 """Arguments of callbacks that have no counterpart: the value that asks for nothing, and what to do instead of another."""
+OF_PROFILERS = {
+    "filename": (None, "traces are named by rank and step in dirpath"),
+    "group_by_input_shapes": (False, "give record_shapes=True"),
+    "emit_nvtx": (False, "the phases of a run are named in traces already"),
+    "export_to_chrome": (True, "a trace is always written"),
+    "sort_by_key": (None, "give sort_by"),
+    "record_module_names": (True, "give with_modules"),
+    "table_kwargs": (None, "give sort_by and row_limit"),
+}
+"""The same of profilers."""
 OF_LOGGERS = {
     "prefix": ("", "put it into the names that you log"),
     "log_graph": (False, "the graph is not written"),
     "sub_dir": (None, "put it into save_dir"),
+    "checkpoint_name": (None, "log checkpoints in on_checkpoint_saved with self.log_artifact(name, path)"),
+    "add_file_policy": ("mutable", "log files with self.log_artifact(name, path)"),
     "log_model": (False, "log checkpoints in on_checkpoint_saved with self.log_artifact(name, path)"),
     "experiment": (None, "the logger makes the run: use logger.experiment"),
     **dict.fromkeys(("id", "run_id"), (None, "a resumed run continues by itself")),

@@ -25,4 +25,4 @@ def SingleDeviceStrategy(device: Any = None, **options: Any) -> Single:
 
 
 ParallelStrategy = Strategy
-__getattr__ = refusing("engine.interop.lightning.strategies", CLASSES)
+__getattr__ = refusing("engine.compat.lightning.strategies", CLASSES)

@@ -74,14 +74,14 @@ def strategy(asked: str) -> Any:
 
 def ddp(options: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of ``DDPStrategy`` as those of :class:`engine.DDP`; ``ddp_comm_hook`` is one of torch's."""
-    found = translated("DDPStrategy", "", (), options, _WITHOUT)
+    found = translated("DDPStrategy", options, _WITHOUT)
     hook = found.pop("ddp_comm_hook", None)
     return {**found, "comm_hook": _HOOKS.get(getattr(hook, "__name__", ""), hook)}
 
 
 def fsdp(options: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of ``FSDPStrategy`` as those of :class:`engine.FSDP`; ``auto_wrap_policy`` is a set of module classes, or one of torch's policies."""
-    found = translated("FSDPStrategy", "", (), options, _WITHOUT)
+    found = translated("FSDPStrategy", options, _WITHOUT)
     kind, policy, mesh = (found.pop(name, None) for name in ("sharding_strategy", "auto_wrap_policy", "device_mesh"))
     kind, known = getattr(kind, "name", kind) or "FULL_SHARD", getattr(policy, "keywords", {})
     if kind not in _KEEPS or (mesh is None) != ("HYBRID" not in kind):
@@ -102,7 +102,7 @@ def fsdp(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def single(options: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of ``SingleDeviceStrategy`` as those of :class:`engine.Single`; the device is ``Trainer``'s."""
-    return translated("SingleDeviceStrategy", "", (), options, _WITHOUT | {"device": (ANY, "")})
+    return translated("SingleDeviceStrategy", options, _WITHOUT | {"device": (ANY, "")})
 
 
 CLASSES: dict[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] = {

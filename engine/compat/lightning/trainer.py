@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from engine.callback import Callback
@@ -15,14 +17,17 @@ from engine.compat.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
 from engine.compat.lightning.module import LightningModule
 from engine.compat.lightning.pickled import write_checkpoint
 from engine.compat.lightning.trainer_arguments import translate
-from engine.compat.lightning.trainer_parts import AcceleratorConnector as _AcceleratorConnector  # noqa: F401
+from engine.compat.lightning.trainer_parts import AcceleratorConnector as _AcceleratorConnector
 from engine.compat.lightning.trainer_view import TrainerView, Values, original
 from engine.distributed.environment import detect
 from engine.fit import Fit
 from engine.loop.module_calls import save_file
 from engine.loop.result import Result, TrainState
+from engine.loop.run import Run
 from engine.loop.snapshot import content
+from engine.step.precision import Precision
 from engine.utils.extensions import hint
+from engine.utils.log import logger
 from engine.utils.text import terminal_text
 
 
@@ -137,12 +142,31 @@ class Trainer(TrainerView):
         if run.world_size > 1 and not self._given["use_distributed_sampler"]:
             asked = "use_distributed_sampler"
             raise ValueError(f"Trainer({asked}=False) has no counterpart on {run.world_size} ranks{hint('setting', asked)}")
-        self._run, run.trainer = run, self
         if run.stage == "fit":
+            self._continue(run)
             self._trained = run
-        for logger in self._loggers:
-            if isinstance(logger, WrappedLogger):
-                logger.joins(run)
+        self._run, run.trainer = run, self
+        for given in self._loggers:
+            if isinstance(given, WrappedLogger):
+                given.joins(run)
+
+    def _continue(self, run: Run) -> None:
+        """Count on from the training before, as Lightning's loops do, whose counters are the trainer's; a resumed run takes the checkpoint's."""
+        before = self._trained
+        if before is None:
+            return
+        run.state = TrainState(step=before.step, epoch=before.epoch, samples=before.samples)
+        if run.max_epochs is not None and before.epoch >= run.max_epochs and run.is_main_process:
+            logger.warning(
+                "Trainer.fit: max_epochs=%d was reached by the training before, so nothing is trained; a new Trainer starts again, and "
+                "trainer.fit_loop.max_epochs = n continues",
+                run.max_epochs,
+            )
+
+    def set_limit(self, name: str, value: int | None) -> None:
+        limits: dict[str, Any] = {name: value}
+        self._fit.settings = replace(self._fit.settings, **limits)
+        super().set_limit(name, value)
 
     def save_checkpoint(  # type: ignore[override]
         self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None, *, pickle: bool = False
@@ -203,6 +227,16 @@ class _Before:
         environment = detect(os.environ)
         self.rank, self.local_rank, self.world_size = environment.rank, environment.local_rank, environment.world_size
         self.is_main_process = self.rank == 0
+
+    @cached_property
+    def engine(self) -> SimpleNamespace:
+        """What is known of the devices and the precision."""
+        settings = self.settings
+        devices = _AcceleratorConnector(settings.accelerator, settings.devices)._parallel_devices
+        environment = SimpleNamespace(local_world_size=len(devices), num_nodes=settings.num_nodes)
+        return SimpleNamespace(
+            precision=Precision.parse(settings.precision), group=SimpleNamespace(environment=environment)
+        )
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"no run has started: {name} is not known yet")

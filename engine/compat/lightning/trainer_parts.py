@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from engine.compat.lightning.names import OF_STRATEGIES
 from engine.distributed.collectives import broadcast_object
 from engine.engine import Engine
 from engine.utils.accelerator import count, device_type
@@ -65,7 +66,8 @@ class StrategyView:
         self._engine = engine
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise attribute_error(self, name, "the strategy itself is self.run.engine.strategy")
+        sentence = OF_STRATEGIES.get(name, "the strategy itself is self.run.engine.strategy")
+        raise attribute_error(self, name, sentence)
 
     @property
     def root_device(self) -> torch.device:

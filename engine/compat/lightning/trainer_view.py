@@ -60,6 +60,11 @@ class TrainerView:
         """The training's end in optimizer steps; -1: no such limit."""
         return -1 if self._run.max_steps is None else int(self._run.max_steps)
 
+    def set_limit(self, name: str, value: int | None) -> None:
+        """Let the training end at ``value`` for ``"max_epochs"`` or ``"max_steps"``; ``None``: no such limit. All ranks call this."""
+        setattr(self._run, name, value)
+        self._run.due_step = 0  # looked at after the step under way
+
     @property
     def min_epochs(self) -> int | None:
         """``Fit``'s setting."""

@@ -36,7 +36,7 @@ STEP_OUTPUT = EPOCH_OUTPUT = TRAIN_DATALOADERS = EVAL_DATALOADERS = OptimizerLRS
 _METRIC = _EVALUATE_OUTPUT = _PREDICT_OUTPUT = _OUT_DICT = _PATH = _MAP_LOCATION_TYPE = LRSchedulerPLType = Any
 OptimizerConfig = OptimizerLRSchedulerConfig = LRSchedulerConfigType = Any
 MisconfigurationException = ValueError
-__getattr__ = refusing("engine.interop.lightning.utilities", CLASSES)
+__getattr__ = refusing("engine.compat.lightning.utilities", CLASSES)
 CUDAAccelerator = refused_class("CUDAAccelerator", "give Trainer(accelerator='cuda')")
 CUDAAccelerator.is_available = staticmethod(lambda: accelerator.present() == "cuda")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.compat.lightning.checks import refused_hook
-from engine.compat.lightning.names import REPLACED
+from engine.compat.lightning.names import OF_CHECKPOINTS, OF_STRATEGIES, REPLACED
 from engine.compat.migrate.calls import Side, decided, misfit, stand_in
 from engine.compat.migrate.counterparts import (
     AS_IS,
@@ -179,6 +179,8 @@ class Finder(ast.NodeVisitor):
             return Known(things()["trainer of a module"])
         if name in ("lightning_module", "model") and label.lower() == "trainer":
             return Known(things()["module"])
+        if name == "strategy" and label.lower() == "trainer":
+            return Known(Thing("trainer.strategy", None, None, OF_STRATEGIES, closed=False))
         plain, translated = owner.thing.has(name)
         plain_type, translated_type = (None if each is None else each.type for each in (plain, translated))
         if plain_type is None and translated_type is None:
@@ -228,7 +230,7 @@ class Finder(ast.NodeVisitor):
     def _name(self, node: ast.expr, call: ast.Call | None = None) -> bool:
         """A use of a class or a function of the libraries, and of what it is called with."""
         api = self.names.meaning(node, self.source)
-        if not isinstance(api, Api) or is_package(api):
+        if not isinstance(api, Api) or is_package(api) or api.path in _OF_TESTS:
             return isinstance(api, Api)
         head, _, name = api.path.rpartition(".")
         owner = counterpart(Api(api.library, head)) if head else None
@@ -331,6 +333,9 @@ class Finder(ast.NodeVisitor):
             if instead := refused_hook(name, stand_in(node, bound=False)):
                 self._add(node, "lightning", f"def {name}", CHANGE, f"it is never called: define {instead}")
             return
+        if thing.label == "ModelCheckpoint" and name in OF_CHECKPOINTS:
+            self._add(node, "lightning", f"def {name}", CHANGE, f"it is never called: {OF_CHECKPOINTS[name]}")
+            return
         members = thing.has(name)
         if not any(members):
             return
@@ -338,9 +343,25 @@ class Finder(ast.NodeVisitor):
         cls, found = next((cls, each) for cls, each in sides if cls is not None and each is not None)
         is_function = found.call is not None and not any(_decorator(each) == "property" for each in node.decorator_list)
         what = misfit(node, self._class.name.rpartition(".")[2], cls, found.call) if is_function and self._class else ""  # type: ignore[arg-type]
-        self._add(
-            node, "lightning", f"def {name}", CHANGE if what else _first([each is not None for each in members]), what
-        )
+        verdict = CHANGE if what else _first([each is not None for each in members])
+        if verdict == AS_IS and name == "on_train_batch_end" and _reads_keys(node, "outputs"):
+            verdict, what = INTEROP, "with engine alone, outputs is what training_step returned"
+        self._add(node, "lightning", f"def {name}", verdict, what)
+
+
+_OF_TESTS = ("test_utils.training.mocked_dataloaders",)
+"""Names that Accelerate's own examples import where they test themselves."""
+
+
+def _reads_keys(method: ast.FunctionDef | ast.AsyncFunctionDef, argument: str) -> bool:
+    """Whether a method takes entries of an argument by name: ``outputs["loss"]``, ``outputs.get("loss")``."""
+    return any(
+        isinstance(node, (ast.Subscript, ast.Attribute))
+        and isinstance(node.value, ast.Name)
+        and node.value.id == argument
+        and (isinstance(node, ast.Subscript) or node.attr in ("get", "items", "keys", "values"))
+        for node in ast.walk(method)
+    )
 
 
 def _decorator(node: ast.expr) -> str:

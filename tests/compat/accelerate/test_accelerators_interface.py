@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import accelerate as theirs
+import numpy as np
 import pytest
 import torch
+from engine.interop.accelerate.local_sgd import LocalSGD
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine.compat.accelerate import arguments as translation
 from engine.interop import accelerate
@@ -190,3 +196,75 @@ def test_empty_weights() -> None:
     assert not module.running_mean.is_meta  # type: ignore[union-attr]
     model: Any = Accelerator(cpu=True).prepare(module)
     assert torch.equal(model.weight, torch.ones(3))
+
+
+def test_names_of_hooks_are_accelerates() -> None:
+    assert [*u.DDPCommunicationHookType] == [each.value for each in theirs.utils.DDPCommunicationHookType]
+    assert {*u.RNGType} >= {each.value for each in theirs.utils.RNGType}
+    hook = u.DDPCommunicationHookType("fp16")
+    for each in (hook, "fp16", "FP16"):
+        assert u.DistributedDataParallelKwargs(comm_hook=each).to_strategy() == {"name": "ddp", "comm_hook": "fp16"}
+    none = u.DistributedDataParallelKwargs(comm_hook=u.DDPCommunicationHookType.NO, comm_wrapper="no")
+    assert none.to_strategy() == {"name": "ddp", "comm_hook": None}
+
+
+def test_nested_values_are_logged(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    accelerator.log({"a": {"x": 1.0, "y": {"z": 2.0}}, "b": 3.0}, step=4)
+    accelerator.end_training()
+    [events] = tmp_path.rglob("events.*")
+    found = EventAccumulator(str(events)).Reload()
+    assert {name: [(e.step, e.value) for e in found.Scalars(name)] for name in found.Tags()["scalars"]} == {
+        "a/x": [(4, 1.0)],
+        "a/y/z": [(4, 2.0)],
+        "b": [(4, 3.0)],
+    }
+
+
+def test_local_sgd_on_one_process() -> None:
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1, 1)
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True) as local:
+        local.step()
+    assert local.num_steps == 1
+    several = SimpleNamespace(num_processes=2)
+    assert not LocalSGD(several, model, 2, enabled=False).enabled
+    with pytest.raises(NotImplementedError, match="LocalSGD has no counterpart on 2 processes: synchronize"):
+        LocalSGD(several, model, 2)
+
+
+def test_helpers_for_files_and_models(tmp_path: Path) -> None:
+    u.save({"x": torch.ones(2), "n": np.arange(3), "f": np.float32(1.5)}, tmp_path / "x.bin")
+    for load in (u.load, theirs.utils.load):
+        found = load(tmp_path / "x.bin", map_location="cpu")
+        assert (found["x"].tolist(), found["n"].tolist()) == ([1.0, 1.0], [0, 1, 2])
+    u.save({"x": torch.ones(2)}, tmp_path / "x.safetensors", safe_serialization=True)
+    assert load_file(tmp_path / "x.safetensors")["x"].tolist() == [1.0, 1.0]
+    (tmp_path / "code").write_bytes(pickle.dumps(Path("x")))
+    with pytest.raises(pickle.UnpicklingError):
+        u.load(tmp_path / "code")
+    model = torch.nn.Linear(1, 1)
+    assert u.extract_model_from_parallel(Accelerator(cpu=True).prepare(model), recursive=True) is model
+    assert u.extract_model_from_parallel(torch.nn.DataParallel(torch.compile(model))) is model
+    u.wait_for_everyone()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [torch.ones(2, 3), torch.zeros(1, 3)],
+        [{"a": torch.ones(2), "b": (torch.ones(1), torch.zeros(2))}, {"a": torch.ones(1), "b": (torch.ones(1), torch.zeros(1))}],
+        [[torch.ones(1)], [torch.zeros(3)]],
+        ["text"],
+    ],
+)  # fmt: skip
+def test_concatenate_is_accelerates(data: Any) -> None:
+    torch.testing.assert_close(u.concatenate(data), theirs.utils.operations.concatenate(data))
+
+
+def test_versions_are_compared() -> None:
+    for operation, version in ((">=", "2.0"), ("<", "2.0"), ("==", torch.__version__.partition("+")[0]), ("<=", "99")):
+        assert u.is_torch_version(operation, version) is theirs.utils.is_torch_version(operation, version)
+    assert u.compare_versions("torch", ">", "1.0")
+    with pytest.raises(ValueError, match=r"operation='~='.*possible are >"):
+        u.is_torch_version("~=", "2.0")

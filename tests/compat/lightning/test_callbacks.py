@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch.callbacks
 import pytest
 import torch
-from both import OURS, data, module, trainer
+from both import OURS, THEIRS, data, module, quietly, trainer
 
 from engine import Fit
 from engine.compat.lightning.strategy_arguments import strategy
@@ -51,6 +51,58 @@ def test_what_a_callback_returns_has_no_meaning(tmp_path: Path) -> None:
     fitted = trainer(OURS, tmp_path, callbacks=[skips], max_epochs=1)
     fitted.fit(module(OURS), data())
     assert fitted.global_step == 10
+
+
+def test_numbers_of_predicted_samples_are_lightnings(tmp_path: Path) -> None:
+    found = []
+    for library in (THEIRS, OURS):
+        seen: list[Any] = []
+
+        class Writes(library.callbacks.BasePredictionWriter):  # type: ignore[misc, name-defined]
+            def write_on_batch_end(
+                self, trainer: Any, pl_module: Any, prediction: Any, batch_indices: Any, *rest: Any, seen: Any = seen
+            ) -> None:
+                seen.append(batch_indices)
+
+            def write_on_epoch_end(
+                self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any, seen: Any = seen
+            ) -> None:
+                seen.append(batch_indices)
+
+        quietly(trainer(library, tmp_path, callbacks=[Writes("batch_and_epoch")]).predict, module(library), data(10))
+        found.append(seen)
+    assert found[1] == found[0]
+    assert found[1] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]]]
+
+
+def test_metrics_of_a_progress_bar_may_be_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Renames(OURS.callbacks.RichProgressBar):  # type: ignore[misc]
+        def get_metrics(self, trainer: Any, pl_module: Any) -> Any:
+            metrics = super().get_metrics(trainer, pl_module)
+            metrics.pop("v_num", None)
+            return {f"my_{name}_{trainer.current_epoch}": value for name, value in metrics.items()}
+
+    fitted = trainer(OURS, tmp_path, callbacks=[Renames()], max_epochs=1, enable_progress_bar=None)
+    fitted.fit(module(OURS), data())
+    assert "my_loss" in capsys.readouterr().out
+
+
+def test_scores_of_checkpoints_are_lightnings(tmp_path: Path) -> None:
+    found = []
+    for library in (THEIRS, OURS):
+        saves = library.callbacks.ModelCheckpoint(tmp_path / str(len(found)), monitor="val", save_top_k=2)
+        seen: list[Any] = [(float(saves.kth_value), saves.kth_best_model_path)]
+        quietly(
+            trainer(library, tmp_path, callbacks=[saves], max_epochs=3, enable_checkpointing=True).fit,
+            module(library), data(), data(),
+        )  # fmt: skip
+        found.append([*seen, (pytest.approx(float(saves.kth_value)), Path(saves.kth_best_model_path).name)])
+    assert found[1] == found[0]
+
+
+def test_a_checkpoint_callback_that_saves_by_itself_is_refused() -> None:
+    with pytest.raises(TypeError, match="Own defines _save_checkpoint, which is not called: on_checkpoint_saved"):
+        type("Own", (callbacks.ModelCheckpoint,), {"_save_checkpoint": lambda self, trainer, filepath: None})
 
 
 def test_predictions_are_written(tmp_path: Path) -> None:

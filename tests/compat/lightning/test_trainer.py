@@ -294,3 +294,104 @@ def test_a_schedule_over_all_steps(tmp_path: Path) -> None:
     type(net).configure_optimizers = lambda self: vars(self)["configure_optimizers"]()
     trainer(OURS, tmp_path, max_epochs=3, accumulate_grad_batches=4).fit(net, data())
     assert steps == [9]
+
+
+# -- the life of a trainer ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_loaders_are_asked_for_after_on_fit_start(resumed: bool, tmp_path: Path) -> None:
+    base = type(module(OURS))
+
+    class Late(base):  # type: ignore[misc, valid-type]
+        rows = 0
+
+        def on_fit_start(self) -> None:
+            self.rows = 20
+
+        def train_dataloader(self) -> Any:
+            return data(self.rows)
+
+        def val_dataloader(self) -> Any:
+            return data(self.rows)
+
+    net, fitted = Late(), trainer(OURS, tmp_path, max_epochs=1)
+    fitted.fit(net)
+    assert (fitted.global_step, net.seen.count("on_validation_batch_start")) == (5, 2 + 5)
+    if resumed:
+        fitted.save_checkpoint(tmp_path / "x.ckpt")
+        again = trainer(OURS, tmp_path, max_epochs=3)
+        again.fit(Late(), ckpt_path=tmp_path / "x.ckpt")
+        assert (again.global_step, again.current_epoch) == (15, 3)
+
+
+@pytest.mark.parametrize("library", [THEIRS, OURS])
+def test_a_validation_may_have_gradients(library: Any, tmp_path: Path) -> None:
+    base = type(module(library))
+
+    class WithGradients(base):  # type: ignore[misc, valid-type]
+        def on_validation_model_eval(self) -> None:
+            super().on_validation_model_eval()
+            torch.set_grad_enabled(True)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("slope", torch.autograd.grad(self.loss(batch), self.layers[0].bias)[0].abs().sum())
+
+    fitted = trainer(library, tmp_path, inference_mode=False)
+    [metrics] = quietly(fitted.validate, WithGradients(), data())
+    assert metrics["slope"] > 0
+    assert torch.is_grad_enabled()
+
+
+def test_devices_and_precision_before_a_run(tmp_path: Path) -> None:
+    for library in (THEIRS, OURS):
+        fitted = quietly(trainer, library, tmp_path, precision="bf16-mixed", devices=2)
+        assert (fitted.num_devices, fitted.num_nodes, fitted.precision) == (2, 1, "bf16-mixed")
+        assert fitted.device_ids == [0, 1]
+
+
+def test_a_second_training_counts_on(tmp_path: Path) -> None:
+    found = []
+    for library in (THEIRS, OURS):
+        net, fitted, steps = module(library), trainer(library, tmp_path, max_epochs=2), []
+        for _ in range(2):
+            quietly(fitted.fit, net, data())
+            steps.append((fitted.current_epoch, fitted.global_step))
+        fitted.fit_loop.max_epochs = 3
+        quietly(fitted.fit, net, data())
+        fitted.fit_loop.max_steps = fitted.global_step + 4
+        fitted.fit_loop.max_epochs = -1
+        quietly(fitted.fit, net, data())
+        found.append([*steps, (fitted.max_epochs, fitted.max_steps, fitted.global_step)])
+    assert found[1] == found[0] == [(2, 20), (2, 20), (-1, 34, 34)]
+
+
+def test_a_limit_set_in_a_training_ends_it(tmp_path: Path) -> None:
+    def shorten(trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.fit_loop.max_steps = 7
+
+    fitted = trainer(
+        OURS, tmp_path, max_epochs=2, callbacks=[OURS.callbacks.LambdaCallback(on_train_batch_end=shorten)]
+    )
+    fitted.fit(module(OURS), data())
+    assert fitted.global_step == 7
+
+
+def test_optimizers_of_the_strategy_say_what_to_use(tmp_path: Path) -> None:
+    fitted = trainer(OURS, tmp_path, max_epochs=1)
+    fitted.fit(module(OURS), data())
+    with pytest.raises(AttributeError, match=r"setup_optimizers.*add_param_group"):
+        fitted.strategy.setup_optimizers(fitted)
+
+
+def test_loggers_after_a_training(tmp_path: Path) -> None:
+    for name in ("CSVLogger", "TensorBoardLogger"):
+        for number in range(2):
+            logger = getattr(OURS.loggers, name)(tmp_path / name)
+            fitted = trainer(OURS, tmp_path, max_epochs=1, logger=logger)
+            fitted.fit(module(OURS), data())
+            assert (logger.version, str(logger.save_dir)) == (number, str(tmp_path / name))
+            assert logger.experiment is not None
+            logger.log_metrics({"after": 1.0}, 11)
+    assert trainer(OURS, tmp_path, logger=OURS.loggers.CSVLogger("x", version="mine")).logger.version == "mine"

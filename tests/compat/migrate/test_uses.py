@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from reported import classes, report_of, uses_of
+
+from engine.compat.migrate.counterparts import things
 
 AS_IS, INTEROP, CHANGE = "as is", "interop", "change"
 HEAD = "import lightning.pytorch as pl\n"
@@ -255,3 +258,79 @@ def test_values_that_a_run_takes_or_computes(tmp_path: Path) -> None:
             self.log(self.name, 1.0, True, True, True, True, "max")
     """
     assert changes(tmp_path, text) == {}
+
+
+# -- what stays different -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "name", "said"),
+    [
+        (
+            "class Saves(pl.callbacks.ModelCheckpoint):\n    def _save_checkpoint(self, trainer, filepath): ...\n",
+            *(3, "def _save_checkpoint", "never called: on_checkpoint_saved"),
+        ),
+        (
+            "t = pl.Trainer()\nt.strategy.setup_optimizers(t)\n",
+            3,
+            "trainer.strategy.setup_optimizers",
+            "add_param_group",
+        ),
+        (
+            "class C(pl.Callback):\n    def setup(self, trainer, pl_module, stage):\n        trainer.strategy.setup_optimizers(trainer)\n",
+            *(4, "trainer.strategy.setup_optimizers", "add_param_group"),
+        ),
+        (
+            "from accelerate.local_sgd import LocalSGD\nLocalSGD(accelerator=a, model=m, local_sgd_steps=8)\n",
+            *(3, "LocalSGD", "on several processes it is an error"),
+        ),
+    ],
+)
+def test_what_stays_different_is_foreseen(text: str, line: int, name: str, said: str, tmp_path: Path) -> None:
+    found = [use for use in report_of(tmp_path, net=HEAD + text).uses if use.verdict == CHANGE]
+    assert [(use.place[1], use.name) for use in found] == [(line, name)]
+    assert said in found[0].what
+
+
+def test_entries_of_outputs_need_the_translated_class(tmp_path: Path) -> None:
+    text = """\
+    class Shows(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            print(outputs["loss"])
+    class Net(pl.LightningModule):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            print(outputs.get("loss"))
+    class Counts(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.batches += 1
+    """
+    found = {line: verdict for line, name, verdict in uses_of(tmp_path, HEAD + dedent(text)) if "def " in name}
+    assert found == {3: INTEROP, 6: INTEROP, 9: AS_IS}
+
+
+def test_loaders_of_accelerates_own_tests_are_no_use(tmp_path: Path) -> None:
+    text = """\
+    import os
+    from accelerate import Accelerator
+    if os.environ.get("TESTING_MOCKED_DATALOADERS") == "1":
+        from accelerate.test_utils.training import mocked_dataloaders
+        get_dataloaders = mocked_dataloaders
+        mocked_dataloaders(None, 8)
+    Accelerator()
+    """
+    assert [name for _, name, _ in uses_of(tmp_path, text)] == ["Accelerator"]
+
+
+def test_helpers_of_accelerate_are_found(tmp_path: Path) -> None:
+    text = """\
+    from accelerate.utils import DDPCommunicationHookType, concatenate, extract_model_from_parallel, is_torch_version, load, save, wait_for_everyone
+    DDPCommunicationHookType("fp16"), concatenate([1]), extract_model_from_parallel(m), is_torch_version(">", "2"), load("x"), save(1, "x")
+    wait_for_everyone()
+    """
+    assert {verdict for *_, verdict in uses_of(tmp_path, text)} == {INTEROP}
+
+
+def test_no_name_is_suggested_for_itself(tmp_path: Path) -> None:
+    for owner in things().values():
+        for name in {each for kind in (owner.plain, owner.translated) if kind is not None for each in dir(kind)}:
+            assert f"did you mean {name!r}" not in owner.instead(name)

@@ -22,10 +22,10 @@ DistributedType = _names(
     "DistributedType",
     "NO MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU MULTI_HPU MULTI_NEURON DEEPSPEED FSDP XLA MEGATRON_LM TP",
 )
-DDPCommunicationHookType = _names("DDPCommunicationHookType", "NO FP16 BF16 POWER_SGD BATCHED_POWER_SGD")
+DDPCommunicationHookType = _names("DDPCommunicationHookType", "no fp16 bf16 power_sgd batched_power_sgd")
 PrecisionType = _names("PrecisionType", "no fp8 fp16 bf16")
 LoggerType = _names("LoggerType", "all aim tensorboard trackio wandb mlflow")
-RNGType = _names("RNGType", "torch cuda npu xpu generator")
+RNGType = _names("RNGType", "torch cuda mlu sdaa musa npu xla xpu hpu neuron generator")
 
 
 class KwargsHandler:
@@ -116,7 +116,7 @@ _Project: Any = _settings(
 _DDP: Any = _settings(
     "_DDP",
     "dim=0 broadcast_buffers=True bucket_cap_mb=25 find_unused_parameters=False check_reduction=False "
-    "gradient_as_bucket_view=False static_graph=False comm_hook='NO' comm_wrapper='NO' comm_state_option={}",
+    "gradient_as_bucket_view=False static_graph=False comm_hook='no' comm_wrapper='no' comm_state_option={}",
 )
 
 
@@ -178,7 +178,7 @@ class ProjectConfiguration(_Project):
 class DistributedDataParallelKwargs(_DDP):
     """Arguments of DDP."""
 
-    HOOKS: ClassVar = {"NO": None, "FP16": "fp16", "BF16": "bf16", "POWER_SGD": "powersgd"}
+    HOOKS: ClassVar = {"no": None, "fp16": "fp16", "bf16": "bf16", "power_sgd": "powersgd"}
     STATE: ClassVar = {"matrix_approximation_rank": "powersgd_rank", "start_powerSGD_iter": "powersgd_start"}
 
     def to_strategy(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class DistributedDataParallelKwargs(_DDP):
             ValueError: a setting has no counterpart.
         """
         given = self.to_kwargs()
-        state, hook = given.pop("comm_state_option", {}), str(given.pop("comm_hook", "NO"))
+        state, hook = given.pop("comm_state_option", {}), str(given.pop("comm_hook", "no")).lower()
         wrong = [name for name in ("dim", "check_reduction", "comm_wrapper") if name in given]
         wrong += [f"comm_hook={hook}"] * (hook not in self.HOOKS) + sorted(state.keys() - self.STATE.keys())
         if wrong:

@@ -83,6 +83,25 @@ def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num
     return map_tensors(lambda tensor: tensor[tensor_slice], data)
 
 
+def concatenate(data: Any, dim: int = 0) -> Any:
+    """The tensors of a list of trees of one shape, concatenated leaf by leaf; a list of one other object: this object.
+
+    Raises:
+        TypeError: other objects than tensors.
+    """
+    first = data[0]
+    if isinstance(first, Mapping):
+        return type(first)({key: concatenate([each[key] for each in data], dim) for key in first})  # type: ignore[call-arg]
+    if isinstance(first, (tuple, list)):
+        joined = (concatenate([each[index] for each in data], dim) for index in range(len(first)))
+        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
+    if isinstance(first, Tensor):
+        return torch.cat(list(data), dim)
+    if len(data) == 1:
+        return first
+    raise TypeError(f"concatenate takes lists of trees of tensors, and found {type(first).__name__}")
+
+
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Any:
     state = PartialState()
     return move(collectives.broadcast_object(state.group, tensor), state.device)

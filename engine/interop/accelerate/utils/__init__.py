@@ -9,8 +9,14 @@ from engine.compat.accelerate.data_loader import skip_first_batches as skip_firs
 from engine.compat.accelerate.names import FUNCTIONS
 from engine.compat.accelerate.utils import dataclasses, imports, memory, operations
 from engine.compat.accelerate.utils.imports import available as available
+from engine.compat.accelerate.utils.other import extract_model_from_parallel as extract_model_from_parallel
+from engine.compat.accelerate.utils.other import load as load
+from engine.compat.accelerate.utils.other import save as save
+from engine.compat.accelerate.utils.other import wait_for_everyone as wait_for_everyone
 from engine.compat.accelerate.utils.random import set_seed as set_seed
 from engine.compat.accelerate.utils.random import synchronize_rng_states as synchronize_rng_states
+from engine.compat.accelerate.utils.versions import compare_versions as compare_versions
+from engine.compat.accelerate.utils.versions import is_torch_version as is_torch_version
 from engine.compat.refusals import refusing
 from engine.interop import moved
 
