@@ -34,6 +34,9 @@ moved(__name__, "engine.compat.lightning")
 sys.modules[f"{__name__}.pytorch"] = pytorch
 for _part, _paths in MODULES.items():
     _file = globals()[_part]
+    for _class in vars(_file).values():
+        if isinstance(_class, type) and _class.__module__ == _file.__name__:
+            _class.__module__ = f"{__name__}.{_part}"  # saved settings and messages name the path that users import
     for _path in _paths.split():
         sys.modules[f"{__name__}.{_path}"] = sys.modules[f"{__name__}.pytorch.{_path}"] = _file
 

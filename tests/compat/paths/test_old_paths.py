@@ -54,3 +54,10 @@ def test_what_was_pickled_under_an_old_path_is_found() -> None:
 def test_type_checkers_find_the_same_modules() -> None:
     texts = {path: path.read_text() if path.exists() else "" for path in write_stubs.stubs()}
     assert texts == write_stubs.stubs(), "out of date: python tests/compat/paths/write_stubs.py"
+
+
+def test_classes_are_named_by_the_path_that_users_import() -> None:
+    """LightningCLI writes it into config.yaml, and pickles have it."""
+    for cls in (L.callbacks.ModelCheckpoint, L.callbacks.LearningRateMonitor, L.loggers.CSVLogger, L.Trainer):
+        assert cls.__module__.startswith("engine.interop.lightning.")
+        assert pickle.loads(pickle.dumps(cls)) is cls
