@@ -61,7 +61,7 @@ class BasePredictionWriter(Callback):
         raise NotImplementedError(f"{type(self).__name__} must define write_on_batch_end, or write_interval='epoch'")
 
     def write_on_epoch_end(self, run: Any, module: Any, predictions: list[Any], batch_indices: list[Any]) -> None:
-        """Write this rank's ``predictions``, one list per loader if there are several. ``batch_indices``: always a list per loader."""
+        """Write this rank's ``predictions``, one list per loader if there are several. ``batch_indices``: a list per loader, also of one."""
         raise NotImplementedError(f"{type(self).__name__} must define write_on_epoch_end, or write_interval='batch'")
 
     def on_predict_start(self, run: Run, module: nn.Module) -> None:

@@ -243,7 +243,7 @@ class Fit:
                 snapshot.resume(run, resume)
             run.roll_back = partial(snapshot.roll_back, run)
             run.finish_checkpoints = partial(checkpoint_events.finish, run)
-            setup.start(run)
+            call_all(run, run.hooks.on_fit_start)
             self._sanity_check(run)
             compare(run)
             of_the_epoch(run, run.hooks.on_train_start)

@@ -53,7 +53,7 @@ class TrainModule(nn.Module):
     logger: Any
     """The first of :attr:`loggers`, or ``None``; as :attr:`run`."""
     starts_before_data: bool = False
-    """Whether the run calls ``on_fit_start`` before it asks the module or the data module for loaders, and resumes afterwards."""
+    """Whether the run calls :meth:`on_fit_start` before it asks the module or the data module for loaders, and before it resumes."""
     built: bool = False
     """:meth:`configure_model` was called already, and the values of what it built are kept."""
 

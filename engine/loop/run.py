@@ -79,8 +79,6 @@ class Run:
     """Why the run will stop once ``min_epochs`` and ``min_steps`` are reached."""
     below_minimum = False
     """``min_steps`` is not reached yet, on all ranks."""
-    begun = False
-    """``on_fit_start`` was called."""
     over = False
     """The training has ended."""
     started = False

@@ -20,7 +20,6 @@ from engine.distributed.collectives import gather_json
 from engine.loop.automatic_step import Automatic, ByHand, InParts
 from engine.loop.batch_transfer import transfer_of
 from engine.loop.closure_step import OF_THE_STEP, ByClosure, needs_closure, refuse
-from engine.loop.evaluate import call_all
 from engine.loop.first_checks import check_parameters
 from engine.loop.given_loaders import is_loader
 from engine.loop.manual_optimization import ManualOptimizer
@@ -147,15 +146,9 @@ def training(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModu
     run.call = fitted_step(module, "training_step", run.call, training=True)
     optimizers(run)
     if late:
-        start(run)
+        module.on_fit_start()
+        run.hooks.leave_out("on_fit_start")
         training_loaders(run, train_loader, val_loaders, datamodule)
-
-
-def start(run: Run) -> None:
-    """Call ``on_fit_start``, once in a run."""
-    if not run.begun:
-        run.begun = True
-        call_all(run, run.hooks.on_fit_start)
 
 
 def training_loaders(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModule | None) -> None:

@@ -28,6 +28,7 @@ class WrappedLogger(Logger):
 
     def __init__(self, **given: Any) -> None:
         self.save_dir, self.version = given.pop("save_dir", None), given.pop("version", None)
+        self._numbered = self.version is None
         self.name = self.settle(given)
         if self.save_dir is not None:
             version = f"version_{self.version}" if isinstance(self.version, int) else self.version
@@ -41,7 +42,7 @@ class WrappedLogger(Logger):
     def joins(self, run: Any) -> None:
         self._run, self.log_dir = run, str(run.home.path)
         folder = run.home.path.name.removeprefix("version_")
-        if self.version is None or isinstance(self.version, int):
+        if self._numbered:
             self.version = int(folder) if folder.isdecimal() else 0
         self.save_dir = str(run.settings.root_dir.parent) if self.save_dir is None else self.save_dir
         run.hooks.add("on_fit_end", type(self).__name__, self._keep_experiment)
