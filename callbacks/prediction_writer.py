@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
 
 from engine import Callback, Run, TensorFiles, open_file, serialize_tensors
 
@@ -33,8 +34,8 @@ class BasePredictionWriter(Callback):
             def write_on_batch_end(self, run, module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
                 ...
 
-    ``batch_indices`` is always ``None``: batches are dealt to the ranks in turn, so that batch ``i`` of a rank is number ``i * world_size + rank`` in
-    the data's order. The arguments are Lightning's.
+    Batches are dealt to the ranks in turn, so that batch ``i`` of a rank is number ``i * world_size + rank`` in the data's order. ``batch_indices``
+    are the numbers of its samples; ``None``: a stream, or a sampler of the loader's own, does not tell them. The arguments are Lightning's.
 
     Args:
         write_interval: ``"batch"``: after each batch; ``"epoch"``: at the end, until when the predictions are in memory; ``"batch_and_epoch"``.
@@ -48,13 +49,14 @@ class BasePredictionWriter(Callback):
             raise ValueError(f"write_interval={write_interval!r}: it must be 'batch', 'epoch' or 'batch_and_epoch'")
         self.interval = write_interval
         self._kept: list[list[Any]] = []
+        self._indices: list[list[list[int] | None]] = []
 
     def write_on_batch_end(
         self,
         run: Any,
         module: Any,
         prediction: Any,
-        batch_indices: None,
+        batch_indices: list[int] | None,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int,
@@ -62,25 +64,40 @@ class BasePredictionWriter(Callback):
         """Write the ``prediction`` of a batch."""
         raise NotImplementedError(f"{type(self).__name__} must define write_on_batch_end, or write_interval='epoch'")
 
-    def write_on_epoch_end(self, run: Any, module: Any, predictions: list[Any], batch_indices: None) -> None:
-        """Write this rank's ``predictions``; one list per loader if there are several."""
+    def write_on_epoch_end(self, run: Any, module: Any, predictions: list[Any], batch_indices: list[Any]) -> None:
+        """Write this rank's ``predictions``, one list per loader if there are several. ``batch_indices``: a list per loader, also of one."""
         raise NotImplementedError(f"{type(self).__name__} must define write_on_epoch_end, or write_interval='batch'")
 
     def on_predict_start(self, run: Run, module: nn.Module) -> None:
         self._kept = [[] for _ in run.num_eval_batches]
+        self._indices = [[] for _ in run.num_eval_batches]
 
     def on_predict_batch_end(
         self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
+        indices = _indices(run, batch_idx, dataloader_idx)
         if "batch" in self.interval:
-            self.write_on_batch_end(run, module, outputs, None, batch, batch_idx, dataloader_idx)
+            self.write_on_batch_end(run, module, outputs, indices, batch, batch_idx, dataloader_idx)
         if "epoch" in self.interval:
             self._kept[dataloader_idx].append(outputs)
+            self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, run: Run, module: nn.Module) -> None:
         if "epoch" in self.interval:
-            self.write_on_epoch_end(run, module, self._kept[0] if len(self._kept) == 1 else self._kept, None)
-            self._kept = []
+            predictions = self._kept[0] if len(self._kept) == 1 else self._kept
+            self.write_on_epoch_end(run, module, predictions, self._indices)
+            self._kept, self._indices = [], []
+
+
+def _indices(run: Run, batch_idx: int, dataloader_idx: int) -> list[int] | None:
+    """The numbers of the samples in a batch of this rank, where the data is read in its order."""
+    loader = run.loaders[dataloader_idx].loader
+    size = getattr(loader, "batch_size", None)
+    if not isinstance(size, int) or type(getattr(loader, "sampler", None)) is not SequentialSampler:
+        return None
+    group = run.engine.data_group
+    first = (batch_idx * group.world_size + group.rank) * size
+    return [*range(first, min(first + size, len(loader.dataset)))]
 
 
 class PredictionWriter(Callback):

@@ -72,7 +72,7 @@ class ProgressBar(Callback):
 
     def get_metrics(self, run: Run, module: nn.Module) -> Mapping[str, float | int | str]:
         """What is shown with the bar: by default what was logged with ``prog_bar=True``. Must not wait for the device."""
-        return run.progress
+        return dict(run.progress)
 
     # -- events of the run --------------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config.other_trainers import knows_other_trainers
-from engine.utils.adapters import adapted
+from engine.utils.extensions import adapted, completed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,7 +66,7 @@ class Callback:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if cls.__module__.startswith(("callbacks.", "engine.callbacks.")):
-            knows_other_trainers(cls)
+            completed(cls)
 
     runs_last = False
     """Called after the others at each event (checkpointing sees what they logged)."""

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from engine import strategies
 from engine.checkpoint.export import export_tensors
-from engine.config.other_trainers import knows_other_trainers
 from engine.config.settings import check
 from engine.data.prepared_loader import PreparedLoader
 from engine.distributed import collectives
@@ -36,10 +35,11 @@ from engine.step.wrappers import PreparedOptimizer, PreparedScheduler, raw
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
 from engine.transforms.order import Transforms
+from engine.utils.extensions import completed
 from engine.utils.parameters import parameters_of
 
 
-@knows_other_trainers
+@completed
 class Engine:
     """Makes a plain PyTorch loop distributed, in mixed precision, with exact gradient accumulation::
 

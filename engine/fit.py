@@ -20,8 +20,6 @@ from engine.callback import Callback, of_the_step, own_kind, with_own
 from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import Trained
 from engine.config.duration import Duration
-from engine.config.lightning_names import refuse_replaced
-from engine.config.other_trainers import knows_other_trainers
 from engine.config.resolve import UNSET, Resolved, resolve, shows_defaults
 from engine.config.settings import Settings, check
 from engine.data.datamodule import DataModule
@@ -51,7 +49,7 @@ from engine.replay.step_watch import LeftOut, StepWatch
 from engine.step.precision import Precision
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
-from engine.utils.adapters import adapted
+from engine.utils.extensions import adapted, checked, completed
 from engine.utils.log import StartLog
 
 if TYPE_CHECKING:  # they take a second
@@ -60,7 +58,7 @@ if TYPE_CHECKING:  # they take a second
     from engine.planning.search import PlanSearch
 
 
-@knows_other_trainers
+@completed
 class Fit:
     """Trains, validates, tests and predicts with a :class:`engine.TrainModule`.
 
@@ -556,7 +554,7 @@ class Fit:
             sync_batchnorm=settings.sync_batchnorm,
         )
         origins, settings = _configured(engine.strategy, settings, self.origins)
-        refuse_replaced(module, *settings.callbacks)
+        checked(module, *settings.callbacks)
         callbacks = tuple(
             c for c in with_own(module, settings.callbacks) if not (settings.fast_dev_run and c.runs_last)
         )

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from engine.checkpoint.module_loading import load_module
 from engine.config.hyperparameters import HParams, initial, save, saved_by
-from engine.config.lightning_names import MODULE
-from engine.config.other_trainers import knows_other_trainers, missing
 from engine.step.gradients import Loss
 from engine.strategies.deferred_init import reset
+from engine.utils.extensions import completed, missing
 from engine.utils.log import warn_once
 from engine.utils.model_export import to_onnx, to_torchscript
 from engine.utils.overrides import overridden
@@ -26,7 +25,7 @@ from engine.utils.run_context import Context
 from engine.utils.tree import move
 
 
-@knows_other_trainers
+@completed
 class TrainModule(nn.Module):
     """Subclass it, define ``training_step`` and ``configure_optimizers``, and give it to :class:`engine.Fit`.
 
@@ -48,11 +47,13 @@ class TrainModule(nn.Module):
     run: Any
     """The :class:`engine.Run` under way; outside of one an ``AttributeError``. A module's own attribute of this name takes precedence."""
     trainer: Any
-    """The run under the names of Lightning's ``Trainer``, to read: :class:`engine.loop.trainer_view.TrainerView`; as :attr:`run`."""
+    """The run's ``trainer``: see :attr:`engine.Run.trainer`; as :attr:`run`."""
     loggers: list[Any]
     """The loggers among the run's callbacks; as :attr:`run`."""
     logger: Any
     """The first of :attr:`loggers`, or ``None``; as :attr:`run`."""
+    starts_before_data: bool = False
+    """Whether the run calls :meth:`on_fit_start` before it asks the module or the data module for loaders, and before it resumes."""
     built: bool = False
     """:meth:`configure_model` was called already, and the values of what it built are kept."""
 
@@ -76,7 +77,7 @@ class TrainModule(nn.Module):
             if name not in _ALONE:
                 raise AttributeError(f"{type(self).__name__}.{name} is there during a Fit run only")
             return _ALONE[name]
-        raise missing(self, MODULE, name)
+        raise missing(self, "TrainModule", name)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle of the module belongs to no run.

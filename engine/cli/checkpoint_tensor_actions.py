@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from engine.checkpoint import pickled
-from engine.checkpoint.convert import convert
 from engine.checkpoint.export import export_checkpoint
 from engine.checkpoint.one_file import pack
 from engine.checkpoint.user_paths import opened
+from engine.cli.annexes import annex
 from engine.cli.checkpoint_actions import Answer, size_text
 
 
@@ -37,7 +36,9 @@ def _export(arguments: argparse.Namespace) -> Answer:
 
 
 def _convert(arguments: argparse.Namespace) -> Answer:
-    found = convert(arguments.source, arguments.out, trust_pickle=arguments.trust_pickle)
+    found = annex("engine.compat.convert.convert").convert(
+        arguments.source, arguments.out, trust_pickle=arguments.trust_pickle
+    )
     lines = [
         f"{found.path}: from a {found.kind}",
         f"{found.tensors} tensors, {size_text(found.bytes)}; {found.optimizers} optimizer(s); epoch {found.epoch}, step {found.step}",
@@ -54,7 +55,7 @@ def _pack(arguments: argparse.Namespace) -> Answer:
         raise ValueError("--weights is for --pickle; without it the file has all weights of the checkpoint")
     with opened(arguments.path) as found:
         if arguments.pickle:
-            pickled.write_checkpoint(out, found.directory, arguments.weights)
+            annex("engine.compat.lightning.pickled").write_checkpoint(out, found.directory, arguments.weights)
         else:
             pack(found.directory, out)
     size = out.stat().st_size

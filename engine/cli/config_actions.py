@@ -6,18 +6,23 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from engine.cli.annexes import annex
 from engine.cli.config_questions import ask
 from engine.cli.exits import FAILED, UsageError, complain, show
-from engine.config import from_training_arguments
 from engine.config.commented_file import document
-from engine.config.from_accelerate import file as accelerate_file
-from engine.config.from_accelerate.keys import File
-from engine.config.from_lightning import file as lightning_file
 from engine.config.resolve import SECTIONS, Resolved, resolve
 from engine.config.yaml_writer import write_atomically
 from engine.loop import compatibility
+
+if TYPE_CHECKING:
+    from engine.compat.key_file import KeyFile
+
+ACCELERATE = "engine.compat.accelerate.config_file"
+LIGHTNING = "engine.compat.lightning.settings_file"
+TRAINING_ARGUMENTS = "engine.compat.transformers.training_arguments"
+"""The modules that read other trainers' files."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,7 +50,7 @@ def _write(arguments: argparse.Namespace) -> int:
     elif arguments.from_lightning is not None:
         source = Path(arguments.from_lightning)
         head = [f"Converted from {source}, arguments of Lightning's Trainer."]
-        values, head = _converted(source, lightning_file.read(source), arguments.force, head)
+        values, head = _converted(source, annex(LIGHTNING).read(source), arguments.force, head)
     elif arguments.default:
         values = {}
     elif sys.stdin.isatty() and sys.stdout.isatty():
@@ -89,15 +94,16 @@ def _judge(path: Path) -> Resolved:
 
 
 def _from_accelerate(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    path = Path(arguments.from_accelerate) if arguments.from_accelerate else accelerate_file.default_path(os.environ)
-    file = accelerate_file.read(path)
+    reader = annex(ACCELERATE)
+    path = Path(arguments.from_accelerate) if arguments.from_accelerate else reader.default_path(os.environ)
+    file = reader.read(path)
     head = [f"Converted from Accelerate's {path}. This starts the processes that it describes:", f"    {file.launch}"]
     return _converted(path, file, arguments.force, head)
 
 
 def _from_training_arguments(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     path = Path(arguments.from_training_args)
-    file = from_training_arguments.read(path)
+    file = annex(TRAINING_ARGUMENTS).read(path)
     code = [f"    {' '.join(line.split())}" for line in file.code()]
     head = [
         f"Converted from {path}, TrainingArguments of transformers. These are for the script, engine.huggingface and callbacks:",
@@ -106,7 +112,7 @@ def _from_training_arguments(arguments: argparse.Namespace) -> tuple[dict[str, A
     return _converted(path, file, arguments.force, head)
 
 
-def _converted(path: Path, file: File, force: bool, head: list[str]) -> tuple[dict[str, Any], list[str]]:
+def _converted(path: Path, file: KeyFile, force: bool, head: list[str]) -> tuple[dict[str, Any], list[str]]:
     """The settings of another trainer's ``file``, and the comments above them.
 
     Raises:

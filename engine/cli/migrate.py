@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.cli.annexes import annex
 from engine.cli.exits import FAILED, OK, Parser, UsageError, show
 
-REPORT, TEXT = "engine.migrate.report", "engine.migrate.text"
+REPORT, TEXT = "engine.compat.migrate.report", "engine.compat.migrate.text"
 """The modules that make the report and write it out."""
 
 
@@ -24,14 +24,14 @@ def main(argv: Sequence[str]) -> int:
     paths = [Path(each) for each in arguments.paths]
     if missing := [path for path in paths if not path.exists()]:
         raise UsageError(f"{missing[0]} does not exist")
-    found = importlib.import_module(REPORT)
+    found = annex(REPORT)
     report = found.migration(paths, arguments.exclude)
     if not report.files and not report.unread:
         raise UsageError(f"{', '.join(arguments.paths)}: there are no .py or .ipynb files")
     if arguments.json:
         print(json.dumps(found.as_json(report), indent=2))
     else:
-        show(*importlib.import_module(TEXT).lines(report, changes_only=arguments.changes))
+        show(*annex(TEXT).lines(report, changes_only=arguments.changes))
     return FAILED if arguments.check and not report.works else OK
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from engine.config import yaml_reader
 from engine.config.name_and_options import Named, named
-from engine.config.other_trainers import hint
 from engine.config.settings import Settings, check
 from engine.config.yaml_reader import Node
 from engine.config.yaml_values import KINDS, NAMED, read_value
+from engine.utils.extensions import hint
 
 
 def apply(
@@ -34,7 +34,7 @@ def apply(
             raise ValueError(f"{origin}: write name=value, such as max_epochs=3 or strategy.stage=3")
         if path[0] not in KINDS:
             raise ValueError(
-                f"{origin}: {path[0]!r} is not a Fit setting{hint(path[0], KINDS)}; possible: {', '.join(KINDS)}"
+                f"{origin}: {path[0]!r} is not a Fit setting{hint('setting', path[0], KINDS)}; possible: {', '.join(KINDS)}"
             )
         entry = (path, yaml_reader.compose(given, origin), origin)
         (parts if len(path) > 1 else whole).append(entry)

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from engine.config import command_line as command_line
 from engine.config import yaml_reader
 from engine.config.duration import Duration
-from engine.config.other_trainers import hint
 from engine.config.settings import OVERFIT, Settings, fast_dev_run_overrides
 from engine.config.yaml_reader import Node
 from engine.config.yaml_values import KINDS, read_value
 from engine.config.yaml_writer import flow
+from engine.utils.extensions import hint
 from engine.utils.log import TERMINAL
 
 PREFIX = "FIT_"
@@ -117,7 +117,9 @@ def resolve(
         values[name], origins[name] = read_value(name, node, origin), origin
     for name, value in given.items():
         if name not in KINDS:
-            raise TypeError(f"{name!r} is not an argument of Fit{hint(name, KINDS)}; possible: {', '.join(KINDS)}")
+            raise TypeError(
+                f"{name!r} is not an argument of Fit{hint('setting', name, KINDS)}; possible: {', '.join(KINDS)}"
+            )
         if value is not UNSET:
             values[name], origins[name] = value, "code"
     command_line.apply(overrides, values, origins, sections)
@@ -139,7 +141,7 @@ def _from_environment(environ: Mapping[str, str]) -> _Entries:
         name = variable.removeprefix(PREFIX).lower()
         if name not in KINDS or variable != variable.upper():
             known = ", ".join(PREFIX + kind.upper() for kind in KINDS)
-            meant = f"; did you mean {variable.upper()}?" if name in KINDS else hint(name, KINDS)
+            meant = f"; did you mean {variable.upper()}?" if name in KINDS else hint("setting", name, KINDS)
             raise ValueError(
                 f"environment {variable}: {name!r} is not a Fit setting{meant}; unset it, or choose from {known}"
             )
@@ -179,4 +181,6 @@ def _check_name(name: str, origin: str) -> None:
             f"{origin}: {name!r} is a section that 'fit run' reads; a script with Fit(...) builds its own{also}"
         )
     if name not in KINDS:
-        raise ValueError(f"{origin}: {name!r} is not a Fit setting{hint(name, KINDS)}; possible: {', '.join(KINDS)}")
+        raise ValueError(
+            f"{origin}: {name!r} is not a Fit setting{hint('setting', name, KINDS)}; possible: {', '.join(KINDS)}"
+        )

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from engine.checkpoint.module_loading import load_datamodule
 from engine.config.hyperparameters import HParams, initial, save, saved_by
-from engine.config.lightning_names import DATA
-from engine.config.other_trainers import missing
+from engine.utils.extensions import missing
 from engine.utils.tree import move
 
 
@@ -38,7 +37,7 @@ class DataModule:
                     f"{type(self).__name__}.trainer is there during a Fit run only", name=name, obj=self
                 )
             return run.trainer
-        raise missing(self, DATA, name)
+        raise missing(self, "DataModule", name)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle, for a loader's worker processes too, belongs to no run.

@@ -1,10 +1,12 @@
-"""transformers' and peft's models in ``Fit`` and ``Engine``: see from_transformers.md in this folder."""
+"""transformers' and peft's models in ``Fit`` and ``Engine``: see compat/transformers/from_transformers.md."""
+
+from engine.interop import moved
 
 try:
-    from engine.huggingface.files import Publication
-    from engine.huggingface.loss import CountedLoss
-    from engine.huggingface.module import HFModule
-    from engine.huggingface.optimizers import parameter_groups
+    from engine.compat.transformers.files import Publication
+    from engine.compat.transformers.loss import CountedLoss
+    from engine.compat.transformers.module import HFModule
+    from engine.compat.transformers.optimizers import parameter_groups
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "transformers":
         raise
@@ -12,4 +14,5 @@ except ModuleNotFoundError as error:
         'engine.huggingface needs transformers: pip install "fit-trainer[huggingface]"', name=error.name
     ) from error
 
+moved(__name__, "engine.compat.transformers")
 __all__ = ["CountedLoss", "HFModule", "Publication", "parameter_groups"]

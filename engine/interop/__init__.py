@@ -1,1 +1,45 @@
-"""Other trainers' names and files."""
+"""Other trainers' names, for users' imports. The modules are in ``engine.compat``; :class:`Moved` finds each under its path here, too."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+
+class Moved(MetaPathFinder, Loader):
+    """Finds a module under another path: the same object, so that its classes exist once."""
+
+    packages: dict[str, str] = {}
+    """By package that users import: the package that has its modules."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, last = name.rpartition(".")
+        if package not in self.packages:
+            return None
+        there = f"{self.packages[package]}.{last}"
+        # Without one, the error names the path that was asked for.
+        return ModuleSpec(name, self, origin=there) if find_spec(there) is not None else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(str(spec.origin))
+        spec.loader_state = module.__spec__  # which the import system is about to replace
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+def moved(here: str, there: str) -> None:
+    """Let the package ``here`` have the modules of the package ``there``, beside its own."""
+    Moved.packages[here] = there
+
+
+sys.meta_path.append(Moved())  # asked last: it finds what has no file under its name

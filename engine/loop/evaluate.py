@@ -196,8 +196,8 @@ def evaluating(run: Run, name: str) -> Iterator[None]:
     flags = [(m, m.training) for m in module.modules()]
     run.evaluating = True
     try:
-        getattr(module, f"on_{name}_model_eval")()
         with isolated(), torch.no_grad():
+            getattr(module, f"on_{name}_model_eval")()  # which may enable gradients, for this evaluation
             yield
     finally:
         for m, flag in flags:

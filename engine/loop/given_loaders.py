@@ -1,47 +1,14 @@
-"""The loaders of a run as the user gave them, for those who read them outside of the loop."""
+"""Which of the objects that a user gives are loaders."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from engine.data.prepared_loader import PreparedLoader
-from engine.engine import Engine
-from engine.step.window import Window
-
-
-class RankLoader:
-    """A loader of a run as one of several ranks reads it: its length is this rank's, and a pass over it gives this rank's batches, on the CPU,
-    whatever the run's own pass does. Other attributes are the user's loader's. All ranks begin a pass together.
-    """
-
-    def __init__(self, loader: Any, prepared: PreparedLoader | None, engine: Engine) -> None:
-        self.loader, self._prepared, self._engine = loader, prepared, engine
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "loader":
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    def __len__(self) -> int:
-        """Micro-batches of this rank in an epoch, without the settings' limits."""
-        length = (self._prepared or self._alone()).whole_length
-        if length is None:
-            raise TypeError(f"{type(self.loader).__name__} has no length")
-        return length
-
-    def __iter__(self) -> Iterator[Any]:
-        alone = self._alone()
-        if self._prepared is not None:
-            alone.set_epoch(self._prepared.epoch)
-        return iter(alone)
-
-    def _alone(self) -> PreparedLoader:
-        engine = self._engine
-        return PreparedLoader(self.loader, group=engine.data_group, window=Window(), seed=engine.seed, place=False)
 
 
 def is_loader(item: Any) -> bool:
@@ -54,24 +21,3 @@ def is_loader(item: Any) -> bool:
         or callable(getattr(item, "to", None))
     )
     return not batch and isinstance(item, Iterable)
-
-
-def shared_out(run: Any, kind: str) -> Any:
-    """The ``"train"``, ``"validation"``, ``"test"`` or ``"predict"`` loaders of ``run`` in the form in which they were given: on one process
-    themselves, on several a :class:`RankLoader` for each; ``None`` before they are known.
-    """
-    if kind not in run.given_loaders:
-        return None
-    given, prepared = run.given_loaders[kind]
-    if run.world_size == 1:
-        return given
-
-    def each(loader: Any, number: int) -> RankLoader:
-        known = prepared[number].loader if number < len(prepared) else None
-        return RankLoader(loader, prepared[number] if known is loader else None, run.engine)
-
-    if isinstance(given, Mapping):
-        return {name: each(loader, number) for number, (name, loader) in enumerate(given.items())}
-    if isinstance(given, (list, tuple)) and given and all(map(is_loader, given)):
-        return [each(loader, number) for number, loader in enumerate(given)]
-    return each(given, 0)

@@ -98,6 +98,11 @@ class Hooks:
         setattr(self, event, (*getattr(self, event), hook))
         self._owners[event].append(owner)
 
+    def leave_out(self, event: str) -> None:
+        """Call the module's own hook of ``event`` no more."""
+        pairs = zip(self._owners[event], getattr(self, event), strict=True)
+        self._set(event, [(owner, hook) for owner, hook in pairs if not owner.startswith("[TrainModule]")])
+
     def wrap(self, wrapper: Callable[[str, Hook], Hook]) -> None:
         """Replace each hook from now on, to measure it.
 

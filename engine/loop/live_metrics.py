@@ -1,24 +1,10 @@
-"""The latest value of every logged name, also between log boundaries: computed when somebody reads it."""
+"""What is known of logged values between two log boundaries, for those who read them there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
 
 from engine.metrics.recorder import Recorder
-from engine.metrics.reductions import Slot, reduced, unzipped
-
-
-class Values(dict[str, Any]):
-    """A copy of values by name, to read: what is written here would reach nobody."""
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError("these values are a copy to read: log a value with self.log(name, value)")
-
-    __setitem__ = __delitem__ = update = pop = popitem = setdefault = clear = __ior__ = _refuse
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return dict, (dict(self),)  # copies are plain dicts
 
 
 class Pending:
@@ -79,74 +65,3 @@ class LiveMetrics:
             return
         before = self.training.window - (self.training.batch is None)
         self.epoch_windows |= dict.fromkeys((name.removesuffix("_epoch") for name in values), before)
-
-
-def live(run: Any) -> dict[str, Any]:
-    """Numbers, or tensors of shape () on the device, by name: ``x`` and ``x_step`` of the step under way or the latest one, as far as this rank
-    knows them; ``x`` and ``x_epoch`` over all ranks.
-
-    A collective in ``on_train_epoch_end`` with several ranks, and nowhere else.
-    """
-    found = dict(run.metrics)
-    training = run.live.training
-    for slot, value in _of_steps(run, training):
-        found[slot.name] = value
-        if slot.on_epoch:
-            found[f"{slot.name}_step"] = value
-    if run.recorder is training:
-        if training.on_epoch:  # in on_train_epoch_end
-            found |= _forked(training.epoch_values(clear=False))
-        return found
-    if run.live.pending is not None:
-        found |= _forked(run.live.pending.values)
-        for slot in run.recorder.slots.values():  # of the hook under way, on this rank
-            if (value := _epoch(slot)) is not None:
-                found[slot.name] = value
-    return found
-
-
-def live_shown(run: Any) -> dict[str, Any]:
-    """Those of them that were logged with ``prog_bar=True``."""
-    names = set(run.progress) | run.live.training.progress_names() | run.recorder.progress_names()
-    names |= set() if run.live.pending is None else run.live.pending.shown
-    found = live(run)
-    forked = {name.removesuffix("_step") for name in found if name.endswith("_step")}
-    return {name: value for name, value in found.items() if name in names and name not in forked}
-
-
-def _forked(values: dict[str, float]) -> dict[str, float]:
-    return {name.removesuffix("_epoch"): value for name, value in values.items()} | values
-
-
-def _of_steps(run: Any, recorder: Recorder) -> Iterator[tuple[Slot, Any]]:
-    """The values of the latest steps, unless an evaluation or an epoch has reported a newer one of the same name."""
-    for slot in recorder.slots.values():
-        if not slot.on_step or slot.window <= run.live.epoch_windows.get(slot.name, -1):
-            continue
-        published = run.metrics.get(f"{slot.name}_step" if slot.on_epoch else slot.name)
-        if slot.window == run.live.step_window and published is not None:
-            yield slot, published
-        elif slot.metric is not None:
-            if (seen := slot.metric.step(slot.window)) is not None:
-                yield slot, slot.metric.value(slot.name, seen)
-        elif slot.window_values:
-            yield slot, _value(slot.reduce, *unzipped(slot.window_values, slot.name))
-
-
-def _epoch(slot: Slot) -> Any:
-    """This rank's value of the epoch so far; ``None``: there is none."""
-    if slot.metric is not None:
-        return slot.metric.value(slot.name, slot.metric.all())
-    _, values, weights = slot.column()
-    return _value(slot.reduce, values, weights) if values else None
-
-
-def _value(reduce: str, values: list[Any], weights: list[Any]) -> Any:
-    total, weight = reduced(values, weights, reduce)
-    return total / weight if reduce == "mean" else total
-
-
-def withheld(run: Any) -> frozenset[str]:
-    """The names that were logged with ``logger=False``."""
-    names: frozenset[str] = run.withheld | run.live.training.withheld_names() | run.recorder.withheld_names()
-    return names

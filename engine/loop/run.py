@@ -20,7 +20,6 @@ from engine.checkpoint.writer import Content, Saver
 from engine.config.duration import Every
 from engine.config.hyperparameters import as_data, for_loggers
 from engine.config.masked import Config, described, plain, without_secrets
-from engine.config.other_trainers import knows_other_trainers
 from engine.config.settings import Settings
 from engine.config.yaml_writer import as_yaml
 from engine.data.datamodule import DataModule
@@ -37,15 +36,15 @@ from engine.loop.phases import Phases, phase
 from engine.loop.result import Result, Times, TrainState, status_of
 from engine.loop.step_count import total_steps
 from engine.loop.tally import Tally
-from engine.loop.trainer_view import TrainerView
 from engine.metrics.recorder import Recorder
 from engine.module import TrainModule
 from engine.step.optimizers import Modes, Schedule
+from engine.utils.extensions import attribute, completed
 from engine.utils.log import StartLog, logger
 from engine.utils.text import terminal_text
 
 
-@knows_other_trainers
+@completed
 class Run:
     """The run as callbacks see it. Plain attributes are read-only by convention.
 
@@ -199,8 +198,8 @@ class Run:
 
     @cached_property
     def trainer(self) -> Any:
-        """The run under the names of Lightning's ``Trainer``: a :class:`engine.loop.trainer_view.TrainerView`, or what was set instead."""
-        return TrainerView(self)
+        """The run as an installed extension shows it, or what was set instead: with ``engine.interop`` under the names of Lightning's ``Trainer``."""
+        return attribute("trainer", self)
 
     @property
     def total_steps(self) -> int | None:
@@ -376,7 +375,15 @@ class Run:
             self.state.step += 1
             for schedule in self._step_schedules:
                 if self.state.step % schedule.frequency == 0:
-                    schedule.advance(self.metrics, self.state.step)
+                    metrics = self._with_this_step() if schedule.reduce_on_plateau else self.metrics
+                    schedule.advance(metrics, self.state.step)
+
+    def _with_this_step(self) -> dict[str, float]:
+        """:attr:`metrics` with the values of the step under way, over all ranks. A collective; waits for the device."""
+        recorder = self.live.training
+        values = recorder.step_values()
+        forked = [slot.name for slot in recorder.slots.values() if slot.on_epoch and f"{slot.name}_step" in values]
+        return {**self.metrics, **values, **{name: values[f"{name}_step"] for name in forked}}
 
     def set_optimizers(self, optimizers: list[Any], schedules: list[Schedule], automatic: bool) -> None:
         """The prepared ``optimizers`` and ``schedules``. Without ``automatic`` optimization the module steps the schedulers."""

@@ -138,13 +138,25 @@ def training(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModu
         raise TypeError(f"{type(module).__name__} must define training_step(self, batch, batch_idx)")
     run.training_step = fitted_step(module, "training_step", module.training_step, training=True)
     manual_checks(run)
-    training_loader(run, train_loader, datamodule)
-    run.val_loaders = validation_loaders(run, val_loaders, datamodule)
-    joined(module, run.engine.group, run.engine.data_group)
-    minimum(run)
+    asks = train_loader is None and run.train_loader is None
+    late = asks and module.starts_before_data and not run.engine.strategy.fused
+    if not late:
+        training_loaders(run, train_loader, val_loaders, datamodule)
     place(run)
     run.call = fitted_step(module, "training_step", run.call, training=True)
     optimizers(run)
+    if late:
+        module.on_fit_start()
+        run.hooks.leave_out("on_fit_start")
+        training_loaders(run, train_loader, val_loaders, datamodule)
+
+
+def training_loaders(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModule | None) -> None:
+    """The loaders of training and validation, and what depends on them."""
+    training_loader(run, train_loader, datamodule)
+    run.val_loaders = validation_loaders(run, val_loaders, datamodule)
+    joined(run.module, run.engine.group, run.engine.data_group)
+    minimum(run)
 
 
 def training_loader(run: Run, given: Any, datamodule: DataModule | None) -> None:
@@ -284,7 +296,7 @@ def distribute(run: Run) -> None:
 def optimizers(run: Run) -> None:
     """The prepared result of ``configure_optimizers``."""
     module, engine = run.module, run.engine
-    overridden = type(module).configure_optimizers is not TrainModule.configure_optimizers
+    overridden = overrides(module, "configure_optimizers")
     given = module.configure_optimizers() if overridden else None
     if given is None and engine.models:
         given = engine.strategy.own_optimizers(engine.models[0])
@@ -301,11 +313,6 @@ def optimizers(run: Run) -> None:
             schedule.step = module.lr_scheduler_step
         elif module.automatic_optimization:
             schedule.check()
-        if schedule.interval == "step" and schedule.reduce_on_plateau and schedule.frequency == 1:
-            _warn(
-                run,
-                "ReduceLROnPlateau with interval='step', frequency=1 reads its metric every step; it changes only when it is logged",
-            )
     if module.automatic_optimization:
         refuse(run, found)
     run.optimization = optimization(run, prepared)

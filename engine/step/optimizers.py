@@ -193,8 +193,9 @@ def _parse(given: Any) -> tuple[list[Optimizer], list[Schedule]]:
         return _entry(given)
     if not isinstance(given, (list, tuple)):
         return [_optimizer(given)], []
-    if len(given) == 2 and all(isinstance(part, (list, tuple)) for part in given):
-        return [_optimizer(o) for o in given[0]], [_schedule(s) for s in given[1]]
+    if len(given) == 2 and isinstance(given[0], (list, tuple)):
+        schedulers = given[1] if isinstance(given[1], (list, tuple)) else [given[1]]
+        return [_optimizer(o) for o in given[0]], [_schedule(s) for s in schedulers]
     if all(isinstance(part, Mapping) for part in given):
         entries = [_entry(part) for part in given]
         return [o for os, _ in entries for o in os], [s for _, ss in entries for s in ss]

@@ -9,18 +9,18 @@ from typing import Any
 
 from engine.config import strategy_names
 from engine.config.construct import construct
-from engine.config.from_lightning import strategies as lightning
 from engine.config.masked import fields_of
 from engine.config.name_and_options import Named
 from engine.config.settings import check
 from engine.strategies.base import Single, Strategy
-from engine.utils.errors import nearest
+from engine.utils.extensions import hint
 
-_OF_LIGHTNING = {
-    name: lightning.NAMES[name]
-    for name in (*(f"ddp_find_unused_parameters_{value}" for value in ("true", "false")), "fsdp_cpu_offload")
+_SHORT: dict[str, Any] = {
+    "ddp_find_unused_parameters_true": {"name": "ddp", "find_unused_parameters": True},
+    "ddp_find_unused_parameters_false": "ddp",
+    "fsdp_cpu_offload": {"name": "fsdp", "cpu_offload": True},
 }
-"""Names of Lightning's that say which strategy, and nothing about how processes start."""
+"""Short names for a strategy with one of its settings."""
 
 
 def get(name: str | Mapping[str, Any] | Named | Strategy, world_size: int = 1) -> Strategy:
@@ -28,7 +28,7 @@ def get(name: str | Mapping[str, Any] | Named | Strategy, world_size: int = 1) -
 
     ``{"name": "deepspeed", "stage": 3}`` creates it with these arguments of its class.
 
-    Lightning's ``"ddp_find_unused_parameters_true"`` and ``"fsdp_cpu_offload"`` are taken as they are.
+    ``"ddp_find_unused_parameters_true"`` and ``"fsdp_cpu_offload"`` are short for a name with a setting.
     Third parties register theirs in the entry-point group ``engine.strategies``: a callable whose arguments have defaults.
 
     Raises:
@@ -38,8 +38,8 @@ def get(name: str | Mapping[str, Any] | Named | Strategy, world_size: int = 1) -
     if isinstance(name, Strategy):
         return name
     asked = check("strategy", name)
-    if isinstance(asked, str) and asked in _OF_LIGHTNING:
-        asked = check("strategy", _OF_LIGHTNING[asked])
+    if isinstance(asked, str) and asked in _SHORT:
+        asked = check("strategy", _SHORT[asked])
     if isinstance(asked, Named):
         return _configured(asked)
     if asked == "auto":
@@ -64,9 +64,7 @@ def _maker(name: object, where: str) -> Callable[..., Any]:
         raise ValueError(
             f"{where}strategy={name!r} is not in this installation, which lacks {point.module}: install the whole package again; {possible}"
         )
-    here = lightning.NAMES.get(str(name))
-    hint = nearest(name, known) if here is None else f"; this name of Lightning's is {here!r} here"
-    raise ValueError(f"{where}strategy={name!r} is unknown{hint}; {possible}")
+    raise ValueError(f"{where}strategy={name!r} is unknown{hint('strategy', str(name), known)}; {possible}")
 
 
 def _configured(asked: Named) -> Strategy:
@@ -92,9 +90,9 @@ def _configured(asked: Named) -> Strategy:
 
 
 def describe(strategy: Strategy, asked: Any) -> dict[str, Any]:
-    """A strategy as written into a file: its name (the ``asked`` one, unless that is ``"auto"`` or Lightning's) and its settings."""
+    """A strategy as written into a file: its name (the ``asked`` one, unless that is ``"auto"`` or short) and its settings."""
     name = asked.name if isinstance(asked, Named) else asked
-    ours = isinstance(name, str) and name != "auto" and name not in _OF_LIGHTNING
+    ours = isinstance(name, str) and name != "auto" and name not in _SHORT
     return fields_of(strategy, name if ours else _class_name(type(strategy)))
 
 

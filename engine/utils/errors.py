@@ -14,7 +14,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 def nearest(name: object, choices: Iterable[str]) -> str:
     """A hint for an unknown name: ``"; did you mean 'ddp'?"``, or an empty string when nothing is close."""
-    known = {choice.lower(): choice for choice in choices}
+    known = {choice.lower(): choice for choice in choices if choice != name}
     asked = str(name).lower()
     begun = [
         choice for choice in known if len(asked) > 2 and choice.startswith(asked)

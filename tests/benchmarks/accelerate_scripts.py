@@ -196,7 +196,7 @@ class _Scripts:
         sys.modules.update(theirs)  # transformers reads it later
 
     def _replace(self, target: str) -> None:
-        from engine.config.from_accelerate import plugins as settings
+        from engine.compat.accelerate.utils import dataclasses as settings
         from engine.interop import accelerate as ours
         from engine.interop.accelerate import accelerator, data_loader, operations, state, utils
 

@@ -28,8 +28,8 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
-from engine.migrate.counterparts import AS_IS, CHANGE, INTEROP
-from engine.migrate.report import Report, migration
+from engine.compat.migrate.counterparts import AS_IS, CHANGE, INTEROP
+from engine.compat.migrate.report import Report, migration
 
 GOAL = 0.90
 PACKAGES = {

@@ -14,8 +14,8 @@ from support.checkpoints import Tied, train_and_save
 from support.toys import fit
 
 from engine import Callback, DamagedCheckpoint, Engine, TrainModule
-from engine.checkpoint.convert import convert
 from engine.checkpoint.one_file import is_one_file, pack, unpack
+from engine.compat.convert.convert import convert
 
 
 class Keeps(Callback):

@@ -19,11 +19,11 @@ from support.toys import LINEAR_BATCHES, Linear, linear_fit
 from callbacks import ModelCheckpoint
 from engine import Resume
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.foreign_files import DistributedFiles
 from engine.checkpoint.listing import problems
 from engine.checkpoint.manifest import FORMAT
 from engine.checkpoint.storage import locate
 from engine.cli.checkpoint import main
+from engine.compat.convert.files import DistributedFiles
 
 
 def trained(root: Path, steps: int = 8, every: int = 4, **arguments: Any) -> Path:

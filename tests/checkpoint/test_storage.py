@@ -20,13 +20,13 @@ from support.ranks import run_ranks
 from support.toys import LINEAR_BATCHES, Linear, linear_fit
 
 from callbacks import ModelCheckpoint
-from engine.checkpoint.convert import convert
 from engine.checkpoint.export import export_checkpoint
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.remote_storage import Remote
 from engine.checkpoint.resume import opening
 from engine.checkpoint.storage import Local, Location, locate, split
 from engine.cli.main import main
+from engine.compat.convert.convert import convert
 
 
 @pytest.fixture(params=["directory", "file", "memory"])

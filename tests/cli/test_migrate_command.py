@@ -1,4 +1,4 @@
-"""``fit migrate``: its options and exit statuses. What it reports is tested in ``tests/migrate``."""
+"""``fit migrate``: its options and exit statuses. What it reports is tested in ``tests/compat/migrate``."""
 
 from __future__ import annotations
 

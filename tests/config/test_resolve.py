@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engine import Fit
-from engine.config import other_trainers_names
+from engine.compat import names as other_trainers_names
 from engine.config.duration import Duration
 from engine.config.resolve import UNSET, Resolved, resolve
 from engine.config.settings import Settings

@@ -43,9 +43,9 @@ from support.checkpoints import record_of, resummed
 from callbacks import ModelCheckpoint, write_report
 from callbacks.report.runs import logged_at
 from engine import Fit, TrainModule
-from engine.checkpoint.convert import convert
 from engine.checkpoint.one_file import pack
 from engine.cli.checkpoint import main as command
+from engine.compat.convert.convert import convert
 from engine.interop import lightning
 
 root = Path(sys.argv[2])

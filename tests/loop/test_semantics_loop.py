@@ -124,6 +124,48 @@ def test_a_plateau_scheduler_without_its_metric_names_those_there_are(tmp_path: 
         fit(tmp_path).run(module, ones(1), ones(1))
 
 
+class PlateauOfSteps(Weight):
+    """Logs its samples' mean, which a plateau scheduler follows at each step; the scheduler keeps what it gets."""
+
+    def __init__(self, monitor: str, on_epoch: bool) -> None:
+        super().__init__()
+        self.monitor, self.on_epoch, self.followed = monitor, on_epoch, []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("loss", batch.mean(), on_step=True, on_epoch=self.on_epoch)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = ReduceLROnPlateau(optimizer)
+        scheduler.step = self.followed.append  # type: ignore[method-assign]
+        options = {"scheduler": scheduler, "interval": "step", "frequency": 2, "monitor": self.monitor}
+        return {"optimizer": optimizer, "lr_scheduler": options}
+
+
+def followed_by_plateau(root: Path | str, monitor: str, on_epoch: bool, **settings: Any) -> list[float]:
+    module = PlateauOfSteps(monitor, on_epoch)
+    samples = torch.arange(16.0).reshape(16, 1)
+    loader = DataLoader(samples, batch_size=1 if settings else 2)
+    fit(root, accumulate_grad_batches=2, log_every_n_steps=50, **settings).run(module, loader)
+    return module.followed
+
+
+def followed_on_ranks(root: str) -> list[float]:
+    return followed_by_plateau(root, "loss_step", True, devices="auto", strategy="ddp")
+
+
+@pytest.mark.parametrize(("monitor", "on_epoch"), [("loss", False), ("loss", True), ("loss_step", True)])
+def test_a_plateau_scheduler_of_steps_follows_the_step_that_is_over(
+    monitor: str, on_epoch: bool, tmp_path: Path
+) -> None:
+    assert followed_by_plateau(tmp_path, monitor, on_epoch) == [5.5, 13.5]
+
+
+def test_a_plateau_scheduler_of_steps_follows_all_ranks(tmp_path: Path) -> None:
+    assert ranks_of(followed_on_ranks, 2, tmp_path) == [[5.5, 13.5]] * 2
+
+
 # -- limits ---------------------------------------------------------------------------------------------------------------------------
 
 

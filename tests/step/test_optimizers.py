@@ -42,6 +42,8 @@ FULL = {"scheduler": STEP, "interval": "step", "frequency": 3, "monitor": "a", "
         (([ONE, TWO], [STEP, OTHER]), [ONE, TWO], [STEP, OTHER]),
         (([ONE, TWO], []), [ONE, TWO], []),
         ([[ONE, TWO], [{"scheduler": STEP, "interval": "step"}]], [ONE, TWO], [STEP]),
+        (([ONE], STEP), [ONE], [STEP]),
+        (([ONE], {"scheduler": STEP, "interval": "step"}), [ONE], [STEP]),
         ({"optimizer": ONE}, [ONE], []),
         ({"optimizer": ONE, "lr_scheduler": None}, [ONE], []),
         ({"optimizer": ONE, "lr_scheduler": STEP}, [ONE], [STEP]),

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import engine
-from engine.config.other_trainers import ATTRIBUTES
+from engine.compat.names import ATTRIBUTES
 
 MODULES = ("engine", "engine.launch", "callbacks")
 

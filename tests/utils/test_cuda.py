@@ -20,8 +20,8 @@ ASKED_BY_NAME = {
     "engine/utils/seed.py": "checkpoints of earlier versions have CUDA's generator under this key",
     "engine/planning/measurement.py": "only these devices compute float32 products in TF32 when they are asked to",
     "engine/launch/ray.py": "what Ray calls a GPU is CUDA's",
-    "engine/interop/accelerate/utils/__init__.py": "Accelerate has a function for each kind",
-    "engine/interop/lightning/utilities.py": "Lightning has a class for each kind",
+    "engine/compat/accelerate/utils/imports.py": "Accelerate has a function for each kind",
+    "engine/compat/lightning/utilities.py": "Lightning has a class for each kind",
 }
 """Files that compare with the name of one kind of device, and why."""
 

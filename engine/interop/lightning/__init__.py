@@ -1,6 +1,7 @@
 """Lightning's names over this library: ``import engine.interop.lightning as L``, and a Lightning project runs.
 
-Submodules have Lightning's paths (``callbacks.early_stopping``, ``utilities.types``, ``pytorch.trainer.states``); several of them are one file here.
+Submodules have Lightning's paths (``callbacks.early_stopping``, ``utilities.types``, ``pytorch.trainer.states``); several of them are one file of
+:mod:`engine.compat.lightning`.
 """
 
 from __future__ import annotations
@@ -8,29 +9,34 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-from engine.config.lightning_names import MODULES
+from engine.compat.lightning import callbacks as callbacks
+from engine.compat.lightning import cli as cli
+from engine.compat.lightning import loggers as loggers
+from engine.compat.lightning import module as core  # noqa: F401
+from engine.compat.lightning import strategies as strategies
+from engine.compat.lightning import trainer as trainer
+from engine.compat.lightning import utilities as utilities
+from engine.compat.lightning.adapters import adapt as adapt
+from engine.compat.lightning.callback import Callback as Callback
+from engine.compat.lightning.module import LightningDataModule as LightningDataModule
+from engine.compat.lightning.module import LightningModule as LightningModule
+from engine.compat.lightning.names import MODULES
+from engine.compat.lightning.trainer import Trainer as Trainer
+from engine.compat.lightning.utilities import seed_everything as seed_everything
 from engine.data.combined_loaders import CombinedLoader as CombinedLoader
-from engine.interop.lightning import callbacks as callbacks
-from engine.interop.lightning import cli as cli
-from engine.interop.lightning import loggers as loggers
-from engine.interop.lightning import module as core  # noqa: F401
-from engine.interop.lightning import strategies as strategies
-from engine.interop.lightning import trainer as trainer
-from engine.interop.lightning import utilities as utilities
-from engine.interop.lightning.callback import Callback as Callback
-from engine.interop.lightning.foreign import adapt as adapt
-from engine.interop.lightning.module import LightningDataModule as LightningDataModule
-from engine.interop.lightning.module import LightningModule as LightningModule
-from engine.interop.lightning.trainer import Trainer as Trainer
-from engine.interop.lightning.utilities import seed_everything as seed_everything
+from engine.interop import moved
 
 pytorch = sys.modules[__name__]
 profilers = serve = callbacks
 tuner = accelerators = loops = plugins = utilities
 _ELSEWHERE = {"Fabric": ": use engine.Engine"}
+moved(__name__, "engine.compat.lightning")
 sys.modules[f"{__name__}.pytorch"] = pytorch
 for _part, _paths in MODULES.items():
     _file = globals()[_part]
+    for _class in vars(_file).values():
+        if isinstance(_class, type) and _class.__module__ == _file.__name__:
+            _class.__module__ = f"{__name__}.{_part}"  # saved settings and messages name the path that users import
     for _path in _paths.split():
         sys.modules[f"{__name__}.{_path}"] = sys.modules[f"{__name__}.pytorch.{_path}"] = _file
 

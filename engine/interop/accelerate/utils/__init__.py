@@ -1,66 +1,37 @@
-"""Accelerate's helpers."""
+"""Accelerate's helpers, of all modules of ``accelerate.utils``."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
+from engine.compat.accelerate.big_modeling import init_empty_weights as init_empty_weights
+from engine.compat.accelerate.data_loader import skip_first_batches as skip_first_batches
+from engine.compat.accelerate.names import FUNCTIONS
+from engine.compat.accelerate.utils import dataclasses, imports, memory, operations
+from engine.compat.accelerate.utils.imports import available as available
+from engine.compat.accelerate.utils.other import extract_model_from_parallel as extract_model_from_parallel
+from engine.compat.accelerate.utils.other import load as load
+from engine.compat.accelerate.utils.other import save as save
+from engine.compat.accelerate.utils.other import wait_for_everyone as wait_for_everyone
+from engine.compat.accelerate.utils.random import set_seed as set_seed
+from engine.compat.accelerate.utils.random import synchronize_rng_states as synchronize_rng_states
+from engine.compat.accelerate.utils.versions import compare_versions as compare_versions
+from engine.compat.accelerate.utils.versions import is_torch_version as is_torch_version
+from engine.compat.refusals import refusing
+from engine.interop import moved
 
-from engine.config.from_accelerate import plugins
-from engine.config.from_accelerate.names import ELSEWHERE
-from engine.config.other_trainers import refusing
-from engine.distributed.random_states import share_states
-from engine.interop.accelerate import operations
-from engine.interop.accelerate.data_loader import skip_first_batches as skip_first_batches
-from engine.interop.accelerate.state import PartialState
-from engine.strategies.deferred_init import parameters_deferred
-from engine.utils import accelerator, batch_sizes
-from engine.utils.seed import seed_everything
-
-_MODULES = {"dataclasses": plugins, "memory": batch_sizes, "operations": operations}
-for _name, _module in _MODULES.items():
-    sys.modules[f"{__name__}.{_name}"] = _module
+moved(__name__, "engine.compat.accelerate.utils")
+for _module in (dataclasses, memory, operations):
     globals().update(
         {name: value for name, value in vars(_module).items() if getattr(value, "__module__", "").startswith("engine.")}
     )
 
-sys.modules[f"{__name__}.random"] = sys.modules[__name__]
 SAFE_WEIGHTS_NAME = "model.safetensors"
 WEIGHTS_NAME = "pytorch_model.bin"
-_refused = refusing(__name__, ELSEWHERE)
+_refused = refusing(__name__, FUNCTIONS)
 
 
 def __getattr__(name: str) -> Any:
     if name.startswith("is_") and name.endswith("_available"):
-        return lambda *args, **kwargs: available(name[3:-10])
+        return lambda *args, **kwargs: imports.available(name[3:-10])
     return _refused(name)
-
-
-def available(what: str) -> bool:
-    """Whether a package is installed, or this machine has a device or can compute in a format."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    if what in ("bf16", "fp16"):
-        return accelerator.autocasts_to(device, torch.bfloat16) if what == "bf16" else device.type != "cpu"
-    if what in ("cuda", "mps", "xpu", "npu", "hpu", "mlu", "musa", "sdaa"):
-        return device.type == what
-    return importlib.util.find_spec({"torch_xla": "torch_xla", "bnb": "bitsandbytes"}.get(what, what)) is not None
-
-
-def init_empty_weights(include_buffers: bool = False) -> AbstractContextManager[Any]:
-    """Modules built in this block have parameters without memory; ``prepare`` initializes them, or a checkpoint does."""
-    return torch.device("meta") if include_buffers else parameters_deferred()
-
-
-def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed python, numpy and torch, plus the rank if ``device_specific``; the order of data prepared from now on depends on it too."""
-    seed_everything(seed + PartialState().process_index if device_specific else seed)
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
-
-
-def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
-    share_states(PartialState().group, rng_types, generator)

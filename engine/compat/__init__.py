@@ -1,0 +1,1 @@
+"""Everything about other trainers: see README.md in this folder."""

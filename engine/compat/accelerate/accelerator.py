@@ -1,0 +1,338 @@
+"""``Accelerator``: an :class:`engine.Engine` with Accelerate's arguments, attributes and, on demand, its rules."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.utils.data import DataLoader
+
+from engine.compat.accelerate import arguments as translation
+from engine.compat.accelerate import data_loader as loaders
+from engine.compat.accelerate.checkpoints import Checkpoints
+from engine.compat.accelerate.optimizer import AcceleratedOptimizer
+from engine.compat.accelerate.padded_loaders import Loader, split_over
+from engine.compat.accelerate.scheduler import AcceleratedScheduler
+from engine.compat.accelerate.state import AcceleratorState, GradientState, PartialState
+from engine.compat.accelerate.tracking import trackers_for
+from engine.compat.accelerate.utils import dataclasses as settings
+from engine.distributed.collectives import broadcast_object
+from engine.engine import Engine
+from engine.step.share import Share
+from engine.step.wrappers import PreparedScheduler
+from engine.utils.tree import leaves, map_tensors
+
+
+class Accelerator(Engine):
+    """Accelerate's interface to :class:`engine.Engine`: a script runs with its import changed. What names mean is Accelerate's, or the engine's.
+
+    With ``rules="exact"`` what the engine promises holds: each sample counts once (no padding), the last window of an epoch is divided by what it
+    holds, micro-batches and ranks are weighted by their samples, a scheduler steps once a step, and the order of data is a function of
+    seed and epoch. With ``rules="accelerate"`` all of these are as in Accelerate, to compare two trainings step by step.
+
+    Args:
+        dataloader_config, ...: Accelerate's own; one that has no counterpart is an error that says what to use.
+        rules: ``"exact"`` or ``"accelerate"``.
+
+    Raises:
+        ValueError: an argument cannot be honoured.
+    """
+
+    state: AcceleratorState = None  # type: ignore[assignment]
+    gradient_state: GradientState = None  # type: ignore[assignment]
+    project_configuration: Any = None
+    trackers: list[Any] = []
+
+    def __init__(
+        self, device_placement: bool = True, split_batches: bool | None = None, mixed_precision: Any = None,
+        gradient_accumulation_steps: int = 1, cpu: bool = False, dataloader_config: Any = None, deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None, torch_tp_plugin: Any = None, megatron_lm_plugin: Any = None, rng_types: list[Any] | None = None,
+        log_with: Any = None, project_dir: Any = None, project_config: Any = None, gradient_accumulation_plugin: Any = None,
+        step_scheduler_with_optimizer: bool = True, kwargs_handlers: list[Any] | None = None, dynamo_backend: Any = None,
+        dynamo_plugin: Any = None, deepspeed_plugins: Any = None, parallelism_config: Any = None, *, rules: str = "exact",
+    ) -> None:  # fmt: skip
+        if rules not in ("exact", "accelerate"):
+            raise ValueError(f"rules={rules!r} is unknown; possible: 'exact', 'accelerate'")
+        self._given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        handlers = self.handlers = translation.handlers_by_name(kwargs_handlers or [])
+        process_group = handlers.get("InitProcessGroupKwargs") or settings.InitProcessGroupKwargs()
+        found, facts = translation.engine_settings(self._given, handlers.get("DistributedDataParallelKwargs"))
+        super().__init__(group=PartialState(cpu, **vars(process_group)).group, **found)
+        self.rules = rules
+        if "GradScalerKwargs" in handlers and self.scaler is not None:
+            handlers["GradScalerKwargs"].tune(self.scaler)
+        self._describe(facts)
+        self._plugin, self._micro = translation.accumulation(self._given, self.accumulate_grad_batches), 0
+        self.gradient_state = GradientState(self._plugin)
+        self.gradient_accumulation_steps = int(self._plugin.num_steps)
+        self.checkpoints = Checkpoints(self, self.project_configuration)
+
+    def _describe(self, facts: dict[str, Any]) -> None:
+        """What scripts read and change: the state, and settings that only count later."""
+        given, kind = self._given, facts.pop("kind")
+        if kind != "NO" and (self.num_processes > 1 or kind == "DEEPSPEED"):
+            facts["distributed_type"] = settings.DistributedType[kind]
+        self.state = AcceleratorState(cpu=given["cpu"], **facts)
+        self.dataloader_config = given["dataloader_config"] or settings.DataLoaderConfiguration()
+        if given["split_batches"] is not None:
+            self.dataloader_config.split_batches = given["split_batches"]
+        self.project_configuration = given["project_config"] or settings.ProjectConfiguration()
+        if given["project_dir"] is not None and self.project_dir is None:
+            self.project_configuration.set_directories(str(given["project_dir"]))
+        self.device_placement = given["device_placement"]
+        self.step_scheduler_with_optimizer = given["step_scheduler_with_optimizer"]
+        self.rng_types = ["generator"] if given["rng_types"] is None else given["rng_types"]
+        self.log_with = trackers_for(given["log_with"], self.logging_dir)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, ({name: value for name, value in self._given.items() if name != "log_with"},)
+
+    def __deepcopy__(self, memo: Any) -> Accelerator:
+        return self
+
+    # -- what Accelerate shows --------------------------------------------------------------------------------------------------
+
+    distributed_type = property(attrgetter("state.distributed_type"))
+    mixed_precision = property(attrgetter("state.mixed_precision"))
+    use_distributed = property(lambda self: self.num_processes > 1)
+    project_dir = property(attrgetter("project_configuration.project_dir"))
+    logging_dir = property(attrgetter("project_configuration.logging_dir"))
+    save_iteration = property(attrgetter("project_configuration.iteration"))
+    split_batches = property(attrgetter("dataloader_config.split_batches"))
+    dispatch_batches = property(attrgetter("dataloader_config.dispatch_batches"))
+    use_seedable_sampler = property(attrgetter("dataloader_config.use_seedable_sampler"))
+    non_blocking = property(attrgetter("dataloader_config.non_blocking"))
+    use_stateful_dataloader = property(attrgetter("dataloader_config.use_stateful_dataloader"))
+
+    even_batches = property(
+        attrgetter("dataloader_config.even_batches"),
+        lambda self, value: setattr(self.dataloader_config, "even_batches", value),
+    )
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self.accumulate_grad_batches
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.accumulate_grad_batches = self._plugin.num_steps = value
+        if self.rules == "accelerate":  # every loss is divided by the full window, whether or not there is one
+            self.window.share = Share(-1, float(value), float(value), last=True)
+
+    # -- objects made ready -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
+        """As :meth:`engine.Engine.prepare`; ``device_placement``: for each object, ``False`` leaves a loader's batches where they are."""
+        if device_placement is None:
+            return super().prepare(*args)
+        if len(device_placement) != len(args):
+            raise ValueError(f"device_placement has {len(device_placement)} entries for {len(args)} objects")
+        done = []
+        for item, place in zip(args, device_placement, strict=True):
+            is_model, is_loader = (isinstance(item, kind) for kind in (nn.Module, DataLoader))
+            own = self.prepare_model if is_model else self.prepare_data_loader if is_loader else None
+            done.append(super().prepare(item) if own is None else own(item, place))
+        return done[0] if len(done) == 1 else tuple(done)
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:  # type: ignore[override]
+        place = self.device_placement if device_placement is None else device_placement
+        if not place and any(p.device != self.device for p in model.parameters()):
+            raise ValueError(
+                f"device_placement=False: {type(model).__name__} is not on {self.device}; move it there, or leave it out"
+            )
+        if evaluation_mode:
+            return self.place_model(model)
+        autocast = self.handlers.get("AutocastKwargs")
+        return super().prepare_model(model, autocast=autocast is None or autocast.enabled)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return optimizer
+        prepared = super().prepare_optimizer(optimizer)
+        prepared.__class__ = AcceleratedOptimizer
+        prepared.follows = self.rules == "accelerate"  # type: ignore[attr-defined]
+        return prepared  # type: ignore[return-value]
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:  # type: ignore[override]
+        """A scheduler that steps once when the optimizer did; under Accelerate's rule once for each process, unless batches are split."""
+        if isinstance(scheduler, AcceleratedScheduler):
+            return scheduler
+        follows = self.rules == "accelerate"
+        times = self.num_processes if follows and not self.dataloader_config.split_batches else 1
+        prepared = scheduler if isinstance(scheduler, PreparedScheduler) else super().prepare_scheduler(scheduler)
+        return AcceleratedScheduler(prepared, self, times * self.step_scheduler_with_optimizer, follows)
+
+    def prepare_data_loader(  # type: ignore[override]
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Loader:
+        if isinstance(data_loader, Loader):
+            return data_loader
+        config, place = self.dataloader_config, self.device_placement if device_placement is None else device_placement
+        if self.rules == "accelerate":
+            return self.checkpoints.following(
+                loaders.prepare_data_loader(
+                    *(data_loader, self.device, self.num_processes, self.process_index, config.split_batches, place),
+                    *(self.rng_types, config.dispatch_batches, config.even_batches, slice_fn_for_dispatch),
+                    *(config.use_seedable_sampler, config.data_seed),
+                )
+            )
+        if config.dispatch_batches or slice_fn_for_dispatch is not None:
+            raise ValueError(
+                "dispatch_batches: every process reads its own samples, unless Accelerator(rules='accelerate') is given"
+            )
+        if not self._prepared.loaders:  # the seed may have been set after the Accelerator was made
+            own = torch.initial_seed() if config.data_seed is None else config.data_seed
+            self.seed = broadcast_object(self.group, own)
+        if config.split_batches:
+            data_loader = split_over(data_loader, self.num_processes)
+        others = [kind for kind in self.rng_types if str(kind) != "generator"]
+        prepared = super().prepare_data_loader(data_loader, place=place)
+        return Loader(prepared, self.group, self.gradient_state.dataloader_references, others)
+
+    skip_first_batches = staticmethod(loaders.skip_first_batches)  # type: ignore[assignment]
+
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        return super().unwrap_model(model)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        self._micro = 0
+        self.checkpoints.forget()
+        return super().free_memory(*objects)
+
+    clear = free_memory
+
+    # -- a step -----------------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        """As :meth:`engine.Engine.accumulate`; under Accelerate's rule each loss is divided by the full window."""
+        state, steps = self.gradient_state, self.gradient_accumulation_steps
+        if self.rules == "accelerate":
+            ends = self._plugin.sync_with_dataloader and state.end_of_dataloader
+            self._micro = 0 if ends else self._micro + 1
+            self.window.share = Share(-1, float(steps), float(steps), last=self._micro % steps == 0)
+        self.enter_window(models)
+        state.sync_gradients = self.sync_gradients
+        if self._plugin.sync_each_batch:
+            self.strategy.sync(models or self.models, True)
+        try:
+            yield
+        finally:
+            self.window.exit(models)
+
+    def trigger_sync_in_backward(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        return self.strategy.late_sync(model)
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Under Accelerate's rule: ranks may run out of batches at different times. Under exact rules they never do."""
+        replicated = str(self.distributed_type).startswith("MULTI_")
+        if self.use_distributed and not replicated:
+            said = "join_uneven_inputs is only supported for multi-GPU training with DDP, and has no effect"
+            warnings.warn(said, stacklevel=3)
+        if self.rules == "exact" or not replicated:
+            yield
+            return
+        even = self.even_batches if even_batches is None else even_batches
+        changed = contextlib.nullcontext() if even_batches is None else self.checkpoints.evened(even)
+        with changed, Join(joinables, enable=not even, throw_on_early_termination=False):
+            yield
+
+    def autocast(self, autocast_handler: Any = None) -> Any:
+        handler = autocast_handler or self.handlers.get("AutocastKwargs")
+        dtype = self.precision.autocast
+        if handler is None or dtype is None:
+            return super().autocast()
+        return torch.autocast(self.device.type, dtype, enabled=handler.enabled, cache_enabled=handler.cache_enabled)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As :meth:`engine.Engine.gather_for_metrics`; under Accelerate's rule without the samples that fill up the last global batch."""
+        found, state = super().gather_for_metrics(input_data, use_gather_object), self.gradient_state
+        if self.rules == "exact" or not state.end_of_dataloader or state.remainder <= 0:
+            return found
+        if isinstance(found, list) and not leaves(found):
+            return found[: state.remainder]
+        return map_tensors(lambda tensor: tensor[: state.remainder], found)
+
+    @contextlib.contextmanager
+    def profile(self, profile_handler: Any = None) -> Iterator[Any]:
+        handler = profile_handler or self.handlers.get("ProfileKwargs") or settings.ProfileKwargs()
+        with handler.profiling(self.process_index) as profiler:
+            yield profiler
+
+    on_local_process = PartialState.on_local_process
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------------------
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        return self.checkpoints.hook(self.checkpoints.before_save, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        return self.checkpoints.hook(self.checkpoints.before_load, hook)
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **options: Any) -> Any:
+        """As :meth:`engine.Engine.save_state`; without a folder the next one under ``automatic_checkpoint_naming``."""
+        if not safe_serialization:
+            raise ValueError("safe_serialization=False: checkpoints are always safetensors and JSON; leave it out")
+        return self.checkpoints.save(output_dir, **options)
+
+    def load_state(self, input_dir: Any = None, load_kwargs: None = None, *, strict: bool = True) -> dict[str, Any]:
+        """As :meth:`engine.Engine.load_state`. Loaders start their epoch again, unless ``use_stateful_dataloader`` is set."""
+        if load_kwargs:
+            raise ValueError("load_kwargs: nothing is unpickled, and tensors go where they belong; leave it out")
+        return self.checkpoints.load(input_dir, strict, self.dataloader_config.use_stateful_dataloader)
+
+    def save_model(
+        self, model: Any, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
+    ) -> list[Path]:
+        if not safe_serialization:
+            raise ValueError("safe_serialization=False: weights are always safetensors; leave it out")
+        return super().save_model(model, save_directory, max_shard_size)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+        return super().get_state_dict(model)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        each = self.project_configuration.save_on_each_node
+        if self.is_local_main_process if each else self.is_main_process:
+            (save_file if safe_serialization else torch.save)(obj, f)
+
+    # -- trackers ---------------------------------------------------------------------------------------------------------------
+
+    def init_trackers(self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: Any = None) -> None:
+        given = init_kwargs or {}
+        self.trackers = [
+            each.begun(project_name, self, config or {}, given.get(each.name, {})) for each in self.log_with
+        ]
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        known = {each.name: each for each in self.trackers}
+        if name not in known:
+            raise ValueError(f"{name!r} is not a tracker of this Accelerator; there are: {[*known]}")
+        return known[name].tracker if unwrap else known[name]
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+        for tracker in self.trackers:
+            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def end_training(self) -> None:
+        self.wait_for_checkpoint()
+        for tracker in self.trackers:
+            tracker.finish()
+
+
+def _again(given: dict[str, Any]) -> Accelerator:
+    """An Accelerator from a pickle. In a process that is not a rank of the job there is none."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" and not dist.is_initialized():
+        raise RuntimeError("an Accelerator of several processes was unpickled in a process that is not one of them")
+    return Accelerator(**given)

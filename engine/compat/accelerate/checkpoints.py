@@ -1,0 +1,146 @@
+"""Checkpoints of a loop of one's own: numbered, with hooks around them, and with the positions of padded loaders."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+from engine.compat.accelerate.padded_shards import BatchSamplerShard
+from engine.distributed.collectives import broadcast_object
+
+
+class Checkpoints:
+    """Saves and loads for one engine.
+
+    Args:
+        naming: ``project_dir``, ``automatic_checkpoint_naming``, ``total_limit`` and ``iteration`` of its checkpoints.
+    """
+
+    def __init__(self, engine: Any, naming: Any) -> None:
+        self.engine, self.naming = engine, naming
+        self.before_save: OrderedDict[int, Any] = OrderedDict()
+        self.before_load: OrderedDict[int, Any] = OrderedDict()
+        self._following: list[Any] = []
+
+    @staticmethod
+    def hook(hooks: OrderedDict[int, Any], hook: Callable[..., None]) -> RemovableHandle:
+        """Add a hook; the handle removes it."""
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    # -- padded loaders ----------------------------------------------------------------------------------------
+
+    def following(self, loader: Any) -> Any:
+        """Keep this loader's position in checkpoints."""
+        if not self._following:
+            self.engine.register_for_checkpointing(self)
+        self._following.append(loader)
+        return loader
+
+    def forget(self) -> None:
+        """Keep no positions of these loaders any more."""
+        self._following.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loaders' positions."""
+        return {"loaders": [loader.state_dict() for loader in self._following]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the loaders' positions."""
+        for loader, place in zip(self._following, state["loaders"], strict=True):
+            loader.load_state_dict(place)
+
+    @contextlib.contextmanager
+    def evened(self, even_batches: bool) -> Iterator[None]:
+        """In this block ``even_batches`` decides whether the last global batch of data with indices is filled up."""
+        shards = [each.batch_sampler for each in self._following if isinstance(each.batch_sampler, BatchSamplerShard)]
+        if len(shards) < len(self._following):
+            warnings.warn("even_batches is only supported for map-style datasets; streams are filled up", stacklevel=5)
+        before = [shard.even_batches for shard in shards]
+        try:
+            for shard in shards:
+                shard.even_batches = even_batches
+            yield
+        finally:
+            for shard, value in zip(shards, before, strict=True):
+                shard.even_batches = value
+
+    # -- saving and loading -----------------------------------------------------------------------------------------------------
+
+    def save(self, output_dir: Any, wait: bool = True, facts: dict[str, Any] | None = None) -> Any:
+        """As :meth:`engine.Engine.save_state`; the folder's name is given, or the next one."""
+        engine, project = self.engine, self.naming
+        folder = Path(self._next() if project.automatic_checkpoint_naming else output_dir)
+        beside, left_out = folder.with_name(f".{folder.name}.hooks"), []
+        if self.before_save:
+            weights = [engine.get_state_dict(model) for model in engine.models]
+            remaining = list(weights)
+            beside.mkdir(parents=True, exist_ok=True)
+            for hook in self.before_save.values():
+                hook(list(engine.models), remaining, str(beside))
+            kept = {id(each) for each in remaining}
+            gone = broadcast_object(engine.group, [i for i, each in enumerate(weights) if id(each) not in kept])
+            left_out = [engine.models[i] for i in gone]
+        path = engine.snapshot.save(folder, wait or bool(self.before_save), facts or {}, left_out)
+        if self.before_save:  # what the hooks have written is moved in beside what is listed in the manifest
+            engine.wait_for_everyone()
+            if engine.is_main_process:
+                shutil.copytree(beside, path, dirs_exist_ok=True)
+                shutil.rmtree(beside)
+            engine.wait_for_everyone()
+        project.iteration += 1
+        return path
+
+    def _next(self) -> Path:
+        """The next folder's name. Older ones are removed as ``total_limit`` says."""
+        engine, project = self.engine, self.naming
+        folder = self._project() / f"checkpoint_{project.iteration}"
+        if broadcast_object(engine.group, folder.exists()):
+            raise ValueError(f"{folder} exists: set the project's iteration to the number to go on with")
+        older = self._numbered()
+        if project.total_limit is not None and engine.is_main_process:
+            for each in older[: max(0, len(older) + 1 - project.total_limit)]:
+                shutil.rmtree(each)
+        return folder
+
+    def _project(self) -> Path:
+        if self.naming.project_dir is None:
+            raise ValueError("automatic_checkpoint_naming needs a folder: give project_dir")
+        return Path(self.naming.project_dir) / "checkpoints"
+
+    def _numbered(self) -> list[Path]:
+        """The checkpoints with numbers, oldest first."""
+        found = [
+            each for each in self._project().glob("checkpoint_*") if each.name.removeprefix("checkpoint_").isdecimal()
+        ]
+        return sorted(found, key=lambda each: int(each.name.removeprefix("checkpoint_")))
+
+    def load(self, input_dir: Any, strict: bool, within_epochs: bool) -> dict[str, Any]:
+        """As :meth:`engine.Engine.load_state`; not ``within_epochs``: loaders start the epoch in which they were again."""
+        engine = self.engine
+        if input_dir is None:
+            named = self._numbered() if self.naming.automatic_checkpoint_naming else []
+            if not named:
+                raise ValueError(
+                    "load_state() without a folder needs automatic_checkpoint_naming, and a checkpoint in project_dir"
+                )
+            input_dir = named[-1]
+        remaining = list(engine.models)
+        for hook in self.before_load.values():
+            hook(remaining, str(input_dir))
+        left_out = [model for model in engine.models if not any(model is each for each in remaining)]
+        manifest = engine.snapshot.load(input_dir, strict, left_out)
+        if not within_epochs:
+            for loader in engine.snapshot.loaders:
+                loader.restart()
+            for loader in self._following:
+                loader.restart()
+        return dict(manifest)

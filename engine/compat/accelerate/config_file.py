@@ -1,0 +1,231 @@
+"""Accelerate's configuration file as settings of this library: what has a counterpart, what has no meaning here, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.compat.accelerate import config_strategies as strategies
+from engine.compat.key_file import KeyFile, flag
+from engine.config import yaml_reader
+
+MACHINES = {
+    "NO": "auto",
+    "MULTI_CPU": "cpu",
+    "MULTI_GPU": "cuda",
+    "MULTI_XPU": "xpu",
+    "MULTI_NPU": "npu",
+    "MULTI_HPU": "hpu",
+    "FSDP": "gpu",
+    "DEEPSPEED": "gpu",
+    "MEGATRON_LM": "gpu",
+    "TP": "gpu",
+}
+"""``distributed_type`` that has a counterpart -> its accelerator."""
+_CLOUD = ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env")
+_SECTIONS = (
+    *("dynamo_config", "tp_config", "fp8_config", "deepspeed_config"),
+    *("fsdp_config", "parallelism_config", "megatron_lm_config", "mpirun_config"),
+)
+
+
+def default_path(environ: Mapping[str, str]) -> Path:
+    """The default path of Accelerate's file."""
+    cache = Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder = Path(environ.get("HF_HOME") or cache / "huggingface").expanduser() / "accelerate"
+    found = [folder / name for name in ("default_config.yaml", "default_config.json") if (folder / name).is_file()]
+    return found[0] if found else folder / "default_config.yaml"
+
+
+def read(path: Path) -> KeyFile:
+    """Accelerate's file as settings, notes and refusals.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: it is not a file of Accelerate.
+    """
+    if not path.exists():
+        raise FileNotFoundError(
+            f"there is no {path}: give the file that 'accelerate config' has written, --from-accelerate PATH"
+        )
+    origin = f"file {path}"
+    node = yaml_reader.compose(yaml_reader.read_file(path), origin, lines=True)
+    values = None if node is None else yaml_reader.construct(node)
+    if not isinstance(values, dict) or "distributed_type" not in values:
+        raise ValueError(
+            f"{origin}: has no 'distributed_type', which every file of Accelerate has; is it the right file?"
+        )
+    return convert(values, origin, yaml_reader.origins_of_keys(node, origin, lines=True))
+
+
+def convert(values: Mapping[str, Any], origin: str, origins: Mapping[str, str] | None = None) -> KeyFile:
+    """Values under the names of Accelerate's file, as settings, notes and refusals.
+
+    Args:
+        origin: where they come from; ``origins``: of single keys.
+    """
+    file = KeyFile(values, origin, origins or {})
+    kind = str(file.take("distributed_type"))
+    if file.take("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        file.refuse("compute_environment", "jobs of a cloud service are not started from here")
+    if kind not in MACHINES:
+        file.refuse("distributed_type", f"has no counterpart; possible: {', '.join(MACHINES)}")
+    _processes(file, kind)
+    _precision(file)
+    _compile(file)
+    strategies.convert(file, kind)
+    _rest(file)
+    file.finish(_SECTIONS)
+    return file
+
+
+def _processes(file: KeyFile, kind: str) -> None:
+    """Devices and machines. The launcher sets what differs between machines."""
+    cpu = flag(file.take("use_cpu", False)) or kind == "MULTI_CPU"
+    file.set("accelerator", "cpu" if cpu else MACHINES.get(kind, "auto"))
+    count, machines = file.take("num_processes", 1 if kind == "NO" else -1), int(file.take("num_machines", 1))
+    if kind == "NO" and count not in (1, -1):
+        file.note("num_processes", "Accelerate starts one process for distributed_type: NO")
+        count = 1
+    ids = _gpu_ids(file)
+    each = max(int(count) // machines, 1)
+    if ids is not None and count != -1 and len(ids) != each:
+        file.refuse("gpu_ids", f"names {len(ids)} devices for {each} processes on a machine; make the numbers equal")
+    port, address = file.take("main_process_port"), file.take("main_process_ip")
+    file.take("machine_rank")
+    words = ["fit launch"]
+    if count != -1:
+        words.append(f"--nproc {each}")
+    else:
+        file.note("num_processes", "is given to the launcher: fit launch --nproc N")
+    if machines > 1:
+        words += [f"--nnodes {machines}", f"--rdzv {address or 'HOST'}:{port or 29500}"]
+        file.notes.append(
+            f"num_machines: {machines}, main_process_ip: {address}, main_process_port: {port}: the launcher's, in the line above"
+        )
+        file.note("machine_rank", "is found at the rendezvous; the same line is run on every machine")
+        if count != -1:
+            file.notes.append(f"num_processes: {count}: the launcher's, {each} on each machine")
+    elif count != -1:
+        file.set("devices", ids if ids is not None else each)
+        if address or port:
+            file.notes.append(
+                f"main_process_ip: {address}, main_process_port: {port}: on one machine a free port is found"
+            )
+    if machines > 1 and ids is not None:
+        file.set("devices", ids)
+    file.launch = " ".join([*words, "script.py"])
+
+
+def _gpu_ids(file: KeyFile) -> list[int] | None:
+    given = file.take("gpu_ids")
+    if given is None or given == "all" or file.settings.get("accelerator") == "cpu":
+        return None
+    try:
+        return [int(part) for part in str(given).split(",")]
+    except ValueError:
+        file.refuse("gpu_ids", "is not a list of device indices")
+        return None
+
+
+def _precision(file: KeyFile) -> None:
+    name = file.take("mixed_precision")
+    if "fp16" in file.values and name is None:
+        name = "fp16" if flag(file.take("fp16")) else None
+    if name is not None and str(name).lower() not in ("no", "fp16", "bf16", "fp8") and name is not False:
+        file.refuse("mixed_precision", "is unknown; possible: no, fp16, bf16, fp8")
+        return
+    if name is None or name is False or name == "no":  # YAML's "no" without quotes is false
+        file.drop("fp8_config")
+        return
+    if str(name).lower() != "fp8":
+        file.set("precision", {"fp16": "16-mixed", "bf16": "bf16-mixed"}[str(name).lower()])
+        file.drop("fp8_config")
+        return
+    file.set("precision", _fp8(file.section("fp8_config", "fp8_")))
+
+
+_OTHER_BACKENDS = (
+    *("optimization_level", "opt_level"),
+    *(
+        "use_autocast_during_eval",
+        "margin",
+        "interval",
+        "override_linear_precision",
+        "fp8_format",
+        "use_mxfp8_block_scaling",
+    ),
+    *("amax_history_len", "amax_history_length", "amax_compute_algo", "amax_compute_algorithm"),
+)
+"""Settings of MS-AMP and of Transformer Engine."""
+
+
+def _fp8(part: Any) -> Any:
+    backend = str(part.take("backend", "AO")).upper()
+    options: dict[str, Any] = {"name": "fp8-mixed"}
+    if backend == "AO":
+        gather = part.take("enable_fsdp_float8_all_gather")
+        if gather is not None:
+            options["all_gather"] = flag(gather)
+        part.note("pad_inner_dim", "layers whose sizes are not divisible by 16 stay in bf16, as in Accelerate")
+        part.remark(
+            "Accelerate leaves the first and the last linear layer in bf16; name such layers in precision.ignore"
+        )
+    else:
+        part.refuse("backend", "has no counterpart; possible: AO (torchao)")
+    part.drop_rest(*_OTHER_BACKENDS)
+    return options if len(options) > 1 else "fp8-mixed"
+
+
+def _compile(file: KeyFile) -> None:
+    if "dynamo_backend" in file.values:  # the form before dynamo_config
+        backend = str(file.take("dynamo_backend")).lower()
+        part = None
+    else:
+        part = file.section("dynamo_config", "dynamo_")
+        backend = str(part.take("backend", "no")).lower()
+    if backend in ("no", "false"):
+        file.drop("dynamo_config")
+        return
+    options: dict[str, Any] = {"backend": backend, "dynamic": False}
+    if part is not None:
+        options["dynamic"] = flag(part.take("use_dynamic", False))
+        if (mode := part.take("mode")) not in (None, "default"):
+            options["mode"] = mode
+        if flag(part.take("use_fullgraph", False)):
+            options["fullgraph"] = True
+        if flag(part.take("use_regional_compilation", False)):
+            options["blocks"] = True
+    file.set("compile", options)
+
+
+def _rest(file: KeyFile) -> None:
+    steps = file.take("gradient_accumulation_steps")
+    if steps not in (None, "auto"):
+        file.set("accumulate_grad_batches", int(steps))
+    if flag(file.take("debug", False)):
+        file.set("debug", True)
+    for key in ("rdzv_backend", "same_network"):
+        if int(file.take("num_machines", 1)) > 1:
+            file.note(key, "the rendezvous of 'fit launch' needs no choice")
+        file.take(key)
+    if flag(file.take("enable_cpu_affinity", False)):
+        file.notes.append(
+            "enable_cpu_affinity: true: bind processes with the launcher or with numactl; it changes no result"
+        )
+    if file.take("main_training_function", "main") != "main":
+        file.notes.append("main_training_function: for TPUs only")
+    if file.take("downcast_bf16", False) not in (False, "no", "false"):
+        file.notes.append("downcast_bf16: for TPUs only")
+    for key in _CLOUD:
+        value = file.take(key)
+        if value not in (None, False, "", [], [""]):
+            file.refuse(key, "is for TPUs, which are not supported")
+    mpi = file.section("mpirun_config", "mpirun_")
+    if mpi.values:
+        host = mpi.take("hostfile")
+        file.notes.append(
+            f"mpirun_config: start the processes with mpirun --hostfile {host} -n N python script.py; they are recognised"
+        )
+        mpi.drop_rest("ccl")

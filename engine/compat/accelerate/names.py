@@ -1,0 +1,135 @@
+"""Names of Accelerate that ours do not have: what to use instead."""
+
+from __future__ import annotations
+
+from engine.compat.records import called
+
+SETTINGS = {
+    "num_processes": "devices",
+    "num_machines": "num_nodes",
+    "mixed_precision": "precision",
+    "gradient_accumulation_steps": "accumulate_grad_batches",
+    "gradient_clipping": "gradient_clip_val",
+    **dict.fromkeys(("project_dir", "logging_dir"), "root_dir"),
+    "dynamo_backend": "compile",
+}
+"""Arguments of ``Accelerator`` and keys of its files that are a setting under another name."""
+OTHERWISE = {
+    "cpu": "here it is accelerator='cpu'",
+    **dict.fromkeys(
+        ("split_batches", "dispatch_batches", "even_batches"),
+        "samples are divided exactly among the ranks; see global_batch_size",
+    ),
+    "dataloader_config": "the DataLoader that you give keeps its own settings",
+    **dict.fromkeys(
+        ("deepspeed_plugin", "deepspeed_plugins"), "here it is strategy={'name': 'deepspeed', 'stage': 2, ...}"
+    ),
+    "fsdp_plugin": "here it is strategy={'name': 'fsdp', ...}",
+    **dict.fromkeys(("megatron_lm_plugin", "parallelism_config"), "here it is strategy={'name': 'mesh', 'tp': 2, ...}"),
+    "dynamo_plugin": "here it is compile: True, 'blocks', or a dict of torch.compile's options",
+    "gradient_accumulation_plugin": "here it is accumulate_grad_batches",
+    "kwargs_handlers": "arguments of DDP, FSDP and the scaler are fields of strategy={'name': 'ddp', ...} and precision={'name': ...}",
+    "rng_types": "random numbers of every rank are in checkpoints, and seed determines the data's order",
+    "step_scheduler_with_optimizer": "schedulers step once per step that happened; in Fit, 'interval' in configure_optimizers sets when",
+    "device_placement": "everything prepared is on its device; choose it with accelerator and devices",
+    "project_config": "here it is root_dir",
+    "log_with": "loggers are callbacks, for example callbacks=[CSVLogger()]",
+}
+"""What to do instead of arguments of ``Accelerator`` that are no setting."""
+_NO_PICKLE = "nothing in a checkpoint is unpickled, so this is always true: leave it out"
+_SAFETENSORS = "weights are always written as safetensors: leave it out"
+_LAUNCHER = "the launcher starts the processes: fit launch, torchrun, or engine.launch"
+_DEVICE = "prepared objects are on their device"
+CALLS: dict[str, dict[str, str]] = {
+    "Engine.__init__": {
+        **dict.fromkeys(("num_processes", "num_machines"), _LAUNCHER),
+        "log_with": "your own loop calls and logs directly; engine.Fit has callbacks",
+        **dict.fromkeys(("project_dir", "project_config"), "give a path to save_state and load_state"),
+        "max_grad_norm": "call engine.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step()",
+        "torch_tp_plugin": "here it is strategy={'name': 'mesh', 'tp': 2, ...}",
+        "step_scheduler_with_optimizer": "a prepared scheduler steps when the optimizer did",
+    },
+    "Engine.prepare": {
+        "device_placement": f"{_DEVICE}; prepare_data_loader(loader, place=False) leaves batches where they are",
+        "move_to_device": f"{_DEVICE}: leave it out",
+    },
+    "Engine.prepare_model": {
+        "device_placement": f"{_DEVICE}: leave it out",
+        "evaluation_mode": "without training: place_model(model)",
+    },
+    "Engine.prepare_optimizer": {"device_placement": f"{_DEVICE}: leave it out"},
+    "Engine.prepare_data_loader": {
+        **dict.fromkeys(("data_loader", "dataloader"), called("loader")),
+        **dict.fromkeys(("device_placement", "move_to_device"), called("place")),
+        "slice_fn_for_dispatch": "samples are divided among the ranks by index: leave it out",
+        "use_distributed_sampler": "samples are divided among the ranks for any sampler: leave it out",
+    },
+    "Engine.skip_first_batches": {"dataloader": called("loader")},
+    "Engine.save_state": {"safe_serialization": _SAFETENSORS},
+    "Engine.load_state": {"weights_only": _NO_PICKLE},
+    "Engine.save_model": {"safe_serialization": _SAFETENSORS},
+    "Engine.unwrap_model": {
+        **dict.fromkeys(
+            ("keep_fp32_wrapper", "keep_torch_compile"),
+            "the result is the module that you gave to prepare: leave it out",
+        )
+    },
+    "Engine.gather": {"tensor": called("tree")},
+    "Engine.reduce": {"tensor": called("tree"), "reduce_op": called("reduction")},
+    "Engine.broadcast": {"tensor": called("tree"), "obj": called("tree"), "src": called("from_process")},
+    "Engine.pad_across_processes": {"tensor": called("tree")},
+}
+"""Arguments of ``Accelerator`` and its methods, by our call: what to do instead."""
+ATTRIBUTES: dict[str, dict[str, str]] = {
+    "Engine": {
+        "gather_object": "use gather(tree), or gather_for_metrics for objects",
+        "save": "use save_state(directory), or torch.save under: if engine.is_main_process",
+        "log": "an Engine has no loggers: call your own",
+        **dict.fromkeys(("trackers", "init_trackers", "get_tracker"), "an Engine has no trackers: call your own"),
+        "end_training": "nothing needs to be closed: leave it out",
+        "clear": "use free_memory()",
+        "gradient_accumulation_steps": "use accumulate_grad_batches",
+        "mixed_precision": "use precision",
+        "distributed_type": "use strategy",
+        "state": "use process_index, num_processes, device",
+        "gradient_state": "use sync_gradients",
+        "use_distributed": "use num_processes > 1",
+        "on_local_process": "use on_local_main_process",
+        "join_uneven_inputs": "a rank without data runs repeated batches that do not count: leave it out",
+        "profile": "use torch.profiler.profile()",
+        **dict.fromkeys(
+            ("register_save_state_pre_hook", "register_load_state_pre_hook"), "use register_for_checkpointing(objects)"
+        ),
+        "trigger_sync_in_backward": "use accumulate(model)",
+        **dict.fromkeys(
+            ("project_dir", "logging_dir", "project_configuration"), "give a path to save_state and load_state"
+        ),
+        **dict.fromkeys(("deepspeed_plugin", "parallelism_config", "torch_device_mesh"), "use strategy"),
+    },
+}
+"""Attributes of ``Accelerator``: what to use instead."""
+FUNCTIONS = {
+    **dict.fromkeys(
+        (
+            "load_checkpoint_and_dispatch",
+            "load_checkpoint_in_model",
+            "dispatch_model",
+            "cpu_offload",
+            "disk_offload",
+            "infer_auto_device_map",
+        ),
+        "a model over several devices of one process: Engine(strategy='fsdp') or 'deepspeed' shards it over processes, and "
+        "Engine.load_state or 'fit checkpoint convert' read its weights",
+    ),
+    **dict.fromkeys(
+        ("FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"),
+        "Engine(precision={'name': 'fp8-mixed', ...})",
+    ),
+    **dict.fromkeys(
+        ("DummyOptim", "DummyScheduler"),
+        "an optimizer or a scheduler of your own; in a Fit run, those of DeepSpeed's configuration",
+    ),
+    "prepare_pippy": "Engine(strategy={'name': 'mesh', 'pp': 2})",
+    "LocalSGD": "synchronize in every step, or average parameters yourself",
+}
+"""Functions and classes without a counterpart of the same kind."""

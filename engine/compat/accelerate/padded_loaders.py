@@ -1,0 +1,341 @@
+"""Loaders that deal out data by padding: the last step is filled up from the first, and a batch is read ahead to know the end.
+
+The engine's own loaders (:mod:`engine.data.prepared_loader`) pad nothing; these serve comparisons with trainers that do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+
+from engine.compat.accelerate.padded_shards import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler
+from engine.compat.accelerate.utils.random import share_states
+from engine.data.prepared_loader import PreparedLoader
+from engine.data.stream_position import altered
+from engine.distributed.collectives import broadcast_object
+from engine.distributed.group import Group
+from engine.utils.tree import batch_size, leaves, map_tensors, move
+
+
+class Loader:
+    """A prepared loader that says where it stands; all else is that of the loader in it.
+
+    Args:
+        reading: of the loaders that are being read, the innermost last; this one is in it during a pass.
+        rng_types: generators that start each pass with the main process's state.
+    """
+
+    synchronized_generator: torch.Generator | None = None
+
+    def __init__(self, loader: Any, group: Group, reading: list[Any], rng_types: Iterable[Any] = ()) -> None:
+        self.base_dataloader, self.group, self.reading, self.rng_types = loader, group, reading, list(rng_types)
+        self._given = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "base_dataloader":
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+    def __len__(self) -> int:
+        return len(self.base_dataloader)
+
+    def __iter__(self) -> Iterator[Any]:
+        share_states(self.group, self.rng_types, self.synchronized_generator)
+        self._given, batches = self._first(), self._batches()
+        self.reading.append(self)
+        try:
+            for batch in batches:
+                self._given += 1
+                yield batch
+        finally:
+            batches.close()
+            self.reading.remove(self)
+
+    def _first(self) -> int:
+        """The number of the next pass's first batch in its epoch."""
+        return int(self.base_dataloader.skipped)
+
+    def _batches(self) -> Any:
+        return iter(self.base_dataloader)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the newest batch is the last.
+
+        Raises:
+            RuntimeError: the data has no length, so its end is not known before it is reached.
+        """
+        if self.base_dataloader.length is None:
+            raise RuntimeError(
+                "end_of_dataloader of data without a length: Accelerator(rules='accelerate') reads a batch ahead to know it"
+            )
+        return bool(self._given == self.base_dataloader.length)
+
+    @property
+    def remainder(self) -> int:
+        """Nothing is padded: there is nothing to cut off."""
+        return 0
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples in a full global batch."""
+        return int(self.batch_sampler.batch_size) * self.group.world_size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples in the data."""
+        return len(self.dataset)
+
+    def skipping(self, num_batches: int) -> Any:
+        """A loader for the rest of the epoch; the number counts from its start, also where ``load_state`` has found the position."""
+        loader: PreparedLoader = self.base_dataloader
+        loader.restart()
+        return Loader(loader.skipping(num_batches), self.group, self.reading, self.rng_types)
+
+
+class PaddedLoader(Loader):
+    """A loader dealt out by padding: the user's own order, a batch read ahead, the last global batch filled up from the first."""
+
+    end_of_dataloader: Any = False
+    remainder: Any = -1
+
+    def __init__(
+        self, loader: Any, group: Group, reading: list[Any], rng_types: Iterable[Any] = (), *, device: Any = None
+    ) -> None:
+        super().__init__(loader, group, reading, rng_types)
+        self.device, self.skip_batches, self.iteration = device, 0, 0
+        self.synchronized_generator = getattr(_sampler(loader) or loader.dataset, "generator", None)
+        self._start, self._opening = 0, torch.get_rng_state()
+        self._resumes = False
+
+    @property
+    def total_batch_size(self) -> int:
+        sampler = self.batch_sampler or self.sampler
+        each, split = int(sampler.batch_size), getattr(sampler, "split_batches", False)
+        return each if split else each * int(getattr(sampler, "num_processes", 1))
+
+    def __len__(self) -> int:
+        return len(self.base_dataloader) - self.skip_batches
+
+    def _first(self) -> int:
+        return max(self._start, self.skip_batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use the order of this epoch in the next pass."""
+        self.iteration = epoch
+        for each in (self.batch_sampler, _sampler(self.base_dataloader), self.dataset):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
+
+    def _batches(self) -> Any:
+        self.end_of_dataloader, self.remainder = False, -1
+        with contextlib.suppress(TypeError, AttributeError):  # a stream
+            if not self.drop_last:
+                self.remainder = self.total_dataset_length % self.total_batch_size
+        self.set_epoch(self.iteration)
+        with torch.random.fork_rng(devices=()) if self._resumes else contextlib.nullcontext():
+            if self._resumes:  # the order is drawn again
+                torch.set_rng_state(self._opening)
+            self._opening = torch.get_rng_state()
+            generator = self.synchronized_generator
+            self._drawn_from = None if generator is None else generator.get_state()
+            batches, start = self._read(), self._first()
+            ahead = next(itertools.islice(batches, start, None), None)
+        self._start, self._resumes = 0, False
+        while ahead is not None:
+            batch, ahead = ahead, next(batches, None)
+            self.end_of_dataloader = ahead is None
+            yield batch
+        self.iteration += 1
+
+    def _read(self) -> Iterator[Any]:
+        for batch in self.base_dataloader:
+            yield batch if self.device is None else move(batch, self.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, the batches given in it, and the random numbers that its order is drawn from."""
+        inside = self in self.reading
+        ended, generator = inside and self.end_of_dataloader, self.synchronized_generator
+        if inside and not ended:
+            return {
+                "epoch": self.iteration,
+                "given": self._given,
+                "torch": self._opening,
+                "generator": self._drawn_from,
+            }
+        drawn = None if generator is None else generator.get_state()
+        return {"epoch": self.iteration + ended, "given": 0, "torch": None, "generator": drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next pass continue there."""
+        self.iteration, self._start, self._resumes = state["epoch"], state["given"], state["torch"] is not None
+        if self._resumes:
+            self._opening = state["torch"]
+        if self.synchronized_generator is not None and state["generator"] is not None:
+            self.synchronized_generator.set_state(state["generator"])
+
+    def restart(self) -> None:
+        """Start the next pass at the beginning of its epoch."""
+        self._start = 0
+
+    def skipping(self, num_batches: int) -> Any:
+        other = copy.copy(self)
+        other.skip_batches, other._start = num_batches, 0
+        return other
+
+
+class DispatchedLoader(PaddedLoader):
+    """The main process reads each global batch and sends it; each process takes its slice."""
+
+    def __init__(self, *args: Any, split_batches: bool, slice_fn: Any = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.split_batches, self.slice_fn = split_batches, slice_fn or _sliced
+
+    def __len__(self) -> int:
+        each = 1 if self.split_batches else self.group.world_size
+        whole, more = divmod(len(self.base_dataloader), each)
+        return whole + (more > 0 and not self.drop_last)
+
+    def _rounds(self) -> Iterator[tuple[Any, bool]]:
+        """Global batches, and whether each is the last; on the main process."""
+        batches, each = iter(self.base_dataloader), 1 if self.split_batches else self.group.world_size
+        if not self.group.is_main:
+            return
+        following: list[Any] = list(itertools.islice(batches, each))
+        while following and (len(following) == each or not self.drop_last):
+            current, following = following, list(itertools.islice(batches, each))
+            last = not following or (len(following) < each and self.drop_last)
+            try:
+                yield joined(current), last
+            except RuntimeError as error:
+                raise RuntimeError(
+                    "dispatch_batches: the batches of one step have different shapes; use dispatch_batches=False or split_batches=True"
+                ) from error
+
+    def _read(self) -> Iterator[Any]:
+        group, rounds, first = self.group, self._rounds(), None
+        while sent := broadcast_object(group, next(rounds, None)):
+            batch, last = sent
+            size, n = int(batch_size(batch) or 0), group.world_size
+            each, more = divmod(size, n)
+            first = _sliced(batch, slice(0, n)) if first is None else first
+            if last and more and not self.drop_last:
+                batch, each = joined([batch, first]), each + 1
+            own = slice(group.rank * each, (group.rank + 1) * each)
+            mine = self.slice_fn(batch, own, process_index=group.rank, num_processes=n)
+            if last:
+                self.remainder = size
+            yield move(mine, group.device)
+
+
+def _sampler(loader: Any) -> Any:
+    """What determines the order of the samples of a plain loader."""
+    batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    return getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
+
+
+def padded(
+    loader: Any,
+    group: Group,
+    reading: list[Any],
+    *,
+    processes: tuple[int, int],
+    device: torch.device | None = None,
+    split_batches: bool = False,
+    dispatch: bool = False,
+    even_batches: bool = True,
+    slice_fn: Any = None,
+    seedable: bool = False,
+    seed: int | None = None,
+    rng_types: Iterable[Any] = (),
+) -> PaddedLoader:
+    """A user's loader as a padded one.
+
+    Args:
+        processes: their number, and this one's index.
+        device: of the batches; ``None``: they stay where they are.
+        split_batches, even_batches: as of :class:`engine.compat.accelerate.padded_shards.BatchSamplerShard`.
+        dispatch: the main process reads, and ``slice_fn(batch, slice, process_index=, num_processes=)`` cuts.
+        seedable: a shuffle depends on ``seed`` and the epoch.
+
+    Raises:
+        ValueError: batches cannot be split.
+    """
+    n, rank = processes
+    size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
+    if split_batches and (size is None or size % n):
+        raise ValueError(f"split_batches=True: batch_size={size} must be a multiple of {n} processes")
+    shared = n > 1 and not dispatch
+    if isinstance(loader.dataset, IterableDataset):
+        loader = _stream_shard(loader, n, rank, split_batches) if shared else loader
+    else:
+        name = "sampler" if isinstance(loader.sampler, BatchSampler) else "batch_sampler"
+        batches = _seeded(getattr(loader, name), seedable, seed, shared)
+        if shared:
+            batches = BatchSamplerShard(batches, n, rank, split_batches, even_batches)
+        loader = altered(loader, **{name: batches})
+    if dispatch:
+        return DispatchedLoader(loader, group, reading, rng_types, split_batches=split_batches, slice_fn=slice_fn)
+    return PaddedLoader(loader, group, reading, rng_types, device=device)
+
+
+def _stream_shard(loader: Any, n: int, rank: int, split: bool) -> Any:
+    data = loader.dataset
+    if not split and getattr(data, "n_shards", 0) >= n and hasattr(data, "shard"):  # of the package datasets
+        return altered(loader, dataset=data.shard(num_shards=n, index=rank))
+    shard = IterableDatasetShard(data, loader.batch_size, loader.drop_last, n, rank, split)
+    each = loader.batch_size // n if split else loader.batch_size
+    sampler = BatchSampler(loader.sampler, each, loader.drop_last)
+    return altered(loader, dataset=shard, batch_size=each, batch_sampler=sampler)
+
+
+def _seeded(batches: Any, seedable: bool, seed: int | None, shared: bool) -> Any:
+    """The batch sampler, with a copy of its sampler whose random numbers can be set, where that is needed."""
+    sampler: Any = getattr(batches, "sampler", None)
+    if isinstance(sampler, RandomSampler) and seedable:
+        given = {
+            "replacement": sampler.replacement,
+            "num_samples": sampler._num_samples,
+            "generator": sampler.generator,
+        }
+        sampler = SeedableRandomSampler(sampler.data_source, data_seed=seed, **given)
+    elif shared and not seedable and getattr(sampler, "generator", 0) is None:
+        sampler = copy.copy(sampler)
+        sampler.generator = torch.Generator()
+        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    if sampler is getattr(batches, "sampler", None):
+        return batches
+    batches = copy.copy(batches)
+    batches.sampler = sampler
+    return batches
+
+
+def joined(trees: Sequence[Any], dim: int = 0) -> Any:
+    """Trees of one structure as one, their tensors joined along ``dim``."""
+    rest = [iter(leaves(tree)) for tree in trees[1:]]
+    return map_tensors(lambda tensor: torch.cat([tensor, *(next(each) for each in rest)], dim=dim), trees[0])
+
+
+def _sliced(batch: Any, part: slice, **processes: Any) -> Any:
+    return map_tensors(lambda tensor: tensor[part], batch)
+
+
+def split_over(loader: Any, num_processes: int) -> Any:
+    """``split_batches`` under exact rules: the loader's batch is the global one, and each process has its part.
+
+    Raises:
+        ValueError: its size is not a multiple of the processes, or a batch sampler of another class decides it.
+    """
+    size = loader.batch_size
+    if size is None or size % num_processes:
+        raise ValueError(
+            f"split_batches=True: batch_size={size} of the DataLoader must be a multiple of {num_processes} processes"
+        )
+    each = size // num_processes
+    return altered(loader, batch_size=each, batch_sampler=BatchSampler(loader.sampler, each, loader.drop_last))

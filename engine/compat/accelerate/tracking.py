@@ -1,0 +1,97 @@
+"""Trackers of an :class:`Accelerator`: loggers of the package ``callbacks``, or objects of your own."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from callbacks import loggers
+from engine.compat.accelerate.state import PartialState
+
+
+class GeneralTracker:
+    """Subclass it for a tracker of your own, and give an object in ``log_with``."""
+
+    name = ""
+    requires_logging_directory = False
+    main_process_only = True
+    tracker: Any = None
+
+    def __init__(self, _blank: bool = False) -> None: ...
+
+    def start(self) -> None: ...
+    def store_init_configuration(self, values: dict[str, Any]) -> None: ...
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None: ...
+    def finish(self) -> None: ...
+
+    def begun(self, project: str, engine: Any, config: dict[str, Any], options: dict[str, Any]) -> GeneralTracker:
+        self.start()
+        if config:
+            self.store_init_configuration(config)
+        return self
+
+
+class LoggerTracker(GeneralTracker):
+    """A logger of ``callbacks.loggers`` in a loop of your own."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def begun(self, project: str, engine: Any, config: dict[str, Any], options: dict[str, Any]) -> LoggerTracker:
+        if self.name == "tensorboard" and engine.logging_dir is None:
+            raise ValueError("log_with='tensorboard' needs a folder: give Accelerator(project_dir=...)")
+        folder = Path(engine.logging_dir or ".") / project
+        self.logger = loggers.logger_for(self.name, project, **options)
+        self._loop = loggers.LoggedLoop([self.logger], folder, config, is_main_process=engine.is_main_process)
+        return self
+
+    @property
+    def tracker(self) -> Any:
+        return getattr(self.logger, "experiment", None) or self.logger
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        if kwargs:
+            said = f"has no counterpart; use accelerator.get_tracker({self.name!r}, unwrap=True)"
+            raise TypeError(f"log_kwargs of {self.name}: {', '.join(kwargs)} {said}")
+        self._loop(_flat(values), step)
+
+    def finish(self) -> None:
+        self._loop.close()
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of nested dicts by ``name/inner``."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = _flat(value) if isinstance(value, Mapping) else None
+        found |= {name: value} if inner is None else {f"{name}/{key}": each for key, each in inner.items()}
+    return found
+
+
+def trackers_for(log_with: Any, logging_dir: Any) -> list[GeneralTracker]:
+    """The trackers that ``log_with`` names; ``ValueError``: one has no counterpart."""
+    found: list[GeneralTracker] = []
+    for each in log_with if isinstance(log_with, (list, tuple)) else [log_with]:
+        name = str(each).lower()
+        if each is None:
+            continue
+        if not isinstance(each, GeneralTracker) and name != "all" and name not in loggers.TRACKERS:
+            there = f"{', '.join(loggers.TRACKERS)}, and objects of subclasses of GeneralTracker"
+            raise ValueError(f"log_with={each!r} has no counterpart; there are {there}")
+        names = [known for known in loggers.TRACKERS if importlib.util.find_spec(known)] if name == "all" else [name]
+        found += [each] if isinstance(each, GeneralTracker) else map(LoggerTracker, names)
+    return found
+
+
+def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a tracker's method: it runs on the main process only, unless the tracker has ``main_process_only = False``."""
+
+    @functools.wraps(function)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        here = not self.main_process_only or PartialState().is_main_process
+        return function(self, *args, **kwargs) if here else None
+
+    return run

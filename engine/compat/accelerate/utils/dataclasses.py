@@ -1,0 +1,236 @@
+"""Accelerate's settings objects. Those about strategies and compilation have the keys of its configuration file, which are translated."""
+
+from __future__ import annotations
+
+import ast
+import enum
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import field, make_dataclass
+from typing import Any, ClassVar
+
+import torch
+
+
+def _names(name: str, values: str) -> Any:
+    made: Any = enum.StrEnum
+    return made(name, {value.upper(): value for value in values.split()}, module=__name__)
+
+
+DistributedType = _names(
+    "DistributedType",
+    "NO MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU MULTI_HPU MULTI_NEURON DEEPSPEED FSDP XLA MEGATRON_LM TP",
+)
+DDPCommunicationHookType = _names("DDPCommunicationHookType", "no fp16 bf16 power_sgd batched_power_sgd")
+PrecisionType = _names("PrecisionType", "no fp8 fp16 bf16")
+LoggerType = _names("LoggerType", "all aim tensorboard trackio wandb mlflow")
+RNGType = _names("RNGType", "torch cuda mlu sdaa musa npu xla xpu hpu neuron generator")
+
+
+class KwargsHandler:
+    """The base of objects for ``kwargs_handlers``."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        usual = vars(type(self)())
+        return {name: value for name, value in vars(self).items() if value != usual[name]}
+
+
+class Plugin:
+    """A section of Accelerate's configuration file: each field is a key, or is renamed to it."""
+
+    kind: ClassVar[str] = ""
+    section: ClassVar[str] = ""
+    prefix: ClassVar[str] = ""
+    renamed: ClassVar[Mapping[str, str]] = {}
+
+    def to_section(self) -> dict[str, Any]:
+        """The given fields as in the file."""
+        given = {name: _plain(value) for name, value in vars(self).items() if value is not None}
+        if "auto_wrap_policy" in given:
+            given |= _wrapping(given["auto_wrap_policy"])
+        return {self.prefix + self.renamed.get(name, name): value for name, value in given.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A value as in the file: names of enums and classes, and what torch's own policies say."""
+    kind = type(value).__name__
+    if kind in ("CPUOffload", "CPUOffloadPolicy", "OffloadPolicy"):
+        return getattr(value, "offload_params", kind == "CPUOffloadPolicy")
+    if kind in ("MixedPrecision", "MixedPrecisionPolicy"):
+        return dict(vars(value))
+    if isinstance(value, (set, tuple, list)):
+        return [getattr(item, "__name__", item) for item in value]
+    return value.name if isinstance(value, enum.Enum) else value
+
+
+def _wrapping(policy: Any) -> dict[str, Any]:
+    """What a partial of one of torch's two policies says, in Accelerate's fields; other values stay as they are."""
+    said = getattr(policy, "keywords", {})
+    if "transformer_layer_cls" in said:
+        names = sorted(each.__name__ for each in said["transformer_layer_cls"])
+        return {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": names}
+    if "min_num_params" in said:
+        return {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": said["min_num_params"]}
+    return {}
+
+
+def _settings(name: str, fields: str, base: type = KwargsHandler, **said: Any) -> Any:
+    """A dataclass with these fields, written as ``name=default``; without one it is ``None``."""
+    made: list[Any] = []
+    for key, _, text in (each.partition("=") for each in fields.split()):
+        value = ast.literal_eval(text or "None")
+        made.append((key, Any, field(default_factory=dict) if value == {} else value))
+    return make_dataclass(name, made, bases=(base,), namespace={"__module__": __name__, **said})
+
+
+def _plugin(name: str, kind: str, section: str, prefix: str, fields: str, **renamed: str) -> Any:
+    return _settings(name, fields, Plugin, kind=kind, section=section, prefix=prefix, renamed=renamed)
+
+
+GradientAccumulationPlugin = _settings(
+    "GradientAccumulationPlugin",
+    "num_steps=1 adjust_scheduler=True sync_with_dataloader=True sync_each_batch=False",
+)
+DataLoaderConfiguration = _settings(
+    "DataLoaderConfiguration",
+    "split_batches=False dispatch_batches even_batches=True use_seedable_sampler=False data_seed non_blocking=False "
+    "use_stateful_dataloader=False",
+)
+InitProcessGroupKwargs = _settings("InitProcessGroupKwargs", "backend init_method timeout")
+_Scaler: Any = _settings(
+    "_Scaler",
+    "init_scale=65536.0 growth_factor=2.0 backoff_factor=0.5 growth_interval=2000 enabled=True",
+)
+AutocastKwargs = _settings("AutocastKwargs", "enabled=True cache_enabled")
+_Profile: Any = _settings(
+    "_Profile",
+    "activities schedule_option on_trace_ready record_shapes=False profile_memory=False with_stack=False with_flops=False "
+    "with_modules=False output_trace_dir",
+)
+_Project: Any = _settings(
+    "_Project",
+    "project_dir logging_dir automatic_checkpoint_naming=False total_limit iteration=0 save_on_each_node=False",
+)
+_DDP: Any = _settings(
+    "_DDP",
+    "dim=0 broadcast_buffers=True bucket_cap_mb=25 find_unused_parameters=False check_reduction=False "
+    "gradient_as_bucket_view=False static_graph=False comm_hook='no' comm_wrapper='no' comm_state_option={}",
+)
+
+
+class GradScalerKwargs(_Scaler):
+    """Arguments of the loss scaler of fp16."""
+
+    def tune(self, scaler: Any) -> None:
+        """Set a scaler that has not scaled a loss yet.
+
+        Raises:
+            ValueError: it cannot be set.
+        """
+        if not self.enabled or not isinstance(scaler, torch.amp.GradScaler):
+            raise ValueError(
+                "GradScalerKwargs: the strategy owns the loss scaler, or enabled=False, which fp16 cannot do without"
+            )
+        scaler._init_scale = self.init_scale
+        scaler.set_growth_factor(self.growth_factor)
+        scaler.set_backoff_factor(self.backoff_factor)
+        scaler.set_growth_interval(self.growth_interval)
+
+
+class ProfileKwargs(_Profile):
+    """Arguments of ``torch.profiler.profile``."""
+
+    def build(self) -> torch.profiler.profile:
+        """The profiler, which writes no files: ``output_trace_dir`` is its user's."""
+        given = self.to_kwargs()
+        plan, kinds = given.pop("schedule_option", None), given.pop("activities", None)
+        given.pop("output_trace_dir", None)
+        if plan is not None:
+            given["schedule"] = torch.profiler.schedule(**plan)
+        if kinds is not None:
+            given["activities"] = [getattr(torch.profiler.ProfilerActivity, kind.upper()) for kind in kinds]
+        return torch.profiler.profile(**given)
+
+    @contextmanager
+    def profiling(self, rank: int) -> Iterator[torch.profiler.profile]:
+        """The profiler of a block, whose trace is written into ``output_trace_dir`` at its end."""
+        with self.build() as profiler:
+            yield profiler
+        if self.output_trace_dir is not None:
+            os.makedirs(self.output_trace_dir, exist_ok=True)
+            profiler.export_chrome_trace(os.path.join(self.output_trace_dir, f"profile_{rank}.json"))
+
+
+class ProjectConfiguration(_Project):
+    """Folders, and how checkpoints are named and kept."""
+
+    def __post_init__(self) -> None:
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: Any = None) -> None:
+        """Set the folder, and the trackers' if it was not given."""
+        self.project_dir = project_dir
+        self.logging_dir: Any = self.logging_dir or project_dir
+
+
+class DistributedDataParallelKwargs(_DDP):
+    """Arguments of DDP."""
+
+    HOOKS: ClassVar = {"no": None, "fp16": "fp16", "bf16": "bf16", "power_sgd": "powersgd"}
+    STATE: ClassVar = {"matrix_approximation_rank": "powersgd_rank", "start_powerSGD_iter": "powersgd_start"}
+
+    def to_strategy(self) -> dict[str, Any]:
+        """The strategy with these settings.
+
+        Raises:
+            ValueError: a setting has no counterpart.
+        """
+        given = self.to_kwargs()
+        state, hook = given.pop("comm_state_option", {}), str(given.pop("comm_hook", "no")).lower()
+        wrong = [name for name in ("dim", "check_reduction", "comm_wrapper") if name in given]
+        wrong += [f"comm_hook={hook}"] * (hook not in self.HOOKS) + sorted(state.keys() - self.STATE.keys())
+        if wrong:
+            raise ValueError(
+                f"DistributedDataParallelKwargs: {', '.join(wrong)} has no counterpart; engine.DDP has the other arguments, the hooks "
+                f"{', '.join(self.HOOKS)} and for the last {', '.join(self.STATE)}"
+            )
+        options = {self.STATE[key]: value for key, value in state.items()}
+        return {"name": "ddp", "comm_hook": self.HOOKS[hook], **given, **options}
+
+
+FullyShardedDataParallelPlugin = _plugin(
+    *("FullyShardedDataParallelPlugin", "FSDP", "fsdp_config", "fsdp_"),
+    "fsdp_version sharding_strategy reshard_after_forward backward_prefetch mixed_precision_policy auto_wrap_policy cpu_offload "
+    "ignored_modules state_dict_type state_dict_config optim_state_dict_config limit_all_gathers use_orig_params param_init_fn "
+    "sync_module_states forward_prefetch activation_checkpointing activation_checkpointing_offload cpu_ram_efficient_loading "
+    "transformer_cls_names_to_wrap min_num_params",
+    fsdp_version="version",
+    cpu_offload="offload_params",
+    transformer_cls_names_to_wrap="transformer_layer_cls_to_wrap",
+)
+DeepSpeedPlugin = _plugin(
+    *("DeepSpeedPlugin", "DEEPSPEED", "deepspeed_config", ""),
+    "hf_ds_config gradient_accumulation_steps gradient_clipping zero_stage is_train_batch_min offload_optimizer_device "
+    "offload_param_device offload_optimizer_nvme_path offload_param_nvme_path zero3_init_flag zero3_save_16bit_model "
+    "transformer_moe_cls_names enable_msamp msamp_opt_level",
+    hf_ds_config="deepspeed_config_file",
+    transformer_moe_cls_names="deepspeed_moe_layer_cls_names",
+)
+MegatronLMPlugin = _plugin(
+    *("MegatronLMPlugin", "MEGATRON_LM", "megatron_lm_config", "megatron_lm_"),
+    "tp_degree pp_degree num_micro_batches gradient_clipping sequence_parallelism recompute_activations recompute_granularity "
+    "use_distributed_optimizer",
+)
+TorchTensorParallelPlugin = _plugin("TorchTensorParallelPlugin", "TP", "tp_config", "", "tp_size torch_device_mesh")
+ParallelismConfig = _plugin(
+    *("ParallelismConfig", "FSDP", "parallelism_config", "parallelism_config_"),
+    "dp_replicate_size dp_shard_size tp_size cp_size sp_size",
+)
+TorchDynamoPlugin = _plugin(
+    *("TorchDynamoPlugin", "", "dynamo_config", "dynamo_"),
+    "backend mode fullgraph dynamic options disable use_regional_compilation",
+    dynamic="use_dynamic",
+    fullgraph="use_fullgraph",
+)

@@ -1,0 +1,27 @@
+"""Comparisons of packages' versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import operator
+
+import torch
+from packaging.version import Version
+
+_COMPARISONS = {
+    ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne, "<=": operator.le, "<": operator.lt
+}  # fmt: skip
+
+
+def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
+    """Whether a version, or that of an installed package, compares so with another one: ``compare_versions("torch", ">=", "2.9")``."""
+    found = library_or_version
+    found = found if isinstance(found, Version) else Version(importlib.metadata.version(found))
+    if operation not in _COMPARISONS:
+        raise ValueError(f"compare_versions(operation={operation!r}): possible are {', '.join(_COMPARISONS)}")
+    return bool(_COMPARISONS[operation](found, Version(requirement_version)))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Whether torch's version, without the part after ``+``, compares so with another one."""
+    return compare_versions(Version(Version(torch.__version__).base_version), operation, version)

@@ -1,0 +1,1 @@
+"""Checkpoints of other libraries as checkpoints of this one."""

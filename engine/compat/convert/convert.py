@@ -1,0 +1,426 @@
+"""Conversion of other libraries' checkpoints: a Lightning ``.ckpt``, a ``torch.distributed.checkpoint`` directory, safetensors files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.directory import SHARED, write_tree
+from engine.checkpoint.files import Record, held
+from engine.checkpoint.json_tree import pack, same_memory
+from engine.checkpoint.manifest import MANIFEST, SCORED_WITH, WEIGHTS
+from engine.checkpoint.other_weights import STEM, packed
+from engine.checkpoint.remote_storage import without_query
+from engine.checkpoint.storage import Location, split
+from engine.checkpoint.tensors import Stored, TensorFiles, storable, write_tensors
+from engine.checkpoint.user_paths import folder, local_copy
+from engine.compat.convert.files import (
+    METADATA,
+    PICKLE,
+    DistributedFiles,
+    InMemory,
+    Tensors,
+    load_pickle,
+)
+from engine.compat.convert.optimizer_names import named, nested
+
+SHARD = 2 << 30
+"""The maximum bytes of tensors in memory at a time, and in one file."""
+AVERAGE = "average"
+"""The name of averaged weights in the new checkpoint: that of :class:`callbacks.WeightAveraging`."""
+_MODELS = ("model", "state_dict", "module")
+_SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "NativeMixedPrecisionPlugin")
+_LIGHTNING = frozenset(
+    (
+        *(
+            "state_dict",
+            "epoch",
+            "global_step",
+            "pytorch-lightning_version",
+            "loops",
+            "callbacks",
+            "optimizer_states",
+            "lr_schedulers",
+        ),
+        *(
+            "hparams_name",
+            "hyper_parameters",
+            "hparams_type",
+            "datamodule_hparams_name",
+            "datamodule_hyper_parameters",
+            *_SCALERS,
+        ),
+    )
+)
+
+
+@dataclass
+class Converted:
+    """What :func:`convert` wrote."""
+
+    path: str
+    kind: str
+    """The kind of the input."""
+    tensors: int
+    """The number of tensors of the model."""
+    bytes: int
+    optimizers: int
+    step: int
+    epoch: int
+    hyperparameters: list[str]
+    notes: list[str]
+    """What was left out or may be unexpected, and why."""
+
+
+@dataclass
+class _Content:
+    """The content of the input."""
+
+    kind: str
+    model: Tensors
+    names: dict[str, str]
+    """The model's names, each with that in ``model``; tied weights once."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Names that share the tensor of another one."""
+    optim: list[Any] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    scaler: Any = None
+    step: int = 0
+    epoch: int = 0
+    hparams: dict[str, Any] = field(default_factory=dict)
+    hparams_name: str | None = None
+    user: dict[str, Any] = field(default_factory=dict)
+    average: dict[str, Tensor] = field(default_factory=dict)
+    """Averages of the model's weights, with which it was validated."""
+    notes: list[str] = field(default_factory=list)
+
+
+def convert(source: str | Path, out: str | Path, *, trust_pickle: bool = False) -> Converted:
+    """Write the content of ``source`` as a checkpoint of this library, for ``Resume(out, weights_only=True)`` and ``load_from_checkpoint(out)``.
+
+    A Lightning ``.ckpt`` provides weights, hyperparameters, counters, optimizers, schedulers and the loss scale; a run that resumes from it
+    starts the current epoch again. Optimizer states are numbered there. If their shapes allow only one assignment to the model's
+    parameters in order, they get the parameters' names; otherwise they keep their numbers, which fit an optimizer created in the
+    same way. The other kinds provide weights, and the state of an optimizer if there is one. Callbacks' states are left out.
+
+    Args:
+        source: a file of ``torch.save`` (``.ckpt``, ``.pt``, ...), a ``.safetensors`` file, a directory with those (a Hugging Face model), or
+            one of ``torch.distributed.checkpoint``; a path or a URL.
+        out: the new checkpoint's directory or URL.
+        trust_pickle: read pickles too, but only tensors and plain values in them; anything else is an error that names it.
+
+    Raises:
+        ValueError: a pickle without ``trust_pickle``, a pickle with other values, or a file of an unknown kind.
+        DamagedCheckpoint: it cannot be read.
+        FileExistsError, FileNotFoundError: ``out`` exists already; ``source`` does not exist.
+    """
+    if "://" in str(out) and str(out).rstrip("/").count("/") < 3:
+        raise ValueError(
+            f"{out} is a whole bucket or file system: give a name in it, such as {str(out).rstrip('/')}/step=00000000"
+        )
+    location, name = split(out)
+    if name in {*location.manifests(), *location.damaged()} or ("://" not in str(out) and Path(out).exists()):
+        raise FileExistsError(f"{out} exists already: choose another path")
+    with local_copy(source) as path:
+        shown = without_query(source)
+        content = _read(path, shown, trust_pickle)
+        location.begin(name, True)
+        try:
+            converted = _write(location, name, content, shown)
+        except BaseException:
+            location.abandon(name, True)
+            raise
+    return converted
+
+
+# -- reading --------------------------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path, told: str, trust_pickle: bool) -> _Content:
+    """Read the file or directory; ``told`` is the user's name for it."""
+    if path.is_dir() and ((path / MANIFEST).is_file() or folder(path) is not None):
+        raise ValueError(f"{told} is a checkpoint of this library already: there is nothing to convert")
+    safe = path.is_dir() and next(path.glob("*.safetensors"), None) is not None
+    if path.is_file() and path.suffix == ".safetensors":
+        one = TensorFiles(path, [path])
+        return _Content("safetensors file", one, {name: name for name in one.stored})
+    if safe and not (path / METADATA).is_file():
+        several = TensorFiles(path)
+        return _Content("safetensors directory", several, {name: name for name in several.stored})
+    if path.is_dir() and not (path / METADATA).is_file():
+        raise ValueError(
+            f"{told} has neither {METADATA} nor .safetensors files: give a torch.save file, or a directory of one of these kinds"
+        )
+    if not trust_pickle:
+        raise ValueError(f"{told}{f' has a {METADATA} that' if path.is_dir() else ''} {PICKLE}")
+    if path.is_dir():
+        return _distributed(path)
+    with held(path) as file:
+        loaded = load_pickle(file, told, mmap=True)
+    if not isinstance(loaded, Mapping):
+        raise ValueError(
+            f"{told} holds a {type(loaded).__name__}: a dict of tensors by name is needed, or one with {', '.join(_MODELS)}"
+        )
+    if "state_dict" in loaded and "pytorch-lightning_version" in loaded:
+        return _of_lightning(loaded, told)
+    key = next((key for key in _MODELS if isinstance(loaded.get(key), Mapping)), None)
+    content = _tensors("torch.save file", loaded if key is None else loaded[key], told)
+    if key is not None:
+        states = [each for name, each in loaded.items() if name != key and _is_optimizer(each)]
+        content.optim = [_by_names(state, content, f"optimizer {index}") for index, state in enumerate(states)]
+    return content
+
+
+def _tensors(kind: str, state: Mapping[str, Any], told: str) -> _Content:
+    """The tensors of a ``state_dict``; those that share memory once."""
+    tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise ValueError(
+            f"{told} has no tensors by name; its keys are {', '.join(map(str, list(state)[:8])) or 'none'}"
+        )
+    for name, tensor in tensors.items():
+        if not storable(tensor):
+            raise ValueError(
+                f"{told}: {name!r} ({tensor.dtype}, {tensor.layout}) cannot be stored: convert it to a dense tensor first"
+            )
+    first: dict[Any, str] = {}
+    aliases = {
+        name: known
+        for name, tensor in tensors.items()
+        if (known := first.setdefault(same_memory(tensor), name)) != name
+    }
+    rest = [str(name) for name in state if str(name) not in tensors]
+    notes = (
+        [
+            f"left out, because it is not a tensor: {', '.join(rest[:5])}{f' and {len(rest) - 5} more' if len(rest) > 5 else ''}"
+        ]
+        if rest
+        else []
+    )
+    return _Content(
+        kind, InMemory(tensors), {name: name for name in tensors if name not in aliases}, aliases, notes=notes
+    )
+
+
+def _of_lightning(loaded: Mapping[str, Any], told: str) -> _Content:
+    """A Lightning checkpoint. Where its ``WeightAveraging`` was used, ``state_dict`` is the average, which was validated."""
+    trained = loaded.get("current_model_state")
+    if not isinstance(trained, Mapping):
+        return _lightning(loaded, _tensors("Lightning checkpoint", loaded["state_dict"], told))
+    average, rest = _tensors("Lightning checkpoint", loaded["state_dict"], told), dict(loaded)
+    for name in ("current_model_state", "averaging_state"):
+        rest.pop(name, None)
+    content = _lightning(rest, _tensors("Lightning checkpoint", trained, told))
+    names = {*average.names, *average.aliases}
+    content.average = {str(name): value for name, value in loaded["state_dict"].items() if str(name) in names}
+    content.notes.append(
+        f"the average of WeightAveraging is there as the weights {AVERAGE!r}; in a training it starts again"
+    )
+    return content
+
+
+def _lightning(loaded: Mapping[str, Any], content: _Content) -> _Content:
+    """Add the other entries of a Lightning checkpoint."""
+    content.step = int(loaded.get("global_step", 0))
+    current = loaded.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {}).get("current", {})
+    content.epoch = int(current.get("processed", loaded.get("epoch", 0)))
+    for name, value in dict(loaded.get("hyper_parameters") or {}).items():
+        if _packs(value, f"the hyperparameter {name!r}", content.notes):
+            content.hparams[str(name)] = value
+    whole = loaded.get("hparams_name")
+    content.hparams_name = whole if isinstance(whole, str) and whole != "kwargs" else None
+    content.optim = [
+        _by_names(state, content, f"optimizer {i}") for i, state in enumerate(loaded.get("optimizer_states") or [])
+    ]
+    content.schedulers = [
+        s for i, s in enumerate(loaded.get("lr_schedulers") or []) if _packs(s, f"scheduler {i}", content.notes)
+    ]
+    scaler = next((loaded[name] for name in _SCALERS if name in loaded), None)
+    content.scaler = scaler if _packs(scaler, "the loss scaler", content.notes) else None
+    content.user = {
+        name: v
+        for name, v in loaded.items()
+        if name not in _LIGHTNING and _packs(v, f"the entry {name!r}", content.notes)
+    }
+    if loaded.get("callbacks"):
+        content.notes.append(f"left out: the states of {len(loaded['callbacks'])} callback(s)")
+    return content
+
+
+def _distributed(path: Path) -> _Content:
+    files = DistributedFiles(path)
+    paths = files.paths
+    tops = {p[0] for p in paths.values()}
+    if (
+        len(tops) == 1 and not tops & set(_MODELS) and all(len(p) > 2 for p in paths.values())
+    ):  # one outer key, such as "app"
+        paths = {name: p[1:] for name, p in paths.items()}
+    key = next((key for key in _MODELS if any(p[0] == key and len(p) > 1 for p in paths.values())), None)
+    inner = {name: p for name, p in paths.items() if (p[0] == key if key is not None else len(p) == 1)}
+    names = {".".join(map(str, p if key is None else p[1:])): name for name, p in inner.items() if name in files.stored}
+    if not names:
+        raise ValueError(
+            f"{path}: no model is found among {', '.join(map(str, dict.fromkeys(p[0] for p in paths.values())))}"
+        )
+    content = _Content("torch.distributed.checkpoint directory", files, names)
+    rest: dict[Any, dict[tuple[Any, ...], str]] = {}
+    for name, p in paths.items():
+        if name not in inner:
+            rest.setdefault(p[0], {})[p[1:]] = name
+        elif name not in files.stored:
+            content.notes.append(f"left out, because it is not a tensor: {name}")
+    for top, leaves in rest.items():
+        if any(p[:1] == ("param_groups",) for p in leaves):
+            values = {
+                p: files.whole([name])[name] if name in files.stored else files.value(name)
+                for p, name in leaves.items()
+            }
+            content.optim.append(_by_names({"state": {}, **nested(values)}, content, f"optimizer {top!r}"))
+        else:
+            content.notes.append(f"left out: {top!r}")
+    if (path / "meta.pt").is_file():  # Lightning's, with sharded tensors
+        with held(path / "meta.pt") as file:
+            optim, loaded = content.optim, load_pickle(file, path / "meta.pt")
+        content = _lightning({**loaded, "optimizer_states": []}, content)
+        content.kind, content.optim = "Lightning sharded checkpoint", optim
+    return content
+
+
+def _is_optimizer(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("state"), Mapping)
+        and isinstance(value.get("param_groups"), list)
+    )
+
+
+def _by_names(state: Any, content: _Content, what: str) -> Any:
+    """An optimizer's state by names of parameters, or unchanged."""
+    if not _is_optimizer(state) or not _packs(state, what, content.notes):
+        raise ValueError(
+            f"{what} is not an optimizer's state, or contains what a checkpoint cannot hold: {'; '.join(content.notes)}"
+        )
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    if not all(isinstance(number, int) for number in numbers):
+        return state
+    found = named(state, {name: Stored(name, *_kind(content, name)) for name in content.names})
+    if found is None:
+        content.notes.append(
+            f"{what}: its parameters cannot be identified, so it keeps their numbers; these fit an optimizer created in the same way"
+        )
+        return state
+    return found
+
+
+def _kind(content: _Content, name: str) -> tuple[torch.Size, torch.dtype]:
+    known = content.model.stored[content.names[name]]
+    return known.shape, known.dtype
+
+
+def _packs(value: Any, what: str, notes: list[str]) -> bool:
+    try:
+        pack(value)
+    except TypeError as error:
+        notes.append(f"left out: {what}: {error}")
+        return False
+    return True
+
+
+# -- writing --------------------------------------------------------------------------------------------------------------------------
+
+
+def _write(location: Location, name: str, content: _Content, told: str) -> Converted:
+    """Fill the draft, a few of the model's tensors at a time, and seal it."""
+    draft, size = location.draft(name), 0
+    files: dict[str, Record] = {}
+    for index, shard in enumerate(_shards(content)):
+        tensors = content.model.whole([content.names[each] for each in shard])
+        files |= _write_tensors(
+            draft, f"model/rank={index:05d}.safetensors", {each: tensors[content.names[each]] for each in shard}
+        )
+        size += sum(tensor.nbytes for tensor in tensors.values())
+    optim, states = pack({str(index): state for index, state in enumerate(content.optim)})
+    if states:
+        files |= _write_tensors(draft, "optim/rank=00000.safetensors", states)
+    files |= write_tree(draft, "model/model", ({"aliases": content.aliases, "extra": {}}, {}))
+    files |= write_tree(draft, "optim/optim", (optim, {}))
+    files |= write_tree(draft, SHARED, pack(_shared(content)))
+    facts = {
+        "counters": {"epoch": content.epoch, "step": content.step, "batch_idx": 0},
+        "metrics": {},
+        "hparams": {
+            k: v if isinstance(v, (str, int, float, bool, type(None))) else repr(v)[:200]
+            for k, v in content.hparams.items()
+        },
+        "converted_from": {"path": told, "kind": content.kind},
+        "versions": {"torch": str(torch.__version__)},
+    }
+    if content.average:
+        (draft / WEIGHTS).mkdir()
+        tensors, tree = packed({AVERAGE: content.average})
+        within = {key.removeprefix(f"{WEIGHTS}/"): tensor for key, tensor in tensors.items()}
+        files |= _write_tensors(draft, f"{WEIGHTS}/rank=00000.safetensors", within)
+        files |= write_tree(draft, STEM, (tree, {}))
+        facts[SCORED_WITH] = AVERAGE
+    location.send(name, files)
+    location.seal(name, 1, facts, files)
+    path = str(location.path(name))
+    return Converted(
+        path,
+        content.kind,
+        len(content.names),
+        size,
+        len(content.optim),
+        content.step,
+        content.epoch,
+        list(content.hparams),
+        content.notes,
+    )
+
+
+def _shards(content: _Content) -> Iterator[list[str]]:
+    shard: list[str] = []
+    filled = 0
+    for name in content.names:
+        shape, dtype = _kind(content, name)
+        size = shape.numel() * dtype.itemsize
+        if shard and filled + size > SHARD:
+            yield shard
+            shard, filled = [], 0
+        shard.append(name)
+        filled += size
+    yield shard
+
+
+def _write_tensors(draft: Path, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Record]:
+    for name, tensor in tensors.items():
+        if not storable(tensor):
+            raise ValueError(
+                f"{name!r} ({tensor.dtype}, {tensor.layout}) cannot be stored: convert it to a dense tensor first"
+            )
+    return {file: write_tensors(draft / file, tensors, {name: [0] * tensor.dim() for name, tensor in tensors.items()})}
+
+
+def _shared(content: _Content) -> dict[str, Any]:
+    """The tree that a run's checkpoint has as ``state/shared``; see ``engine/checkpoints.py``."""
+    return {
+        "state": {"epoch": content.epoch, "step": content.step},
+        "seed": None,
+        "schedulers": content.schedulers,
+        "scaler": content.scaler,
+        "metrics": {},
+        "elapsed_s": 0.0,
+        "val_every": {"last_step": content.step, "last_s": 0.0},
+        "datamodule": None,
+        "hparams": content.hparams,
+        "hparams_name": content.hparams_name,
+        "registered": [],
+        "postponed": [],
+        "user": content.user,
+        "callbacks": {},
+    }

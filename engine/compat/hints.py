@@ -1,0 +1,108 @@
+"""Answers of :mod:`engine.utils.extensions` about other trainers' names: errors say what the name is here.
+
+:func:`complete` wraps methods that no step calls, and gives classes attributes that raise. Steps have no extra cost.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+from engine.compat.lightning.names import CHECKPOINT, DATA, MODULE, OF_SETTINGS, VIEW
+from engine.compat.lightning.strategy_arguments import NAMES as STRATEGIES
+from engine.compat.names import ARGUMENTS, ATTRIBUTES, NAMES, OTHERWISE
+from engine.utils.extensions import attribute_error, hint
+
+P = ParamSpec("P")
+T = TypeVar("T")
+ANSWERS: dict[str, dict[str, str]] = {
+    **ATTRIBUTES,
+    **ARGUMENTS,
+    "TrainModule": MODULE,
+    "DataModule": DATA,
+    "TrainerView": VIEW,
+    "checkpoint entry": CHECKPOINT,
+    "setting": OTHERWISE | {name: f"here it is called {setting!r}" for name, setting in NAMES.items()},
+    "strategy": {name: f"this name of Lightning's is {setting!r} here" for name, setting in STRATEGIES.items()},
+}
+"""What to use instead of a name, by the place that does not have it: a class, a call, or what the name is of."""
+UNWRAPPED = ("TrainModule",)
+"""Classes whose methods a step calls: their run explains their errors."""
+# Python 3.13 may add a guess of its own to the error, which is cut off.
+_UNEXPECTED = re.compile(r"(\w+\.\w+)\(\) got an unexpected keyword argument '(\w+)'")
+_CALLS: dict[str, Callable[..., object]] = {}
+
+
+def find(place: str, name: str) -> str:
+    """What to use instead of ``name``, which ``place`` does not have: a sentence, empty if no trainer is known to have it."""
+    return ANSWERS.get(place, {}).get(name, "")
+
+
+def complete(cls: type[Any]) -> None:
+    """Let errors about other trainers' attributes and arguments of ``cls`` say what to use."""
+    for call in ARGUMENTS:
+        owner, _, method = call.partition(".")
+        if owner == cls.__name__:
+            _CALLS[call] = vars(cls)[method]
+            if owner not in UNWRAPPED:
+                setattr(cls, method, _explaining(_CALLS[call]))
+    if refused := ATTRIBUTES.get(cls.__name__):
+        for name, sentence in refused.items():
+            setattr(cls, name, _RefusedAttribute(name, sentence))
+        setattr(cls, "__dir__", lambda self: [name for name in object.__dir__(self) if name not in refused])  # noqa: B010
+
+
+def explain_call(error: TypeError) -> None:
+    """Add a hint to Python's error about an argument that one of these calls does not have."""
+    message = _UNEXPECTED.match(str(error))
+    if message is None or message[1] not in _CALLS:
+        return
+    call, name = message.groups()
+    known = [parameter for parameter in inspect.signature(_CALLS[call]).parameters if parameter != "self"]
+    sentence = ARGUMENTS[call].get(name)
+    if sentence is not None:
+        end = f"; {sentence}"
+    elif name in NAMES and NAMES[name] not in known:
+        end = f"; here it is a setting: Fit({NAMES[name]}=...)"
+    elif name in OF_SETTINGS:
+        end = f"; here it is a setting: Fit({name}=...)"
+    else:
+        end = hint("setting", name, known)
+    error.args = (f"{message[0]}{end}",)
+
+
+def _explaining(call: Callable[P, T]) -> Callable[P, T]:
+    @functools.wraps(call)
+    def explained(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(*args, **kwargs)
+        except BaseException as error:
+            if isinstance(error, TypeError):
+                explain_call(error)
+            if (
+                error.__traceback__ is not None
+            ):  # this frame, which says nothing to anybody; a bare raise does not add it again
+                error.__traceback__ = error.__traceback__.tb_next
+            raise
+
+    return explained
+
+
+class _RefusedAttribute:
+    """An attribute that does not exist. Setting it is also an error: nothing would read it."""
+
+    def __init__(self, name: str, sentence: str) -> None:
+        self.name, self.sentence = name, sentence
+
+    def __get__(self, owner: object, kind: type) -> NoReturn:
+        if owner is None:
+            raise AttributeError(
+                f"{kind.__name__!r} has no attribute {self.name!r}: {self.sentence}", name=self.name, obj=kind
+            )
+        raise attribute_error(owner, self.name, self.sentence)
+
+    def __set__(self, owner: object, value: object) -> NoReturn:
+        raise attribute_error(owner, self.name, self.sentence)

@@ -1,0 +1,282 @@
+"""Lightning's callbacks: this library's under its names and arguments. An argument without a counterpart is an error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import engine.callbacks as own
+from engine.compat.lightning.callback import EVENTS, Callback, listens
+from engine.compat.lightning.names import CLASSES, OF_CALLBACKS, OF_CHECKPOINTS, OF_PROFILERS
+from engine.compat.lightning.pickled import write_checkpoint
+from engine.compat.refusals import refusing, with_arguments_of
+from engine.utils.log import logger
+
+Device = torch.device | str | int | None
+_FIELD = re.compile(r"\{([^}:!\[]+)")
+
+
+class Checkpoint(Callback):
+    """The base of callbacks that save checkpoints."""
+
+
+class ProgressBar(Callback):
+    """The base of progress bars. They are drawn by time, whatever ``refresh_rate`` is; 0 switches one off."""
+
+
+class LearningRateMonitor(Callback, own.LearningRateMonitor):
+    """Lightning's arguments of :class:`callbacks.LearningRateMonitor`."""
+
+    @with_arguments_of(own.LearningRateMonitor, {})
+    def __init__(
+        self,
+        logging_interval: Literal["step", "epoch"] | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+    ) -> None: ...
+
+
+class DeviceStatsMonitor(Callback, own.DeviceStatsMonitor):
+    """Lightning's arguments of :class:`callbacks.DeviceStatsMonitor`."""
+
+    @with_arguments_of(own.DeviceStatsMonitor, {})
+    def __init__(self, cpu_stats: bool | None = None) -> None: ...
+
+
+class WeightAveraging(Callback, own.WeightAveraging):
+    """Lightning's arguments of :class:`callbacks.WeightAveraging`."""
+
+    @with_arguments_of(own.WeightAveraging, OF_CALLBACKS)
+    def __init__(self, device: Device = None, use_buffers: bool = True, **kwargs: Any) -> None: ...
+
+
+class EMAWeightAveraging(Callback, own.EMA):
+    """Lightning's arguments of :class:`callbacks.EMA`."""
+
+    @with_arguments_of(own.EMA, OF_CALLBACKS)
+    def __init__(
+        self, device: Device = None, use_buffers: bool = True, decay: float = 0.999, update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None, update_starting_at_epoch: int | None = None, **kwargs: Any,
+    ) -> None: ...  # fmt: skip
+
+
+class StochasticWeightAveraging(Callback, own.SWA):
+    """Lightning's arguments of :class:`callbacks.SWA`."""
+
+    @with_arguments_of(own.SWA, {"device": OF_CALLBACKS["leave"]})
+    def __init__(
+        self, swa_lrs: float | list[float], swa_epoch_start: int | float = 0.8, annealing_epochs: int = 10,
+        annealing_strategy: Literal["cos", "linear"] = "cos", avg_fn: Callable[..., Any] | None = None,
+        device: torch.device | str | None = "cpu",
+    ) -> None: ...  # fmt: skip
+
+
+class BasePredictionWriter(Callback, own.BasePredictionWriter):
+    """Lightning's arguments of :class:`callbacks.BasePredictionWriter`."""
+
+    @with_arguments_of(own.BasePredictionWriter, {})
+    def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None: ...
+
+
+class BaseFinetuning(Callback, own.BaseFinetuning):
+    """:class:`callbacks.BaseFinetuning`."""
+
+
+class BackboneFinetuning(Callback, own.BackboneFinetuning):
+    """Lightning's arguments of :class:`callbacks.BackboneFinetuning`."""
+
+    @with_arguments_of(own.BackboneFinetuning, OF_CALLBACKS)
+    def __init__(
+        self, unfreeze_backbone_at_epoch: int = 10, lambda_func: Callable[[int], float] | None = None,
+        backbone_initial_ratio_lr: float = 0.1, backbone_initial_lr: float | None = None, should_align: bool = True,
+        initial_denom_lr: float = 10.0, train_bn: bool = True, verbose: bool = False, rounding: int = 12,
+    ) -> None: ...  # fmt: skip
+
+
+class ModelSummary(Callback, own.ModelSummary):
+    """Lightning's arguments of :class:`callbacks.ModelSummary`."""
+
+    @with_arguments_of(own.ModelSummary, {}, measure=False)
+    def __init__(self, max_depth: int = 1) -> None: ...
+
+
+class RichProgressBar(ProgressBar, own.RichProgressBar):
+    """Lightning's arguments of :class:`callbacks.RichProgressBar`."""
+
+    @with_arguments_of(own.RichProgressBar, OF_CALLBACKS)
+    def __init__(
+        self, refresh_rate: int = 1, leave: bool = False, theme: Any = None, console_kwargs: dict[str, Any] | None = None
+    ) -> None:  # fmt: skip
+        self.idle = refresh_rate == 0
+
+
+class TQDMProgressBar(ProgressBar, own.TQDMProgressBar):
+    """Lightning's arguments of :class:`callbacks.TQDMProgressBar`."""
+
+    @with_arguments_of(own.TQDMProgressBar, OF_CALLBACKS)
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        self.idle = refresh_rate == 0
+
+
+class ServableModuleValidator(Callback, own.ServableModuleValidator):
+    """Lightning's arguments of :class:`callbacks.ServableModuleValidator`."""
+
+    @with_arguments_of(own.ServableModuleValidator, {})
+    def __init__(
+        self, optimization: str | None = None, server: str = "fastapi", host: str = "127.0.0.1", port: int = 8080,
+        timeout: int = 20, exit_on_failure: bool = True,
+    ) -> None: ...  # fmt: skip
+
+
+class SimpleProfiler(Callback, own.SimpleProfiler):
+    """Lightning's arguments of :class:`callbacks.SimpleProfiler`."""
+
+    @with_arguments_of(own.SimpleProfiler, {})
+    def __init__(
+        self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True
+    ) -> None: ...
+
+
+class PyTorchProfiler(Callback, own.Profiler):
+    """:class:`callbacks.Profiler`, with its arguments."""
+
+    @with_arguments_of(own.Profiler, OF_PROFILERS)
+    def __init__(
+        self, dirpath: str | Path | None = None, filename: str | None = None, group_by_input_shapes: bool = False,
+        emit_nvtx: bool = False, export_to_chrome: bool = True, row_limit: int = 20, sort_by_key: str | None = None,
+        record_module_names: bool = True, table_kwargs: dict[str, Any] | None = None, **profiler_kwargs: Any,
+    ) -> None: ...  # fmt: skip
+
+
+RichModelSummary = ModelSummary
+ServableModule = own.ServableModule
+Profiler = Callback
+__getattr__ = refusing("engine.compat.lightning.callbacks", CLASSES)
+
+
+class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
+    """Lightning's arguments of :class:`callbacks.ModelCheckpoint`. A checkpoint is complete, in a folder named as Lightning names its file."""
+
+    FILE_EXTENSION = ".ckpt"
+    pickles = False
+    """With ``ModelCheckpoint.pickles = True`` each checkpoint that is left at a training's end is also a file beside its folder: weights and
+    hyperparameters in Lightning's form. The paths then are those of the files, for programs that ``torch.load`` them."""
+
+    def __init__(
+        self, dirpath: Any = None, filename: str | None = None, monitor: str | None = None, verbose: bool = False,
+        save_last: bool | str | None = None, save_top_k: int = 1, save_on_exception: bool = False,
+        save_weights_only: bool = False, mode: Any = "min", auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None, train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None, save_on_train_epoch_end: bool | None = None, enable_version_counter: bool = True,
+    ) -> None:  # fmt: skip
+        if save_weights_only:
+            said = "ModelCheckpoint(save_weights_only=True): checkpoints are complete; 'fit checkpoint export' writes weights only"
+            logger.warning(said)
+        default = all(each is None for each in (every_n_train_steps, train_time_interval, every_n_epochs))
+        epochs = f"{1 if default else every_n_epochs} epochs" if default or every_n_epochs else None
+        every: list[Any] = [each for each in (every_n_train_steps, train_time_interval, epochs) if each]
+        if len(every) > 1:
+            raise ValueError(f"ModelCheckpoint saves every {every[0]} and every {every[1]}: give one of them")
+        name = "{epoch}-{step}" if filename is None else filename
+        name = _FIELD.sub(r"\1={\1", name) if auto_insert_metric_name else name
+        self.idle = not save_top_k and not save_last
+        self._names_last, self._trains_last = save_last, save_on_train_epoch_end
+        self._files: dict[int, Path] = {}
+        kept = (monitor, mode, save_top_k, bool(save_last) or self.idle, None, dirpath, name + self.FILE_EXTENSION)
+        # Not asynchronous: a path is there when it is named.
+        own.ModelCheckpoint.__init__(self, next(iter(every), None), *kept, asynchronous=False)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self.pickles and "://" in str(trainer.run.checkpoint_path("x")):
+            said = "files are written beside checkpoints in a local folder: give one as dirpath"
+            raise ValueError(f"ModelCheckpoint.pickles = True: {said}")
+        own.ModelCheckpoint.setup(self, trainer.run, pl_module, stage)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._trains_last and self.monitor is not None and trainer.run.val_loaders:
+            raise ValueError("ModelCheckpoint(save_on_train_epoch_end=True): with validation, a score is taken after it; leave it out")  # fmt: skip
+        own.ModelCheckpoint.on_train_start(self, trainer.run, pl_module)
+        self._files = {}
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.pickles:
+            files = {step: Path(f"{self._path(step)}.pt") for step in self.names}
+            if trainer.is_global_zero:
+                for step, file in files.items():
+                    write_checkpoint(file, self._path(step))
+            trainer.strategy.barrier()
+            self._files = files
+
+    @property
+    def best_k_models(self) -> dict[str, Any]:
+        return {path: None if score is None else torch.tensor(score) for path, score in super().best_k_models.items()}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in OF_CHECKPOINTS.keys() & vars(cls).keys():
+            raise TypeError(f"{cls.__name__} defines {name}, which is not called: {OF_CHECKPOINTS[name]}")
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The worst of the ``save_top_k`` that are kept; empty while there are fewer."""
+        return next(reversed(self.best_k_models), "") if len(self.best_k_models) == self.save_top_k else ""
+
+    @property
+    def kth_value(self) -> torch.Tensor:
+        """Its score; infinitely bad while there is none."""
+        known = self.best_k_models.get(self.kth_best_model_path)
+        return torch.tensor(torch.inf if self.mode == "min" else -torch.inf) if known is None else known
+
+    @property
+    def last_model_path(self) -> str:
+        return super().last_model_path if self._names_last else ""
+
+    def _path(self, step: int) -> str:
+        return str(self._files.get(step) or super()._path(step))
+
+
+class EarlyStopping(Callback, own.EarlyStopping):
+    """Lightning's arguments of :class:`callbacks.EarlyStopping`."""
+
+    def __init__(
+        self, monitor: str, min_delta: float = 0.0, patience: int = 3, verbose: bool = False, mode: Literal["min", "max"] = "min",
+        strict: bool = True, check_finite: bool = True, stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None, check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = False,
+    ) -> None:  # fmt: skip
+        thresholds = check_finite, stopping_threshold, divergence_threshold
+        own.EarlyStopping.__init__(self, monitor, abs(min_delta), patience, mode, *thresholds, strict)
+        self._trains_last = check_on_train_epoch_end
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._trains_last and trainer.run.val_loaders:
+            said = "with validation it checks after it; leave it out"
+            raise ValueError(f"EarlyStopping(check_on_train_epoch_end=True): {said}")
+        own.EarlyStopping.on_train_start(self, trainer.run, pl_module)
+
+
+class GradientAccumulationScheduler(Callback):
+    """A schedule ``{first epoch: micro-batches}``, which ``Trainer`` gives to ``Fit(accumulate_grad_batches=...)``."""
+
+    def __init__(self, scheduling: dict[int, int]) -> None:
+        self.scheduling = dict(scheduling)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if trainer.run.settings.accumulate_grad_batches != self.scheduling:
+            raise ValueError(f"GradientAccumulationScheduler: give Fit(accumulate_grad_batches={self.scheduling})")
+
+
+class LambdaCallback(Callback):
+    """Functions as a callback: ``LambdaCallback(on_train_start=lambda trainer, pl_module: ...)``."""
+
+    def __init__(self, **functions: Any) -> None:
+        for event, function in functions.items():
+            if event not in EVENTS:
+                raise TypeError(f"LambdaCallback: {event!r} is not an event; events: {', '.join(EVENTS)}")
+            if function is not None:
+                listens(self, event, function)

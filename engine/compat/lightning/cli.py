@@ -1,0 +1,335 @@
+"""``LightningCLI``: the command line of a Lightning project, parsed by jsonargparse. ``fit run`` is this library's own."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, class_from_function
+from torch.optim import Optimizer
+from torch.optim import lr_scheduler as schedulers
+
+from engine.compat.lightning.callback import Callback
+from engine.compat.lightning.module import LightningDataModule, LightningModule
+from engine.compat.lightning.trainer import Trainer
+from engine.compat.lightning.utilities import seed_everything
+from engine.module import overrides
+from engine.utils.log import logger
+
+ArgsType = Any
+OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
+_DATA = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders"}
+_AUTOMATIC = "AUTOMATIC"
+
+
+class ReduceLROnPlateau(schedulers.ReduceLROnPlateau):
+    """torch's, with the name of the metric that it follows, ``monitor``."""
+
+    def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__(optimizer, *args, **kwargs)
+        self.monitor = monitor
+
+
+LRSchedulerTypeTuple = (schedulers.LRScheduler, ReduceLROnPlateau)
+LRSchedulerTypeUnion = schedulers.LRScheduler | ReduceLROnPlateau
+LRSchedulerCallable = Callable[[Optimizer], LRSchedulerTypeUnion]
+
+
+class LightningArgumentParser(ArgumentParser):
+    """A parser of arguments of classes."""
+
+    def __init__(self, *args: Any, env_prefix: str = "PL", **kwargs: Any) -> None:
+        super().__init__(*args, env_prefix=env_prefix, **kwargs)
+        self.callback_keys: list[str] = []
+        """Where the arguments of callbacks are that every run gets."""
+        self.optimizers: dict[str, tuple[Any, str]] = {}
+        """Class, or classes, and destination of the arguments of optimizers, by where they are."""
+        self.lr_schedulers: dict[str, tuple[Any, str]] = {}
+        """The same of learning rate schedulers."""
+
+    def add_lightning_class_args(
+        self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
+    ) -> Any:
+        """The parameters of a trainer, module, data module or callback, or of a function that makes one, as ``--nested_key.name``.
+
+        Args:
+            subclass_mode: take any subclass instead, by its ``class_path``.
+
+        Raises:
+            TypeError: it is another class.
+        """
+        kind = lightning_class if isinstance(lightning_class, type) else class_from_function(lightning_class)
+        if not issubclass(kind, (Trainer, LightningModule, LightningDataModule, Callback)):
+            raise TypeError(
+                f"add_lightning_class_args got {kind.__name__}: give a Trainer, LightningModule, LightningDataModule or Callback, or a "
+                "function that is annotated to return one"
+            )
+        if issubclass(kind, Callback):
+            self.callback_keys.append(nested_key)
+        if subclass_mode:
+            return self.add_subclass_arguments(kind, nested_key, fail_untyped=False, required=required)
+        makes = not issubclass(kind, Trainer)
+        return self.add_class_arguments(kind, nested_key, fail_untyped=False, instantiate=makes, sub_configs=True)
+
+    def add_optimizer_args(
+        self, optimizer_class: Any = (Optimizer,), nested_key: str = "optimizer", link_to: str = _AUTOMATIC
+    ) -> None:
+        """The parameters of an optimizer as ``--nested_key.name``; of a tuple of classes, any subclass by its ``class_path``.
+
+        ``link_to``: the argument that gets them; by default the run's optimizer is made of them.
+        """
+        self.optimizers[nested_key] = (optimizer_class, link_to)
+        self._add(optimizer_class, nested_key, "params")
+
+    def add_lr_scheduler_args(
+        self, lr_scheduler_class: Any = LRSchedulerTypeTuple, nested_key: str = "lr_scheduler", link_to: str = _AUTOMATIC
+    ) -> None:  # fmt: skip
+        """The same for a learning rate scheduler."""
+        self.lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
+        self._add(lr_scheduler_class, nested_key, "optimizer")
+
+    def _add(self, kind: Any, key: str, without: str) -> None:
+        options: dict[str, Any] = {"instantiate": False, "fail_untyped": False, "skip": {without}}
+        if isinstance(kind, tuple):
+            self.add_subclass_arguments(kind, key, **options)
+        else:
+            self.add_class_arguments(kind, key, sub_configs=True, **options)
+
+    def link(self) -> None:
+        """Link the arguments of optimizers and schedulers that have a destination."""
+        for key, (kind, destination) in (self.optimizers | self.lr_schedulers).items():
+            if destination != _AUTOMATIC:
+                path = None if isinstance(kind, tuple) else partial(_with_class_path, kind)
+                self.link_arguments(key, destination, compute_fn=path)
+
+
+class SaveConfigCallback(Callback):
+    """Writes the parsed ``config``, from which the ``parser`` makes the same run again, into the run's folder.
+
+    Args:
+        config_filename: its file. One that is there is this run's own: a logger has written it, or the part of the run before a resume.
+        overwrite: changes nothing: each run has a folder of its own.
+        multifile: in as many files as it was read from.
+        save_to_log_dir: ``False``: call :meth:`save_config` alone.
+    """
+
+    def __init__(
+        self, parser: LightningArgumentParser, config: Namespace, config_filename: str = "config.yaml",
+        overwrite: bool = False, multifile: bool = False, save_to_log_dir: bool = True,
+    ) -> None:  # fmt: skip
+        self.parser, self.config = parser, config
+        self.config_filename, self.overwrite, self.multifile = config_filename, overwrite, multifile
+        self.save_to_log_dir, self.already_saved = save_to_log_dir, False
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage != "fit":
+            self._save(trainer, pl_module, stage)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        # CSVLogger has written the settings of the run there just before.
+        self._save(trainer, pl_module, "fit")
+
+    def _save(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self.already_saved:
+            return
+        folder = Path(trainer.log_dir)
+        if trainer.is_global_zero:
+            if self.save_to_log_dir:
+                folder.mkdir(parents=True, exist_ok=True)
+                path = str(folder / self.config_filename)
+                self.parser.save(self.config, path, skip_unset=False, overwrite=True, multifile=self.multifile)
+            self.save_config(trainer, pl_module, stage)
+        self.already_saved = True
+
+    def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Override it to save the settings elsewhere too; called on rank 0."""
+
+
+class LightningCLI:
+    """``fit``, ``validate``, ``test`` and ``predict`` with ``--model.*``, ``--data.*``, ``--trainer.*``, ``--optimizer``, ``--lr_scheduler``,
+    ``--seed_everything`` and ``--config``.
+
+    Without ``model_class`` (or with ``subclass_mode_model``) the module is ``--model my.module.Net``. ``run=False`` makes the objects only.
+    """
+
+    def __init__(
+        self, model_class: Any = None, datamodule_class: Any = None, save_config_callback: Any = SaveConfigCallback,
+        save_config_kwargs: Mapping[str, Any] | None = None, trainer_class: Any = Trainer,
+        trainer_defaults: Mapping[str, Any] | None = None, seed_everything_default: bool | int = True,
+        parser_kwargs: Mapping[str, Any] | None = None, parser_class: Any = LightningArgumentParser,
+        subclass_mode_model: bool = False, subclass_mode_data: bool = False, args: ArgsType = None, run: bool = True,
+        auto_configure_optimizers: bool = True, load_from_checkpoint_support: bool = True,
+    ) -> None:  # fmt: skip
+        self.save_config_callback, self.save_config_kwargs = save_config_callback, dict(save_config_kwargs or {})
+        self.trainer_class, self.trainer_defaults = trainer_class, dict(trainer_defaults or {})
+        self.seed_everything_default, self.auto_configure_optimizers = (
+            seed_everything_default,
+            auto_configure_optimizers,
+        )
+        self.parser_class, self.parser_kwargs = parser_class, dict(parser_kwargs or {})
+        self._classes = (
+            ("model", model_class or LightningModule, subclass_mode_model or model_class is None),
+            ("data", datamodule_class or LightningDataModule, subclass_mode_data or datamodule_class is None),
+        )
+        commands, self._parsers = self.subcommands(), {}
+        common = {name: value for name, value in self.parser_kwargs.items() if name not in commands}
+        self.parser = self.init_parser(**common)
+        if run:
+            added = self.parser.add_subcommands()
+            for name, skipped in commands.items():
+                parser = self._filled(self.init_parser(**common, **self.parser_kwargs.get(name, {})))
+                parser.add_method_arguments(trainer_class, name, skip=skipped)
+                added.add_subcommand(name, parser)
+                self._parsers[name] = parser
+        else:
+            self._filled(self.parser)
+        self.parse_arguments(self.parser, args)
+        self.subcommand: str | None = self.config.subcommand if run else None
+        seed = self._get(self.config, "seed_everything")
+        if seed is not False:
+            self._of_command(self.config)["seed_everything"] = seed_everything(None if seed is True else seed)
+        self.before_instantiate_classes()
+        self.instantiate_classes()
+        self.after_instantiate_classes()
+        if self.subcommand is not None:
+            self._run(self.subcommand)
+
+    # -- the parser -------------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The trainer's methods that are commands, each with the arguments that the command line does not give."""
+        return {name: set(_DATA) for name in ("fit", "validate", "test", "predict")}
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """A parser with ``--config``."""
+        parser: LightningArgumentParser = self.parser_class(**kwargs)
+        parser.add_argument("-c", "--config", action=ActionConfigFile, help="a YAML file")
+        return parser
+
+    def _filled(self, parser: LightningArgumentParser) -> LightningArgumentParser:
+        self.add_default_arguments_to_parser(parser)
+        self.add_core_arguments_to_parser(parser)
+        self.add_arguments_to_parser(parser)
+        if self.auto_configure_optimizers:
+            if not parser.optimizers:
+                parser.add_optimizer_args()
+            if not parser.lr_schedulers:
+                parser.add_lr_scheduler_args()
+        parser.link()
+        return parser
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add ``--seed_everything``."""
+        default = self.seed_everything_default
+        parser.add_argument("--seed_everything", type=bool | int, default=default, help="of python, numpy and torch")
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the arguments of trainer, module and data module."""
+        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        defaults = {f"trainer.{name}": value for name, value in self.trainer_defaults.items() if name != "callbacks"}
+        parser.set_defaults(defaults)
+        for key, kind, any_subclass in self._classes:
+            parser.add_lightning_class_args(kind, key, any_subclass, required=key == "model")
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Override it to add arguments, or links between them."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse ``args``, or the command line, into :attr:`config`."""
+        as_object = isinstance(args, (Mapping, Namespace))
+        self.config = parser.parse_object(args) if as_object else parser.parse_args(args)
+
+    def _of_command(self, config: Namespace) -> Namespace:
+        found: Namespace = config if self.subcommand is None else config[self.subcommand]
+        return found
+
+    def _get(self, config: Namespace, key: str, default: Any = None) -> Any:
+        return self._of_command(config).get(key, default)
+
+    # -- the objects ------------------------------------------------------------------------------------------------------------
+
+    def before_instantiate_classes(self) -> None:
+        """Override it to do something before the objects are made."""
+
+    def instantiate_classes(self) -> None:
+        """Make ``model``, ``datamodule`` and ``trainer``."""
+        self.config_init = self.parser.instantiate(self.config)
+        self.datamodule, self.model = self._get(self.config_init, "data"), self._get(self.config_init, "model")
+        self._configure_optimizers()
+        self.trainer = self.instantiate_trainer()
+
+    def after_instantiate_classes(self) -> None:
+        """Override it to do something once the objects are made."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        """The trainer; ``kwargs`` replace its arguments. Its callbacks: those of ``trainer_defaults``, of its arguments, of the parser."""
+        parser = self.parser if self.subcommand is None else self._parsers[self.subcommand]
+        options = {**self._get(self.config_init, "trainer", {}), **kwargs}
+        callbacks = [each for part in (self.trainer_defaults, options) for each in _listed(part.get("callbacks"))]
+        callbacks += [self._get(self.config_init, key) for key in parser.callback_keys]
+        if self.save_config_callback and not options.get("fast_dev_run"):
+            config = self._of_command(self.config)
+            callbacks.append(self.save_config_callback(parser, config, **self.save_config_kwargs))
+        return self.trainer_class(**options | {"callbacks": callbacks})
+
+    @staticmethod
+    def configure_optimizers(lightning_module: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        """Override it to make another ``configure_optimizers`` from the command line's optimizer and scheduler."""
+        if lr_scheduler is None:
+            return optimizer
+        monitor = {"monitor": lr_scheduler.monitor} if isinstance(lr_scheduler, ReduceLROnPlateau) else {}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, **monitor}}
+
+    def _configure_optimizers(self) -> None:
+        """Let the module's ``configure_optimizers`` give what ``--optimizer`` and ``--lr_scheduler`` ask for."""
+        parser = self.parser if self.subcommand is None else self._parsers[self.subcommand]
+        if not self.auto_configure_optimizers:
+            return
+        made = []
+        for name, register in (("optimizer", parser.optimizers), ("lr_scheduler", parser.lr_schedulers)):
+            keys = [key for key, (_, destination) in register.items() if destination == _AUTOMATIC]
+            if len(keys) > 1:
+                raise ValueError(
+                    f"LightningCLI: {', '.join(keys)} are {name}s of one run: give link_to=..., and make them in configure_optimizers"
+                )
+            made.append(self._class_and_arguments(register[keys[0]][0], keys[0]) if keys else None)
+        asked, schedule = made
+        if asked is None:
+            return
+        if overrides(self.model, "configure_optimizers"):
+            who = type(self.model).__name__
+            logger.warning(
+                "%s.configure_optimizers is replaced by --optimizer (LightningCLI.configure_optimizers)", who
+            )
+        optimizer = asked[0](self.model.parameters(), **asked[1])
+        scheduler = None if schedule is None else schedule[0](optimizer, **schedule[1])
+        give = partial(self.configure_optimizers, self.model, optimizer, scheduler)
+        self.model.configure_optimizers = give
+
+    def _class_and_arguments(self, kind: Any, key: str) -> tuple[Any, dict[str, Any]] | None:
+        found = self._get(self.config_init, key)
+        if found is None or not isinstance(kind, tuple):
+            return None if found is None else (kind, found.as_dict())
+        return pkgutil.resolve_name(found["class_path"]), (found.get("init_args") or Namespace()).as_dict()
+
+    def _run(self, command: str) -> None:
+        taken = inspect.signature(getattr(self.trainer, command)).parameters.keys() - self.subcommands()[command]
+        found = self.config_init[command]
+        options = {name: found[name] for name in taken if name in found}
+        getattr(self, f"before_{command}", lambda: None)()
+        call = getattr(self, command, getattr(self.trainer, command))
+        call(self.model, datamodule=self.datamodule, **options)
+        getattr(self, f"after_{command}", lambda: None)()
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list) else [value]
+
+
+def _with_class_path(kind: type, arguments: Namespace) -> dict[str, Any]:
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": arguments.as_dict()}

@@ -1,0 +1,118 @@
+"""Lightning's loggers: this library's under its names and arguments, and any object with ``log_metrics`` as a logger of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import engine.callbacks as own
+from callbacks.loggers import ForwardingLogger as AdaptedLogger  # noqa: F401
+from callbacks.loggers import PlainLogger as Logger
+from engine.compat.lightning.names import CLASSES, OF_LOGGERS
+from engine.compat.refusals import refusing, with_arguments_of
+from engine.distributed.rank_zero import rank_zero_experiment as rank_zero_experiment
+from engine.utils.log import logger
+
+Folder = str | Path | None
+
+
+class WrappedLogger(Logger):
+    """A logger of this library, ``ours``, under Lightning's name and arguments. Its files are in the run's folder: ``root_dir``
+    (``save_dir/name``) or a numbered folder in it."""
+
+    of: Any
+    ours: Any
+    """What ``Fit`` gets."""
+    _run: Any = None
+    _experiment: Any = None
+
+    def __init__(self, **given: Any) -> None:
+        self.save_dir, self.version = given.pop("save_dir", None), given.pop("version", None)
+        self._numbered = self.version is None
+        self.name = self.settle(given)
+        if self.save_dir is not None:
+            version = f"version_{self.version}" if isinstance(self.version, int) else self.version
+            self.root_dir = str(Path(self.save_dir) / (self.name or "") / (version or ""))
+        self.ours = self.of(**given)
+
+    def settle(self, given: dict[str, Any]) -> Any:
+        """Turn the arguments into ours; return the experiment's name."""
+        return given.pop("name", "lightning_logs")
+
+    def joins(self, run: Any) -> None:
+        self._run, self.log_dir = run, str(run.home.path)
+        folder = run.home.path.name.removeprefix("version_")
+        if self._numbered:
+            self.version = int(folder) if folder.isdecimal() else 0
+        self.save_dir = str(run.settings.root_dir.parent) if self.save_dir is None else self.save_dir
+        run.hooks.add("on_fit_end", type(self).__name__, self._keep_experiment)
+
+    def _keep_experiment(self, run: Any, module: Any) -> None:
+        """For calls after the run: the tracker's object, if the tracker works."""
+        try:
+            self._experiment = self.ours.experiment
+        except Exception:
+            logger.exception("%s.experiment is not there after the run", type(self).__name__)
+
+    @property
+    def experiment(self) -> Any:
+        """The tracker's own object: TensorBoard's ``SummaryWriter``, W&B's run; after a training the one that it had."""
+        return self.ours.experiment if self._run is None or self._run.module.attached else self._experiment
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        values = {name: float(value) for name, value in metrics.items()}
+        self.ours.on_log(self._run, self._run.module, values, self._run.step if step is None else step)
+
+
+class TensorBoardLogger(WrappedLogger):
+    of = own.TensorBoardLogger
+
+    @with_arguments_of(WrappedLogger, OF_LOGGERS)
+    def __init__(
+        self, save_dir: Folder, name: str | None = "lightning_logs", version: int | str | None = None, log_graph: bool = False,
+        default_hp_metric: bool = True, prefix: str = "", sub_dir: Folder = None, **kwargs: Any,
+    ) -> None: ...  # fmt: skip
+
+
+class CSVLogger(WrappedLogger):
+    of = own.CSVLogger
+
+    @with_arguments_of(WrappedLogger, OF_LOGGERS)
+    def __init__(
+        self, save_dir: Folder, name: str | None = "lightning_logs", version: int | str | None = None, prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None: ...  # fmt: skip
+
+
+class WandbLogger(WrappedLogger):
+    of = own.WandbLogger
+
+    @with_arguments_of(WrappedLogger, OF_LOGGERS)
+    def __init__(
+        self, name: str | None = None, save_dir: Folder = ".", version: str | None = None, offline: bool = False,
+        dir: Folder = None, id: str | None = None, anonymous: bool | None = None, project: str | None = None,
+        log_model: Literal["all"] | bool = False, experiment: Any = None, prefix: str = "", checkpoint_name: str | None = None,
+        add_file_policy: Literal["mutable", "immutable"] = "mutable", **kwargs: Any,
+    ) -> None: ...  # fmt: skip
+
+    def settle(self, given: dict[str, Any]) -> Any:
+        given["mode"] = "offline" if given.pop("offline", False) else None
+        return given.get("project")
+
+
+class MLFlowLogger(WrappedLogger):
+    of = own.MLflowLogger
+
+    @with_arguments_of(WrappedLogger, OF_LOGGERS)
+    def __init__(
+        self, experiment_name: str = "lightning_logs", run_name: str | None = None, tracking_uri: str | None = None,
+        tags: dict[str, Any] | None = None, save_dir: str | None = "./mlruns", log_model: Literal["all"] | bool = False,
+        prefix: str = "", artifact_location: str | None = None, run_id: str | None = None, synchronous: bool | None = None,
+    ) -> None: ...  # fmt: skip
+
+    def settle(self, given: dict[str, Any]) -> Any:
+        given["tracking_uri"] = given.get("tracking_uri") or self.save_dir or "./mlruns"
+        return given.setdefault("experiment_name", "lightning_logs")
+
+
+__getattr__ = refusing("engine.compat.lightning.loggers", CLASSES)

@@ -1,0 +1,108 @@
+"""``LightningModule`` and ``LightningDataModule``: ours, with the trainer that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+from engine.compat.lightning import ckpt
+from engine.compat.lightning.callback import step_output
+from engine.data.datamodule import DataModule
+from engine.loop.run import Run
+from engine.module import TrainModule, overrides
+from engine.step.wrappers import PreparedOptimizer as LightningOptimizer  # noqa: F401
+
+
+class LightningModule(TrainModule):
+    """:class:`engine.TrainModule` as a Lightning project calls it: ``self.trainer`` is the ``Trainer``, also after a run."""
+
+    CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME, CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_name", "hparams_type"
+    _trainer: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_trainer": None}
+
+    @property
+    def starts_before_data(self) -> bool:  # type: ignore[override]
+        return overrides(self, "on_fit_start")
+
+    @property
+    def trainer(self) -> Any:
+        if self._trainer is not None:
+            return self._trainer
+        if self._context is None:
+            raise RuntimeError(f"{type(self).__qualname__} is not attached to a `Trainer`.")
+        return self._context.trainer  # type: ignore[attr-defined]
+
+    @trainer.setter
+    def trainer(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def attach(self, context: Any) -> None:
+        if context is not None and self._trainer is not None:
+            self._trainer.joins(context)
+        super().attach(context)
+        if isinstance(context, Run) and context.module is self:
+            context.hooks.wrap(_with_step_output)
+        for child in self._parts():
+            if context is not None:
+                child.trainer = self.trainer
+            child.attach(context)
+
+    def log_with(self, record: Any) -> None:
+        super().log_with(record)
+        for child in self._parts():
+            child.log_with(record)
+
+    def _parts(self) -> list[LightningModule]:
+        """Modules in it that are trained with it, and log."""
+        return [child for child in self.children() if isinstance(child, LightningModule)]
+
+    @classmethod
+    def load_from_checkpoint(
+        cls, checkpoint_path: Any, map_location: Any = None, hparams_file: None = None, strict: bool | None = None,
+        weights_only: bool | None = None, **kwargs: Any,
+    ) -> Self:  # fmt: skip
+        """As :meth:`engine.TrainModule.load_from_checkpoint`, of one-file checkpoints too (of pickles only tensors and plain values are read,
+        whatever ``weights_only`` is). ``hparams_file``: give the hyperparameters as arguments."""
+        if hparams_file is not None:
+            raise ValueError("load_from_checkpoint(hparams_file=...): give the hyperparameters as arguments")
+        device = next(iter(map_location.values()), None) if isinstance(map_location, dict) else map_location
+        with ckpt.readable(checkpoint_path) as path:
+            return super().load_from_checkpoint(path, strict=strict is not False, map_location=device, **kwargs)
+
+
+def _with_step_output(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The module's ``on_train_batch_end`` with Lightning's ``outputs``; other hooks unchanged."""
+    if not (name.startswith("[TrainModule]") and name.endswith(".on_train_batch_end")):
+        return hook
+    return lambda run, module, outputs, *args: hook(run, module, step_output(run, outputs), *args)
+
+
+class LightningDataModule(DataModule):
+    """:class:`engine.DataModule` with ``self.trainer``, which is ``None`` before a run."""
+
+    CHECKPOINT_HYPER_PARAMS_KEY = "datamodule_hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME, CHECKPOINT_HYPER_PARAMS_TYPE = "datamodule_hparams_name", "datamodule_hparams_type"
+    trainer: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "trainer": None}
+
+    def attach(self, run: Any) -> None:
+        super().attach(run)
+        self.trainer = self.trainer if run is None else run.trainer
+
+
+def _load_from_checkpoint(cls: type[Any], checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+    """``load_from_checkpoint`` as the base class has it, for classes that override it."""
+    of_module = issubclass(cls, LightningModule)
+    base: Any = LightningModule if of_module else LightningDataModule
+    return base.load_from_checkpoint.__func__(cls, checkpoint_path, *(args if of_module else ()), **kwargs)

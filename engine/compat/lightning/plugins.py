@@ -1,0 +1,38 @@
+"""``Trainer``'s ``plugins``: what reads checkpoint files that are not this library's."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from engine.utils.extensions import hint
+
+
+class CheckpointIO:
+    """For ``Trainer(plugins=[...])``: reads files that are not this library's, whose own have one format: there is nothing else to define."""
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """The file at ``path``, as Lightning's files are: ``state_dict``, ``hyper_parameters``, ..."""
+        import torch  # here, because ``fit migrate`` checks Trainer's arguments without it
+
+        found: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=weights_only is not False)
+        return found
+
+
+def reader(plugins: Any) -> CheckpointIO | None:
+    """The one among ``Trainer``'s plugins.
+
+    Raises:
+        ValueError: a plugin of another kind, or one that would write.
+    """
+    found = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins] if plugins else []
+    others = [each for each in found if not isinstance(each, CheckpointIO)]
+    if others or len(found) > 1:
+        raise ValueError(f"Trainer(plugins={(others or found)!r}) has no counterpart{hint('setting', 'plugins')}")
+    for io, name in itertools.product(found, ("save_checkpoint", "remove_checkpoint", "teardown")):
+        if hasattr(io, name):
+            raise ValueError(
+                f"Trainer(plugins=[{type(io).__name__}()]): nothing calls its {name}, because checkpoints have one format; leave it out, and "
+                "do what it does in a callback's on_checkpoint_saved"
+            )
+    return found[0] if found else None

@@ -1,0 +1,79 @@
+"""The ``trainer`` of a Lightning project's YAML file, such as ``LightningCLI`` writes, as settings of this library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engine.compat.key_file import KeyFile
+from engine.compat.lightning import strategy_arguments as strategies
+from engine.compat.lightning import trainer_settings as arguments
+from engine.compat.lightning.names import TRAINER
+from engine.config import yaml_reader
+
+_NOTED = {name: argument.in_file for name, argument in TRAINER.items() if argument.in_file}
+"""Arguments that are objects, or have no meaning in a file."""
+_USUAL: dict[str, Any] = {
+    name: None if argument.setting else argument.usual for name, argument in TRAINER.items() if not argument.in_file
+}
+"""The values of arguments that a file does not have. ``None``: the setting keeps its default, and is not written."""
+
+
+def read(path: Path) -> KeyFile:
+    """The settings, notes and refusals of a file with ``trainer: {max_epochs: 3, ...}``, or with these arguments alone.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: it is not such a YAML file.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    origin = f"file {path}"
+    node = yaml_reader.compose(yaml_reader.read_file(path), origin, lines=True)
+    values = None if node is None else yaml_reader.construct(node)
+    inner = values.get("trainer", values) if isinstance(values, dict) else None
+    if not isinstance(inner, dict) or not inner.keys() & (_USUAL.keys() | _NOTED.keys()):
+        raise ValueError(f"{origin}: has neither a 'trainer' nor its arguments, such as max_epochs")
+    file = KeyFile(inner, origin, {} if inner is not values else yaml_reader.origins_of_keys(node, origin, lines=True))
+    for name, said in _NOTED.items():
+        file.note(name, said)
+    given = {name: file.take(name, usual) for name, usual in _USUAL.items()}
+    given["check_val_every_n_epoch"] = inner.get("check_val_every_n_epoch", 1)  # null says something
+    if isinstance(given["strategy"], dict):
+        given["strategy"] = _strategy(file, given["strategy"])
+    refused = {name: argument.neutral for name, argument in TRAINER.items() if argument.neutral}
+    for name, neutral in {**refused, "plugins": (None, [])}.items():
+        if given[name] not in neutral:
+            file.refuse(name, "has no counterpart that a file of settings can name")
+            given[name] = neutral[0]
+    found, batches = arguments.settings(given)
+    if batches is not None:
+        _in_batches(file, found, *batches)
+    file.settings.update({name: str(value) if isinstance(value, Path) else value for name, value in found.items()})
+    if given["default_root_dir"] is None:
+        del file.settings["root_dir"]
+    file.finish(())
+    return file
+
+
+def _strategy(file: KeyFile, value: dict[str, Any]) -> Any:
+    """A strategy that is given by its class and arguments."""
+    kind, options = str(value.get("class_path", "")).rpartition(".")[2], value.get("init_args") or {}
+    if kind not in strategies.CLASSES:
+        file.refuse("strategy", f"has no counterpart; there are {', '.join(strategies.CLASSES)}, and names")
+        return "auto"
+    name, translate = strategies.CLASSES[kind]
+    return {"name": name, **{key: each for key, each in translate(options).items() if each is not None}}
+
+
+def _in_batches(file: KeyFile, found: dict[str, Any], interval: int | float, epochs: int | None) -> None:
+    """Validations that Lightning counts in micro-batches, where that is the same as optimizer steps."""
+    window = found.get("accumulate_grad_batches", 1)
+    if epochs is None and isinstance(interval, int) and isinstance(window, int) and interval % window == 0:
+        found["val_every"] = f"{interval // window} steps"
+    elif epochs == 1 and isinstance(interval, float):
+        found["val_every"] = f"{interval} epochs"
+    else:
+        file.refuse(
+            "val_check_interval", "counts micro-batches of an epoch: give val_every in steps, or as a share of an epoch"
+        )

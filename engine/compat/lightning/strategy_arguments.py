@@ -1,0 +1,113 @@
+"""Lightning's strategies, by name or by class and arguments, as ``Fit``'s setting ``strategy``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from engine.compat.refusals import ANY, translated
+from engine.utils.errors import nearest
+
+_UNUSED = {"name": "ddp", "find_unused_parameters": True}
+_DDP = {"": "ddp", "_find_unused_parameters_true": _UNUSED, "_find_unused_parameters_false": "ddp"}
+NAMES: dict[str, Any] = {
+    **{f"ddp{way}{end}": found for way in ("", "_spawn", "_fork", "_notebook") for end, found in _DDP.items()},
+    **{name: name for name in ("auto", "fsdp", *(f"deepspeed_stage_{n}" for n in (1, 2, 3, "2_offload", "3_offload")))},
+    "single_device": "single",
+    "fsdp_cpu_offload": {"name": "fsdp", "cpu_offload": True},
+    "deepspeed": "deepspeed_stage_2",
+}
+"""Lightning's names of strategies, and the setting of ``Fit``. How processes start is the launcher's, so ``ddp_spawn`` is ``ddp``."""
+_WITHOUT = {
+    "accelerator": (None, "Trainer(accelerator=...)"),
+    "parallel_devices": (None, "Trainer(devices=...)"),
+    "cluster_environment": (None, "processes are detected from the environment (fit env)"),
+    "checkpoint_io": (None, "checkpoints have one format"),
+    **dict.fromkeys(("precision_plugin", "mixed_precision"), (None, "Trainer(precision='bf16-mixed')")),
+    "process_group_backend": (None, "the device decides"),
+    "timeout": (timedelta(minutes=30), "engine.Fit(start_timeout=..., timeout=...)"),
+    "model_averaging_period": (None, "gradients are averaged at each step"),
+    **dict.fromkeys(("ddp_comm_state", "ddp_comm_wrapper"), (None, "engine.DDP(comm_hook='powersgd', ...)")),
+    **dict.fromkeys(
+        ("activation_checkpointing", "activation_checkpointing_policy"),
+        (None, "engine.Fit(activation_checkpointing='full')"),
+    ),
+    **dict.fromkeys(("state_dict_type", "start_method"), (ANY, "")),  # sharded on disk, loaded anywhere
+}
+_HOOKS = {"fp16_compress_hook": "fp16", "bf16_compress_hook": "bf16", "powerSGD_hook": "powersgd"}
+_KEEPS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "_HYBRID_SHARD_ZERO2": False}
+
+
+class AsBase(type):
+    """A class of Lightning's whose objects are those of its base here; ``given`` translates the arguments."""
+
+    given: Callable[[Any], dict[str, Any]]
+
+    def __init__(cls, name: str, bases: tuple[type, ...], content: dict[str, Any]) -> None:
+        super().__init__(name, bases, content)
+        if isinstance(bases[0], AsBase):
+            raise TypeError(
+                f"class {name}({bases[0].__name__}): subclass engine.{bases[0].__bases__[0].__name__}, whose methods differ"
+            )
+
+    def __call__(cls, **options: Any) -> Any:
+        return cls.__bases__[0](**cls.given(options))
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.__bases__[0])
+
+
+def strategy(asked: str) -> Any:
+    """The setting for a strategy of Lightning's name.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if asked not in NAMES:
+        known = f"{', '.join(NAMES)}, or an object of engine.compat.lightning.strategies"
+        raise ValueError(
+            f"Trainer(strategy={asked!r}) has no counterpart{nearest(str(asked), NAMES)}; possible: {known}"
+        )
+    return NAMES[asked]
+
+
+def ddp(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``DDPStrategy`` as those of :class:`engine.DDP`; ``ddp_comm_hook`` is one of torch's."""
+    found = translated("DDPStrategy", options, _WITHOUT)
+    hook = found.pop("ddp_comm_hook", None)
+    return {**found, "comm_hook": _HOOKS.get(getattr(hook, "__name__", ""), hook)}
+
+
+def fsdp(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``FSDPStrategy`` as those of :class:`engine.FSDP`; ``auto_wrap_policy`` is a set of module classes, or one of torch's policies."""
+    found = translated("FSDPStrategy", options, _WITHOUT)
+    kind, policy, mesh = (found.pop(name, None) for name in ("sharding_strategy", "auto_wrap_policy", "device_mesh"))
+    kind, known = getattr(kind, "name", kind) or "FULL_SHARD", getattr(policy, "keywords", {})
+    if kind not in _KEEPS or (mesh is None) != ("HYBRID" not in kind):
+        raise ValueError(
+            f"FSDPStrategy(sharding_strategy={kind!r}, device_mesh={mesh!r}) has no counterpart; possible: {', '.join(_KEEPS)}, HYBRID ones with "
+            "device_mesh=(replicas, shards); instead of NO_SHARD strategy='ddp'"
+        )
+    if mesh is not None:
+        found["dp_replicate"], found["dp_shard"] = mesh
+    if "min_num_params" in known:
+        found["min_size"] = known["min_num_params"]
+    elif policy is not None:
+        found["blocks"] = tuple(known.get("transformer_layer_cls", policy))
+    if not _KEEPS[kind]:
+        found["reshard_after_forward"] = False
+    return {**found, "cpu_offload": bool(found.get("cpu_offload"))}
+
+
+def single(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``SingleDeviceStrategy`` as those of :class:`engine.Single`; the device is ``Trainer``'s."""
+    return translated("SingleDeviceStrategy", options, _WITHOUT | {"device": (ANY, "")})
+
+
+CLASSES: dict[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] = {
+    "DDPStrategy": ("ddp", ddp),
+    "FSDPStrategy": ("fsdp", fsdp),
+    "SingleDeviceStrategy": ("single", single),
+}
+"""Of each class: the name here, and its arguments."""

@@ -1,0 +1,248 @@
+"""``Trainer``: Lightning's arguments, methods and attributes over :class:`engine.Fit`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from engine.callback import Callback
+from engine.compat.lightning import ckpt
+from engine.compat.lightning.adapters import adapt
+from engine.compat.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
+from engine.compat.lightning.module import LightningModule
+from engine.compat.lightning.pickled import write_checkpoint
+from engine.compat.lightning.trainer_arguments import translate
+from engine.compat.lightning.trainer_parts import AcceleratorConnector as _AcceleratorConnector
+from engine.compat.lightning.trainer_view import TrainerView, Values, original
+from engine.distributed.environment import detect
+from engine.fit import Fit
+from engine.loop.module_calls import save_file
+from engine.loop.result import Result, TrainState
+from engine.loop.run import Run
+from engine.loop.snapshot import content
+from engine.step.precision import Precision
+from engine.utils.extensions import hint
+from engine.utils.log import logger
+from engine.utils.text import terminal_text
+
+
+class Trainer(TrainerView):
+    """Trains as Lightning's; each argument becomes one of :class:`engine.Fit`, or is an error that names what to use.
+
+    Its attributes are those of :class:`engine.compat.lightning.trainer_view.TrainerView`, of the run under way or the latest one.
+    """
+
+    result: Result | None = None
+    """Of the latest training."""
+
+    # fmt: off
+    def __init__(
+        self, *, accelerator: str = "auto", strategy: Any = "auto", devices: list[int] | str | int = "auto", num_nodes: int = 1,
+        precision: str | int | None = None, logger: Logger | list[Logger] | bool | None = None,
+        callbacks: list[Callback] | Callback | None = None, fast_dev_run: int | bool = False,
+        max_epochs: int | None = None, min_epochs: int | None = None, max_steps: int = -1, min_steps: int | None = None,
+        max_time: str | timedelta | dict[str, int] | None = None, limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None, limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None, overfit_batches: int | float = 0.0,
+        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
+        check_val_every_n_epoch: int | None = 1, num_sanity_val_steps: int | None = None, log_every_n_steps: int | None = None,
+        enable_checkpointing: bool | None = None, enable_progress_bar: bool | None = None,
+        enable_model_summary: bool | None = None, accumulate_grad_batches: int = 1, gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None, deterministic: bool | str | None = None, benchmark: bool | None = None,
+        inference_mode: bool = True, use_distributed_sampler: bool = True, profiler: Any = None, detect_anomaly: bool = False,
+        barebones: bool = False, plugins: Any = None, sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0, default_root_dir: str | os.PathLike[str] | None = None,
+        enable_autolog_hparams: bool = True, model_registry: str | None = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        # fmt: on
+        found = translate(given)
+        self._given, self._callbacks, self._loggers = given, found.callbacks, found.loggers
+        active = [*found.others, *(each for each in found.callbacks if not getattr(each, "idle", False))]
+        self._fit = Fit(**found.settings, callbacks=[*map(_logger, found.loggers), *map(adapt, active)])
+        self._module: Any = None
+        self._trained: Any = None
+        self._datamodule: Any = None
+        super().__init__(_Before(self._fit))
+
+    def __getattr__(self, name: str) -> Any:
+        given = self.__dict__.get("_given", {})
+        return given[name] if name in given else super().__getattr__(name)
+
+    # -- runs ---------------------------------------------------------------------------------------------------------------------
+
+    def fit(
+        self, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None, datamodule: Any = None,
+        ckpt_path: Any = None, weights_only: bool | None = None,
+    ) -> None:  # fmt: skip
+        """Train ``model``. ``ckpt_path``: resume from this checkpoint; ``"last"``: the newest, if there is one."""
+        model, loaders, datamodule = self._enter(model, train_dataloaders, datamodule)
+        with ckpt.readable("auto" if ckpt_path == "last" else ckpt_path, self._given["plugins"]) as resume:
+            self.result = self._fit.run(model, loaders, val_dataloaders, datamodule=datamodule, resume=resume)
+
+    def validate(
+        self, model: Any = None, dataloaders: Any = None, ckpt_path: Any = None, verbose: bool = True, datamodule: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:  # fmt: skip
+        """One dict of metrics per loader. Without a ``model`` it is the latest one, with the best checkpoint, if there is one."""
+        return self._evaluate("validate", model, dataloaders, ckpt_path, datamodule, verbose)
+
+    def test(
+        self, model: Any = None, dataloaders: Any = None, ckpt_path: Any = None, verbose: bool = True, datamodule: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:  # fmt: skip
+        return self._evaluate("test", model, dataloaders, ckpt_path, datamodule, verbose)
+
+    def predict(
+        self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, return_predictions: bool | None = None,
+        ckpt_path: Any = None, weights_only: bool | None = None,
+    ) -> list[Any] | None:  # fmt: skip
+        """The outputs of ``predict_step``, of all ranks in the data's order; one list per loader if there are several."""
+        keep = return_predictions is not False
+        found = self._evaluate("predict", model, dataloaders, ckpt_path, datamodule, False, return_predictions=keep)
+        return found if keep else None
+
+    def _evaluate(
+        self, verb: str, model: Any, loaders: Any, ckpt_path: Any, datamodule: Any, verbose: bool, **options: Any
+    ) -> Any:
+        if model is None:
+            if self._module is None:
+                raise TypeError(f"{verb}() needs a model: this trainer has not trained one")
+            model, best = self._module, getattr(self.checkpoint_callback, "best_model_path", None)
+            ckpt_path = ckpt_path or best or None
+        if ckpt_path == "best":
+            ckpt_path = getattr(self.checkpoint_callback, "best_model_path", None) or "best"
+        model, loaders, datamodule = self._enter(model, loaders, datamodule)
+        with ckpt.readable(ckpt_path, self._given["plugins"]) as checkpoint:
+            found = getattr(self._fit, verb)(model, loaders, datamodule=datamodule, checkpoint=checkpoint, **options)
+        if verbose and self.progress_bar_callback is None:
+            for number, metrics in enumerate(found):
+                shown = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
+                self.print(terminal_text(f"{verb} {number}: {shown}", one_line=True))
+        return found
+
+    def _enter(self, model: Any, loaders: Any, datamodule: Any) -> tuple[Any, Any, Any]:
+        if datamodule is None and hasattr(loaders, "prepare_data") and hasattr(loaders, "setup"):
+            loaders, datamodule = None, loaders
+        model, datamodule = adapt(model), adapt(datamodule)
+        if not isinstance(model, LightningModule):
+            raise TypeError(f"Trainer takes a LightningModule, got {type(model).__name__}; engine.Fit takes a TrainModule")
+        self._module, self._datamodule = model, datamodule
+        for each in filter(None, (model, datamodule)):
+            each.trainer = self
+        return model, loaders, datamodule
+
+    def joins(self, run: Any) -> None:
+        """A ``run`` starts; called by the module."""
+        if run.world_size > 1 and not self._given["use_distributed_sampler"]:
+            asked = "use_distributed_sampler"
+            raise ValueError(f"Trainer({asked}=False) has no counterpart on {run.world_size} ranks{hint('setting', asked)}")
+        if run.stage == "fit":
+            self._continue(run)
+            self._trained = run
+        self._run, run.trainer = run, self
+        for given in self._loggers:
+            if isinstance(given, WrappedLogger):
+                given.joins(run)
+
+    def _continue(self, run: Run) -> None:
+        """Count on from the training before, as Lightning's loops do, whose counters are the trainer's; a resumed run takes the checkpoint's."""
+        before = self._trained
+        if before is None:
+            return
+        run.state = TrainState(step=before.step, epoch=before.epoch, samples=before.samples)
+        if run.max_epochs is not None and before.epoch >= run.max_epochs and run.is_main_process:
+            logger.warning(
+                "Trainer.fit: max_epochs=%d was reached by the training before, so nothing is trained; a new Trainer starts again, and "
+                "trainer.fit_loop.max_epochs = n continues",
+                run.max_epochs,
+            )
+
+    def set_limit(self, name: str, value: int | None) -> None:
+        limits: dict[str, Any] = {name: value}
+        self._fit.settings = replace(self._fit.settings, **limits)
+        super().set_limit(name, value)
+
+    def save_checkpoint(  # type: ignore[override]
+        self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None, *, pickle: bool = False
+    ) -> None:
+        """Save the latest training as one file, in it and after it; all ranks call this together. A zip (:mod:`engine.checkpoint.one_file`), or
+        with ``pickle=True`` weights, hyperparameters and counters as Lightning reads them. ``weights_only``: without the optimizers.
+        """
+        if self._trained is None:
+            raise RuntimeError("save_checkpoint() needs a model: this trainer has not trained one")
+        run, path = self._trained, Path(filepath).absolute()
+        if storage_options is not None or "://" in str(filepath):
+            raise ValueError(f"save_checkpoint({filepath!r}): give a local path; ModelCheckpoint(dirpath=...) takes a URL")
+        whole = path.with_name(f".{path.name}.whole") if pickle else path
+        save_file(run, whole, lambda run, _: replace(content(run), optim={}) if weights_only or pickle else content(run))
+        if pickle and run.is_main_process:
+            write_checkpoint(path, whole)
+            whole.unlink()
+        run.engine.wait_for_everyone()
+
+    # -- attributes that differ from the view's -----------------------------------------------------------------------------------
+
+    device_ids = property(lambda self: [*range(self.num_devices)], doc="One for each process of this machine.")
+    callbacks = property(lambda self: self._callbacks, doc="Those given, and Lightning's default ones.")
+    loggers = property(lambda self: self._loggers, doc="Those given, or Lightning's default one.")
+    logger = property(lambda self: next(iter(self._loggers), None), doc="The first of :attr:`loggers`, or ``None``.")
+    model = lightning_module = property(lambda self: original(self._module), doc="The module.")
+    datamodule = property(lambda self: original(self._datamodule), doc="The data module, or ``None``.")
+    default_root_dir = property(lambda self: str(self._given["default_root_dir"] or "."), doc="As given.")
+
+    @property
+    def callback_metrics(self) -> Values:
+        return Values() if isinstance(self._run, _Before) else super().callback_metrics
+
+    @property
+    def _stage(self) -> str:
+        return super()._stage if self._module is not None and self._module.attached else ""
+
+    @property
+    def state(self) -> Any:
+        found = super().state
+        return found if self._stage or found.stopped else replace(found, status="finished" if found.fn else "initializing")
+
+
+class _Before:
+    """What a trainer shows before its first run."""
+
+    epoch = step = 0
+    stage = ""
+    evaluating = stopping = interrupted = terminated = False
+    module = datamodule = train_loader = exception = num_train_batches = loaded_from = None
+    optimizers: tuple[Any, ...] = ()
+    schedulers = num_eval_batches = optimizers
+
+    def __init__(self, fit: Fit) -> None:
+        self.settings = settings = fit.settings
+        self.max_epochs, self.max_steps, self.callbacks = settings.max_epochs, settings.max_steps, settings.callbacks
+        self.window_at, self.state = settings.accumulate_at, TrainState()
+        environment = detect(os.environ)
+        self.rank, self.local_rank, self.world_size = environment.rank, environment.local_rank, environment.world_size
+        self.is_main_process = self.rank == 0
+
+    @cached_property
+    def engine(self) -> SimpleNamespace:
+        """What is known of the devices and the precision."""
+        settings = self.settings
+        devices = _AcceleratorConnector(settings.accelerator, settings.devices)._parallel_devices
+        environment = SimpleNamespace(local_world_size=len(devices), num_nodes=settings.num_nodes)
+        return SimpleNamespace(
+            precision=Precision.parse(settings.precision), group=SimpleNamespace(environment=environment)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"no run has started: {name} is not known yet")
+
+
+def _logger(logger: Any) -> Any:
+    if isinstance(logger, WrappedLogger):
+        return logger.ours
+    return logger if isinstance(logger, Logger) else AdaptedLogger(logger)

@@ -1,0 +1,114 @@
+"""Objects that :class:`engine.compat.lightning.trainer_view.TrainerView` shows."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from engine.compat.lightning.names import OF_STRATEGIES
+from engine.distributed.collectives import broadcast_object
+from engine.engine import Engine
+from engine.utils.accelerator import count, device_type
+from engine.utils.extensions import attribute_error
+
+RUN = "self.run is the run: run.settings, run.engine, run.stop(), ..."
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What is under way, in Lightning's words."""
+
+    status: str
+    """``"running"``, or ``"interrupted"``; of a trainer object also ``"initializing"`` and ``"finished"``."""
+    fn: str
+    """``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+    stage: str
+    """``"train"``, ``"sanity_check"``, ``"validate"``, ``"test"`` or ``"predict"``; a validation within a training is ``"validate"``."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has come to its end."""
+        return self.status == "finished"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has finished, or was interrupted."""
+        return self.status in ("finished", "interrupted")
+
+
+class AcceleratorConnector:
+    """Which devices a trainer asks for, as published packages read it of Lightning's private object of this name.
+
+    Args:
+        accelerator, devices: as of ``Fit``.
+
+    Raises:
+        ValueError, RuntimeError: there is no such device here.
+    """
+
+    def __init__(self, accelerator: str = "auto", devices: Any = "auto") -> None:
+        kind = device_type(accelerator)
+        named = list(devices) if isinstance(devices, (list, tuple)) else range(count(kind, devices))
+        self._accelerator_flag = kind
+        self._devices_flag: int | list[int] = len(named) if kind == "cpu" else list(named)
+        self._parallel_devices = [torch.device("cpu") if kind == "cpu" else torch.device(kind, i) for i in named]
+        self.is_distributed = len(named) > 1
+
+
+class StrategyView:
+    """What modules use of Lightning's ``trainer.strategy``; the strategy itself is ``run.engine.strategy``."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> NoReturn:
+        sentence = OF_STRATEGIES.get(name, "the strategy itself is self.run.engine.strategy")
+        raise attribute_error(self, name, sentence)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        return self._engine.device
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self._engine.is_main_process
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number in the job."""
+        return self._engine.process_index
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its machine."""
+        return self._engine.local_process_index
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the job."""
+        return self._engine.num_processes
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Delete a file that ``TrainerView.save_checkpoint`` has written, or such a folder; rank 0 does it."""
+        path = Path(filepath)
+        if self.is_global_zero and path.exists():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks. ``name`` is not used."""
+        self._engine.wait_for_everyone()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """``obj`` of the rank ``src``, on every rank (tensors in it on the CPU); all ranks call this."""
+        return broadcast_object(self._engine.group, obj, src)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any (``all=False``), have decided so; all ranks call this."""
+        votes = int(self._engine.reduce(torch.tensor(int(decision), device=self.root_device)))
+        return votes == self.world_size if all else votes > 0

@@ -1,0 +1,406 @@
+"""``self.trainer``: the run under the names of Lightning's ``Trainer``, for modules, data modules and callbacks that read them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from engine.compat.lightning.logged_values import Values, live, live_shown, withheld
+from engine.compat.lightning.loop_view import FitLoopView
+from engine.compat.lightning.names import VIEW
+from engine.compat.lightning.rank_loaders import shared_out
+from engine.compat.lightning.trainer_parts import RUN, AcceleratorConnector, StrategyView, TrainerState
+from engine.utils.extensions import attribute_error
+
+
+class TrainerView:
+    """A run as Lightning's ``Trainer`` shows it; ``run.trainer``, and ``self.trainer`` of a module and a data module.
+
+    To read, except for ``should_stop = True``, :meth:`save_checkpoint`, :meth:`print`, and attributes of your own. Numbers without a limit are
+    ``-1`` and lengths that are not known infinite, as in Lightning. Nothing here costs anything in a step that does not read it.
+    """
+
+    _run: Any
+
+    def __init__(self, run: Any) -> None:
+        object.__setattr__(self, "_run", run)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise attribute_error(self, name, VIEW.get(name, RUN))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in VIEW:
+            raise AttributeError(f"trainer.{name} cannot be set, because nothing would read it: {VIEW[name]}")
+        super().__setattr__(name, value)
+
+    run = property(lambda self: self._run, doc="The :class:`engine.Run`.")
+
+    # -- counters and limits ----------------------------------------------------------------------------------------------------
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch, from 0; after the training, the number of epochs that were started."""
+        return int(self._run.epoch)
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps so far."""
+        return int(self._run.step)
+
+    @property
+    def max_epochs(self) -> int:
+        """The training's end in epochs; -1: no such limit."""
+        return -1 if self._run.max_epochs is None else int(self._run.max_epochs)
+
+    @property
+    def max_steps(self) -> int:
+        """The training's end in optimizer steps; -1: no such limit."""
+        return -1 if self._run.max_steps is None else int(self._run.max_steps)
+
+    def set_limit(self, name: str, value: int | None) -> None:
+        """Let the training end at ``value`` for ``"max_epochs"`` or ``"max_steps"``; ``None``: no such limit. All ranks call this."""
+        setattr(self._run, name, value)
+        self._run.due_step = 0  # looked at after the step under way
+
+    @property
+    def min_epochs(self) -> int | None:
+        """``Fit``'s setting."""
+        found: int | None = self._run.settings.min_epochs
+        return found
+
+    @property
+    def min_steps(self) -> int | None:
+        """``Fit``'s setting."""
+        found: int | None = self._run.settings.min_steps
+        return found
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """The optimizer steps of the whole training, for schedules such as OneCycleLR: exact, from ``setup`` on. Infinite if only a time ends it.
+
+        Raises:
+            ValueError: the training loader has no length, and there is no ``max_steps``.
+        """
+        steps = self._run.total_steps
+        if steps is not None:
+            return int(steps)
+        if self._run.max_epochs is None:
+            return math.inf
+        raise ValueError(
+            "estimated_stepping_batches: the training loader has no length, so the number of steps is unknown: give Fit(max_steps=...)"
+        )
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Micro-batches of this rank in an epoch, limits included; infinite: not known."""
+        return _length(self._run.num_train_batches)
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """The same for each validation loader."""
+        return self._lengths("fit", "sanity", "validate")
+
+    @property
+    def num_sanity_val_batches(self) -> list[int | float]:
+        """Batches of the check before the training, for each validation loader."""
+        most = self._run.settings.num_sanity_val_steps
+        return [length if most < 0 else min(length, most) for length in self._lengths("fit", "sanity")]
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        """Micro-batches of this rank in each test loader."""
+        return self._lengths("test")
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        """Micro-batches of this rank in each prediction loader."""
+        return self._lengths("predict")
+
+    def _lengths(self, *stages: str) -> list[int | float]:
+        return [_length(each) for each in self._run.num_eval_batches] if self._run.stage in stages else []
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the training's micro-batch under way is the epoch's last.
+
+        Raises:
+            ValueError: the training loader has no length.
+        """
+        loader = self._run.train_loader
+        if loader is None:
+            return False
+        if loader.length is None:
+            raise ValueError(
+                f"is_last_batch: {type(loader.loader).__name__} has no length; do what is due at an epoch's end in on_train_epoch_end"
+            )
+        return bool(loader.given >= loader.length)
+
+    # -- settings ---------------------------------------------------------------------------------------------------------------
+
+    limit_train_batches = property(lambda self: _limit(self, "limit_train_batches"), doc="``Fit``'s setting; 1.0: all.")
+    limit_val_batches = property(lambda self: _limit(self, "limit_val_batches"), doc="``Fit``'s setting; 1.0: all.")
+    limit_test_batches = property(lambda self: _limit(self, "limit_test_batches"), doc="``Fit``'s setting; 1.0: all.")
+    limit_predict_batches = property(
+        lambda self: _limit(self, "limit_predict_batches"), doc="``Fit``'s setting; 1.0: all."
+    )
+    overfit_batches = property(lambda self: self._run.settings.overfit_batches, doc="``Fit``'s setting.")
+    fast_dev_run = property(lambda self: self._run.settings.fast_dev_run, doc="``Fit``'s setting.")
+    log_every_n_steps = property(lambda self: self._run.settings.log_every_n_steps, doc="``Fit``'s setting.")
+    num_sanity_val_steps = property(lambda self: self._run.settings.num_sanity_val_steps, doc="``Fit``'s setting.")
+    gradient_clip_val = property(lambda self: self._run.settings.gradient_clip_val, doc="``Fit``'s setting.")
+    gradient_clip_algorithm = property(
+        lambda self: self._run.settings.gradient_clip_algorithm, doc="``Fit``'s setting."
+    )
+
+    @property
+    def check_val_every_n_epoch(self) -> int | None:
+        """Epochs from one validation to the next; 1 if there are several in an epoch, ``None`` if they do not follow epochs."""
+        every = self._run.settings.val_every
+        return max(1, int(every.value)) if every is not None and every.unit == "epochs" else None
+
+    @property
+    def val_check_interval(self) -> int | float:
+        """From one validation to the next, a fraction of an epoch, or a number of micro-batches.
+
+        Raises:
+            ValueError: validations come by the clock, or never.
+        """
+        every = self._run.settings.val_every
+        if every is None or every.unit == "seconds":
+            raise ValueError(f"val_check_interval: here it is val_every={every}, which no number of batches says")
+        if every.unit == "epochs":
+            return min(1.0, float(every.value))
+        return int(every.value) * self.accumulate_grad_batches
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Micro-batches of an optimizer step in this epoch."""
+        return int(self._run.window_at(self._run.state.epoch))
+
+    @property
+    def precision(self) -> str:
+        """The precision's name, such as ``"bf16-mixed"``."""
+        return str(self._run.engine.precision.name)
+
+    # -- values -----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def callback_metrics(self) -> Values:
+        """The latest value of every logged name, as tensors of shape () on the device. What was logged ``on_step`` and ``on_epoch`` is there as
+        ``x``, ``x_step`` and ``x_epoch``.
+
+        Within a training step: this rank's value for the step so far; nobody waits for other ranks. In ``on_validation_epoch_end`` and from an
+        epoch's end on: over all ranks. In ``on_train_epoch_end``, where the epoch's values are computed when they are read, all ranks read them
+        together.
+        """
+        found = live(self._run)
+        return Values({name: _tensor(value, self._run.device) for name, value in found.items()})
+
+    @property
+    def logged_metrics(self) -> Values:
+        """:attr:`callback_metrics` without ``x`` where there is ``x_step`` or ``x_epoch``, and without what loggers do not get."""
+        found = self.callback_metrics
+        forked = {name.removesuffix(end) for name in found for end in ("_step", "_epoch") if name.endswith(end)}
+        left = forked | withheld(self._run)
+        return Values({name: value for name, value in found.items() if name not in left})
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """Those that were logged with ``prog_bar=True``, as numbers; waits for the device."""
+        return {name: float(value) for name, value in live_shown(self._run).items()}
+
+    # -- stopping ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the training was asked to end. Set it to True to ask: ``run.stop()``."""
+        return bool(self._run.stopping)
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        if value:
+            self._run.stop("trainer.should_stop was set")
+        elif self._run.stopping:
+            raise ValueError("trainer.should_stop = False: the training was asked to end, which cannot be taken back")
+
+    @property
+    def interrupted(self) -> bool:
+        """Ctrl-C has reached this rank."""
+        return bool(self._run.interrupted)
+
+    @property
+    def received_sigterm(self) -> bool:
+        """SIGTERM has reached some rank."""
+        return bool(self._run.terminated)
+
+    # -- what is under way ------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TrainerState:
+        """What is under way."""
+        fn = "fit" if self._run.stage == "sanity" else str(self._run.stage)
+        status = "interrupted" if self._run.interrupted or self._run.exception is not None else "running"
+        return TrainerState(status, fn, self._stage)
+
+    @property
+    def _stage(self) -> str:
+        """Of :class:`TrainerState`."""
+        stage = str(self._run.stage)
+        if stage == "fit":
+            return "validate" if self._run.evaluating else "train"
+        return "sanity_check" if stage == "sanity" else stage
+
+    training = property(lambda self: self._stage == "train", doc="Training, outside of its validations.")
+    validating = property(lambda self: self._stage == "validate", doc="Validating, in a training or alone.")
+    testing = property(lambda self: self._stage == "test", doc="Testing.")
+    predicting = property(lambda self: self._stage == "predict", doc="Predicting.")
+    sanity_checking = property(lambda self: self._stage == "sanity_check", doc="The check before the training.")
+    evaluating = property(
+        lambda self: self._stage in ("validate", "test", "sanity_check"), doc="Validating or testing."
+    )
+
+    fit_loop = property(lambda self: FitLoopView(self), doc="What modules read of Lightning's loops.")
+
+    # -- objects ----------------------------------------------------------------------------------------------------------------
+
+    model = property(lambda self: original(self._run.module), doc="The module.")
+    lightning_module = property(lambda self: original(self._run.module), doc="The module.")
+    datamodule = property(lambda self: original(self._run.datamodule), doc="The data module, or ``None``.")
+    optimizers = property(lambda self: list(self._run.optimizers), doc="The optimizers.")
+    lr_scheduler_configs = property(
+        lambda self: list(self._run.schedulers), doc="Schedulers with ``scheduler``, ``interval``, ``monitor``, ..."
+    )
+    train_dataloader = property(
+        lambda self: shared_out(self._run, "train"), doc="As it was given; see :func:`shared_out`."
+    )
+    val_dataloaders = property(
+        lambda self: shared_out(self._run, "validation"), doc="As they were given; see :func:`shared_out`."
+    )
+    test_dataloaders = property(
+        lambda self: shared_out(self._run, "test"), doc="As they were given; see :func:`shared_out`."
+    )
+    predict_dataloaders = property(
+        lambda self: shared_out(self._run, "predict"), doc="As they were given; see :func:`shared_out`."
+    )
+    callbacks = property(
+        lambda self: [original(each) for each in self._run.callbacks], doc="The run's callbacks, in their order."
+    )
+    loggers = property(lambda self: self._run.loggers, doc="The loggers among the callbacks.")
+    logger = property(
+        lambda self: next(iter(self._run.loggers), None), doc="The first of :attr:`loggers`, or ``None``."
+    )
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """The callbacks that save checkpoints."""
+        return [original(callback) for callback in self._run.callbacks if callback.is_checkpoint]
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first of :attr:`checkpoint_callbacks`, or ``None``."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        """The callbacks that stop the training early."""
+        return [original(callback) for callback in self._run.callbacks if callback.is_early_stopping]
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The first of :attr:`early_stopping_callbacks`, or ``None``."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        """The first callback that shows the progress, or ``None``."""
+        return next((original(callback) for callback in self._run.callbacks if callback.shows_progress), None)
+
+    # -- ranks ------------------------------------------------------------------------------------------------------------------
+
+    strategy = property(
+        lambda self: StrategyView(self._run.engine), doc="Its ``root_device``, ``barrier`` and ``broadcast``."
+    )
+    is_global_zero = property(lambda self: self._run.is_main_process, doc="Whether this is rank 0.")
+    global_rank = property(lambda self: self._run.rank, doc="This process's number in the job.")
+    local_rank = property(lambda self: self._run.local_rank, doc="This process's number on its machine.")
+    world_size = property(lambda self: self._run.world_size, doc="Processes of the job.")
+    node_rank = property(lambda self: self._run.rank // self.num_devices, doc="This machine's number in the job.")
+    device_ids = property(
+        lambda self: _device_ids(self._run), doc="Numbers of the devices that this machine's processes use."
+    )
+    num_nodes = property(lambda self: self._run.engine.group.environment.num_nodes, doc="Machines of the job.")
+    num_devices = property(
+        lambda self: self._run.engine.group.environment.local_world_size, doc="Processes of this machine."
+    )
+
+    @property
+    def _accelerator_connector(self) -> AcceleratorConnector:
+        settings = self._run.settings
+        return AcceleratorConnector(settings.accelerator, settings.devices)
+
+    # -- files ------------------------------------------------------------------------------------------------------------------
+
+    default_root_dir = property(lambda self: str(self._run.settings.root_dir), doc="``Fit``'s ``root_dir``.")
+
+    @property
+    def log_dir(self) -> str:
+        """The first logger's folder, or the run's."""
+        found = getattr(self.logger, "log_dir", None)
+        return str(self._run.folder) if found is None else str(found)
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """The checkpoint that this run resumed from, or took its weights from."""
+        return None if self._run.loaded_from is None else str(self._run.loaded_from)
+
+    def save_checkpoint(self, filepath: str | Path, weights_only: bool | None = None) -> Path | str:
+        """Save everything that the run needs to continue, as a folder of this name; all ranks call this together.
+
+        Args:
+            filepath: a path or a URL; a name alone is one in the run's folder of checkpoints.
+            weights_only: checkpoints are complete; :class:`engine.Resume` can take only the weights of one.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            ValueError: ``weights_only=True``.
+        """
+        if weights_only:
+            raise ValueError(
+                "save_checkpoint(weights_only=True): checkpoints are complete; engine.Resume(path, weights_only=True) takes the weights alone, and "
+                "'fit checkpoint export' writes them"
+            )
+        found: Path | str = self._run.save_checkpoint_at(filepath)
+        return found
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print``, on rank 0 only."""
+        if self.is_global_zero:
+            print(*args, **kwargs)
+
+
+def original(value: Any) -> Any:
+    """The user's object behind one that stands for it here."""
+    return getattr(value, "__dict__", {}).get("foreign", value)
+
+
+def _length(number: int | None) -> int | float:
+    return math.inf if number is None else number
+
+
+def _device_ids(run: Any) -> list[int]:
+    devices = run.settings.devices
+    return list(devices if isinstance(devices, tuple) else range(run.engine.group.environment.local_world_size))
+
+
+def _limit(view: TrainerView, name: str) -> int | float:
+    value = getattr(view._run.settings, name)
+    return 1.0 if value is None else value
+
+
+def _tensor(value: Any, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(value, dtype=torch.get_default_dtype(), device=device).reshape(())

@@ -1,0 +1,89 @@
+"""Lightning's small helpers and types: ``utilities`` with its submodules, ``trainer.states``, ``tuner``, ``accelerators``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import warnings
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.compat.accelerate.utils.memory import is_out_of_memory as is_oom_error  # noqa: F401
+from engine.compat.accelerate.utils.memory import release_memory as garbage_collection_cuda  # noqa: F401
+from engine.compat.lightning.callback import Callback
+from engine.compat.lightning.callbacks import ModelSummary as ModelSummary
+from engine.compat.lightning.ckpt import load as _load  # noqa: F401
+from engine.compat.lightning.names import CLASSES
+from engine.compat.lightning.plugins import CheckpointIO as CheckpointIO
+from engine.compat.refusals import refused_class, refusing
+from engine.config.hyperparameters import HParams as AttributeDict  # noqa: F401
+from engine.data.combined_loaders import CombinedLoader as CombinedLoader
+from engine.data.datamodule import DataModule
+from engine.distributed.rank_zero import rank_zero_only as rank_zero_only
+from engine.module import TrainModule
+from engine.step.optimizers import Schedule as LRSchedulerConfig  # noqa: F401
+from engine.utils import accelerator, seed
+from engine.utils.overrides import overridden
+from engine.utils.seed import isolated as isolate_rng  # noqa: F401
+from engine.utils.tree import move as move_data_to_device  # noqa: F401
+
+STEP_OUTPUT = EPOCH_OUTPUT = TRAIN_DATALOADERS = EVAL_DATALOADERS = OptimizerLRScheduler = LRSchedulerTypeUnion = Any
+_METRIC = _EVALUATE_OUTPUT = _PREDICT_OUTPUT = _OUT_DICT = _PATH = _MAP_LOCATION_TYPE = LRSchedulerPLType = Any
+OptimizerConfig = OptimizerLRSchedulerConfig = LRSchedulerConfigType = Any
+MisconfigurationException = ValueError
+__getattr__ = refusing("engine.compat.lightning.utilities", CLASSES)
+CUDAAccelerator = refused_class("CUDAAccelerator", "give Trainer(accelerator='cuda')")
+CUDAAccelerator.is_available = staticmethod(lambda: accelerator.present() == "cuda")
+
+
+TrainerFn = StrEnum(
+    "TrainerFn", {"FITTING": "fit", "VALIDATING": "validate", "TESTING": "test", "PREDICTING": "predict"}
+)
+GradClipAlgorithmType = StrEnum("GradClipAlgorithmType", {"VALUE": "value", "NORM": "norm"})
+
+
+class RunningStage(StrEnum):
+    TRAINING, SANITY_CHECKING, VALIDATING, TESTING, PREDICTING = "train", "sanity_check", "validate", "test", "predict"
+
+
+class TrainerStatus(StrEnum):
+    INITIALIZING, RUNNING, FINISHED, INTERRUPTED = "initializing", "running", "finished", "interrupted"
+
+
+def seed_everything(value: int | None = None, workers: bool = False, verbose: bool = True) -> int:
+    """:func:`engine.seed_everything`; ``None``: ``PL_GLOBAL_SEED``, else 0. Loaders' ``workers`` have seeds of their own in any case."""
+    return seed.seed_everything(int(os.environ.get("PL_GLOBAL_SEED", 0)) if value is None else value)
+
+
+TorchCheckpointIO = CheckpointIO
+_logger = logging.getLogger("engine.interop.lightning")
+rank_zero_info, rank_zero_debug = rank_zero_only(_logger.info), rank_zero_only(_logger.debug)
+rank_zero_warn = rank_zero_deprecation = rank_zero_only(functools.partial(warnings.warn, stacklevel=3))
+
+
+def is_overridden(method_name: str, instance: Any, parent: type | None = None) -> bool:
+    """Whether ``instance`` overrides this method of ``parent``, by default of our class."""
+    known = (kind for kind in (TrainModule, DataModule, Callback) if isinstance(instance, kind))
+    return overridden(instance, method_name, parent or next(known, object))
+
+
+def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Tensor]:
+    """The norm of each parameter's gradient as it is now, in this process, and of all together; names as in Lightning.
+
+    :func:`engine.step.gradient_norms.named_norms` is for gradients that are still sharded, scaled or not divided by their window.
+    """
+    kind = float(norm_type)
+    each = {n: p.grad.detach().norm(kind) for n, p in module.named_parameters() if p.grad is not None}
+    found = {f"grad_{kind}_norm{group_separator}{name}": norm for name, norm in each.items()}
+    return found | ({f"grad_{kind}_norm_total": torch.stack([*each.values()]).norm(kind)} if each else {})
+
+
+def get_init_args(frame: Any) -> dict[str, Any]:
+    """The arguments of the ``__init__`` that runs in ``frame``."""
+    names, _, rest, values = inspect.getargvalues(frame)
+    return {name: values[name] for name in names[1:]} | (values[rest] if rest else {})

@@ -1,0 +1,187 @@
+"""What stands for Lightning's and Accelerate's names here: a name of ``engine``, one of ``engine.interop``, or an answer."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from engine.compat.lightning.names import DATA, MODULE, REPLACED, VIEW
+from engine.compat.migrate.imports import Api
+from engine.compat.migrate.members import Member, member
+from engine.compat.migrate.stand_ins import module, stand_in
+from engine.compat.names import ATTRIBUTES, OTHERWISE
+from engine.utils.errors import nearest
+
+AS_IS, INTEROP, CHANGE = "as is", "interop", "change"
+"""The verdicts, from the best to the worst: works with ``engine``, works through ``engine.interop``, needs a change."""
+INTEROP_OF = {
+    **dict.fromkeys(("lightning", "fabric"), "engine.interop.lightning"),
+    "accelerate": "engine.interop.accelerate",
+}
+RENAMED = {
+    "LightningModule": "TrainModule",
+    "LightningDataModule": "DataModule",
+    "Trainer": "Fit",
+    "Callback": "Callback",
+    "CombinedLoader": "CombinedLoader",
+    "Fabric": "Engine",
+    "Accelerator": "Engine",
+    "set_seed": "seed_everything",
+    "seed_everything": "seed_everything",
+}
+"""Names of the libraries, and what ``engine`` has in their place."""
+_SAME = {"callbacks": "callbacks", "loggers": "callbacks.loggers"}
+"""Parts of Lightning, and our packages whose names mean the same there."""
+_ANSWERS = {
+    "strategies": "give Fit(strategy=...) a name, or an object such as DDP, FSDP, DeepSpeed or MeshParallel of engine",
+    "plugins": OTHERWISE["plugins"],
+    "profilers": OTHERWISE["profiler"],
+    "loggers": OTHERWISE["loggers"],
+    "tuner": ATTRIBUTES["Fit"]["tune"],
+    "cli": "fit run builds a module, its data and its callbacks from a file of settings and the command line",
+}
+"""By part of Lightning, for names that we have nothing of."""
+
+
+@dataclass(frozen=True)
+class Thing:
+    """An object of the libraries as a source sees it.
+
+    ``plain``: the class of ``engine`` in its place; ``translated``: that of ``engine.interop``. ``answers``: what to use instead of an attribute
+    that neither has. ``closed``: an attribute that neither has is theirs, not one of the user's own class.
+    """
+
+    label: str
+    plain: type | None
+    translated: type | None
+    answers: Mapping[str, str] = field(default_factory=dict)
+    closed: bool = True
+
+    def has(self, name: str) -> tuple[Member | None, Member | None]:
+        """The attribute of the plain and of the translated class."""
+        return tuple(None if each is None else member(each, name) for each in (self.plain, self.translated))  # type: ignore[return-value]
+
+    def instead(self, name: str) -> str:
+        """What to do about an attribute that neither has."""
+        if name in self.answers:
+            return self.answers[name]
+        known = [each for owner in (self.plain, self.translated) if owner is not None for each in dir(owner)]
+        return f"there is no {name!r} here{nearest(name, [each for each in known if each[0] != '_'])}"
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """What stands for a name: ``where`` it is, and the object, if there is one.
+
+    ``refused``: what to do instead of making an object of a class that can only be named.
+    """
+
+    verdict: str
+    where: str
+    plain: Any = None
+    translated: Any = None
+    refused: str = ""
+
+
+@functools.cache
+def counterpart(api: Api) -> Counterpart:
+    """What stands for a class or a function of the libraries."""
+    plain, where = _plain(api)
+    translated, there = _translated(api)
+    if plain is not None:
+        return Counterpart(AS_IS, where, plain, translated)
+    if translated is not None:
+        return Counterpart(INTEROP, there, None, translated, refused(translated))
+    part = api.path.split(".")[0]
+    said = "it is private there" if api.name.startswith("_") else f"{INTEROP_OF[api.library]} has nothing of this name"
+    return Counterpart(CHANGE, _ANSWERS.get(part, said))
+
+
+def refused(found: object) -> str:
+    """What to do instead of a class that can only be named, not made; empty for every other object."""
+    return str(vars(found).get("refused", "")).rstrip(".") if inspect.isclass(found) else ""
+
+
+@functools.cache
+def is_package(api: Api) -> bool:
+    """Whether the name is only a part of the library, which says nothing by itself."""
+    if not api.path or api.name.islower():
+        found = _translated(api)[0]
+        return isinstance(found, ModuleType) or (found is None and (not api.path or api.path in _SAME))
+    return False
+
+
+def _plain(api: Api) -> tuple[Any, str]:
+    head, _, name = api.path.rpartition(".")
+    if name in RENAMED:
+        return stand_in(f"engine.{RENAMED[name]}"), f"engine.{RENAMED[name]}"
+    package = _SAME.get(head.split(".")[0]) if api.library == "lightning" else None
+    if package is not None:
+        owner = module(package)
+        if name in getattr(owner, "__all__", ()):
+            return getattr(owner, name), f"{package}.{name}"
+    return None, ""
+
+
+def _translated(api: Api) -> tuple[Any, str]:
+    package = INTEROP_OF[api.library]
+    *head, name = api.path.split(".")
+    for length in range(len(head), -1, -1):  # its own place first, then a shorter one
+        place = ".".join([package, *head[:length]])
+        owner = module(place)
+        found = None if owner is None else getattr(owner, name, None) if name else owner
+        if found is None and owner is not None:
+            found = module(f"{place}.{name}")
+        if found is not None:
+            return found, f"{place}.{name}" if name else place
+    return None, ""
+
+
+def _interop_class(library: str, name: str) -> type | None:
+    found = _translated(Api(library, name))[0]
+    return found if inspect.isclass(found) else None
+
+
+@functools.cache
+def things() -> Mapping[str, Thing]:
+    """The objects that a source may see, by what they are to it."""
+    of_module = {**REPLACED_TEXTS, **MODULE}
+    trainer = _interop_class("lightning", "Trainer")
+    return {
+        "module": Thing(
+            "LightningModule",
+            stand_in("engine.TrainModule"),
+            _interop_class("lightning", "LightningModule"),
+            of_module,
+            False,
+        ),
+        "data": Thing(
+            "LightningDataModule",
+            stand_in("engine.DataModule"),
+            _interop_class("lightning", "LightningDataModule"),
+            DATA,
+            False,
+        ),
+        "callback": Thing(
+            "Callback", stand_in("engine.Callback"), _interop_class("lightning", "Callback"), REPLACED_TEXTS, False
+        ),
+        "trainer of a module": Thing("trainer", stand_in("engine.TrainerView"), trainer, {**ATTRIBUTES["Run"], **VIEW}),
+        "trainer of a callback": Thing("trainer", stand_in("engine.Run"), trainer, ATTRIBUTES["Run"]),
+        "trainer": Thing("Trainer", stand_in("engine.Fit"), trainer, ATTRIBUTES["Fit"]),
+        "accelerator": Thing(
+            "Accelerator", stand_in("engine.Engine"), _interop_class("accelerate", "Accelerator"), ATTRIBUTES["Engine"]
+        ),
+        "fabric": Thing("Fabric", stand_in("engine.Engine"), None, ATTRIBUTES["Engine"]),
+    }
+
+
+REPLACED_TEXTS = {name: f"it is never called: define {instead}" for name, instead in REPLACED.items()}
+
+
+def of_nn_module(name: str) -> bool:
+    """Whether every ``nn.Module`` has the attribute."""
+    return member(stand_in("torch.nn.Module"), name) is not None

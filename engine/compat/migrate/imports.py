@@ -1,0 +1,334 @@
+"""What a name in a source stands for: a class of the sources, or something of Lightning's or Accelerate's, through aliases and re-exports."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
+
+from engine.compat.migrate.sources import Source
+
+ROOTS = {
+    "lightning.pytorch": "lightning",
+    "pytorch_lightning": "lightning",
+    "lightning.fabric": "fabric",
+    "lightning_fabric": "fabric",
+    "lightning": "lightning",
+    "accelerate": "accelerate",
+}
+"""Packages whose use is reported, the longer name first, and the library that each belongs to."""
+_DEPTH = 20
+"""Re-exports followed from one name: more than any package has, so that a circle ends."""
+_NEAREST = 50
+"""Classes of a family that are looked at: more than anybody writes, so that the time for a long line of classes does not grow with its square."""
+
+
+@dataclass(frozen=True)
+class Api:
+    """A name of one of the libraries: ``Api("lightning", "callbacks.ModelCheckpoint")``; an empty path is the package itself."""
+
+    library: str
+    path: str
+
+    @property
+    def name(self) -> str:
+        """Its last part."""
+        return self.path.rpartition(".")[2]
+
+
+@dataclass(eq=False)
+class ClassInfo:
+    """A class of the sources; ``name`` is qualified within its module."""
+
+    name: str
+    source: Source
+    node: ast.ClassDef
+    bases: list[Api | ClassInfo | None] = field(default_factory=list)
+    """One for each base: ``None`` for those that are neither in the sources nor in one of the libraries."""
+    distant: list[Api] = field(default_factory=list)
+    """Classes of the libraries among the bases of one of its ancestors, the nearest with any, however far that is."""
+
+    @cached_property
+    def family(self) -> list[ClassInfo]:
+        """This class and those of the sources that it inherits from: the nearest :data:`_NEAREST`."""
+        found, known = [self], {self}
+        for each in found:  # grows while it is walked
+            bases = [base for base in each.bases if isinstance(base, ClassInfo) and base not in known]
+            found += dict.fromkeys(bases)
+            known.update(bases)
+            if len(found) >= _NEAREST:
+                break
+        return found[:_NEAREST]
+
+    @cached_property
+    def foreign(self) -> list[Api]:
+        """The libraries' classes that it inherits from, directly or through others."""
+        near = dict.fromkeys(base for each in self.family for base in each.bases if isinstance(base, Api))
+        return list(near) or self.distant
+
+    @cached_property
+    def methods(self) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+        return {each.name: each for each in statements(self.node.body) if isinstance(each, _FUNCTIONS)}
+
+    @cached_property
+    def class_attributes(self) -> set[str]:
+        return {name for each in statements(self.node.body) for name in _targets(each)}
+
+    @cached_property
+    def set_on_self(self) -> dict[str, ast.expr | None]:
+        """Attributes that its methods assign to their first argument, and what they are set to, where that is plain."""
+        found: dict[str, ast.expr | None] = {}
+        for method in self.methods.values():
+            first = first_argument(method)
+            declared = {
+                id(each.target) for each in ast.walk(method) if isinstance(each, ast.AnnAssign) and not each.value
+            }
+            for node in ast.walk(method):
+                if id(node) in declared:
+                    continue
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_named(node.value, first):
+                    found.setdefault(node.attr, None)
+                elif isinstance(node, ast.Assign):
+                    for target in node.targets:
+                        if isinstance(target, ast.Attribute) and is_named(target.value, first):
+                            found[target.attr] = node.value
+        return found
+
+    @cached_property
+    def own(self) -> set[str]:
+        """Every name that this class or one of its bases in the sources defines."""
+        return {name for each in self.family for name in (*each.methods, *each.class_attributes, *each.set_on_self)}
+
+
+Meaning: TypeAlias = "Api | ClassInfo | str | None"
+"""What a name stands for; a ``str`` is a dotted name that belongs to none of the sources and libraries."""
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Names:
+    """The names of all sources together."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.modules = {each.module: each for each in sources}
+        self._namespaced = {
+            ".".join([*each.above[start:], each.module]): each.module
+            for each in sources
+            for start in range(len(each.above))
+        }
+        self._tables: dict[str, dict[str, ast.expr | str | ClassInfo]] = {}
+        self._stars: dict[str, list[str]] = {}
+        self.classes: list[ClassInfo] = []
+        self._nested: dict[tuple[str, str], list[ClassInfo]] = {}
+        self._looked_up: dict[tuple[str, str], Meaning] = {}
+        for source in sources:
+            self._tables[source.module], self._stars[source.module] = self._table(source)
+        for each in self.classes:
+            each.bases = [base for expression in each.node.bases for base in self._bases(expression, each.source)]
+        self._find_distant()
+
+    @cached_property
+    def of_node(self) -> dict[int, ClassInfo]:
+        """The classes by the ``id`` of their nodes."""
+        return {id(each.node): each for each in self.classes}
+
+    @cached_property
+    def own_of_trainers(self) -> set[str]:
+        """Names that the sources' subclasses of ``Trainer`` define."""
+        trainers = (each for each in self.classes if any(base.name == "Trainer" for base in each.foreign))
+        return {name for each in trainers for name in each.own}
+
+    def _find_distant(self) -> None:
+        """Fill ``distant`` of all classes."""
+        derived: dict[ClassInfo, list[ClassInfo]] = {}
+        for each in self.classes:
+            each.distant = [base for base in each.bases if isinstance(base, Api)]
+            for base in each.bases:
+                if isinstance(base, ClassInfo):
+                    derived.setdefault(base, []).append(each)
+        reached = [each for each in self.classes if each.distant]
+        for each in reached:  # grows while it is walked
+            for inner in derived.get(each, ()):
+                if not inner.distant:
+                    inner.distant = each.distant
+                    reached.append(inner)
+
+    def meaning(self, expression: ast.expr, source: Source, depth: int = 0) -> Meaning:
+        """What a dotted expression of ``source`` stands for."""
+        if depth > _DEPTH:
+            return None
+        if isinstance(expression, ast.Name):
+            return self._named(expression.id, source.module, depth + 1)
+        if isinstance(expression, ast.Attribute):
+            found = self.meaning(expression.value, source, depth + 1)
+            if isinstance(found, Api):
+                return _api(found, expression.attr)
+            if isinstance(found, ClassInfo):
+                inner = self._nested.get((found.source.module, expression.attr), ())
+                return next((each for each in inner if each.name == f"{found.name}.{expression.attr}"), None)
+            return None if found is None else self._dotted(f"{found}.{expression.attr}", depth + 1)
+        if isinstance(expression, ast.Subscript):  # Base[T]
+            return self.meaning(expression.value, source, depth + 1)
+        if isinstance(expression, ast.Constant) and isinstance(expression.value, str):  # an annotation in quotes
+            try:
+                return self.meaning(ast.parse(expression.value, mode="eval").body, source, depth + 1)
+            except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last: nested too deeply for the parser
+                return None
+        return None
+
+    def _bases(self, expression: ast.expr, source: Source) -> Iterator[Api | ClassInfo | None]:
+        # `Base if installed else object`, `(Base or object)`: whichever of them is known
+        choices = [expression]
+        if isinstance(expression, ast.IfExp):
+            choices = [expression.body, expression.orelse]
+        elif isinstance(expression, ast.BoolOp):
+            choices = expression.values
+        for each in choices:
+            found = self.meaning(each, source)
+            yield found if isinstance(found, (Api, ClassInfo)) else None
+
+    def _table(self, source: Source) -> tuple[dict[str, ast.expr | str | ClassInfo], list[str]]:
+        """What each name at the top of a module is bound to, and the modules of its star imports."""
+        table: dict[str, ast.expr | str | ClassInfo] = {}
+        stars: list[str] = []
+        for node in ast.walk(source.tree):  # imports in functions too: a name has one meaning in nearly every file
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    name = alias.name if alias.asname else alias.name.split(".")[0]
+                    table.setdefault(alias.asname or name, name)
+            elif isinstance(node, ast.ImportFrom):
+                origin = _imported_from(node, source)
+                for alias in node.names:
+                    if alias.name == "*":
+                        stars.append(origin)
+                    else:
+                        table.setdefault(alias.asname or alias.name, f"{origin}.{alias.name}")
+        for statement in statements(source.tree.body):
+            if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+                target = statement.targets[0]
+                if isinstance(target, ast.Name) and isinstance(statement.value, (ast.Name, ast.Attribute)):
+                    table.setdefault(target.id, statement.value)
+        self._add_classes(source.tree.body, source, "", table)
+        return table, stars
+
+    def _add_classes(
+        self, body: Iterable[ast.stmt], source: Source, prefix: str, table: dict[str, ast.expr | str | ClassInfo]
+    ) -> None:
+        for statement in statements(body):
+            if isinstance(statement, ast.ClassDef):
+                found = ClassInfo(prefix + statement.name, source, statement)
+                self.classes.append(found)
+                self._nested.setdefault((source.module, statement.name), []).append(found)
+                # A class that stands in for one that cannot be imported does not hide the import.
+                if not isinstance(table.get(statement.name), str) or prefix:
+                    table[statement.name if not prefix else found.name] = found
+                self._add_classes(statement.body, source, f"{found.name}.", table)
+            elif isinstance(statement, _FUNCTIONS):
+                self._add_classes(statement.body, source, f"{prefix}{statement.name}.", table)
+
+    def _named(self, name: str, module: str, depth: int) -> Meaning:
+        key = module, name
+        if key not in self._looked_up:
+            self._looked_up[key] = self._look_up(name, module, depth)
+        return self._looked_up[key]
+
+    def _look_up(self, name: str, module: str, depth: int) -> Meaning:
+        if depth > _DEPTH or module not in self._tables:
+            return None
+        found = self._tables[module].get(name)
+        if isinstance(found, ClassInfo):
+            return found
+        if isinstance(found, str):
+            # A script's neighbours may be imported without their folder's name.
+            folder = module if self.modules[module].is_package else module.rpartition(".")[0]
+            near = f"{folder}.{found}"
+            is_near = near.rpartition(".")[0] in self.modules or near in self.modules
+            if is_near and found.split(".")[0] not in self._packages and _library(found) is None:
+                return self._dotted(near, depth + 1)
+            return self._dotted(found, depth + 1)
+        if found is not None:
+            return self.meaning(found, self.modules[module], depth + 1)
+        if f"{module}.{name}" in self.modules:
+            return f"{module}.{name}"
+        for star in self._stars[module]:
+            if star in self.modules:
+                if meaning := self._named(name, star, depth + 1):
+                    return meaning
+            elif (library := _library(star)) is not None and name[0].isupper():
+                return _api(library, name)
+        nested = self._nested.get((module, name), ())
+        return nested[0] if len(nested) == 1 else None  # defined in a function, and used there
+
+    @cached_property
+    def _packages(self) -> set[str]:
+        return {name.split(".")[0] for name in self.modules}
+
+    def _dotted(self, dotted: str, depth: int) -> Meaning:
+        """The meaning of an absolute dotted name."""
+        parts = dotted.split(".")
+        for length in range(len(parts), 0, -1):
+            module = ".".join(parts[:length])
+            module = self._namespaced.get(module, module)
+            if module in self.modules:
+                if length == len(parts):
+                    return module
+                found = self._named(parts[length], module, depth + 1)
+                for name in parts[length + 1 :]:
+                    found = _api(found, name) if isinstance(found, Api) else None
+                return found
+        return _library(dotted) or dotted
+
+
+def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a body, with those in its ``if``, ``try`` and ``with`` blocks."""
+    waiting = [*body][::-1]
+    while waiting:  # not by recursion: each `elif` is one level deeper
+        each = waiting.pop()
+        yield each
+        if not isinstance(each, (ast.ClassDef, *_FUNCTIONS)):
+            parts = (getattr(each, part, ()) for part in ("body", "orelse", "finalbody"))
+            handlers = (handler.body for handler in getattr(each, "handlers", ()))
+            waiting += [inner for part in (*parts, *handlers) for inner in part][::-1]
+
+
+def is_named(node: ast.expr, name: str | None) -> bool:
+    """Whether the expression is this name."""
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def first_argument(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
+    """The name that a method gives to its object; ``None`` for a static method."""
+    if any(isinstance(each, ast.Name) and each.id == "staticmethod" for each in function.decorator_list):
+        return None
+    arguments = [*function.args.posonlyargs, *function.args.args]
+    return arguments[0].arg if arguments else None
+
+
+def _targets(statement: ast.stmt) -> Iterator[str]:
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    for target in targets:
+        if isinstance(target, ast.Name):
+            yield target.id
+
+
+def _imported_from(node: ast.ImportFrom, source: Source) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = source.module.split(".")
+    parts = parts[: len(parts) - node.level + (1 if source.is_package else 0)]
+    return ".".join([*parts, *filter(None, [node.module])])
+
+
+def _library(dotted: str) -> Api | None:
+    for root, library in ROOTS.items():
+        if dotted == root or dotted.startswith(f"{root}."):
+            return Api(library, dotted[len(root) + 1 :])
+    return None
+
+
+def _api(owner: Api, name: str) -> Api:
+    # `lightning` itself: its part `pytorch` is the library
+    if owner == Api("lightning", "") and name in ("pytorch", "fabric"):
+        return Api("fabric" if name == "fabric" else "lightning", "")
+    return Api(owner.library, f"{owner.path}.{name}" if owner.path else name)

@@ -1,0 +1,147 @@
+"""The report of ``fit migrate``: uses and classes with their verdicts, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.compat.migrate.counterparts import AS_IS, CHANGE, INTEROP
+from engine.compat.migrate.imports import ClassInfo, Names
+from engine.compat.migrate.sources import Unread, read
+from engine.compat.migrate.uses import Finder, Use, kind_of
+
+VERDICTS = (AS_IS, INTEROP, CHANGE)
+KINDS = {
+    "module": "LightningModules",
+    "data": "LightningDataModules",
+    "callback": "callbacks",
+    "other": "other classes",
+}
+
+
+@dataclass(frozen=True)
+class ClassReport:
+    """A class that inherits from one of the libraries. ``verdict``: the worst of its uses and of the classes that it inherits from."""
+
+    cls: ClassInfo
+    kind: str
+    verdict: str
+    uses: list[Use]
+    inherited: list[Use]
+    """Those of its base classes and mixins in the sources."""
+
+    @property
+    def package(self) -> str:
+        """The package that the class is in."""
+        return self.cls.source.module.split(".")[0]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was found; ``files`` were read."""
+
+    uses: list[Use]
+    classes: list[ClassReport]
+    unread: list[Unread]
+    files: int
+
+    @property
+    def works(self) -> bool:
+        """Whether nothing needs a change, and everything was read."""
+        return not self.unread and all(each.verdict != CHANGE for each in self.uses)
+
+    def counts(self, kind: str, package: str | None = None) -> dict[str, int]:
+        """The classes of a kind (of one package) by verdict."""
+        found = Counter(each.verdict for each in self.classes if each.kind == kind and package in (None, each.package))
+        return {verdict: found[verdict] for verdict in VERDICTS}
+
+
+def migration(paths: Sequence[Path], exclude: Iterable[str] = ()) -> Report:
+    """Read the sources under ``paths`` and report what each use of Lightning and Accelerate is here.
+
+    ``exclude``: patterns of files' and folders' names that are left out.
+    """
+    sources, unread = read(paths, exclude)
+    names = Names(sources)
+    users = _users(names.classes)
+    uses: list[Use] = []
+    for source in sources:
+        finder = Finder(source, names, users)
+        try:
+            finder.visit(source.tree)
+        except RecursionError:
+            unread.append(Unread(source.path, 0, "an expression in it is nested too deeply"))
+            continue
+        uses += finder.found
+    by_class: dict[ClassInfo, list[Use]] = {}
+    for use in uses:
+        if use.owner is not None:
+            by_class.setdefault(use.owner, []).append(use)
+    classes = [_classified(cls, by_class) for cls in names.classes if kind_of(cls)]
+    return Report(uses, classes, unread, len(sources))
+
+
+def _users(classes: Sequence[ClassInfo]) -> dict[ClassInfo, ClassInfo]:
+    """The first class with a base of the libraries that inherits from each class."""
+    users: dict[ClassInfo, ClassInfo] = {}
+    for cls in classes:
+        bases = [cls] if kind_of(cls) else []
+        for each in bases:  # grows while it is walked; ancestors of one that has a user have one too
+            new = [base for base in each.bases if isinstance(base, ClassInfo) and base not in users]
+            users.update(dict.fromkeys(new, cls))
+            bases += dict.fromkeys(new)
+    return users
+
+
+def _classified(cls: ClassInfo, uses: dict[ClassInfo, list[Use]]) -> ClassReport:
+    own = uses.get(cls, [])
+    inherited = [use for base in cls.family[1:] for use in uses.get(base, ())]
+    found = {use.verdict for use in (*own, *inherited)}
+    return ClassReport(cls, kind_of(cls), max({AS_IS, *found}, key=VERDICTS.index), own, inherited)
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The report as one JSON value."""
+    packages = sorted({each.package for each in report.classes})
+    return {
+        "files": report.files,
+        "unread": [{"path": str(each.path), "line": each.line, "message": each.message} for each in report.unread],
+        "summary": {
+            package: {
+                kind: report.counts(kind, package) for kind in KINDS if any(report.counts(kind, package).values())
+            }
+            for package in packages
+        },
+        "classes": [
+            {
+                "name": each.cls.name,
+                "kind": each.kind,
+                "package": each.package,
+                "path": str(each.cls.source.path),
+                **_placed(*each.cls.source.place(each.cls.node.lineno)),
+                "verdict": each.verdict,
+                "changes": [_use(use) for use in (*each.uses, *each.inherited) if use.verdict == CHANGE],
+            }
+            for each in report.classes
+        ],
+        "uses": [_use(use) for use in report.uses],
+    }
+
+
+def _placed(cell: int | None, line: int) -> dict[str, int]:
+    return {"line": line} if cell is None else {"cell": cell, "line": line}
+
+
+def _use(use: Use) -> dict[str, Any]:
+    return {
+        "path": str(use.source.path),
+        **_placed(*use.place),
+        "class": None if use.owner is None else use.owner.name,
+        "library": use.library,
+        "name": use.name,
+        "verdict": use.verdict,
+        "what": use.what,
+    }

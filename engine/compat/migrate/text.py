@@ -1,0 +1,87 @@
+"""The report of ``fit migrate`` as text: file by file, class by class, and a summary of each package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from engine.compat.migrate.counterparts import AS_IS, CHANGE, INTEROP
+from engine.compat.migrate.imports import ClassInfo
+from engine.compat.migrate.report import KINDS, ClassReport, Report
+from engine.compat.migrate.sources import Source
+from engine.compat.migrate.uses import Use
+
+_SAID = {AS_IS: "works as is", INTEROP: "works through engine.interop", CHANGE: "needs a change"}
+
+
+def lines(report: Report, *, changes_only: bool = False) -> Iterator[str]:
+    """The lines of the report. ``changes_only``: without the uses that work."""
+    by_file: dict[Source, list[Use]] = {}
+    for use in report.uses:
+        if use.verdict == CHANGE or not changes_only:
+            by_file.setdefault(use.source, []).append(use)
+    classes = {each.cls: each for each in report.classes}
+    for source, uses in by_file.items():
+        yield f"{source.path}"
+        by_owner: dict[ClassInfo | None, list[Use]] = {}
+        for use in uses:
+            by_owner.setdefault(use.owner, []).append(use)
+        for owner, own in by_owner.items():
+            if owner is None:
+                yield "  outside classes"
+            elif owner in classes:
+                yield f"  class {owner.name} ({_bases(classes[owner])}): {_SAID[classes[owner].verdict]}{_through(classes[owner])}"
+            else:
+                yield f"  class {owner.name}"
+            yield from _of_class(own)
+        yield ""
+    for each in report.unread:
+        yield f"not read: {each.path}{f':{each.line}' if each.line else ''}: {each.message}"
+    yield from _summary(report)
+
+
+def _bases(found: ClassReport) -> str:
+    return ", ".join(base.name for base in found.cls.foreign)
+
+
+def _through(found: ClassReport) -> str:
+    """The base classes that a class owes its verdict to."""
+    if found.verdict in {use.verdict for use in found.uses}:
+        return ""
+    owners = dict.fromkeys(use.owner.name for use in found.inherited if use.verdict == found.verdict and use.owner)
+    return f" (inherited from {', '.join(owners)})" if owners else ""
+
+
+def _of_class(uses: Sequence[Use]) -> Iterator[str]:
+    for verdict in (AS_IS, INTEROP):
+        names: dict[str, list[str]] = {}
+        for use in uses:
+            if use.verdict == verdict:
+                names.setdefault(use.name, []).append(_place(use))
+        if names:
+            yield f"    {verdict + ':':<9}{'; '.join(f'{name} {_lines(where)}' for name, where in names.items())}"
+    for use in uses:
+        if use.verdict == CHANGE:
+            yield f"    {CHANGE + ':':<9}line {_place(use)}: {use.name}: {use.what}"
+
+
+def _place(use: Use) -> str:
+    cell, line = use.place
+    return f"{line}" if cell is None else f"{cell}:{line}"
+
+
+def _lines(places: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(places))
+
+
+def _summary(report: Report) -> Iterator[str]:
+    """One line for each kind of class in each package."""
+    yield f"{'package':<24}{'classes':<24}{'count':>6}{'as is':>8}{'interop':>9}{'change':>8}"
+    for package in sorted({each.package for each in report.classes}):
+        for kind, name in KINDS.items():
+            counts = report.counts(kind, package)
+            if any(counts.values()):
+                yield (
+                    f"{package:<24}{name:<24}{sum(counts.values()):>6}{counts[AS_IS]:>8}{counts[INTEROP]:>9}{counts[CHANGE]:>8}"
+                )
+    totals = [sum(use.verdict == verdict for use in report.uses) for verdict in (AS_IS, INTEROP, CHANGE)]
+    yield f"{'all files':<24}{'uses':<24}{sum(totals):>6}{totals[0]:>8}{totals[1]:>9}{totals[2]:>8}"

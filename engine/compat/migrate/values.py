@@ -1,0 +1,87 @@
+"""Values that a call has literally, and that a run would refuse. What is computed is known only when a script runs, and is left out."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Sequence
+from inspect import Parameter, Signature
+from typing import Any
+
+from engine.compat.lightning.trainer_settings import check_callbacks, settings
+from engine.compat.migrate.stand_ins import stand_in
+from engine.metrics.log_options import Given, options_of
+
+_NOTHING_ASKED = Given(False, None, None, None, "mean", False, None, True, None, False, None)
+
+
+def literals(call: ast.Call, parameters: Signature) -> dict[str, Any]:
+    """The arguments of a call that are literals, by name."""
+    places = [
+        each.name
+        for each in parameters.parameters.values()
+        if each.name != "self" and each.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    given = [*zip(places, call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
+    found: dict[str, Any] = {}
+    for name, value in given:
+        if name is not None:
+            try:
+                found[name] = ast.literal_eval(value)
+            except (ValueError, TypeError, SyntaxError, RecursionError):
+                continue
+    return found
+
+
+def trainer_arguments(call: ast.Call, parameters: Signature) -> str:
+    """Why ``Trainer`` of ``engine.interop.lightning`` refuses the values; empty when it does not."""
+    given = {name: each.default for name, each in parameters.parameters.items()}
+    given |= {name: value for name, value in literals(call, Signature()).items() if name in given}
+    # Callbacks and loggers are objects: they are not made here.
+    given |= {"callbacks": None, "logger": False, "enable_checkpointing": None}
+    try:
+        settings(given)
+        check_callbacks(given, ())
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+def log_options(call: ast.Call, parameters: Signature) -> str:
+    """Why a run refuses the options of ``log`` or ``log_dict``; empty when it does not."""
+    found = literals(call, parameters)
+    given = {name: found[name] for name in Given._fields if name in found and name != "sync_dist_group"}
+    try:
+        options_of(found.get("name", "..."), _NOTHING_ASKED._replace(**given), True, True, 1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def constructor(call: ast.Call, classes: Sequence[Any]) -> str:
+    """Why none of these classes of callbacks can be made with the values, if all are literals; empty when one can, or it is not known.
+
+    The classes are stand-ins. What they stand for is imported, ours first, and the next only where one refuses the values: the callbacks that most
+    projects make (checkpoints, early stopping, progress bars, learning rates) do not import torch.
+    """
+    if not all(isinstance(each, type) and issubclass(each, stand_in("engine.Callback")) for each in classes):
+        return ""
+    try:
+        args = [ast.literal_eval(each) for each in call.args]
+        options = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords if each.arg is not None}
+    except (ValueError, TypeError, SyntaxError, RecursionError):
+        return ""
+    if len(options) < len(call.keywords):
+        return ""
+    said = ""
+    for stand in sorted(classes, key=lambda cls: not cls.__module__.startswith("callbacks.")):
+        cls = getattr(importlib.import_module(stand.__module__), stand.__name__)
+        try:
+            cls(*args, **options)
+        except ValueError as error:
+            said = said or str(error)
+        except Exception:  # a package that is missing here, for example
+            return ""
+        else:
+            return ""
+    return said

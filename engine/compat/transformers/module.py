@@ -1,0 +1,281 @@
+"""``HFModule``: a transformers model, with or without a peft adapter, as ``Fit`` trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import MeanMetric
+from transformers import PreTrainedModel
+
+from engine.compat.transformers.files import Publication, adapter_names, trained_names
+from engine.compat.transformers.loss import Count, CountedLoss, base_of
+from engine.compat.transformers.optimizers import make_optimizer, make_schedule, parameter_groups
+from engine.compat.transformers.pretrained import Pretrained
+from engine.module import TrainModule
+from engine.step.gradients import Loss, nonzero
+from engine.utils.parameters import is_sharded
+
+SHARDING = (
+    "transformers cannot save the optimizer's state of a model that it shards itself. Let the strategy shard it, which saves and resumes exactly: "
+    'HFModule.from_pretrained(path) with Fit(strategy="fsdp") instead of fsdp_size, or strategy="tp" instead of tp_size. Each rank then reads '
+    "only its own shards of the files"
+)
+
+
+class HFModule(TrainModule):
+    """Trains a ``PreTrainedModel``, or a ``PeftModel``, that computes its loss from the batch::
+
+        fit.run(HFModule(model, lr=2e-5), loader)
+
+    Batches are dicts of the model's arguments, as transformers' collators make them. A loss over tokens weighs by its labels that are not -100
+    (:class:`engine.huggingface.CountedLoss`), so that windows and ranks are exact. Logged are ``train/loss``, ``val/loss`` and
+    ``test/loss``, and of language models ``val/perplexity`` and ``test/perplexity``. ``predict_step`` gives the logits, or generates.
+
+    A checkpoint has what ``fit checkpoint export`` writes beside the weights: configuration, generation configuration and tokenizer; of a
+    ``PeftModel`` only the adapter is saved and exported.
+
+    Override :meth:`loss` or any step; the model is ``self.model``.
+
+    Args:
+        model: the model; on every rank with the same values.
+        optimizer: a name in ``torch.optim`` in any case, or a function of the parameter groups and ``lr``, such as an optimizer's class.
+        lr: its learning rate at the end of the warm-up.
+        weight_decay: of all trained parameters but norms and biases.
+        scheduler: a name of ``transformers.get_scheduler``, with one step for each optimizer step; ``None``: the rate is constant.
+        warmup: steps, or as a float below 1 a fraction of all steps.
+        optimizer_args, scheduler_args: further arguments of both, such as ``{"betas": (0.9, 0.95)}`` and ``{"num_cycles": 2}``.
+        total_steps: the length of the schedule, by default that of the training.
+        monitor: the value that ``scheduler="reduce_lr_on_plateau"`` follows.
+        tokenizer: a tokenizer or processor to export with the weights.
+        generation: arguments of ``generate``, with which ``predict_step`` generates: ``{"max_new_tokens": 64}``.
+        count: how many items the loss of a micro-batch is a mean over, if the model's own loss does not say: see ``CountedLoss``.
+        save_base: also save the frozen model under a ``PeftModel`` in checkpoints.
+
+    Raises:
+        ValueError: an argument is unknown (some of them in ``configure_optimizers``, before the first step), or transformers has sharded the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Pretrained,
+        *,
+        optimizer: str | Callable[..., Optimizer] = "adamw",
+        lr: float = 5e-5,
+        weight_decay: float = 0.0,
+        scheduler: str | None = "linear",
+        warmup: int | float = 0,
+        optimizer_args: Mapping[str, Any] | None = None,
+        scheduler_args: Mapping[str, Any] | None = None,
+        total_steps: int | None = None,
+        monitor: str = "val/loss",
+        tokenizer: Any = None,
+        generation: Mapping[str, Any] | None = None,
+        count: str | Count | None = None,
+        save_base: bool = False,
+    ) -> None:
+        super().__init__()
+        self.optimizer, self.lr, self.weight_decay, self.optimizer_args = (
+            optimizer,
+            lr,
+            weight_decay,
+            optimizer_args or {},
+        )
+        self.scheduler, self.warmup, self.scheduler_args = scheduler, warmup, scheduler_args or {}
+        self.total_steps, self.monitor = total_steps, monitor
+        self.tokenizer, self.generation, self.count, self.save_base = tokenizer, generation, count, save_base
+        self.perplexity = _Perplexity()
+        self.complete_state = False
+        """Whether ``state_dict()`` has the frozen model under an adapter as well, in spite of ``save_base=False``; set by ``Fit.state_dict``."""
+        self._pretrained = model if isinstance(model, Pretrained) else None
+        if not isinstance(model, Pretrained):
+            self._take(model)
+            self.built = True
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str,
+        *,
+        auto: Any = None,
+        peft: Any = None,
+        model_args: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """The model of a folder, or of the Hub, built when the run starts. Under FSDP and ZeRO-3 each rank reads only its own shards from the
+        safetensors files; other strategies call ``from_pretrained``.
+
+        Args:
+            auto: a class of transformers, by default ``AutoModelForCausalLM``.
+            peft: the configuration of a new adapter, such as ``LoraConfig(...)``.
+            model_args: further arguments of ``from_pretrained``, such as ``{"dtype": torch.float32, "attn_implementation": "sdpa"}``.
+            options: those of the constructor.
+
+        Raises:
+            ValueError: ``model_args`` ask transformers to shard the model.
+        """
+        if asked := sorted({"distributed_config", "tp_plan", "tp_size"} & set(model_args or ())):
+            raise ValueError(f"HFModule.from_pretrained(model_args={{{asked[0]!r}: ...}}): {SHARDING}")
+        return cls(Pretrained(path, auto, peft, dict(model_args or {})), **options)
+
+    def _take(self, model: nn.Module) -> None:
+        if getattr(base_of(model).config, "distributed_config", None) and any(map(is_sharded, model.parameters())):
+            raise ValueError(
+                f"{type(model).__name__} was sharded by transformers when it was loaded (distributed_config=, tp_plan=); {SHARDING}"
+            )
+        self.model = model
+        self._loss = CountedLoss(model, self.count)
+        self._publication = Publication(model, self.tokenizer, "model.")
+        if hasattr(model, "peft_config") and not self.save_base:
+            kept = {f"model.{name}" for name in adapter_names(model) or trained_names(model)}
+            self.register_state_dict_post_hook(partial(_keep, kept))
+
+    # -- the model --------------------------------------------------------------------------------------------------------------
+
+    def prepare_data(self) -> None:
+        """Downloads a model of the Hub, once on each machine."""
+        if self._pretrained is not None:
+            self._pretrained.folder(download=True)
+
+    def configure_model(self) -> None:
+        if self._pretrained is not None:
+            self._take(self._pretrained.build())
+            self.built = True
+
+    def init_weights(self, module: nn.Module) -> None:
+        """Nothing for the parts of a saved model, whose values :meth:`read_weights` reads."""
+        if self._pretrained is None or not any(each is module for each in self.model.modules()):
+            super().init_weights(module)
+
+    def read_weights(self) -> None:
+        """Called by the run on every rank when the model is sharded: reads this rank's shards of a model that was built without values."""
+        if self._pretrained is not None:
+            engine = self.run.engine
+            self._pretrained.read(self.model, engine.strategy, engine.seed)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._loss.begin()
+        return self.model(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """``model.generate``, under every strategy; to be called by all ranks, in a ``validation_step``, ``test_step`` or ``predict_step``.
+
+        Where parameters are sharded, every rank generates until the last one has finished.
+        """
+        if self.attached and self.world_size > 1 and any(map(is_sharded, self.model.parameters())):
+            kwargs.setdefault("synced_gpus", True)
+        model: Any = self.model
+        return model.generate(*args, **kwargs)
+
+    # -- steps ------------------------------------------------------------------------------------------------------------------
+
+    def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Loss | Tensor:
+        """The loss of a micro-batch: a :class:`engine.Loss`, or a scalar, the mean over the samples. Override it for a loss of your own."""
+        return self._loss(outputs, batch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Loss | Tensor:
+        loss = self.loss(self(**self.inputs(batch)), batch)
+        self._record("train", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._evaluate("test", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        inputs = {name: value for name, value in self.inputs(batch).items() if name != "labels"}
+        if self.generation is None:
+            return self(**inputs)["logits"]
+        inputs.pop("use_cache", None)
+        return self.generate(**inputs, **self.generation)
+
+    def inputs(self, batch: Any) -> dict[str, Any]:
+        """The model's arguments for a batch.
+
+        Raises:
+            TypeError: the batch is not a dict.
+        """
+        if not isinstance(batch, Mapping):
+            raise TypeError(
+                f"HFModule takes batches that are dicts of the model's arguments, got {type(batch).__name__}: let the loader's collate_fn make "
+                "them (transformers.default_data_collator, DataCollatorForLanguageModeling), or override inputs(batch)"
+            )
+        # A cache of keys and values is for generation.
+        cached = getattr(base_of(self.model).config, "use_cache", None) is not None
+        return {**({"use_cache": False} if cached else {}), **batch}
+
+    def _evaluate(self, stage: str, batch: Any) -> None:
+        loss = self.loss(self(**self.inputs(batch)), batch)
+        self._record(stage, loss)
+        if isinstance(loss, Loss) and self._loss.of_tokens:
+            self.perplexity.update(loss.sum.detach().float() / nonzero(loss.count), loss.count)
+            self.log(f"{stage}/perplexity", self.perplexity)
+
+    def _record(self, stage: str, loss: Loss | Tensor, prog_bar: bool = False) -> None:
+        if isinstance(loss, Loss):
+            self.log(f"{stage}/loss", loss.sum.detach() / nonzero(loss.count), prog_bar, batch_size=loss.count)
+        else:
+            self.log(f"{stage}/loss", loss.detach(), prog_bar)
+
+    # -- optimizer, checkpoints -------------------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> Any:
+        groups = parameter_groups(self.model, self.weight_decay)
+        optimizer = make_optimizer(self.optimizer, groups, self.lr, self.optimizer_args)
+        if self.scheduler is None:
+            return optimizer
+        schedule = make_schedule(
+            self.scheduler, optimizer, self.warmup, self._total_steps, self.scheduler_args, self.monitor
+        )
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def _total_steps(self) -> int:
+        found: int | None = self.run.total_steps if self.total_steps is None else self.total_steps
+        if found is None:
+            raise ValueError(
+                "the schedule needs the number of steps of the training, which is not known: give Fit(max_steps=), or HFModule(total_steps=)"
+            )
+        return found
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank == 0:
+            checkpoint["published"] = self._publication.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The files that a checkpoint has are the model's own."""
+
+
+def as_module(value: Any) -> Any:
+    """For ``fit.run(model, loader)``: a model of transformers or peft in an :class:`HFModule` with its defaults, the same one each time.
+
+    Anything else is returned as it is.
+    """
+    if not isinstance(value, PreTrainedModel) and not (isinstance(value, nn.Module) and hasattr(value, "peft_config")):
+        return value
+    made: list[HFModule] | None = vars(value).get("_as_module")
+    if made is None:
+        made = [HFModule(value)]
+        value._as_module = made  # type: ignore[assignment]  # in a list, so that it is not a submodule
+    return made[0]
+
+
+class _Perplexity(MeanMetric):
+    """The exponential of a mean."""
+
+    def compute(self) -> Tensor:
+        return torch.exp(super().compute())
+
+
+def _keep(kept: set[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Leave the names of the model that are not ``kept`` out of a ``state_dict``, unless the whole is asked for."""
+    if vars(module).get("complete_state"):
+        return
+    for name in list(state):
+        if name.startswith(f"{prefix}model.") and name.removeprefix(prefix) not in kept:
+            del state[name]

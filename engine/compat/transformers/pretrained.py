@@ -1,0 +1,124 @@
+"""A saved model that is built when the run starts, and of which each rank reads its own shards."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.compat.transformers.loss import base_of
+from engine.compat.transformers.saved_weights import SavedWeights, builds_without_values, fill
+from engine.strategies.base import Strategy
+
+_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+
+
+@dataclass
+class Pretrained:
+    """What ``from_pretrained`` is to load."""
+
+    path: str
+    """A folder, or a name on the Hub."""
+    auto: Any = None
+    """A class of transformers with ``from_pretrained`` and ``from_config``."""
+    peft: Any = None
+    """The configuration of a new adapter."""
+    options: dict[str, Any] = field(default_factory=dict)
+    _unread: bool = field(default=False, init=False)
+
+    def folder(self, download: bool = False) -> Path:
+        """Where the files are: of a model of the Hub, in its cache."""
+        if Path(self.path).is_dir():
+            return Path(self.path)
+        from huggingface_hub import snapshot_download
+
+        wanted: dict[str, Any] = {"revision": self.options.get("revision"), "allow_patterns": list(_FILES)}
+        return Path(snapshot_download(self.path, local_files_only=not download, **wanted))
+
+    def build(self) -> Any:
+        """The model; without values where the strategy builds models without them (call :meth:`read` when it is sharded)."""
+        auto: Any = AutoModelForCausalLM if self.auto is None else self.auto
+        self._unread = builds_without_values()
+        if self._unread:
+            own = {name: value for name, value in self.options.items() if name != "revision"}
+            make = getattr(auto, "from_config", None) or auto._from_config
+            model = make(AutoConfig.from_pretrained(self.folder()), **own)
+            model.config.name_or_path = model.name_or_path = self.path
+        else:
+            model = auto.from_pretrained(self.path, **self.options)
+        if self.peft is None:
+            return model
+        from peft import get_peft_model
+
+        if not self._unread:
+            return get_peft_model(model, self.peft)
+        _check(self.peft)
+        with warnings.catch_warnings():  # parameters without memory are given values later
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors is a no-op")
+            return get_peft_model(model, self.peft)
+
+    def read(self, model: nn.Module, strategy: Strategy, seed: int) -> None:
+        """Fill this rank's part of each parameter, once; a new adapter starts as on one process with this ``seed``.
+
+        Raises:
+            ValueError: the files lack a parameter, or have another shape.
+        """
+        if not self._unread:
+            return
+        self._unread = False
+        prefix = f"{getattr(base_of(model), 'base_model_prefix', '')}."
+        names: dict[int, list[str]] = {}
+        tensors: dict[int, Any] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, Tensor):
+                names.setdefault(id(tensor), []).append(name)
+                tensors[id(tensor)] = tensor
+        saved = SavedWeights(self.folder())
+        targets: dict[str, Any] = {}
+        new: list[int] = []
+        missing: list[int] = []
+        for key, own in names.items():
+            plain = [name.removeprefix("base_model.model.").replace(".base_layer.", ".") for name in own]
+            tried = [each for name in plain for each in (name, name.removeprefix(prefix), prefix + name)]
+            if (found := next((name for name in tried if name in saved.stored), None)) is not None:
+                targets[found] = tensors[key]
+            else:
+                (new if ".lora_" in own[0] else missing).append(key)
+        if missing:
+            lost = ", ".join(names[key][0] for key in missing[:5])
+            raise ValueError(
+                f"{self.path} has no tensor for {lost} of {type(base_of(model)).__name__}: load it with from_pretrained on one process, "
+                "which initializes or converts them, and save the result with save_pretrained"
+            )
+        saved.read_into(targets, strategy)
+        generator = torch.Generator().manual_seed(seed % 2**63)
+        for key in new:
+            value = _new_value(names[key][0], strategy.whole_shape(tensors[key]), generator)
+            fill(tensors[key], value, strategy)
+
+
+def _check(config: Any) -> None:
+    """Refuse adapters whose first values depend on the model's."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    plain = kind == "LORA" and config.init_lora_weights is True and not config.use_dora and not config.modules_to_save
+    if not plain:
+        raise ValueError(
+            f"from_pretrained(peft={type(config).__name__}(...)) under a strategy that shards: only LoRA with its default initial values, without "
+            "DoRA and modules_to_save, can start without the whole model. Give HFModule(get_peft_model(model, config)), or save the adapter first"
+        )
+
+
+def _new_value(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """The first value of a matrix of LoRA: the product of both is zero."""
+    value = torch.zeros(shape)
+    if ".lora_A." in name:
+        nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+    elif ".lora_embedding_B." in name:
+        value.normal_(generator=generator)
+    return value

@@ -1,0 +1,312 @@
+"""``transformers.TrainingArguments`` as settings of this library, and as arguments of the module, the loaders and the callbacks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.compat.accelerate import config_strategies as strategies
+from engine.compat.key_file import KeyFile, flag
+from engine.compat.transformers.names import HARMLESS, LOGGERS, NAMED_AFTER, NONE, ON, OPTIMIZERS, REFUSED, USUAL
+from engine.config import yaml_reader
+
+
+class Arguments(KeyFile):
+    """The file, and the result."""
+
+    def __init__(self, values: Mapping[str, Any], origin: str, origins: Mapping[str, str]) -> None:
+        super().__init__(values, origin, origins)
+        self.module: dict[str, Any] = {}
+        """Arguments of ``HFModule``."""
+        self.loader: dict[str, Any] = {}
+        """Arguments of the training's ``DataLoader``."""
+        self.callbacks: list[str] = []
+        """The callbacks, as code."""
+
+    def code(self) -> list[str]:
+        """The lines of a script that a file of settings cannot have."""
+        module = ", ".join(f"{name}={value!r}" for name, value in self.module.items())
+        loader = ", ".join(f"{name}={value!r}" for name, value in self.loader.items())
+        return [
+            f"HFModule(model, {module})",
+            f"DataLoader(dataset, {loader}, collate_fn=...)",
+            f"Fit(callbacks=[{', '.join(self.callbacks)}])",
+        ]
+
+
+def read(path: Path) -> Arguments:
+    """A file with ``TrainingArguments`` as settings, code, notes and refusals.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: it is not a JSON or YAML file of ``TrainingArguments``.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    if path.suffix in (".bin", ".pt", ".pkl"):
+        raise ValueError(
+            f"{path} is a pickle, which can run code when it is opened. Where you trust it, write its values as JSON:\n"
+            f'    open("training_args.json", "w").write(torch.load({str(path)!r}, weights_only=False).to_json_string())'
+        )
+    origin = f"file {path}"
+    node = yaml_reader.compose(yaml_reader.read_file(path), origin, lines=True)
+    values = None if node is None else yaml_reader.construct(node)
+    if not isinstance(values, dict) or not values.keys() & {
+        "output_dir",
+        "learning_rate",
+        "num_train_epochs",
+        "max_steps",
+    }:
+        raise ValueError(
+            f"{origin}: has none of 'output_dir', 'learning_rate', 'num_train_epochs', 'max_steps'; TrainingArguments.to_json_string() writes them"
+        )
+    file = Arguments(values, origin, yaml_reader.origins_of_keys(node, origin, lines=True))
+    _length(file)
+    _intervals(file)
+    _numbers(file)
+    _strategy(file)
+    _module(file)
+    _loader(file)
+    file.refuse_others(REFUSED, NONE)
+    for key in file.values:
+        usual = file.values[key] in USUAL or (key in ON and file.values[key] is True)
+        if key in HARMLESS and not usual:
+            file.note(key, HARMLESS[key])
+        elif key in HARMLESS or key.startswith(NAMED_AFTER):
+            file.take(key)
+    file.finish(())
+    return file
+
+
+def _length(file: Arguments) -> None:
+    epochs, steps = float(file.take("num_train_epochs", 3.0)), int(file.take("max_steps", -1))
+    if steps > 0:
+        file.set("max_steps", steps)
+    elif epochs == int(epochs):
+        file.set("max_epochs", int(epochs))
+    else:
+        file.refuse("num_train_epochs", "is not whole: give max_steps instead")
+    file.set("root_dir", str(file.take("output_dir", "trainer_output")))
+    file.set("seed", int(file.take("seed", 42)))
+    if file.take("data_seed") not in (None, file.settings["seed"]):
+        file.refuse("data_seed", f"the data order follows from seed: {file.settings['seed']}")
+
+
+def _every(file: Arguments, kind: str, key: str, default: Any) -> str | None:
+    """A duration from ``<kind>_strategy`` and ``<key>``; ``None``: never."""
+    how = str(file.take(f"{kind}_strategy", "no" if kind == "eval" else "steps")).lower()
+    each = file.take(key, default)
+    if how in ("no", "false"):
+        return None
+    if how == "epoch":
+        return "1 epochs"
+    each = float(each if each else default)
+    if each < 1:
+        if "max_steps" not in file.settings:
+            file.refuse(key, "is a fraction of the training, whose steps are not known here: give a number of steps")
+            return None
+        each = math.ceil(each * file.settings["max_steps"])
+    return f"{int(each)} steps"
+
+
+def _intervals(file: Arguments) -> None:
+    if "evaluation_strategy" in file.values:  # the name before 4.46
+        file.values["eval_strategy"] = file.take("evaluation_strategy")
+    log = _every(file, "logging", "logging_steps", 500)
+    file.set("log_every_n_steps", int(log.split()[0]) if log and log.endswith("steps") else 0)
+    file.set("val_every", _every(file, "eval", "eval_steps", file.take("logging_steps", 500)))
+    best = str(file.take("save_strategy", "steps")).lower() == "best"
+    if best:
+        file.values["save_strategy"] = file.take("eval_strategy", "epoch")
+    every, most = _every(file, "save", "save_steps", 500), file.take("save_total_limit")
+    metric, greater = file.take("metric_for_best_model"), file.take("greater_is_better")
+    options: dict[str, Any] = {"every": every}
+    if flag(file.take("load_best_model_at_end", False)) or metric or best:
+        name = str(metric or "loss").removeprefix("eval_")
+        options["monitor"] = f"val/{name}"
+        if greater if greater is not None else not name.endswith("loss"):
+            options["mode"] = "max"
+    if flag(file.take("load_best_model_at_end", False)):
+        file.set("reload_best", True)
+    if most is None:
+        options["save_top_k"] = -1
+    elif "monitor" in options:
+        options["save_top_k"] = max(1, int(most) - 1)
+    elif int(most) != 1:
+        file.refuse(
+            "save_total_limit",
+            "is 1 or all without a metric: give callbacks.ModelCheckpoint(keep_every=...) for older ones",
+        )
+    if every is not None:
+        file.callbacks.append(f"ModelCheckpoint({', '.join(f'{name}={value!r}' for name, value in options.items())})")
+    told = file.take("report_to", "none")
+    for name in [told] if isinstance(told, str) else told:
+        if name in LOGGERS:
+            file.callbacks.append(f"{LOGGERS[name]}()")
+        elif name != "none":
+            file.refuse("report_to", f"{name!r} has no counterpart; possible: {', '.join(LOGGERS)}")
+
+
+def _numbers(file: Arguments) -> None:
+    file.set("accumulate_grad_batches", int(file.take("gradient_accumulation_steps", 1)))
+    clip = float(file.take("max_grad_norm", 1.0))
+    file.set("gradient_clip_val", clip or None)
+    halves = [name for name in ("bf16", "fp16") if flag(file.take(name, False))]
+    if len(halves) > 1:
+        file.refuse("fp16", "contradicts bf16: true")
+    elif halves:
+        file.set("precision", {"bf16": "bf16-mixed", "fp16": "16-mixed"}[halves[0]])
+    if (tf32 := file.take("tf32")) is not None:
+        file.set("matmul_precision", "high" if flag(tf32) else "highest")
+    if _any(file, "gradient_checkpointing", "activation_checkpointing"):
+        file.set("activation_checkpointing", "full")
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        given = file.take(name)
+        if isinstance(given, Mapping) and given.keys() - {"use_reentrant"}:
+            file.refuse(name, "only use_reentrant is known, which has no effect here")
+    backend, mode = file.take("torch_compile_backend"), file.take("torch_compile_mode")
+    if flag(file.take("torch_compile", False)) or backend or mode:
+        options = {name: value for name, value in (("backend", backend), ("mode", mode)) if value}
+        file.set("compile", options or True)
+    if flag(file.take("full_determinism", False)):
+        file.set("deterministic", True)
+    if _any(file, "use_cpu", "no_cuda"):
+        file.set("accelerator", "cpu")
+    if not flag(file.take("average_tokens_across_devices", True)):
+        file.refuse(
+            "average_tokens_across_devices", "losses are always means over the tokens of all ranks: leave it out"
+        )
+    if (wait := int(file.take("ddp_timeout", 1800))) != 1800:
+        file.set("timeout", f"{wait} s")
+
+
+def _any(file: Arguments, *names: str) -> bool:
+    """Whether one of these is true; all of them count as handled."""
+    found = [flag(file.take(name, False)) for name in names]
+    return any(found)
+
+
+def _strategy(file: Arguments) -> None:
+    sharding, deepspeed = file.take("fsdp"), file.take("deepspeed")
+    words = sharding.split() if isinstance(sharding, str) else [str(word) for word in sharding or ()]
+    config = file.take("fsdp_config")
+    if deepspeed:
+        file.set("strategy", {"name": "deepspeed", "config": deepspeed})
+    elif words and words != ["False"]:
+        given = config if isinstance(config, Mapping) else {}
+        _fsdp(file, words, {str(key).removeprefix("fsdp_"): value for key, value in given.items()})
+    fields = {
+        "find_unused_parameters": "bool",
+        "bucket_cap_mb": "number",
+        "broadcast_buffers": "bool",
+        "static_graph": "bool",
+    }
+    options = {name: value for name in fields if (value := file.take(f"ddp_{name}")) is not None}
+    if options and "strategy" not in file.settings:
+        file.set("strategy", {"name": "ddp", **options})
+    elif options:
+        file.notes.append(f"{', '.join(f'ddp_{name}' for name in options)}: of data parallel, which was not chosen")
+
+
+def _fsdp(file: Arguments, words: list[str], config: dict[str, Any]) -> None:
+    """Transformers' words and keys are Accelerate's, which are translated there."""
+    known = {
+        "full_shard",
+        "shard_grad_op",
+        "no_shard",
+        "hybrid_shard",
+        "hybrid_shard_zero2",
+        "offload",
+        "auto_wrap",
+        "True",
+    }
+    if strange := [word for word in words if word not in known]:
+        file.refuse("fsdp", f"{strange[0]!r} is unknown; possible: {', '.join(sorted(known))}")
+        return
+    if any(flag(config.pop(name, False)) for name in ("xla", "xla_fsdp_v2")):
+        file.refuse("fsdp_config", "xla is for TPUs, which are not supported")
+    for name in ("xla_fsdp_settings", "xla_fsdp_grad_ckpt", "limit_all_gathers"):
+        config.pop(name, None)
+    shard = next((word.upper() for word in words if "shard" in word), None)
+    if shard and str(config.get("version", 1)) == "1":
+        config.setdefault("sharding_strategy", shard)
+    if "offload" in words:
+        config["offload_params"] = True
+    if config.get("transformer_layer_cls_to_wrap"):
+        config.setdefault("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+    elif config.get("min_num_params"):
+        config.setdefault("auto_wrap_policy", "SIZE_BASED_WRAP")
+    inner = KeyFile({"fsdp_config": config}, file.origin_of("fsdp_config"), {})
+    inner.settings.update(file.settings)
+    strategies.convert(inner, "FSDP")
+    inner.finish(("fsdp_config",))
+    file.settings.update(inner.settings)
+    file.notes += inner.notes
+    file.refused += inner.refused
+
+
+def _module(file: Arguments) -> None:
+    name = str(file.take("optim", "default_optim")).lower().removeprefix("optimizernames.")
+    options: dict[str, Any] = {}
+    if name not in OPTIMIZERS:
+        file.refuse("optim", f"give the optimizer's class, HFModule(optimizer=...); by name: {', '.join(OPTIMIZERS)}")
+    chosen = OPTIMIZERS.get(name, "adamw")
+    if chosen == "adamw_torch_fused":
+        chosen, options["fused"] = "adamw", True
+    betas = float(file.take("adam_beta1", 0.9)), float(file.take("adam_beta2", 0.999))
+    epsilon = float(file.take("adam_epsilon", 1e-8))
+    if chosen == "adamw" and betas != (0.9, 0.999):
+        options["betas"] = betas
+    if chosen == "adamw" and epsilon != 1e-8:
+        options["eps"] = epsilon
+    warmup: Any = file.take("warmup_steps", 0) or file.take("warmup_ratio", 0.0)
+    file.take("warmup_ratio")
+    schedule = str(file.take("lr_scheduler_type", "linear")).lower().removeprefix("schedulertype.")
+    file.module = {
+        "optimizer": chosen,
+        "lr": float(file.take("learning_rate", 5e-5)),
+        "weight_decay": float(file.take("weight_decay", 0.0)),
+        "scheduler": schedule,
+        "warmup": int(warmup) if warmup >= 1 or not warmup else float(warmup),
+        **({"optimizer_args": options} if options else {}),
+    }
+    more = file.take("lr_scheduler_kwargs")
+    if isinstance(more, Mapping):
+        file.module |= {"scheduler_args": dict(more)} if more else {}
+    elif more is not None:
+        file.refuse("lr_scheduler_kwargs", "must be a mapping")
+
+
+def _loader(file: Arguments) -> None:
+    order = str(file.take("train_sampling_strategy", "random")).lower()
+    if order not in ("random", "sequential"):
+        file.refuse("train_sampling_strategy", REFUSED["group_by_length"])
+    file.loader = {"batch_size": int(file.take("per_device_train_batch_size", 8)), "shuffle": order == "random"}
+    names = {
+        "drop_last": False,
+        "num_workers": 0,
+        "pin_memory": True,
+        "persistent_workers": False,
+        "prefetch_factor": None,
+        "in_order": True,
+    }
+    for name, usual in names.items():
+        value = file.take(f"dataloader_{name}", usual)
+        if value != usual or (name == "pin_memory" and value):
+            file.loader[name] = value
+    if file.settings["val_every"] is not None:
+        file.note("per_device_eval_batch_size", "the batch_size of the validation's DataLoader")
+    file.take("per_device_eval_batch_size")
+    more = file.take("accelerator_config")
+    if isinstance(more, Mapping):
+        if flag(more.get("split_batches", False)):
+            file.refuse(
+                "accelerator_config",
+                "split_batches: batch_size is that of one rank; Fit(global_batch_size=) fixes the whole",
+            )
+        if more.get("even_batches", True) is False or more.get("dispatch_batches"):
+            file.notes.append(
+                "accelerator_config: each sample is used once, by the rank whose turn it is; no batch is filled up"
+            )

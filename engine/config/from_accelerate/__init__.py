@@ -1,1 +1,0 @@
-"""Accelerate's configuration file as one of this library."""

@@ -1,1 +1,0 @@
-"""Lightning's Trainer as settings."""

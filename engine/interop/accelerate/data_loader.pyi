@@ -1,0 +1,1 @@
+from engine.compat.accelerate.data_loader import *

@@ -1,0 +1,1 @@
+from engine.compat.accelerate.local_sgd import *

@@ -1,0 +1,1 @@
+from engine.compat.lightning.module import *

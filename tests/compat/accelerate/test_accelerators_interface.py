@@ -1,0 +1,270 @@
+"""Arguments, attributes and trackers of an ``Accelerator``."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate as theirs
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from engine.compat.accelerate import arguments as translation
+from engine.interop import accelerate
+from engine.interop.accelerate import Accelerator, AcceleratorState, PartialState
+from engine.interop.accelerate import utils as u
+from engine.interop.accelerate.local_sgd import LocalSGD
+from engine.interop.accelerate.tracking import GeneralTracker
+
+
+def settings(
+    monkeypatch: pytest.MonkeyPatch | None = None, env: dict[str, str] | None = None, **given: Any
+) -> dict[str, Any]:
+    """The engine's arguments for these of Accelerate's."""
+    names = Accelerator(cpu=True)._given
+    for name, value in (env or {}).items():
+        assert monkeypatch is not None
+        monkeypatch.setenv(name, value)
+    return translation.engine_settings({**names, **given}, None)[0]
+
+
+def test_plugins_become_strategies() -> None:
+    fsdp = u.FullyShardedDataParallelPlugin(
+        fsdp_version=2, reshard_after_forward=False, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
+    )  # fmt: skip
+    assert settings(fsdp_plugin=fsdp)["strategy"] == {
+        "name": "fsdp",
+        "reshard_after_forward": False,
+        "blocks": ["Block"],
+    }
+    zero = u.DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu", gradient_accumulation_steps=4)
+    found = settings(deepspeed_plugin=zero)
+    assert found["strategy"] == {"name": "deepspeed", "stage": 3, "offload_optimizer": "cpu"}
+    assert found["accumulate_grad_batches"] == 4
+    config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    assert settings(deepspeed_plugin=u.DeepSpeedPlugin(hf_ds_config=config))["strategy"] == {
+        "name": "deepspeed",
+        "config": config,
+    }
+    mesh = settings(parallelism_config=u.ParallelismConfig(tp_size=2, dp_shard_size=4))
+    assert mesh["strategy"] == {"name": "mesh", "tp": 2, "dp_replicate": 1, "dp_shard": 4}
+    compiled = settings(dynamo_plugin=u.TorchDynamoPlugin(backend="inductor", fullgraph=True))
+    assert compiled["compile"] == {"backend": "inductor", "dynamic": False, "fullgraph": True}
+    ddp = u.DistributedDataParallelKwargs(
+        comm_hook=u.DDPCommunicationHookType.POWER_SGD, comm_state_option={"matrix_approximation_rank": 2}
+    )
+    assert ddp.to_strategy() == {"name": "ddp", "comm_hook": "powersgd", "powersgd_rank": 2}
+
+
+def test_variables_of_its_launcher_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+        "FSDP_OFFLOAD_PARAMS": "true",
+    }
+    more = {
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3",
+    }
+    found = settings(monkeypatch, env | more)
+    assert found["strategy"] == {
+        "name": "fsdp",
+        "reshard_after_forward": True,
+        "cpu_offload": True,
+        "blocks": ["Block"],
+    }
+    assert (found["precision"], found["accumulate_grad_batches"]) == ("bf16-mixed", 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"fsdp_plugin": u.FullyShardedDataParallelPlugin(param_init_fn=print)}, "fsdp_param_init_fn"),
+        ({"deepspeed_plugin": u.DeepSpeedPlugin(gradient_clipping=1.0)}, "clip_grad_norm_"),
+        (
+            {"fsdp_plugin": u.FullyShardedDataParallelPlugin(), "deepspeed_plugin": u.DeepSpeedPlugin()},
+            "give one of them",
+        ),
+        ({"torch_tp_plugin": u.TorchTensorParallelPlugin(tp_size=2)}, r"ParallelismConfig\(tp_size=2\)"),
+        ({"mixed_precision": "fp32"}, "possible: no, fp16, bf16, fp8"),
+        ({"kwargs_handlers": [object()]}, "object is given twice, or has no counterpart"),
+        (
+            {"kwargs_handlers": [u.DistributedDataParallelKwargs(comm_hook="BATCHED_POWER_SGD")]},
+            "comm_hook=BATCHED_POWER_SGD",
+        ),
+        ({"kwargs_handlers": [u.InitProcessGroupKwargs(init_method="file:///x")]}, "init_method"),
+        ({"log_with": "comet_ml"}, "log_with='comet_ml' has no counterpart"),
+        (
+            {"gradient_accumulation_plugin": u.GradientAccumulationPlugin(sync_with_dataloader=False)},
+            "rules='accelerate'",
+        ),
+    ],
+)
+def test_what_has_no_counterpart_is_an_error(given: dict[str, Any], said: str) -> None:
+    PartialState._reset_state()
+    with pytest.raises(ValueError, match=said):
+        Accelerator(cpu=True, **given)
+
+
+def test_attributes() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2, split_batches=True)
+    state = AcceleratorState()
+    assert (state.mixed_precision, accelerator.mixed_precision, str(accelerator.distributed_type)) == (
+        "bf16",
+        "bf16",
+        "NO",
+    )
+    assert (state.num_processes, state.device, state.is_main_process) == (1, torch.device("cpu"), True)
+    assert accelerator.split_batches
+    assert not accelerator.use_distributed
+    accelerator.gradient_accumulation_steps = 4
+    assert accelerator.accumulate_grad_batches == accelerator.gradient_state.num_steps == 4
+    again = pickle.loads(pickle.dumps(accelerator))
+    assert again.mixed_precision == "bf16"
+    assert again.gradient_state.num_steps == 2  # as it was made
+    with pytest.raises(ValueError, match="rules='fast' is unknown"):
+        Accelerator(cpu=True, rules="fast")
+
+
+def test_scaler_settings() -> None:
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp16", kwargs_handlers=[u.GradScalerKwargs(init_scale=8.0, growth_interval=3)]
+    )
+    assert (accelerator.scaler.get_scale(), accelerator.scaler.get_growth_interval()) == (8.0, 3)
+
+
+class Notes(GeneralTracker):
+    name, requires_logging_directory, tracker = "notes", False, "raw"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.told.append(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.told.append((values, step, kwargs))
+
+    def finish(self) -> None:
+        self.told.append("end")
+
+
+def test_trackers(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    notes = Notes()
+    accelerator = Accelerator(cpu=True, log_with=["tensorboard", notes], project_dir=str(tmp_path))
+    accelerator.init_trackers("mine", {"lr": 0.1})
+    for step in range(1, 4):
+        accelerator.log(
+            {"loss": torch.tensor(1.0 / step), "note": "text"}, step=step, log_kwargs={"notes": {"tag": step}}
+        )
+    accelerator.end_training()
+    assert notes.told[0] == {"lr": 0.1}
+    assert notes.told[-1] == "end"
+    assert notes.told[1][1:] == (1, {"tag": 1})
+    assert accelerator.get_tracker("notes", unwrap=True) == "raw"
+    (folder,) = {path.parent for path in (tmp_path / "mine").rglob("events.out.*")}
+    events = EventAccumulator(str(folder)).Reload()
+    assert [(e.step, round(e.value, 4)) for e in events.Scalars("loss")] == [(1, 1.0), (2, 0.5), (3, 0.3333)]
+    with pytest.raises(ValueError, match="'wandb' is not a tracker"):
+        accelerator.get_tracker("wandb")
+
+
+def test_names_without_a_counterpart_say_what_to_use() -> None:
+    from engine.interop.accelerate import load_checkpoint_and_dispatch
+
+    with pytest.raises(NotImplementedError, match="strategy='fsdp'"):
+        load_checkpoint_and_dispatch(None)
+    with pytest.raises(AttributeError, match="nothing_like_this"):
+        accelerate.nothing_like_this  # noqa: B018
+
+
+def test_empty_weights() -> None:
+    with accelerate.init_empty_weights():
+        module = torch.nn.BatchNorm1d(3)
+    assert module.weight.is_meta
+    assert not module.running_mean.is_meta  # type: ignore[union-attr]
+    model: Any = Accelerator(cpu=True).prepare(module)
+    assert torch.equal(model.weight, torch.ones(3))
+
+
+def test_names_of_hooks_are_accelerates() -> None:
+    assert [*u.DDPCommunicationHookType] == [each.value for each in theirs.utils.DDPCommunicationHookType]
+    assert {*u.RNGType} >= {each.value for each in theirs.utils.RNGType}
+    hook = u.DDPCommunicationHookType("fp16")
+    for each in (hook, "fp16", "FP16"):
+        assert u.DistributedDataParallelKwargs(comm_hook=each).to_strategy() == {"name": "ddp", "comm_hook": "fp16"}
+    none = u.DistributedDataParallelKwargs(comm_hook=u.DDPCommunicationHookType.NO, comm_wrapper="no")
+    assert none.to_strategy() == {"name": "ddp", "comm_hook": None}
+
+
+def test_nested_values_are_logged(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    accelerator.log({"a": {"x": 1.0, "y": {"z": 2.0}}, "b": 3.0}, step=4)
+    accelerator.end_training()
+    [events] = tmp_path.rglob("events.*")
+    found = EventAccumulator(str(events)).Reload()
+    assert {name: [(e.step, e.value) for e in found.Scalars(name)] for name in found.Tags()["scalars"]} == {
+        "a/x": [(4, 1.0)],
+        "a/y/z": [(4, 2.0)],
+        "b": [(4, 3.0)],
+    }
+
+
+def test_local_sgd_on_one_process() -> None:
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1, 1)
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True) as local:
+        local.step()
+    assert local.num_steps == 1
+    several = SimpleNamespace(num_processes=2)
+    assert not LocalSGD(several, model, 2, enabled=False).enabled
+    with pytest.raises(NotImplementedError, match="LocalSGD has no counterpart on 2 processes: synchronize"):
+        LocalSGD(several, model, 2)
+
+
+def test_helpers_for_files_and_models(tmp_path: Path) -> None:
+    u.save({"x": torch.ones(2), "n": np.arange(3), "f": np.float32(1.5)}, tmp_path / "x.bin")
+    for load in (u.load, theirs.utils.load):
+        found = load(tmp_path / "x.bin", map_location="cpu")
+        assert (found["x"].tolist(), found["n"].tolist()) == ([1.0, 1.0], [0, 1, 2])
+    u.save({"x": torch.ones(2)}, tmp_path / "x.safetensors", safe_serialization=True)
+    assert load_file(tmp_path / "x.safetensors")["x"].tolist() == [1.0, 1.0]
+    (tmp_path / "code").write_bytes(pickle.dumps(Path("x")))
+    with pytest.raises(pickle.UnpicklingError):
+        u.load(tmp_path / "code")
+    model = torch.nn.Linear(1, 1)
+    assert u.extract_model_from_parallel(Accelerator(cpu=True).prepare(model), recursive=True) is model
+    assert u.extract_model_from_parallel(torch.nn.DataParallel(torch.compile(model))) is model
+    u.wait_for_everyone()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [torch.ones(2, 3), torch.zeros(1, 3)],
+        [{"a": torch.ones(2), "b": (torch.ones(1), torch.zeros(2))}, {"a": torch.ones(1), "b": (torch.ones(1), torch.zeros(1))}],
+        [[torch.ones(1)], [torch.zeros(3)]],
+        ["text"],
+    ],
+)  # fmt: skip
+def test_concatenate_is_accelerates(data: Any) -> None:
+    torch.testing.assert_close(u.concatenate(data), theirs.utils.operations.concatenate(data))
+
+
+def test_versions_are_compared() -> None:
+    for operation, version in ((">=", "2.0"), ("<", "2.0"), ("==", torch.__version__.partition("+")[0]), ("<=", "99")):
+        assert u.is_torch_version(operation, version) is theirs.utils.is_torch_version(operation, version)
+    assert u.compare_versions("torch", ">", "1.0")
+    with pytest.raises(ValueError, match=r"operation='~='.*possible are >"):
+        u.is_torch_version("~=", "2.0")

@@ -1,0 +1,166 @@
+"""Lightning's callbacks and loggers under this library: names, arguments, signatures."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch.callbacks
+import pytest
+import torch
+from both import OURS, THEIRS, data, module, quietly, trainer
+
+from engine import Fit
+from engine.compat.lightning.strategy_arguments import strategy
+from engine.interop.lightning import callbacks, loggers, strategies, utilities
+
+
+def test_every_callback_of_lightning_has_its_name() -> None:
+    missing = [name for name in lightning.pytorch.callbacks.__all__ if not hasattr(callbacks, name)]
+    assert missing == []
+
+
+def test_a_callback_that_extends_one_of_ours_gets_a_trainer(tmp_path: Path) -> None:
+    class Stops(OURS.callbacks.EarlyStopping):  # type: ignore[misc]
+        checked = 0
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            assert trainer.global_step == 10 * (trainer.current_epoch + 1)
+            self.checked += 1
+            super().on_validation_end(trainer, pl_module)
+
+    stops = Stops("val", patience=1, min_delta=10.0)
+    fitted = trainer(OURS, tmp_path, callbacks=[stops], max_epochs=5, num_sanity_val_steps=0)
+    fitted.fit(module(OURS), data(), data())
+    assert (stops.checked, stops.wait_count, fitted.current_epoch) == (2, 1, 2)
+    again = Stops("val", patience=1, min_delta=10.0)  # and in a plain Fit
+    Fit(max_epochs=5, accelerator="cpu", callbacks=[again], num_sanity_val_steps=0, root_dir=tmp_path).run(
+        module(OURS), data(), data()
+    )
+    assert again.checked == 2
+
+
+def test_averages_are_lightnings(tmp_path: Path) -> None:
+    average = OURS.callbacks.EMAWeightAveraging(decay=0.5)
+    trainer(OURS, tmp_path, callbacks=[average], max_epochs=1).fit(module(OURS), data(), data())
+
+
+def test_what_a_callback_returns_has_no_meaning(tmp_path: Path) -> None:
+    skips = OURS.callbacks.LambdaCallback(on_train_batch_start=lambda *args: -1)
+    fitted = trainer(OURS, tmp_path, callbacks=[skips], max_epochs=1)
+    fitted.fit(module(OURS), data())
+    assert fitted.global_step == 10
+
+
+def test_numbers_of_predicted_samples_are_lightnings(tmp_path: Path) -> None:
+    found = []
+    for library in (THEIRS, OURS):
+        seen: list[Any] = []
+
+        class Writes(library.callbacks.BasePredictionWriter):  # type: ignore[misc, name-defined]
+            def write_on_batch_end(
+                self, trainer: Any, pl_module: Any, prediction: Any, batch_indices: Any, *rest: Any, seen: Any = seen
+            ) -> None:
+                seen.append(batch_indices)
+
+            def write_on_epoch_end(
+                self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any, seen: Any = seen
+            ) -> None:
+                seen.append(batch_indices)
+
+        quietly(trainer(library, tmp_path, callbacks=[Writes("batch_and_epoch")]).predict, module(library), data(10))
+        found.append(seen)
+    assert found[1] == found[0]
+    assert found[1] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]]]
+
+
+def test_metrics_of_a_progress_bar_may_be_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Renames(OURS.callbacks.RichProgressBar):  # type: ignore[misc]
+        def get_metrics(self, trainer: Any, pl_module: Any) -> Any:
+            metrics = super().get_metrics(trainer, pl_module)
+            metrics.pop("v_num", None)
+            return {f"my_{name}_{trainer.current_epoch}": value for name, value in metrics.items()}
+
+    fitted = trainer(OURS, tmp_path, callbacks=[Renames()], max_epochs=1, enable_progress_bar=None)
+    fitted.fit(module(OURS), data())
+    assert "my_loss" in capsys.readouterr().out
+
+
+def test_scores_of_checkpoints_are_lightnings(tmp_path: Path) -> None:
+    found = []
+    for library in (THEIRS, OURS):
+        saves = library.callbacks.ModelCheckpoint(tmp_path / str(len(found)), monitor="val", save_top_k=2)
+        seen: list[Any] = [(float(saves.kth_value), saves.kth_best_model_path)]
+        quietly(
+            trainer(library, tmp_path, callbacks=[saves], max_epochs=3, enable_checkpointing=True).fit,
+            module(library), data(), data(),
+        )  # fmt: skip
+        found.append([*seen, (pytest.approx(float(saves.kth_value)), Path(saves.kth_best_model_path).name)])
+    assert found[1] == found[0]
+
+
+def test_a_checkpoint_callback_that_saves_by_itself_is_refused() -> None:
+    with pytest.raises(TypeError, match="Own defines _save_checkpoint, which is not called: on_checkpoint_saved"):
+        type("Own", (callbacks.ModelCheckpoint,), {"_save_checkpoint": lambda self, trainer, filepath: None})
+
+
+def test_predictions_are_written(tmp_path: Path) -> None:
+    class Writes(OURS.callbacks.BasePredictionWriter):  # type: ignore[misc]
+        def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
+            torch.save(predictions, tmp_path / "predictions.pt")
+
+    found = trainer(OURS, tmp_path, callbacks=[Writes("epoch")]).predict(module(OURS), data())
+    torch.testing.assert_close(torch.load(tmp_path / "predictions.pt"), found)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "instead"),
+    [
+        (lambda: callbacks.LearningRateFinder(), NotImplementedError, "find_lr"),
+        (lambda: callbacks.RichProgressBar(theme="x"), ValueError, "console"),
+        (lambda: callbacks.WeightAveraging(device="cpu"), ValueError, "device of the weights"),
+        (lambda: callbacks.ModelCheckpoint(every_n_epochs=2, every_n_train_steps=3), ValueError, "one of them"),
+        (lambda: callbacks.LambdaCallback(on_nothing=print), TypeError, "not an event"),
+        (lambda: loggers.CSVLogger("x", prefix="y"), ValueError, "names that you log"),
+        (lambda: strategies.FSDPStrategy(sharding_strategy="NO_SHARD"), ValueError, "ddp"),
+        (lambda: utilities.Tuner(None), NotImplementedError, "find_batch_size"),
+    ],
+)
+def test_what_has_no_counterpart_says_what_to_use(make: Any, error: type[Exception], instead: str) -> None:
+    with pytest.raises(error, match=instead):
+        make()
+
+
+def test_loggers(tmp_path: Path) -> None:
+    class Keeps(OURS.loggers.Logger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            self.seen.append((step, sorted(metrics)))
+
+        def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+            self.seen.append(params)
+
+        def finalize(self, status: str) -> None:
+            self.seen.append(status)
+
+    keeps, rows = Keeps(), OURS.loggers.CSVLogger(tmp_path, name="mine")
+    fitted, net = trainer(OURS, tmp_path, logger=[keeps, rows], max_epochs=1, log_every_n_steps=5), module(OURS)
+    fitted.fit(net, data())
+    assert keeps.seen[0] == {"width": 5, "lr": 0.05}
+    assert keeps.seen[1] == (1, ["epoch", "loss_step"])
+    assert keeps.seen[-1] == "success"
+    assert fitted.logger is keeps
+    assert fitted.loggers[1].log_dir == str(tmp_path / "mine")
+    with (tmp_path / "mine" / "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file) if row["loss_step"]] == ["1", "5", "10"]
+
+
+def test_names_of_strategies() -> None:
+    assert strategy("ddp_find_unused_parameters_true") == {"name": "ddp", "find_unused_parameters": True}
+    assert strategy("ddp_spawn") == "ddp"
+    assert strategies.DDPStrategy(find_unused_parameters=True, start_method="fork").find_unused_parameters
+    wrapped = strategies.FSDPStrategy(auto_wrap_policy={torch.nn.Linear}, sharding_strategy="SHARD_GRAD_OP")
+    assert (wrapped.blocks, wrapped.reshard_after_forward) == ((torch.nn.Linear,), False)

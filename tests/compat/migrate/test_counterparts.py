@@ -1,0 +1,69 @@
+"""Names stand for what is there: in ``engine``, in ``engine.interop``, or nowhere."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+import engine
+from engine.compat.migrate.counterparts import RENAMED, counterpart, is_package, things
+from engine.compat.migrate.imports import Api
+
+
+@pytest.mark.parametrize(
+    ("library", "path", "verdict", "where"),
+    [
+        ("lightning", "LightningModule", "as is", "engine.TrainModule"),
+        ("lightning", "core.module.LightningModule", "as is", "engine.TrainModule"),
+        ("lightning", "callbacks.EarlyStopping", "as is", "callbacks.EarlyStopping"),
+        ("lightning", "callbacks.early_stopping.EarlyStopping", "as is", "callbacks.EarlyStopping"),
+        ("lightning", "loggers.CSVLogger", "as is", "callbacks.loggers.CSVLogger"),
+        ("lightning", "utilities.types.STEP_OUTPUT", "interop", "engine.interop.lightning.utilities.types.STEP_OUTPUT"),
+        ("lightning", "strategies.DDPStrategy", "interop", "engine.interop.lightning.strategies.DDPStrategy"),
+        ("fabric", "Fabric", "as is", "engine.Engine"),
+        ("accelerate", "Accelerator", "as is", "engine.Engine"),
+        ("accelerate", "utils.set_seed", "as is", "engine.seed_everything"),
+        ("accelerate", "PartialState", "interop", "engine.interop.accelerate.PartialState"),
+        ("lightning", "plugins.NoSuch", "change", "a precision is Fit(precision=...)"),
+        ("lightning", "utilities.no_such", "change", "engine.interop.lightning has nothing of this name"),
+    ],
+)
+def test_counterparts(library: str, path: str, verdict: str, where: str) -> None:
+    found = counterpart(Api(library, path))
+    assert found.verdict == verdict
+    assert found.where.startswith(where)
+
+
+def test_the_names_in_the_table_are_there_and_here() -> None:
+    theirs = [
+        pytest.importorskip("lightning"),
+        pytest.importorskip("accelerate.utils"),
+        pytest.importorskip("accelerate"),
+    ]
+    theirs.append(importlib.import_module("lightning.pytorch.utilities"))
+    assert [name for name in RENAMED if not any(hasattr(each, name) for each in theirs)] == []
+    assert [name for name in RENAMED.values() if not hasattr(engine, name)] == []
+
+
+def test_parts_of_a_library_are_no_use() -> None:
+    assert all(is_package(Api("lightning", path)) for path in ("", "callbacks", "loggers", "utilities"))
+    assert not is_package(Api("lightning", "seed_everything"))
+
+
+def test_every_thing_is_a_class_of_ours() -> None:
+    for thing in things().values():
+        assert isinstance(thing.plain, type)
+        assert thing.translated is not None or thing.label == "Fabric"
+
+
+def test_every_public_name_of_lightnings_classes_has_an_answer() -> None:
+    """Where neither class has a name, the report says what to use instead."""
+    lightning = pytest.importorskip("lightning")
+    for kind, cls in (("module", lightning.LightningModule), ("trainer of a module", lightning.Trainer)):
+        thing = things()[kind]
+        names = [
+            name for name in dir(cls) if not name.startswith("_") and name != "smart_apply"
+        ]  # transformers adds it
+        unanswered = [name for name in names if not any(thing.has(name)) and name not in thing.answers]
+        assert unanswered == []

@@ -1,0 +1,134 @@
+"""Which files are read, under which names, and what is said of those that cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from engine.compat.migrate.sources import read
+
+
+def test_names_are_those_of_imports(tmp_path: Path) -> None:
+    for name in (
+        "repo/src/pkg/__init__.py",
+        "repo/src/pkg/sub/mod.py",
+        "repo/src/pkg/sub/__init__.py",
+        "repo/scripts/train.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    sources, unread = read([tmp_path / "repo"])
+    assert {each.module: each.is_package for each in sources} == {
+        "pkg": True,
+        "pkg.sub": True,
+        "pkg.sub.mod": False,
+        "scripts.train": False,
+    }
+    assert unread == []
+    # a part of a package has its whole name, and a file that is named twice is read once
+    sources, _ = read([tmp_path / "repo/src/pkg/sub", tmp_path / "repo/src/pkg/sub/mod.py"])
+    assert sorted(each.module for each in sources) == ["pkg.sub", "pkg.sub.mod"]
+
+
+def test_what_is_left_out(tmp_path: Path) -> None:
+    for name in (
+        ".git/a.py",
+        "__pycache__/b.py",
+        "venv/pyvenv.cfg",
+        "venv/c.py",
+        "tests/d.py",
+        "e_test.py",
+        "f.py",
+        "g.txt",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    assert [each.path.name for each in read([tmp_path], ["tests", "*_test.py"])[0]] == ["f.py"]
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("x = 1\nclass:\n")
+    (tmp_path / "bytes.py").write_bytes(b"x = '\xff'\n")
+    (tmp_path / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\nx = '\xff'\n")
+    (tmp_path / "null.py").write_bytes(b"x\0")
+    (tmp_path / "warned.py").write_text("x = '\\d'\n")
+    (tmp_path / "no.ipynb").write_text("{}")
+    (tmp_path / "cut.ipynb").write_text('{"cells": [')
+    sources, unread = read([tmp_path])
+    assert sorted(each.path.name for each in sources) == ["latin.py", "warned.py"]
+    found = {each.path.name: (each.line, each.message) for each in unread}
+    assert sorted(found) == ["bad.py", "bytes.py", "cut.ipynb", "no.ipynb", "null.py"]
+    assert found["bad.py"] == (2, "not valid Python: invalid syntax")
+    assert "no list of cells" in found["no.ipynb"][1]
+
+
+def test_a_notebook(tmp_path: Path) -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title"]},
+        {"cell_type": "code", "source": ["%matplotlib inline\n", "!pip install lightning\n", "import lightning as L"]},
+        {"cell_type": "code", "source": ["%%bash\n", "ls"]},
+        {"cell_type": "code", "source": ["class:"]},
+        {
+            "cell_type": "code",
+            "source": "files = !ls\nif files:\n    %time x = 1\nL.Trainer?\nawait f()\ntrainer = L.Trainer()",
+        },
+    ]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells, "nbformat": 4}))
+    (source,), unread = read([tmp_path / "a.ipynb"])
+    assert [each.message for each in unread] == ["cell 4: not valid Python: invalid syntax"]
+    places = [source.place(each.lineno) for each in source.tree.body]
+    assert places == [(2, 1), (2, 2), (2, 3), (5, 1), (5, 2), (5, 4), (5, 5), (5, 6)]
+
+
+def test_a_malformed_cell_costs_itself_alone(tmp_path: Path) -> None:
+    good = {"cell_type": "code", "source": ["import lightning\r\n", "x = 'one\u2028line\x0c'\n", "y = 1"]}
+    odd = [
+        3,
+        None,
+        [],
+        "x",
+        *({"cell_type": "code", "source": value} for value in (5, [1], None, {"a": 1}, "-" * 20_000 + "1", "\ud800")),
+    ]
+    silent = [{"cell_type": ["x"], "source": 7}, {"cell_type": "markdown", "source": 7}, {"cell_type": "code"}]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": [good, *odd, *silent, good]}))
+    (source,), unread = read([tmp_path / "a.ipynb"])
+    assert [each.message.split(":")[0] for each in unread] == [f"cell {number}" for number in range(2, 12)]
+    assert "cell 2: ValueError: it is of type int, not a mapping" in unread[0].message
+    assert "cell 6: ValueError: its source is not text" in unread[4].message
+    numbers = [source.place(statement.lineno) for statement in source.tree.body]
+    assert [numbers[0], numbers[-1]] == [(1, 1), (15, 3)]  # lines as an editor counts them
+
+
+def test_files_that_no_parser_takes(tmp_path: Path) -> None:
+    (tmp_path / "deep.ipynb").write_text("[" * 100_000)
+    (tmp_path / "deep2.ipynb").write_text('{"cells": [' + '{"a":' * 50_000)
+    (tmp_path / "list.ipynb").write_text("[1, 2]")
+    (tmp_path / "mapping.ipynb").write_text('{"cells": {"0": 1}}')
+    (tmp_path / "coding.py").write_bytes(b"# -*- coding: nonsense -*-\n")
+    (tmp_path / "bytes.py").write_bytes(b"# -*- coding: hex -*-\n00")  # a codec, but not one of text
+    with (tmp_path / "huge.py").open("wb") as file:
+        file.truncate(1 << 40)
+    os.mkfifo(tmp_path / "fifo.py")
+    sources, unread = read([tmp_path, tmp_path / "fifo.py"])  # in a folder it is passed by
+    assert (sources, len(unread)) == ([], 8)
+    assert unread[-1].message == "ValueError: not a regular file"
+
+
+def test_files_whose_reading_would_wait(tmp_path: Path) -> None:
+    """A link to the kernel's messages counts as a regular file."""
+    (tmp_path / "waits.py").symlink_to("/proc/kmsg")
+    code = f"from pathlib import Path\nfrom engine.compat.migrate.sources import read\nprint(len(read([Path({str(tmp_path)!r})])[1]))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout == "1\n"
+
+
+def test_empty_lines_of_a_notebook_take_no_time(tmp_path: Path) -> None:
+    cells = [{"cell_type": "code", "source": "\n" * 50_000 + "x = 1\n%time\n"}]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    began = time.process_time()
+    assert [len(found) for found in read([tmp_path])] == [1, 0]
+    assert time.process_time() - began < 10  # 0.1 s; 60 s where the time grew with its square
