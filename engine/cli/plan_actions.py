@@ -19,13 +19,11 @@ from engine.cli.run_actions import log_to_terminal, to_build
 from engine.cli.targets import importable_here
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
-from engine.planning.cluster import cluster_of
+from engine.planning.devices import cluster_of
 from engine.planning.plan import Plan
-from engine.planning.plan_table import show as show_plan
+from engine.planning.plan_text import console, show_plan, show_search
 from engine.planning.planned_run import costs
 from engine.planning.search import PlanSearch, Tried
-from engine.planning.search_table import show as show_search
-from engine.planning.tables import console
 from engine.planning.tracing import NeedsValues
 from engine.utils.log import logger
 from engine.utils.text import terminal_text

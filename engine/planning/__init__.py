@@ -9,7 +9,7 @@ import importlib
 from typing import Any
 
 _NAMES = {
-    "cluster_of": "engine.planning.cluster",
+    "cluster_of": "engine.planning.devices",
     "job_set_aside": "engine.planning.torch_private",
     "planned": "engine.planning.planned_run",
     "search_plans": "engine.planning.search_run",

@@ -8,9 +8,8 @@ from typing import Any
 
 from engine.data.datamodule import DataModule
 from engine.module import TrainModule
-from engine.planning.cluster import Cluster
-from engine.planning.devices import rate
-from engine.planning.job import Facts
+from engine.planning.devices import Cluster, rate
+from engine.planning.job import JobFacts
 from engine.planning.plan import Plan
 from engine.planning.simulated_group import CPU, Target
 from engine.planning.tracing import Start, trace
@@ -28,7 +27,7 @@ def planned(
 ) -> Plan:
     """The plan; arguments as of :meth:`engine.Fit.plan`, and ``start`` of a ``Fit``, as for :func:`engine.planning.tracing.trace`."""
     price, storage = costs(price, storage)
-    facts = Facts()
+    facts = JobFacts()
     traces = trace(
         start,
         module,

@@ -17,11 +17,19 @@ from engine.config.resolve import Resolved
 from engine.data.datamodule import DataModule
 from engine.module import TrainModule
 from engine.planning import candidates
-from engine.planning.candidates import RECOMPUTE, Candidate, Layout, has_blocks, layouts
-from engine.planning.cluster import Cluster
+from engine.planning.candidates import (
+    RECOMPUTE,
+    Candidate,
+    Layout,
+    UsersStrategy,
+    has_blocks,
+    layouts,
+    layouts_with,
+    users_strategy,
+)
+from engine.planning.devices import Cluster
 from engine.planning.first_batch import first_batch
-from engine.planning.given_strategy import Given, given, layouts_with
-from engine.planning.job import Facts
+from engine.planning.job import JobFacts
 from engine.planning.plan import Plan
 from engine.planning.search import Planner, PlanSearch, Space, Tried, search
 from engine.planning.tracing import Start, set_up
@@ -66,7 +74,7 @@ def search_plans(
     """
     data = module, datamodule, train_loader
     settings = fit.settings
-    own = given(settings.strategy, fit.origins.get("strategy", "default"), where.world_size)
+    own = users_strategy(settings.strategy, fit.origins.get("strategy", "default"), where.world_size)
     alone = fit.from_resolved(_with(fit, {"strategy": "single", "accumulate_grad_batches": 1}), ())
     batch, samples, ways, blocks = _alone(start(alone), *data, where, own is not None and own.plan)
     data_ranks = where.world_size
@@ -88,7 +96,7 @@ def search_plans(
 
 def _space(
     fit: Any,
-    own: Given | None,
+    own: UsersStrategy | None,
     ways: Sequence[Layout],
     blocks: bool,
     where: Cluster,
@@ -130,14 +138,14 @@ def _alone(
     planned: bool,
 ) -> tuple[Any, int, list[Layout], bool]:
     """What one rank shows: a micro-batch, its samples, the layouts on these ranks, whether the model has blocks."""
-    with set_up(start, module, train_loader, 0, 1, 1, datamodule, Facts()) as (run, _, _):
+    with set_up(start, module, train_loader, 0, 1, 1, datamodule, JobFacts()) as (run, _, _):
         assert run.train_loader is not None
         ways = layouts(run.module, where.world_size, where.ranks_per_node, not where.device.is_host, planned)
         return *first_batch(run.train_loader), ways, has_blocks(run.module)
 
 
 def _own_layout(
-    own: Given,
+    own: UsersStrategy,
     start: Start,
     module: TrainModule | Callable[[], TrainModule],
     datamodule: DataModule | None,
@@ -146,7 +154,11 @@ def _own_layout(
 ) -> Layout:
     """The given strategy with its degrees on these ranks."""
     try:
-        with set_up(start, module, train_loader, 0, where.world_size, where.nodes, datamodule, Facts()) as (run, _, _):
+        with set_up(start, module, train_loader, 0, where.world_size, where.nodes, datamodule, JobFacts()) as (
+            run,
+            _,
+            _,
+        ):
             return own.layout(run.engine, where.world_size)
     except ValueError:  # it is refused, and its plan will say why
         return own.layout(None, where.world_size)

@@ -191,7 +191,7 @@ def simulated_group(ranks: list[int]) -> dist.ProcessGroup:
 
 @contextmanager
 def real() -> Iterator[None]:
-    """Inside the block, within a :class:`engine.planning.simulation.Simulation`, tensors have values."""
+    """Inside the block, within a :class:`engine.planning.fake_tensors.Simulation`, tensors have values."""
     with unset_fake_temporarily(), _disable_current_modes():
         yield
 
@@ -225,7 +225,7 @@ def usable(fake: FakeTensorMode, answered: Callable[[str, Any], Any]) -> Iterato
     """Inside the block fake tensors allow what torch refuses them.
 
     ``Module.to`` swaps the contents of fake parameters, which torch refuses while its table of conversions has weak references to them. Code
-    formats a tensor as a number, or copies it to numpy; it gets the same answers as from a :class:`engine.planning.simulation.Simulation`.
+    formats a tensor as a number, or copies it to numpy; it gets the same answers as from a :class:`engine.planning.fake_tensors.Simulation`.
     """
     swap = torch.utils.swap_tensors
 

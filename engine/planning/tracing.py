@@ -19,16 +19,15 @@ from engine.loop.lifecycle import session
 from engine.loop.run import Run
 from engine.loop.train import of_the_epoch
 from engine.module import TrainModule, overrides
-from engine.planning import memory_trace, torch_private, zero
-from engine.planning.answers import Answers
-from engine.planning.fake_module import fake_batch, fake_module, make_fake
+from engine.planning import storages, torch_private, zero
+from engine.planning.fake_tensors import Simulation, fake_batch, fake_module, make_fake
 from engine.planning.first_batch import first_batch
 from engine.planning.inert import without_writing
-from engine.planning.job import Facts
+from engine.planning.job import JobFacts
+from engine.planning.missing_values import MissingValues
 from engine.planning.plan import Moment, RankTrace
 from engine.planning.simulated_group import CPU, SimulatedGroup, Target, simulated
-from engine.planning.simulation import Simulation
-from engine.planning.step_trace import StepTrace
+from engine.planning.step_observer import StepObserver
 from engine.step.share import shares
 from engine.utils.seed import isolated
 from engine.utils.tree import leaves
@@ -54,7 +53,7 @@ def trace(
     nodes: int = 1,
     datamodule: DataModule | None = None,
     ranks: Sequence[int] | None = None,
-    facts: Facts | None = None,
+    facts: JobFacts | None = None,
     target: Target = CPU,
 ) -> list[RankTrace]:
     """One full step of each of these ranks in a job of ``world_size`` ranks on ``nodes`` machines; by default of rank 0, and under pipeline
@@ -73,18 +72,18 @@ def trace(
 
     roles = Roles()
 
-    def traced(rank: int, facts: Facts) -> RankTrace | None:
+    def traced(rank: int, facts: JobFacts) -> RankTrace | None:
         return _trace(start, module, train_loader, rank, world_size, nodes, datamodule, facts, target, roles)
 
     with torch_private.as_on_accelerators() if target.accelerated else nullcontext():
         first = 0 if ranks is None else ranks[0]
-        facts = facts or Facts()
+        facts = facts or JobFacts()
         found = {first: traced(first, facts)}
         if found[first] is None:
-            found[roles.with_loss] = traced(roles.with_loss, Facts())
+            found[roles.with_loss] = traced(roles.with_loss, JobFacts())
         wanted = roles.apart() if ranks is None else dict.fromkeys(ranks, 1)
         for rank in wanted:
-            found[rank] = found.get(rank) or traced(rank, facts if rank == first else Facts())
+            found[rank] = found.get(rank) or traced(rank, facts if rank == first else JobFacts())
     return [_standing(trace, count) for rank, count in wanted.items() if (trace := found[rank]) is not None]
 
 
@@ -121,7 +120,7 @@ def _trace(
     world_size: int,
     nodes: int,
     datamodule: DataModule | None,
-    facts: Facts,
+    facts: JobFacts,
     target: Target,
     roles: Roles,
 ) -> RankTrace | None:
@@ -152,15 +151,15 @@ def set_up(
     world_size: int,
     nodes: int,
     datamodule: DataModule | None,
-    facts: Facts,
+    facts: JobFacts,
     target: Target = CPU,
-) -> Iterator[tuple[Run, Simulation, Answers]]:
+) -> Iterator[tuple[Run, Simulation, MissingValues]]:
     """A simulated run with its module, without values, and its training loader; arguments as of :func:`trace`."""
     with ExitStack() as stack:
         stack.enter_context(isolated())
         stack.enter_context(zero.apart())
         group = stack.enter_context(simulated(rank, world_size, nodes, target))
-        answers = Answers()
+        answers = MissingValues()
         simulation = Simulation(answers)
         stack.enter_context(torch_private.usable(simulation.fake, answers))
         stack.enter_context(torch_private.agreeing_stages())
@@ -180,7 +179,7 @@ class NeedsValues(ValueError):
     """A module reads values of its tensors while it is made, so it cannot be made of tensors without them. The message names the line."""
 
 
-def _made(module: Callable[[], TrainModule], answers: Answers) -> TrainModule:
+def _made(module: Callable[[], TrainModule], answers: MissingValues) -> TrainModule:
     """What the function makes; an answer in the place of a value could make another module."""
     try:
         made = module()
@@ -196,12 +195,12 @@ def _made(module: Callable[[], TrainModule], answers: Answers) -> TrainModule:
 def _steps(
     run: Run,
     simulation: Simulation,
-    answers: Answers,
+    answers: MissingValues,
     train_loader: Any,
     datamodule: DataModule | None,
     batch: Any,
     samples: int,
-    facts: Facts,
+    facts: JobFacts,
     target: Target,
     roles: Roles,
 ) -> RankTrace:
@@ -211,7 +210,7 @@ def _steps(
     engine.accumulate_grad_batches = size
     data = engine.data_group
     weights = shares(((samples,) * data.world_size,) * size, data.rank)
-    observer = StepTrace(_axes(run), target.accelerated)
+    observer = StepObserver(_axes(run), target.accelerated)
     with simulation, observer, torch_private.eager():
         make_fake(run.module)
         observer.name(run.module)
@@ -234,7 +233,7 @@ def _steps(
     return replace(found, on_host=away, missing=(*answers.sentences(), *([] if error is None else [error])))
 
 
-def _found(run: Run, observer: StepTrace, timeline: tuple[Moment, ...], samples: int, size: int) -> RankTrace:
+def _found(run: Run, observer: StepObserver, timeline: tuple[Moment, ...], samples: int, size: int) -> RankTrace:
     """What was recorded, of so many micro-batches with so many samples each."""
     memory = observer.memory
     return RankTrace(
@@ -282,7 +281,7 @@ def _validation(run: Run, datamodule: DataModule | None, samples: int) -> list[s
     ]
 
 
-def _begin(run: Run, answers: Answers) -> None:
+def _begin(run: Run, answers: MissingValues) -> None:
     """What a training does before its first batch."""
     run.optimization.begin()
     run.engine.window.accumulating = run.optimization.accumulates
@@ -294,7 +293,7 @@ def _begin(run: Run, answers: Answers) -> None:
 
 
 def _windows(
-    run: Run, fresh: Callable[[], Any], weights: Sequence[Any], observer: StepTrace, answers: Answers
+    run: Run, fresh: Callable[[], Any], weights: Sequence[Any], observer: StepObserver, answers: MissingValues
 ) -> tuple[int, str | None]:
     """Run windows until one communicates as the one before; the last is recorded. Its micro-batches, and what ended it early, in a sentence."""
     before = None
@@ -319,7 +318,7 @@ def _windows(
     return count, None
 
 
-def window(run: Run, ready: list[Any], fresh: Callable[[], Any], weights: Sequence[Any], observer: StepTrace) -> int:
+def window(run: Run, ready: list[Any], fresh: Callable[[], Any], weights: Sequence[Any], observer: StepObserver) -> int:
     """One optimizer step, as :func:`engine.loop.train.train_epoch` makes it; returns how many micro-batches it has.
 
     One at a time is in memory: ``ready``, then ``fresh``. A module that steps by itself (``automatic_optimization = False``) gets micro-batches
@@ -332,7 +331,7 @@ def window(run: Run, ready: list[Any], fresh: Callable[[], Any], weights: Sequen
     for share, times in _distinct(weights) if alike else [(share, 1) for share in weights] * longest:
         batch, index = ready.pop() if ready else fresh(), state.batch_idx
         observer.repeat(times)
-        observer.memory.mark(leaves(batch), memory_trace.INPUTS)
+        observer.memory.mark(leaves(batch), storages.INPUTS)
         run.engine.window.share = share
         recorder.size, recorder.batch = share.size, batch
         with observer.phase("forward"):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.planning import torch_private
-from engine.planning.caching_allocator import Allocations
 from engine.planning.plan import Memory, Moment
+from engine.planning.rank_trace import Allocations
 
 PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER = "parameters", "buffers", "gradients", "optimizer_state"
 ACTIVATIONS, TEMPORARIES, COMMUNICATION, INPUTS = "activations", "temporaries", "communication", "inputs"
@@ -28,7 +28,7 @@ MOST_SHOWN = 20
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class Storage:
     """A storage."""
 
     size: int
@@ -45,14 +45,14 @@ class Held:
     """Of the device: the one that has made it; 0 computes."""
 
 
-class MemoryTrace:
+class StorageLog:
     """Follows every storage from the operation that makes it to its end. With real tensors it works as with fake ones."""
 
     def __init__(self) -> None:
         self.phase, self.module = SET_UP, ""
-        self._held: dict[int, Held] = {}
-        self._log: list[tuple[Held, int, str, str]] | None = None
-        self._at_start: list[tuple[Held, int]] = []
+        self._held: dict[int, Storage] = {}
+        self._log: list[tuple[Storage, int, str, str]] | None = None
+        self._at_start: list[tuple[Storage, int]] = []
         self._sum: tuple[int, int, int] | None = None
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
         self.making_on_host = False
@@ -60,7 +60,7 @@ class MemoryTrace:
 
     # -- storages -----------------------------------------------------------------------------------------------------------------
 
-    def note(self, tensor: Tensor) -> Held | None:
+    def note(self, tensor: Tensor) -> Storage | None:
         """The storage of ``tensor``, known from now on; ``None`` for a tensor without memory."""
         try:
             storage = tensor.untyped_storage()
@@ -71,7 +71,7 @@ class MemoryTrace:
         if found is None:
             if tensor.device.type == "meta":  # what another rank has, or an example of a shape
                 return None
-            found = self._held[key] = Held(storage.nbytes(), self.phase, self.module, torch_private.node_number())
+            found = self._held[key] = Storage(storage.nbytes(), self.phase, self.module, torch_private.node_number())
             found.on_host = self.making_on_host
             # Strategies choose streams on a CPU, too, where they mean nothing.
             found.stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
@@ -140,7 +140,7 @@ class MemoryTrace:
                 held.kind = COMMUNICATION  # FSDP's whole parameters, gathered or copied
             self._event(held, change)
 
-    def _event(self, held: Held, change: int) -> None:
+    def _event(self, held: Storage, change: int) -> None:
         if self._log is not None:
             self._log.append((held, change, self.phase, self.module))
 
@@ -170,7 +170,7 @@ class MemoryTrace:
     def leave_out(self, kinds: Collection[str]) -> dict[str, int]:
         """What is of these kinds, and what was marked so, is in the host's memory; returns its bytes at the start by kind."""
 
-        def left(held: Held) -> bool:
+        def left(held: Storage) -> bool:
             return held.kind not in kinds and not held.on_host
 
         away: dict[str, int] = {}
@@ -210,13 +210,13 @@ class MemoryTrace:
 
     def allocations(self) -> Allocations:
         """The first step, which makes the optimizer's state, and those after it: each is taken to be like the recorded one."""
-        sizes: dict[Held, int] = {}
-        numbers: dict[Held, int] = {}
+        sizes: dict[Storage, int] = {}
+        numbers: dict[Storage, int] = {}
         steps = array("q"), array("q")
         waiting = [(held, size) for held, size in self._at_start if held.kind not in _BEFORE_STEPS]
         there = dict(self._at_start)
 
-        def change(events: array[int], held: Held, size: int) -> None:
+        def change(events: array[int], held: Storage, size: int) -> None:
             if sizes.get(held, 0) != size:
                 sizes[held] = size
                 events.extend((numbers.setdefault(held, len(numbers)), size))
@@ -239,7 +239,7 @@ class MemoryTrace:
                 change(events, held, size)
         return Allocations(*steps, tuple(held.stream for held in numbers))
 
-    def _at_peak(self) -> dict[Held, int]:
+    def _at_peak(self) -> dict[Storage, int]:
         sizes = dict(self._at_start)
         total = highest = sum(sizes.values())
         at = 0

@@ -1,4 +1,4 @@
-"""One observer of all operations of a step: it tells the traces of memory, collectives and operations."""
+"""One observer of all operations of a step: it tells the log of storages and the counters what runs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from engine.planning import collective_trace, memory_trace, torch_private
-from engine.planning.collective_trace import CollectiveTrace
-from engine.planning.memory_trace import MemoryTrace
-from engine.planning.operation_trace import OperationTrace
+from engine.planning import counters, storages, torch_private
+from engine.planning.counters import CollectiveCounter, OperationCounter
+from engine.planning.storages import StorageLog
 from engine.utils.torch_private import whole_gradients
 
 Kept = Iterable[tuple[str, list[Tensor], bool]]
 
 
-class StepTrace(torch_private.Mode):
+class StepObserver(torch_private.Mode):
     """Observes a training, real or simulated::
 
-    trace = StepTrace(axes)
+    trace = StepObserver(axes)
     with trace:
         set up the training
         a first step
@@ -36,8 +35,8 @@ class StepTrace(torch_private.Mode):
     def __init__(self, axes: Mapping[str, tuple[int, ...]], accelerated: bool = False) -> None:
         super().__init__()
         self._accelerated = accelerated
-        self.memory, self.operations = MemoryTrace(), OperationTrace()
-        self.collectives = CollectiveTrace(axes)
+        self.memory, self.operations = StorageLog(), OperationCounter()
+        self.collectives = CollectiveCounter(axes)
         self._stack = ExitStack()
         self._modules: dict[int, str] = {}
         self._owners: dict[int, str] = {}
@@ -48,11 +47,11 @@ class StepTrace(torch_private.Mode):
         self._nodes: list[int] = [0]
         self._makers: list[str] = [""]
         """The module that makes the nodes of the backward pass from each of these numbers on."""
-        self._forward = memory_trace.SET_UP
+        self._forward = storages.SET_UP
         self._recording = False
         self._propagating = False
 
-    def __enter__(self) -> StepTrace:
+    def __enter__(self) -> StepObserver:
         self._stack.enter_context(self.memory.following())
         self._stack.enter_context(torch_private.outside_of_propagation(self._watch))
         for handle in (
@@ -82,7 +81,7 @@ class StepTrace(torch_private.Mode):
         memory.settle()
         result = operator(*args, **kwargs)
         namespace = operator.namespace
-        if namespace in collective_trace.NAMESPACES:
+        if namespace in counters.NAMESPACES:
             tensors = self.collectives.note(operator, args, kwargs, result, memory.phase)
             if namespace == "c10d":  # functional collectives exchange activations
                 memory.used_to_communicate(tensors)
@@ -90,7 +89,7 @@ class StepTrace(torch_private.Mode):
             memory.used_to_communicate(_tensors((args, kwargs, result)))
         if (
             self._recording
-            and namespace not in collective_trace.NAMESPACES
+            and namespace not in counters.NAMESPACES
             and not (memory.making_on_host and self._accelerated)
         ):
             self.operations.note(operator, args, kwargs, result, memory.phase)
@@ -115,11 +114,11 @@ class StepTrace(torch_private.Mode):
         self.mark_kept(kept)
         self._owners = {id(p): name.rpartition(".")[0] for name, p in model.named_parameters()}
         for parameter in model.parameters():
-            memory.mark([parameter], memory_trace.PARAMETERS, self._owners[id(parameter)])
-        memory.mark(model.buffers(), memory_trace.BUFFERS)
+            memory.mark([parameter], storages.PARAMETERS, self._owners[id(parameter)])
+        memory.mark(model.buffers(), storages.BUFFERS)
         for optimizer in optimizers:
-            memory.mark(_tensors(optimizer.state), memory_trace.OPTIMIZER)
-        memory.mark(inputs, memory_trace.INPUTS)
+            memory.mark(_tensors(optimizer.state), storages.OPTIMIZER)
+        memory.mark(inputs, storages.INPUTS)
         self.collectives.clear()
         self.operations.clear()
         memory.record()
@@ -189,14 +188,14 @@ class StepTrace(torch_private.Mode):
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.memory.making_on_host = False
-        self.memory.mark(_tensors(optimizer.state), memory_trace.OPTIMIZER)
+        self.memory.mark(_tensors(optimizer.state), storages.OPTIMIZER)
 
     def mark_gradients(self, optimizers: list[Optimizer]) -> None:
         """What the parameters of these optimizers have as gradients now."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    self.memory.mark([parameter.grad], memory_trace.GRADIENTS, self._owners.get(id(parameter)))
+                    self.memory.mark([parameter.grad], storages.GRADIENTS, self._owners.get(id(parameter)))
 
     def mark_kept(self, kept: Kept) -> None:
         """What a strategy keeps of its own (:meth:`engine.strategies.base.Strategy.kept`)."""
@@ -205,7 +204,7 @@ class StepTrace(torch_private.Mode):
 
     def mark_kept_gradients(self, model: nn.Module) -> None:
         """What FSDP keeps whole until the last micro-batch of a window."""
-        self.memory.mark(whole_gradients([model]), memory_trace.GRADIENTS)
+        self.memory.mark(whole_gradients([model]), storages.GRADIENTS)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -216,6 +215,3 @@ def _tensors(tree: Any) -> list[Tensor]:
     if isinstance(tree, (list, tuple)):
         return [tensor for item in tree for tensor in _tensors(item)]
     return []
-
-
-__all__ = ["StepTrace"]
