@@ -20,7 +20,7 @@ class OperationCounter:
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str, int, int, str], int] = {}
-        self.times = 1
+        self.weight = 1
         """How often what is noted now comes in a step."""
 
     def note(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, phase: str) -> None:
@@ -35,7 +35,7 @@ class OperationCounter:
         moved = {id(t): t.numel() * t.element_size() for t in (*inputs, *outputs)}
         dtype = str((inputs or outputs)[0].dtype).removeprefix("torch.")
         key = (str(operator.overloadpacket), dtype, flops, sum(moved.values()), phase)
-        self._counts[key] = self._counts.get(key, 0) + self.times
+        self._counts[key] = self._counts.get(key, 0) + self.weight
 
     def wrapped(self, operator: Any, phase: str) -> None:
         """A call on a tensor that wraps others, such as a ``DTensor``: the host finds out what it means for those, and calls it again."""
@@ -121,7 +121,7 @@ class CollectiveCounter:
 
     def __init__(self, axes: Mapping[str, tuple[int, ...]]) -> None:
         self._names = {ranks: name for name, ranks in axes.items()}
-        self.times = 1
+        self.weight = 1
         """How often what is noted now comes in a step."""
         self._calls: dict[tuple[str, tuple[int, ...], str], list[int]] = {}  # by kind, ranks and phase
 
@@ -146,7 +146,7 @@ class CollectiveCounter:
             group = next(kwargs[name] for name in _GROUP_ARGUMENTS if name in kwargs)
         ranks = tuple(dist.get_process_group_ranks(torch_private.group_of(group)))
         size = max(sum(t.numel() * t.element_size() for t in tensors) for tensors in given)
-        self._calls.setdefault((kind, ranks, phase), []).extend([size] * self.times)
+        self._calls.setdefault((kind, ranks, phase), []).extend([size] * self.weight)
         return [tensor for tensors in given for tensor in tensors]
 
     def collectives(self) -> tuple[Collective, ...]:

@@ -119,8 +119,8 @@ class JobFacts:
         self._count(module)
         self._found["shape"] = shape_of(module)
 
-    def ready(self, run: Run, batch: Any) -> None:
-        """A run up to its first step, and a micro-batch."""
+    def ready(self, run: Run, batch: Any, compiled: bool) -> None:
+        """A run up to its first step, a micro-batch, and whether the user's step is compiled, which the run's is not."""
         settings, strategy, engine = run.settings, run.engine.strategy, run.engine
         axes = {name: size for name, size in strategy.axes.items() if size > 1}
         schedule = str(vars(strategy).get("schedule", "1f1b")) if axes.get("pp", 1) > 1 else None
@@ -137,7 +137,7 @@ class JobFacts:
             "schedule": schedule,
             "parts": 1 if schedule is None else given or axes["pp"] * STAGES_OF_A_RANK[schedule],
             "tf32": settings.matmul_precision in ("high", "medium"),
-            "compiled": bool(settings.compile),
+            "compiled": compiled,
             "checkpointing": settings.activation_checkpointing,
             "samples_per_epoch": _samples(run.train_loader, (batch_size(batch) or 0) * data_ranks, window, batches),
             "steps_per_epoch": None if batches is None else -(-batches // window),

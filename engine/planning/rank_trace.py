@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,10 @@ class Memory:
     def total(self) -> int:
         """All of them together."""
         return sum(getattr(self, each.name) for each in fields(self))
+
+
+Phase = Literal["set-up", "start", "forward", "backward", "optimizer step", "end"]
+"""The phases of a training as a trace knows them; those of a step are the last five."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from engine.config.masked import plain
 from engine.planning.candidates import RECOMPUTE, Candidate, Layout, micro_batches, written
 from engine.planning.plan import Plan
 from engine.planning.plan_text import as_text, show_search
 from engine.planning.plan_text import size as written_size
+from engine.utils.tree import batch_size, map_tensors
 
 VERDICTS = ("fits", "too large", "slower", "refused", "failed", "not planned")
 
@@ -405,3 +409,31 @@ def _alike(candidate: Candidate) -> tuple[Any, ...]:
     """What two candidates have in common whose memory differs by the size of the micro-batch alone."""
     one = candidate.window == 1  # a later micro-batch has the gradients of earlier ones beside it
     return str(candidate.layout), str(candidate.precision), candidate.activation_checkpointing, one
+
+
+def resized(batch: Any, given: int, wanted: int) -> Any:
+    """A batch of ``wanted`` samples: the first of its ``given`` ones, again from the first where there are too few.
+
+    Raises:
+        ValueError: its samples cannot be told apart.
+    """
+    if wanted == given:
+        return batch
+    rows = torch.arange(wanted) % given
+    changed = map_tensors(partial(_rows, given=given, rows=rows), _lists(batch, given, rows.tolist()))
+    if batch_size(changed) != wanted:
+        raise ValueError(f"the batch ({type(batch).__name__}) of {given} samples cannot be made one of {wanted}")
+    return changed
+
+
+def _rows(tensor: Tensor, *, given: int, rows: Tensor) -> Tensor:
+    return tensor[rows] if tensor.ndim and tensor.shape[0] == given else tensor
+
+
+def _lists(tree: Any, given: int, rows: Sequence[int]) -> Any:
+    """Lists with an item for each sample, such as texts, in plain containers."""
+    if type(tree) is dict:
+        return {key: _lists(item, given, rows) for key, item in tree.items()}
+    if type(tree) is list and len(tree) == given and not any(isinstance(item, Tensor) for item in tree):
+        return [tree[row] for row in rows]
+    return tree

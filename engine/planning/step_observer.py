@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from engine.planning import counters, storages, torch_private
 from engine.planning.counters import CollectiveCounter, OperationCounter
+from engine.planning.rank_trace import Phase
 from engine.planning.storages import StorageLog
 from engine.utils.torch_private import whole_gradients
 
@@ -23,13 +24,16 @@ Kept = Iterable[tuple[str, list[Tensor], bool]]
 class StepObserver(torch_private.Mode):
     """Observes a training, real or simulated::
 
-    trace = StepObserver(axes)
-    with trace:
+    observer = StepObserver(axes)
+    with observer:
         set up the training
-        a first step
-        trace.begin(model, optimizers)
-        the step to record
-        trace.end()
+        observer.begin_window(model, optimizers, inputs)
+        for each micro-batch:
+            observer.next_micro_batch(inputs)
+            forward and backward pass
+        observer.enter("optimizer step")
+        the step
+        observer.end_window()
     """
 
     def __init__(self, axes: Mapping[str, tuple[int, ...]], accelerated: bool = False) -> None:
@@ -47,7 +51,8 @@ class StepObserver(torch_private.Mode):
         self._nodes: list[int] = [0]
         self._makers: list[str] = [""]
         """The module that makes the nodes of the backward pass from each of these numbers on."""
-        self._forward = storages.SET_UP
+        self._outside: Phase = "set-up"
+        """The phase of operations outside of backward passes."""
         self._recording = False
         self._propagating = False
 
@@ -106,7 +111,9 @@ class StepObserver(torch_private.Mode):
     def _watch(self, watched: bool) -> None:
         self._propagating = not watched
 
-    def begin(self, model: nn.Module, optimizers: list[Optimizer], inputs: list[Tensor], kept: Kept = ()) -> None:
+    def begin_window(
+        self, model: nn.Module, optimizers: list[Optimizer], inputs: list[Tensor], kept: Kept = ()
+    ) -> None:
         """Record from here on; ``kept``: as of :meth:`mark_kept`."""
         memory = self.memory
         memory.phase, memory.module, self._running = "start", "", ""
@@ -124,26 +131,24 @@ class StepObserver(torch_private.Mode):
         memory.record()
         self._recording = True
 
-    def repeat(self, times: int) -> None:
-        """What comes from here on, comes so often in a step."""
-        self.collectives.times = self.operations.times = times
+    def next_micro_batch(self, inputs: list[Tensor], count_as: int = 1) -> None:
+        """A micro-batch begins; what comes from here on, comes ``count_as`` times in a step."""
+        self.collectives.weight = self.operations.weight = count_as
+        self.memory.mark(inputs, storages.INPUTS)
+        self.enter("forward")
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Operations inside the block, outside of backward passes, are of this phase."""
-        before, self._forward = self._forward, name
-        try:
-            yield
-        finally:
-            self._forward = before
+    def enter(self, phase: Phase) -> None:
+        """Operations from here on, outside of backward passes, are of this phase."""
+        self._outside = phase
 
-    def end(self) -> None:
+    def end_window(self) -> None:
         """The recorded step is over."""
         self._recording = False
+        self.enter("set-up")
 
     def _set_phase(self) -> None:
         memory = self.memory
-        now = "backward" if torch_private.in_backward() else self._forward
+        now = "backward" if torch_private.in_backward() else self._outside
         if now != memory.phase:
             if now == "backward" and memory.phase == "forward":
                 memory.kept_for_backward()

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from engine.planning import torch_private
 from engine.planning.plan import Memory, Moment
-from engine.planning.rank_trace import Allocations
+from engine.planning.rank_trace import Allocations, Phase
 
 PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER = "parameters", "buffers", "gradients", "optimizer_state"
 ACTIVATIONS, TEMPORARIES, COMMUNICATION, INPUTS = "activations", "temporaries", "communication", "inputs"
-SET_UP = "set-up"
+SET_UP: Phase = "set-up"
 """The phase before the first step."""
 _BEFORE_STEPS = (PARAMETERS, BUFFERS, COMMUNICATION, INPUTS)
 """What is there when the first step begins; that step makes the rest."""

@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -155,31 +154,6 @@ def simulated_processes(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
         sys.excepthook = hook  # torch's own would mark each line of an error with this rank
         _clear_sharding_prop_cache()  # it takes equal meshes of two jobs for one, and finds the groups of the first
-
-
-@contextmanager
-def job_set_aside() -> Iterator[None]:
-    """Inside the block this process is in no job, so that one can be simulated; afterwards it is in the same one again. No other rank takes part."""
-    module: Any = dist.distributed_c10d
-    world = module._world
-    names = dict(world.pg_names)
-    module._unregister_all_process_groups()
-    tables = (
-        "pg_map",
-        "pg_names",
-        "pg_group_ranks",
-        "pg_backend_config",
-        "tags_to_pg",
-        "pg_to_tag",
-        "pg_coalesce_state",
-    )
-    module._world = SimpleNamespace(default_pg=None, group_count=0, comms=[], **{name: {} for name in tables})
-    try:
-        yield
-    finally:
-        module._world = world
-        for group, name in names.items():
-            module._register_process_group(name, group)
 
 
 def simulated_group(ranks: list[int]) -> dist.ProcessGroup:
