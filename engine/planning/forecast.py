@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.config.resolve import Resolved
 from engine.data.datamodule import DataModule
+from engine.distributed.group import DeviceKind
 from engine.fit import Fit
 from engine.module import TrainModule
 from engine.planning import candidates
@@ -29,7 +30,7 @@ from engine.planning.devices import Cluster, Hardware, cluster_of, rate
 from engine.planning.job import JobFacts
 from engine.planning.plan import Plan
 from engine.planning.search import Planner, PlanSearch, Space, Tried, resized, search
-from engine.planning.simulated_group import CPU, Target
+from engine.planning.simulated_group import CPU
 from engine.planning.simulated_run import SimulatedJob, first_batch, simulated_run
 from engine.planning.tracing import trace
 from engine.utils.log import logger
@@ -58,8 +59,8 @@ def plan(
     cluster = cluster_of(world_size, nodes, device, network, memory_limit)
     price, bandwidth = checked_costs(price, storage)
     facts = JobFacts()
-    target = Target("cuda", "float8" in cluster.device.peaks) if cluster.device.caching else CPU
-    job = SimulatedJob(fit, module, train_loader, datamodule, cluster.world_size, cluster.nodes, target)
+    kind = DeviceKind("cuda", "float8" in cluster.device.peaks) if cluster.device.caching else CPU
+    job = SimulatedJob(fit, module, train_loader, datamodule, cluster.world_size, cluster.nodes, kind)
     traces = trace(job, facts)
     return Plan(tuple(traces), facts.job(cluster.world_size, cluster.nodes), cluster.device, price, bandwidth)
 

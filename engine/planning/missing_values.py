@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import linecache
 import operator as python
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.planning import torch_private, zero
+from engine.planning import torch_private
 from engine.utils import overrides
 
 _aten = torch.ops.aten
@@ -166,6 +167,8 @@ _OWN = str(Path(overrides.__file__).parent.parent)
 _PLANNING = str(Path(__file__).parent)
 _DISTRIBUTIONS = str(Path(torch.__file__).parent / "distributions")
 _PACKAGES = "site-packages"
+DEEPSPEED = os.path.join(_PACKAGES, "deepspeed", "")
+"""In the paths of DeepSpeed's files."""
 _SIGNS = ("faketensor", "fake tensor", "data is not allocated", "data pointer", "tensor subclasses", "meta tensor")
 """What torch's errors about tensors without values say."""
 
@@ -228,7 +231,7 @@ def _line_that_asks(frame: FrameType | None) -> str | None:
     others = None
     while frame is not None:
         name = frame.f_code.co_filename
-        if zero.PACKAGE in name:  # a norm, and whether it is finite: the library asks through it
+        if DEEPSPEED in name:  # a norm, and whether it is finite: the library asks through it
             frame = frame.f_back
             continue
         own = name.startswith(_OWN)

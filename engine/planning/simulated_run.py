@@ -27,6 +27,7 @@ from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
 from engine.data.prepared_loader import PreparedLoader
 from engine.distributed.agreement import HURRY, Agreement
+from engine.distributed.group import DeviceKind
 from engine.fit import Fit
 from engine.loop import setup
 from engine.loop.lifecycle import session
@@ -36,7 +37,7 @@ from engine.planning import torch_private, zero
 from engine.planning.fake_tensors import Simulation, fake_module
 from engine.planning.job import JobFacts
 from engine.planning.missing_values import MissingValues
-from engine.planning.simulated_group import CPU, Target, simulated
+from engine.planning.simulated_group import CPU, simulated
 from engine.utils.seed import isolated
 from engine.utils.tree import batch_size, move
 
@@ -52,7 +53,7 @@ class SimulatedJob:
     datamodule: DataModule | None
     world_size: int
     nodes: int = 1
-    target: Target = CPU
+    kind: DeviceKind = CPU
     """The device of each rank."""
 
 
@@ -77,7 +78,7 @@ def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[Sim
         stack.enter_context(isolated())
         stack.enter_context(zero.apart())
         stack.enter_context(sparing_files())
-        group = stack.enter_context(simulated(rank, job.world_size, job.nodes, job.target))
+        group = stack.enter_context(simulated(rank, job.world_size, job.nodes, job.kind))
         missing_values = MissingValues()
         simulation = Simulation(missing_values)
         stack.enter_context(torch_private.usable(simulation.fake, missing_values))
@@ -94,6 +95,7 @@ def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[Sim
         settings = planned_settings(job.fit.settings, folder)
         callbacks = without_effects(with_own(module, settings.callbacks), folder)
         run = job.fit.new_run(module, "fit", group, settings, callbacks)
+        zero.refuse_disk(run.engine.strategy)
         run.home, run.agreement = folder, NoStops(group)
         stack.enter_context(zero.usable(group))
         run.find_train_loader = partial(setup.training_loader, run, job.train_loader, job.datamodule)

@@ -16,9 +16,8 @@ from engine.planning import counters, storages, torch_private
 from engine.planning.counters import CollectiveCounter, OperationCounter
 from engine.planning.rank_trace import Phase
 from engine.planning.storages import StorageLog
+from engine.planning.strategy_facts import Kept
 from engine.utils.torch_private import whole_gradients
-
-Kept = Iterable[tuple[str, list[Tensor], bool]]
 
 
 class StepObserver(torch_private.Mode):
@@ -112,7 +111,7 @@ class StepObserver(torch_private.Mode):
         self._propagating = not watched
 
     def begin_window(
-        self, model: nn.Module, optimizers: list[Optimizer], inputs: list[Tensor], kept: Kept = ()
+        self, model: nn.Module, optimizers: list[Optimizer], inputs: list[Tensor], kept: Iterable[Kept] = ()
     ) -> None:
         """Record from here on; ``kept``: as of :meth:`mark_kept`."""
         memory = self.memory
@@ -202,8 +201,8 @@ class StepObserver(torch_private.Mode):
                 for parameter in group["params"]:
                     self.memory.mark([parameter.grad], storages.GRADIENTS, self._owners.get(id(parameter)))
 
-    def mark_kept(self, kept: Kept) -> None:
-        """What a strategy keeps of its own (:meth:`engine.strategies.base.Strategy.kept`)."""
+    def mark_kept(self, kept: Iterable[Kept]) -> None:
+        """What a strategy keeps of its own (:attr:`engine.planning.strategy_facts.StrategyFacts.kept`)."""
         for kind, tensors, on_host in kept:
             self.memory.mark(tensors, kind, on_host=on_host)
 

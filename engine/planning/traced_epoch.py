@@ -16,6 +16,7 @@ from engine.planning.missing_values import MissingValues
 from engine.planning.rank_trace import Collective
 from engine.planning.simulated_run import SimulatedRun
 from engine.planning.step_observer import StepObserver
+from engine.planning.strategy_facts import strategy_facts
 from engine.step.share import Share
 from engine.utils.tree import leaves
 
@@ -69,7 +70,9 @@ class TracedWindows:
         run, observer = self._run, self._observer
         gc.collect()  # what an earlier window left must not be freed in this one
         batch = fake_batch(self._first_batch)
-        observer.begin_window(run.module, run.optimization.optimizers, leaves(batch), run.engine.strategy.kept())
+        observer.begin_window(
+            run.module, run.optimization.optimizers, leaves(batch), strategy_facts(run.engine.strategy).kept()
+        )
         self.micro_batches, self._step_before = 0, run.state.step
         to_trace = _to_trace(self._shares, run.optimization)
         for number, (share, times) in enumerate(to_trace, 1):
@@ -111,6 +114,7 @@ class TracedOptimization:
 
     def __init__(self, optimization: Automatic, run: Run, observer: StepObserver) -> None:
         self._optimization, self._run, self._observer = optimization, run, observer
+        self._kept = strategy_facts(run.engine.strategy).kept
         self.accumulates = optimization.accumulates
         self.evaluates_again: bool = getattr(optimization, "keeps", False)
         """Whether a window's micro-batches are computed again, as LBFGS does."""
@@ -127,7 +131,7 @@ class TracedOptimization:
         outputs = self._optimization.micro(batch, index, share)
         observer = self._observer
         observer.mark_gradients(self.optimizers)
-        observer.mark_kept(self._run.engine.strategy.kept())
+        observer.mark_kept(self._kept())
         if not share.last:
             observer.mark_kept_gradients(self._run.module)
         observer.enter("optimizer step" if share.last else "end")
@@ -136,7 +140,7 @@ class TracedOptimization:
     def step(self) -> None:
         """The window is over."""
         self._optimization.step()
-        self._observer.mark_kept(self._run.engine.strategy.kept())
+        self._observer.mark_kept(self._kept())
         self._observer.enter("end")
 
 

@@ -22,8 +22,10 @@ from engine.planning.job import JobFacts
 from engine.planning.rank_trace import Moment, RankTrace
 from engine.planning.simulated_run import SimulatedJob, SimulatedRun, first_batch, simulated_run
 from engine.planning.step_observer import StepObserver
+from engine.planning.strategy_facts import strategy_facts
 from engine.planning.traced_epoch import trace_epoch
 from engine.step.share import shares
+from engine.strategies.mesh_parallel import MeshParallel
 
 EACH_STAGE = 4
 """In a longer pipeline a rank is not traced whose stages are like those before it: it computes the same, and holds at most as much."""
@@ -34,7 +36,7 @@ def trace(job: SimulatedJob, facts: JobFacts) -> list[RankTrace]:
     from the place before).
 
     The module, the process's random numbers and torch's process groups are as before afterwards. ``facts`` are collected. For an accelerated
-    ``job.target`` torch's optimizers choose their implementation as on CUDA rather than as on the CPU, and what a strategy keeps in the host's
+    ``job.kind`` torch's optimizers choose their implementation as on CUDA rather than as on the CPU, and what a strategy keeps in the host's
     memory is left out.
 
     Raises:
@@ -46,7 +48,7 @@ def trace(job: SimulatedJob, facts: JobFacts) -> list[RankTrace]:
         raise RuntimeError(f"{type(module).__name__} is in a run: plan before it, or plan a new module")
 
     places = PipelinePlaces()
-    with torch_private.as_on_accelerators() if job.target.accelerated else nullcontext():
+    with torch_private.as_on_accelerators() if job.kind.is_accelerator else nullcontext():
         traces = {0: trace_rank(job, 0, facts, places)}
         if traces[0] is None:
             traces[places.with_loss] = trace_rank(job, places.with_loss, JobFacts(), places)
@@ -87,15 +89,16 @@ def trace_rank(job: SimulatedJob, rank: int, facts: JobFacts, places: PipelinePl
         run = simulated.run
         assert run.train_loader is not None
         places.ranks = _axes(run).get("pp", (rank,))
-        strategy: Any = run.engine.strategy
-        if strategy.pipelined:
-            places.with_loss = places.ranks[strategy.loss_stage]
+        strategy = run.engine.strategy
+        divided = strategy if isinstance(strategy, MeshParallel) and strategy.pipelined else None
+        if divided is not None:
+            places.with_loss = places.ranks[divided.loss_stage]
             if rank != places.with_loss and places.weighted is None:
                 return None
         batch, samples = first_batch(run.train_loader)
         trace = _steps(job, simulated, batch, samples, facts, places)
-        if strategy.pipelined:
-            places.weighted, places.alike = bool(strategy.weighted), strategy.likewise()
+        if divided is not None and divided.pipeline is not None:
+            places.weighted, places.alike = bool(divided.pipeline.weighted), strategy_facts(divided).alike()
         module = job.module if isinstance(job.module, TrainModule) else run.module
         missing = (*_compiled(job.fit.settings, module), *_validation(run, job.datamodule, samples))
         return replace(trace, missing=(*trace.missing, *missing))
@@ -111,7 +114,7 @@ def _steps(
     engine.accumulate_grad_batches = size
     data = engine.data_group
     weights = shares(((samples,) * data.world_size,) * size, data.rank)
-    observer = StepObserver(_axes(run), job.target.accelerated)
+    observer = StepObserver(_axes(run), job.kind.is_accelerator)
     with simulated.simulation, observer, torch_private.eager():
         make_fake(run.module)
         observer.name(run.module)
@@ -119,14 +122,13 @@ def _steps(
         # A plan takes a few steps more than a short training has, and a schedule may end with it.
         run.set_optimizers(run.optimizers, run.schedulers, automatic=False)
         observer.name(run.module)
-        pipeline: Any = engine.strategy
-        if pipeline.pipelined:
-            pipeline.weighted = places.weighted
+        if isinstance(engine.strategy, MeshParallel) and engine.strategy.pipeline is not None:
+            engine.strategy.pipeline.weighted = places.weighted
         facts.ready(run, batch, compiled=bool(job.fit.settings.compile))
         engine.window.agree = list  # all ranks are like this one
         end = trace_epoch(simulated, batch, weights, observer)
     memory = observer.memory
-    away = memory.leave_out(engine.strategy.on_host) if job.target.accelerated else {}
+    away = memory.leave_out(strategy_facts(engine.strategy).on_host) if job.kind.is_accelerator else {}
     trace = _recorded(run, observer, memory.timeline(), samples, end.micro_batches)
     missing = simulated.missing_values.sentences()
     return replace(trace, on_host=away, missing=missing if end.missing is None else (*missing, end.missing))
@@ -146,7 +148,7 @@ def _recorded(run: Run, observer: StepObserver, timeline: tuple[Moment, ...], sa
         timeline=timeline,
         collectives=observer.collectives.collectives(),
         operations=observer.operations.operations(),
-        overlaps=getattr(run.engine.strategy, "overlaps", True),
+        overlaps=strategy_facts(run.engine.strategy).overlaps,
     )
 
 

@@ -66,3 +66,17 @@ def test_the_second_step_is_recorded() -> None:
 )
 def test_what_comes_between_two_steps_is_no_part_of_a_step(strategy: str, settings: dict[str, Any]) -> None:
     assert traced(strategy, **settings) == traced(strategy)
+
+
+def test_a_window_has_the_documented_phases() -> None:
+    """Between two micro-batches nothing is set up."""
+    phases = [moment.phase for moment in traced(accumulate_grad_batches=3).timeline]
+    assert set(phases) == {"start", "forward", "backward", "optimizer step", "end"}
+
+
+def test_a_callback_that_ends_the_epoch_is_named() -> None:
+    class Ends(Callback):
+        def on_train_batch_start(self, run: Any, module: Any, batch: Any, batch_idx: int) -> int:
+            return -1
+
+    assert traced(callbacks=Ends()).missing == ("the plan ends where on_train_batch_start ends the epoch",)
