@@ -232,7 +232,7 @@ _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 class UsersStrategy:
     """What a user asked for."""
 
-    asked: Any
+    as_written: Any
     """As the setting has it: a name, a :class:`Named`, or an object."""
     strategy: Strategy
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -255,7 +255,7 @@ class UsersStrategy:
             engine: that has it, in a simulated job; ``None``: it is refused there.
             world_size: ranks.
         """
-        asked = self.asked.as_dict() if isinstance(self.asked, Named) else self.asked
+        asked = self.as_written.as_dict() if isinstance(self.as_written, Named) else self.as_written
         if engine is None:
             return Layout(asked, world_size, 1, given=True, bounded=False)
         sizes = {name: size for name, size in engine.strategy.axes.items() if size > 1}
@@ -272,7 +272,7 @@ class UsersStrategy:
             sizes=tuple(sizes.items()),
         )
 
-    def keeping(self, layout: Layout) -> Layout:
+    def with_its_options(self, layout: Layout) -> Layout:
         """``layout`` with the options that its class has too."""
         name = layout.strategy if isinstance(layout.strategy, str) else layout.strategy["name"]
         kind = _KINDS.get(name)
@@ -284,7 +284,7 @@ class UsersStrategy:
             return layout
         degrees: dict[str, Any] = {} if isinstance(layout.strategy, str) else layout.strategy
         changed: Any = {**degrees, "name": name, **kept}
-        if isinstance(self.asked, Strategy):
+        if isinstance(self.as_written, Strategy):
             del changed["name"]
             changed = kind(**changed)
         sizes = tuple((key, value) for key, value in degrees.items() if key in _DEGREES)
@@ -293,7 +293,7 @@ class UsersStrategy:
 
     def notes(self) -> list[str]:
         """What the search does with it."""
-        told = written(self.asked.as_dict() if isinstance(self.asked, Named) else self.asked)
+        told = written(self.as_written.as_dict() if isinstance(self.as_written, Named) else self.as_written)
         if not self.known:
             return [
                 f"strategy={told} was given and is tried first, with other micro-batches too; its own settings are not varied"
@@ -323,7 +323,7 @@ def layouts_with(first: Layout, wanted: UsersStrategy, others: list[Layout]) -> 
     def same(each: Layout) -> tuple[Any, ...]:
         return each.data_ranks, each.shards, each.degree("tp"), each.degree("pp"), each.offloaded
 
-    kept = [wanted.keeping(each) for each in others]
+    kept = [wanted.with_its_options(each) for each in others]
     kinds = {"ddp": ("ddp",), "fsdp": ("fsdp", "mesh"), "mesh": ("fsdp", "mesh")}
     own = next((name for name, kind in _KINDS.items() if type(wanted.strategy) is kind), None)
 

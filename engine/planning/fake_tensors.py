@@ -200,7 +200,7 @@ def fake_tensor(tensor: Tensor) -> Tensor:
     """A tensor of the same shape, layout and kind without values; a tensor on the meta device, or without values, itself. Small integers keep
     their values: indices of positions, pointers into a queue."""
     if tensor.is_meta:
-        with torch_private.real():
+        with torch_private.with_values():
             without = torch.empty_like(tensor)
             return nn.Parameter(without, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else without
     if torch_private.is_fake(tensor):
@@ -208,7 +208,7 @@ def fake_tensor(tensor: Tensor) -> Tensor:
     if is_lazy(tensor):  # has no shape yet
         return copy.deepcopy(tensor)
     if not isinstance(tensor, nn.Parameter) and torch_private.has_host_numbers(tensor):
-        with torch_private.real():
+        with torch_private.with_values():
             return tensor.detach().to("cpu", copy=True)
     made = (
         torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")

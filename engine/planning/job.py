@@ -112,14 +112,14 @@ class JobFacts:
     """Collects the facts of a job while one of its ranks is traced."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
 
-    def built(self, module: nn.Module) -> None:
+    def from_module(self, module: nn.Module) -> None:
         """The user's module, before a strategy divides it; it lacks what ``configure_model`` makes."""
         self._count(module)
-        self._found["shape"] = shape_of(module)
+        self._values["shape"] = shape_of(module)
 
-    def ready(self, run: Run, batch: Any, compiled: bool) -> None:
+    def from_run(self, run: Run, batch: Any, compiled: bool) -> None:
         """A run up to its first step, a micro-batch, and whether the user's step is compiled, which the run's is not."""
         settings, strategy, engine = run.settings, run.engine.strategy, run.engine
         axes = {name: size for name, size in strategy.axes.items() if size > 1}
@@ -127,8 +127,8 @@ class JobFacts:
         given = vars(strategy).get("num_microbatches")
         batches, data_ranks, window = run.num_train_batches, engine.data_group.world_size, run.window_at(0)
         self._count(run.module)
-        shape = self._found.get("shape") or shape_of(run.module)
-        self._found |= {
+        shape = self._values.get("shape") or shape_of(run.module)
+        self._values |= {
             "strategy": type(strategy).__name__,
             "precision": str(engine.precision),
             "axes": axes,
@@ -150,9 +150,9 @@ class JobFacts:
         """Of a module that is larger than those before: a stage of a pipeline lacks the others."""
         parameters = list(module.parameters())
         count = sum(map(_whole, parameters))
-        if count > self._found.get("parameters", -1):
+        if count > self._values.get("parameters", -1):
             buffers = _bytes(torch_private.persistent_buffers(module))
-            self._found |= {
+            self._values |= {
                 "parameters": count,
                 "trainable": sum(_whole(each) for each in parameters if each.requires_grad),
                 "parameter_bytes": _bytes(parameters) + buffers,
@@ -161,7 +161,7 @@ class JobFacts:
 
     def job(self, world_size: int, nodes: int) -> Job:
         """All of it, for so many ranks and nodes."""
-        return Job(world_size=world_size, nodes=nodes, **self._found)
+        return Job(world_size=world_size, nodes=nodes, **self._values)
 
 
 def _whole(tensor: Any) -> int:

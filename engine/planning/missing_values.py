@@ -201,13 +201,13 @@ class MissingValues:
         name = getattr(hook, "__qualname__", None) or getattr(getattr(hook, "func", None), "__qualname__", repr(hook))
         self._found[f"{name} is left out: without values it raises {type(error).__name__}: {error}"] = None
 
-    def explain(self, error: Exception) -> bool:
+    def comes_from_missing_values(self, error: Exception) -> bool:
         """Whether an error of the training comes from values that are not there, or from an answer, and not from the training itself."""
         said = str(error).lower()
         untraceable = (*torch_private.UNREADABLE, torch_private.UNSUPPORTED)
         return isinstance(error, untraceable) or bool(self._found) or any(sign in said for sign in _SIGNS)
 
-    def place(self, error: Exception) -> str:
+    def users_line(self, error: Exception) -> str:
         """The user's line in an error's traceback, if there is one."""
         frames = traceback.extract_tb(error.__traceback__)
         own = [each for each in frames if not each.filename.startswith((_TORCH, _OWN, "<"))]

@@ -270,7 +270,7 @@ class _Walk:
                     best = max(best, size)
             if refused and not number:
                 return  # the strategy itself, whatever is recomputed
-            self._rest(candidates, best)
+            self._explain_untried(candidates, best)
 
     def _sizes(self, wanted: list[int], sizes: list[int]) -> Iterator[int]:
         """The micro-batches to try, by what became of those before: up from the given one while they fit, else down until one fits."""
@@ -283,15 +283,15 @@ class _Walk:
             if not self.tried[-1].fits:
                 if size == up[0]:
                     down = [each for each in wanted if each < size]
-                    yield from self._down(down[::-1])
+                    yield from self._smaller_sizes(down[::-1])
                 # Between micro-batches sharded strategies keep whole gradients: a step of one may fit where smaller ones do not.
                 if size != sizes[-1] and not self.tried[-1].fits and self._one_window(sizes[-1]):
                     yield sizes[-1]
                 return
         if not up:
-            yield from self._down(wanted[::-1])
+            yield from self._smaller_sizes(wanted[::-1])
 
-    def _down(self, sizes: list[int]) -> Iterator[int]:
+    def _smaller_sizes(self, sizes: list[int]) -> Iterator[int]:
         for size in sizes:
             yield size
             if self.tried[-1].fits:
@@ -302,7 +302,7 @@ class _Walk:
         latest = self.tried[-1].candidate
         return latest.layout.shards > 1 and latest.micro_batch * latest.window == size
 
-    def _rest(self, candidates: dict[int, Candidate], best: int) -> None:
+    def _explain_untried(self, candidates: dict[int, Candidate], best: int) -> None:
         """Say why the sizes that were not tried were not."""
         here = {id(candidate) for candidate in candidates.values()}
         tried = [each for each in self.tried if id(each.candidate) in here]
@@ -341,7 +341,7 @@ class _Walk:
             text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             self._refused.append((candidate.layout, verdict, text))
             return self._add(Tried(candidate, verdict, text))
-        self._learn(candidate, plan)
+        self._remember(candidate, plan)
         if plan.fits:
             return self._add(Tried(candidate, "fits", "", plan))
         peak = plan.worst.peak
@@ -356,7 +356,7 @@ class _Walk:
 
     # -- what rules out without a trace -----------------------------------------------------------------------------------------
 
-    def _learn(self, candidate: Candidate, plan: Plan) -> None:
+    def _remember(self, candidate: Candidate, plan: Plan) -> None:
         self._model = plan.job.parameters, plan.job.trainable
         end = [trace.timeline[-1].memory for trace in plan.traces if trace.timeline]
         ratios = [each.optimizer_state / each.parameters for each in end if each.parameters]

@@ -52,7 +52,7 @@ class SimulatedGroup(Group):
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         if key not in self._made:
-            with torch_private.real():
+            with torch_private.with_values():
                 self._made[key] = make()
         return self._made[key]
 

@@ -76,12 +76,12 @@ def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[Sim
     """
     with ExitStack() as stack:
         stack.enter_context(isolated())
-        stack.enter_context(zero.apart())
+        stack.enter_context(zero.without_earlier_groups())
         stack.enter_context(sparing_files())
         group = stack.enter_context(simulated(rank, job.world_size, job.nodes, job.kind))
         missing_values = MissingValues()
         simulation = Simulation(missing_values)
-        stack.enter_context(torch_private.usable(simulation.fake, missing_values))
+        stack.enter_context(torch_private.allowed_on_fake_tensors(simulation.fake, missing_values))
         stack.enter_context(torch_private.agreeing_stages())
         stack.enter_context(torch_private.plain_outputs())
         with simulation:
@@ -90,14 +90,14 @@ def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[Sim
                 if isinstance(job.module, TrainModule)
                 else _made_without_values(job.module, missing_values)
             )
-        facts.built(module)
+        facts.from_module(module)
         folder = stack.enter_context(_temporary_folder())
         settings = planned_settings(job.fit.settings, folder)
         callbacks = without_effects(with_own(module, settings.callbacks), folder)
         run = job.fit.new_run(module, "fit", group, settings, callbacks)
         zero.refuse_disk(run.engine.strategy)
         run.home, run.agreement = folder, NoStops(group)
-        stack.enter_context(zero.usable(group))
+        stack.enter_context(zero.accepted_by_deepspeed(group))
         run.find_train_loader = partial(setup.training_loader, run, job.train_loader, job.datamodule)
         stack.enter_context(session(run, job.datamodule, lambda: simulation))
         setup.training_loader(run, job.train_loader, job.datamodule)
@@ -149,9 +149,9 @@ def _made_without_values(function: Callable[[], TrainModule], missing_values: Mi
     try:
         module = function()
     except Exception as error:
-        if not missing_values.explain(error):
+        if not missing_values.comes_from_missing_values(error):
             raise
-        line = missing_values.place(error)
+        line = missing_values.users_line(error)
         raise NeedsValues(f"{line}: {type(error).__name__}: {str(error).splitlines()[0]}") from error
     if sentences := missing_values.sentences():
         raise NeedsValues(f"{sentences[0].partition(': the plan')[0]} while the module is made")

@@ -55,12 +55,12 @@ class StorageLog:
         self._at_start: list[tuple[Storage, int]] = []
         self._sum: tuple[int, int, int] | None = None
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
-        self.making_on_host = False
+        self.made_on_host = False
         """What is made now is in the host's memory: by the step of an offloaded optimizer."""
 
     # -- storages -----------------------------------------------------------------------------------------------------------------
 
-    def note(self, tensor: Tensor) -> Storage | None:
+    def follow(self, tensor: Tensor) -> Storage | None:
         """The storage of ``tensor``, known from now on; ``None`` for a tensor without memory."""
         try:
             storage = tensor.untyped_storage()
@@ -72,18 +72,20 @@ class StorageLog:
             if tensor.device.type == "meta":  # what another rank has, or an example of a shape
                 return None
             found = self._held[key] = Storage(storage.nbytes(), self.phase, self.module, torch_private.node_number())
-            found.on_host = self.making_on_host
+            found.on_host = self.made_on_host
             # Strategies choose streams on a CPU, too, where they mean nothing.
             found.stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
-            found.alive = weakref.ref(storage, lambda _: self._end(key))
+            found.alive = weakref.ref(storage, lambda _: self._freed(key))
             self._event(found, found.size)
         return found
 
-    def mark(self, tensors: Iterable[Any], kind: str, module: str | None = None, on_host: bool | None = None) -> None:
+    def set_kind(
+        self, tensors: Iterable[Any], kind: str, module: str | None = None, on_host: bool | None = None
+    ) -> None:
         """These tensors' storages are of this kind, and belong to this module; ``None``: to the same as before, also of ``on_host``."""
         for tensor in tensors:
             for part in local_parts(tensor):
-                if (held := self.note(part)) is not None:
+                if (held := self.follow(part)) is not None:
                     held.kind = kind
                     held.module = held.module if module is None else module
                     held.on_host = held.on_host if on_host is None else on_host
@@ -96,21 +98,21 @@ class StorageLog:
     def used_to_communicate(self, tensors: Iterable[Tensor]) -> None:
         """A collective reads or writes these tensors."""
         for tensor in tensors:
-            held = self.note(tensor)
+            held = self.follow(tensor)
             # What is used again in later steps, such as DDP's buckets, was there in a backward pass before.
             if held is not None and held.kind in (TEMPORARIES, ACTIVATIONS):
                 held.kind = COMMUNICATION
 
-    def added(self, before: Tensor, result: Tensor) -> None:
+    def summed_in_place(self, before: Tensor, result: Tensor) -> None:
         """A sum in the backward pass. If it is autograd's own, of two gradients of one tensor, real tensors are added in place, unless something
         else refers to ``before``; those that Python sees are not. A node's own sums do not release at once what another node has made."""
-        old, new = self.note(before), self.note(result)
+        old, new = self.follow(before), self.follow(result)
         if old is None or new is None or not self._log or self._log[-1][0] is not new:
             return
         if old.size == new.size and old.node != new.node:
             self._sum = before.untyped_storage()._cdata, result.untyped_storage()._cdata, len(self._log) - 1
 
-    def settle(self) -> None:
+    def next_operation(self) -> None:
         """The next operation begins."""
         self._sum = None
 
@@ -120,7 +122,7 @@ class StorageLog:
             if held.kind == TEMPORARIES and held.phase == "forward":
                 held.kind = ACTIVATIONS
 
-    def _end(self, key: int) -> None:
+    def _freed(self, key: int) -> None:
         held = self._held.pop(key, None)
         if held is not None and self._sum is not None and key == self._sum[0] and self._sum[1] in self._held:
             assert self._log is not None
@@ -145,7 +147,7 @@ class StorageLog:
             self._log.append((held, change, self.phase, self.module))
 
     @contextmanager
-    def following(self) -> Iterator[None]:
+    def watching_resizes(self) -> Iterator[None]:
         """Inside the block, storages that change their size are noticed: FSDP empties and fills those of gathered parameters."""
         resize = torch.UntypedStorage.resize_
 
@@ -167,7 +169,7 @@ class StorageLog:
         self._at_start = [(held, held.size) for held in self._held.values()]
         self._log = []
 
-    def leave_out(self, kinds: Collection[str]) -> dict[str, int]:
+    def move_to_host(self, kinds: Collection[str]) -> dict[str, int]:
         """What is of these kinds, and what was marked so, is in the host's memory; returns its bytes at the start by kind."""
 
         def left(held: Storage) -> bool:

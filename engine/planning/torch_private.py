@@ -164,7 +164,7 @@ def simulated_group(ranks: list[int]) -> dist.ProcessGroup:
 
 
 @contextmanager
-def real() -> Iterator[None]:
+def with_values() -> Iterator[None]:
     """Inside the block, within a :class:`engine.planning.fake_tensors.Simulation`, tensors have values."""
     with unset_fake_temporarily(), _disable_current_modes():
         yield
@@ -181,7 +181,7 @@ def eager() -> Iterator[None]:
 
 
 @contextmanager
-def as_on_accelerators() -> Iterator[None]:
+def optimizers_as_on_accelerators() -> Iterator[None]:
     """Inside the block optimizers change fake parameters on the CPU many at once (``foreach``) unless told otherwise, as they do on CUDA and XPU:
     faster there, with intermediate results as large as the parameters."""
     devices = optimizer._get_foreach_kernels_supported_devices
@@ -195,7 +195,7 @@ def as_on_accelerators() -> Iterator[None]:
 
 
 @contextmanager
-def usable(fake: FakeTensorMode, answered: Callable[[str, Any], Any]) -> Iterator[None]:
+def allowed_on_fake_tensors(fake: FakeTensorMode, answered: Callable[[str, Any], Any]) -> Iterator[None]:
     """Inside the block fake tensors allow what torch refuses them.
 
     ``Module.to`` swaps the contents of fake parameters, which torch refuses while its table of conversions has weak references to them. Code
@@ -214,7 +214,7 @@ def usable(fake: FakeTensorMode, answered: Callable[[str, Any], Any]) -> Iterato
 
     def numbers(self: Tensor, *_: Any, **__: Any) -> Any:
         answered("copies a tensor to numpy", "ones")
-        with real():
+        with with_values():
             return torch.ones(self.shape, dtype=self.dtype).numpy()
 
     def listed(self: Tensor) -> Any:

@@ -161,10 +161,10 @@ def trace_epoch(
     except WindowTraced:
         run.recorder.batch = None  # as the loop does after each step: the inputs are freed
     except Exception as error:
-        if not missing_values.explain(error):
+        if not missing_values.comes_from_missing_values(error):
             raise
         observer.end_window()
-        line = missing_values.place(error)
+        line = missing_values.users_line(error)
         return EndOfTrace(len(shares), f"the plan ends at {line}: {type(error).__name__}: {error}")
     else:  # on_train_batch_start has returned -1
         observer.end_window()

@@ -48,7 +48,7 @@ def trace(job: SimulatedJob, facts: JobFacts) -> list[RankTrace]:
         raise RuntimeError(f"{type(module).__name__} is in a run: plan before it, or plan a new module")
 
     places = PipelinePlaces()
-    with torch_private.as_on_accelerators() if job.kind.is_accelerator else nullcontext():
+    with torch_private.optimizers_as_on_accelerators() if job.kind.is_accelerator else nullcontext():
         traces = {0: trace_rank(job, 0, facts, places)}
         if traces[0] is None:
             traces[places.with_loss] = trace_rank(job, places.with_loss, JobFacts(), places)
@@ -124,11 +124,11 @@ def _steps(
         observer.name(run.module)
         if isinstance(engine.strategy, MeshParallel) and engine.strategy.pipeline is not None:
             engine.strategy.pipeline.weighted = places.weighted
-        facts.ready(run, batch, compiled=bool(job.fit.settings.compile))
+        facts.from_run(run, batch, compiled=bool(job.fit.settings.compile))
         engine.window.agree = list  # all ranks are like this one
         end = trace_epoch(simulated, batch, weights, observer)
     memory = observer.memory
-    away = memory.leave_out(strategy_facts(engine.strategy).on_host) if job.kind.is_accelerator else {}
+    away = memory.move_to_host(strategy_facts(engine.strategy).on_host) if job.kind.is_accelerator else {}
     trace = _recorded(run, observer, memory.timeline(), samples, end.micro_batches)
     missing = simulated.missing_values.sentences()
     return replace(trace, on_host=away, missing=missing if end.missing is None else (*missing, end.missing))

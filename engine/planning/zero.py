@@ -42,7 +42,7 @@ _DEPTH = 3
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def without_earlier_groups() -> Iterator[None]:
     """Inside the block DeepSpeed knows no process group from before, and afterwards none from the block: its modules keep them. What it replaces in
     torch is as before, inside and afterwards."""
     linear = functional.linear
@@ -63,7 +63,7 @@ def _forget_groups() -> None:
 
 
 @contextmanager
-def usable(group: Group) -> Iterator[None]:
+def accepted_by_deepspeed(group: Group) -> Iterator[None]:
     """Inside the block DeepSpeed, if a strategy has imported it, accepts what a plan has: tensors that have no address, the formats of the planned
     device, and one rank without a launcher."""
     cpu = sys.modules.get("deepspeed.accelerator.cpu_accelerator") or sys.modules.get("accelerator.cpu_accelerator")

@@ -78,17 +78,17 @@ def test_others_keep_its_options() -> None:
     wanted = users_strategy(strategy, "code", 4)
     assert wanted is not None
     assert wanted.plan
-    mesh = wanted.keeping(Layout({"name": "mesh", "dp_shard": 1, "tp": 4}, 1, 4))
+    mesh = wanted.with_its_options(Layout({"name": "mesh", "dp_shard": 1, "tp": 4}, 1, 4))
     assert str(mesh) == f"MeshParallel(reshard_after_forward=False, dp_shard=1, tp=4, plan={PLAN})"
     assert (mesh.degree("tp"), mesh.degree("pp")) == (4, 1)
-    assert str(wanted.keeping(Layout("fsdp", 4, 4))) == "FSDP(reshard_after_forward=False)"
-    assert wanted.keeping(Layout("ddp", 4, 1)).strategy == "ddp"
+    assert str(wanted.with_its_options(Layout("fsdp", 4, 4))) == "FSDP(reshard_after_forward=False)"
+    assert wanted.with_its_options(Layout("ddp", 4, 1)).strategy == "ddp"
 
 
 def test_a_mapping_stays_one_that_can_be_typed() -> None:
     wanted = users_strategy(Fit(strategy={"name": "fsdp", "min_size": 100}).settings.strategy, "code", 4)
     assert wanted is not None
-    kept = wanted.keeping(Layout({"name": "fsdp", "dp_replicate": 2}, 4, 2))
+    kept = wanted.with_its_options(Layout({"name": "fsdp", "dp_replicate": 2}, 4, 2))
     assert kept.strategy == {"name": "fsdp", "dp_replicate": 2, "min_size": 100}
 
 
