@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Never
 
 from torch import nn
 
-from engine import planning
 from engine.callback import Callback, of_the_step, own_kind, with_own
 from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import Trained
@@ -34,6 +32,7 @@ from engine.loop.evaluate import call_all, evaluate, predict, validate
 from engine.loop.first_checks import report_misspelled
 from engine.loop.hook_calls import Hooks
 from engine.loop.lifecycle import housed, log_start, session
+from engine.loop.out_of_memory import noting_what_finds_a_fit
 from engine.loop.rank_checks import compare, compare_models
 from engine.loop.result import Result
 from engine.loop.run import Run
@@ -41,8 +40,6 @@ from engine.loop.train import of_the_epoch, train
 from engine.loop.watching import collected, watched
 from engine.loop.whole_weights import holding, whole_state
 from engine.module import TrainModule
-from engine.planning.inert import inert
-from engine.planning.out_of_memory import naming_what_fits
 from engine.replay.replayed_step import ReplayedStep
 from engine.replay.starting_point import starting_point
 from engine.replay.step_watch import LeftOut, StepWatch
@@ -53,7 +50,7 @@ from engine.utils.extensions import adapted, checked, completed
 from engine.utils.log import StartLog
 
 if TYPE_CHECKING:  # they take a second
-    from engine.planning.devices import Hardware
+    from engine.planning.device_table import Hardware
     from engine.planning.plan import Plan
     from engine.planning.search import PlanSearch
 
@@ -178,7 +175,7 @@ class Fit:
         self.sections: dict[str, Any] = resolved.sections
         """The arguments from which ``fit run`` built model, data and callbacks."""
         self.names_what_fits: bool = True
-        """Whether an out-of-memory error of :meth:`run` names, in a note, the first way to train that fits; planning it takes some seconds."""
+        """Whether an out-of-memory error of :meth:`run` names, in a note, the command that finds what fits."""
         self._trained: Trained | None = None  # by the latest training
         compatibility.check(self.settings, self.origins, detect(os.environ))
 
@@ -227,7 +224,7 @@ class Fit:
         """
         datamodule, train_loader = _datamodule(datamodule, train_loader)
         with (
-            naming_what_fits(self, module, train_loader, datamodule),
+            noting_what_finds_a_fit(self.names_what_fits),
             self._start(
                 module, "fit", partial(setup.training_loader, given=train_loader, datamodule=datamodule)
             ) as run,
@@ -385,8 +382,10 @@ class Fit:
     ) -> Plan:
         """Forecast this training on ``world_size`` ranks: memory, communication, time and cost; traced in this process, without data.
 
-        The real strategy and optimizers run one step on tensors without values in a simulated job. Nothing of ``module``, of this process's random
-        numbers or on disk changes; loggers, progress bars and checkpoint callbacks are left out.
+        The real strategy and optimizers run some steps of the training on tensors without values in a simulated job. ``module`` and this process's
+        random numbers stay as they are, callbacks are copies, loggers, progress bars and checkpoint callbacks are left out, and the run's folder is
+        a temporary one. Otherwise a plan runs your code as a run does: what it writes to paths of its own is written, but Python's ``open``
+        neither truncates nor appends to a file that exists.
 
         Args:
             module: as in :meth:`run`, or a function that makes it, which is called where tensors have no values and take no memory.
@@ -404,15 +403,22 @@ class Fit:
             RuntimeError: this process is in a job (``torch.distributed`` is initialized), or the module is in a run.
             ValueError, TypeError: as :meth:`run`; data that can be read only once; a function whose module reads values while it is made.
         """
-        made: Plan = planning.planned(
-            self._simulated,
+        from engine.planning import forecast  # planning stands above Fit, and takes a second to import
+
+        datamodule, train_loader = _datamodule(datamodule, train_loader)
+        return forecast.plan(
+            self,
             _own_or_function(module),
-            *_datamodule(datamodule, train_loader),
-            planning.cluster_of(world_size, nodes, device, network, memory_limit),
+            train_loader,
+            datamodule,
+            world_size=world_size,
+            nodes=nodes,
+            device=device,
+            network=network,
+            memory_limit=memory_limit,
             price=price,
             storage=storage,
         )
-        return made
 
     def search_plans(
         self,
@@ -433,25 +439,23 @@ class Fit:
 
         Args:
             module, train_loader, world_size, nodes, device, network, memory_limit, datamodule: as in :meth:`plan`.
-            options: ``precisions``, ``largest``, ``seconds``, ``first``, ``report``, as of :func:`engine.planning.search_run.search_plans`.
+            options: ``precisions``, ``largest``, ``seconds``, ``first``, ``report``, as of :func:`engine.planning.forecast.search_plans`.
         """
-        where = planning.cluster_of(world_size, nodes, device, network, memory_limit)
-        data = _own_or_function(module), *_datamodule(datamodule, train_loader)
-        found: PlanSearch = planning.search_plans(self, lambda fit: fit._simulated, *data, where, **options)
-        return found
+        from engine.planning import forecast  # as in :meth:`plan`
 
-    def _simulated(self, module: TrainModule, group: Group) -> Run:
-        """The run of ``module`` on a simulated job; with copies of the settings' objects, which stay as they are."""
-        settings = replace(
-            self.settings,
-            strategy=copy.deepcopy(self.settings.strategy),
-            callbacks=inert(own_kind("callbacks", self.settings.callbacks)),
-            num_nodes=1,
-            devices="auto",
-            accelerator="cpu",
-            detect_anomaly=False,
+        datamodule, train_loader = _datamodule(datamodule, train_loader)
+        return forecast.search_plans(
+            self,
+            _own_or_function(module),
+            train_loader,
+            datamodule,
+            world_size=world_size,
+            nodes=nodes,
+            device=device,
+            network=network,
+            memory_limit=memory_limit,
+            **options,
         )
-        return self._run(module, "fit", settings, group, simulated=True)
 
     def state_dict(self, module: TrainModule, *, everywhere: bool = False) -> dict[str, Any]:
         """The full (unsharded) parameters and buffers of a trained module, by name, on the CPU; all ranks call this.
@@ -536,13 +540,28 @@ class Fit:
             settings = replace(settings, callbacks=callbacks)
         environment = detect(os.environ)
         with StartLog(environment.rank == 0) as start_log, crew(settings, environment) as group:
-            run = self._run(module, stage, settings, group)
+            run = self.new_run(module, stage, group, settings)
             run.start_log = start_log
             run.find_train_loader = partial(find_train_loader, run)
             yield run
 
-    def _run(self, module: TrainModule, stage: str, settings: Settings, group: Group, simulated: bool = False) -> Run:
-        """The run of ``module`` on these processes; ``simulated``: for a plan, which compiles nothing."""
+    def new_run(
+        self,
+        module: TrainModule,
+        stage: str,
+        group: Group,
+        settings: Settings,
+        callbacks: Sequence[Callback] | None = None,
+    ) -> Run:
+        """The run of ``module`` on these processes, not yet set up.
+
+        Args:
+            module: the run's.
+            stage: as of :class:`engine.Run`.
+            group: the processes.
+            settings: of the run.
+            callbacks: in the place of the settings' and the module's.
+        """
         engine = Engine(
             strategy=settings.strategy,
             precision=settings.precision,
@@ -550,16 +569,16 @@ class Fit:
             seed=settings.seed,
             group=group,
             activation_checkpointing=settings.activation_checkpointing,
-            compile=False if simulated else settings.compile,
+            compile=settings.compile,
             sync_batchnorm=settings.sync_batchnorm,
         )
         origins, settings = _configured(engine.strategy, settings, self.origins)
         checked(module, *settings.callbacks)
         callbacks = tuple(
-            c for c in with_own(module, settings.callbacks) if not (settings.fast_dev_run and c.runs_last)
+            c
+            for c in (with_own(module, settings.callbacks) if callbacks is None else callbacks)
+            if not (settings.fast_dev_run and c.runs_last)
         )
-        if simulated:
-            callbacks = inert(callbacks)
         check_keys(callbacks, Callback)
         hooks = Hooks(callbacks, module, Callback, TrainModule)
         if engine.is_main_process:

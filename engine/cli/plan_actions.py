@@ -19,14 +19,12 @@ from engine.cli.run_actions import log_to_terminal, to_build
 from engine.cli.targets import importable_here
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
-from engine.planning.cluster import cluster_of
+from engine.planning.devices import cluster_of
+from engine.planning.forecast import checked_costs
 from engine.planning.plan import Plan
-from engine.planning.plan_table import show as show_plan
-from engine.planning.planned_run import costs
+from engine.planning.plan_text import console, show_plan, show_search
 from engine.planning.search import PlanSearch, Tried
-from engine.planning.search_table import show as show_search
-from engine.planning.tables import console
-from engine.planning.tracing import NeedsValues
+from engine.planning.simulated_run import NeedsValues
 from engine.utils.log import logger
 from engine.utils.text import terminal_text
 
@@ -82,7 +80,7 @@ def planned(wanted: Components, arguments: argparse.Namespace) -> Plan | PlanSea
     world_size = arguments.world_size if arguments.world_size is not None else _ranks(wanted.resolved.settings)
     # Wrong options are refused before the data is made, which may take long.
     where = cluster_of(world_size, arguments.nodes, arguments.device, arguments.network, arguments.memory_limit)
-    price, storage = costs(arguments.price, arguments.storage)
+    price, storage = checked_costs(arguments.price, arguments.storage)
     fit, make, data = to_build(wanted, [Parsed(component) for component in wanted.objects])
     datamodule, loader = (data, None) if isinstance(data, DataModule) else (None, data)
     job: dict[str, Any] = {

@@ -45,6 +45,21 @@ _shared: _Shared | None = None
 _stores: dict[tuple[str, int], dist.Store] = {}  # rank 0's port stays bound until the process ends
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """A kind of device, as strategies and transforms ask for it."""
+
+    type: str = "cpu"
+    """As torch names it."""
+    has_fp8: bool = False
+    """Whether it multiplies matrices in fp8 itself."""
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether it has memory of its own."""
+        return self.type != "cpu"
+
+
 class Group:
     """The processes of one job. Created by :func:`join`.
 
@@ -66,19 +81,9 @@ class Group:
         self._shared = shared
 
     @property
-    def simulated(self) -> bool:
-        """Whether the other ranks do not exist: a plan."""
-        return False
-
-    @property
-    def stands_for(self) -> str:
-        """The kind of device that the job has: ``device``'s, unless it is a plan for another."""
-        return self.device.type
-
-    @property
-    def has_fp8(self) -> bool:
-        """Whether the job's devices multiply matrices in fp8 themselves."""
-        return accelerators.has_fp8(self.device)
+    def kind(self) -> DeviceKind:
+        """The kind of device that each rank of the job has."""
+        return DeviceKind(self.device.type, accelerators.has_fp8(self.device))
 
     @property
     def failed(self) -> bool:

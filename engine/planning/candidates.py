@@ -1,16 +1,25 @@
-"""What a search tries: strategies with mesh degrees that divide the ranks, and micro-batches that keep the global batch."""
+"""What a search tries: the strategy that a user has given, then others with mesh degrees that divide the ranks, and micro-batches that keep
+the global batch."""
 
 from __future__ import annotations
 
 import importlib.util
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import nn
 
+from engine import strategies
+from engine.config.name_and_options import Named
+from engine.engine import Engine
 from engine.planning.device_table import Hardware
+from engine.planning.plan_text import in_python, value_in_python, written
+from engine.strategies.base import Strategy
+from engine.strategies.ddp import DDP
+from engine.strategies.fsdp import FSDP
+from engine.strategies.mesh_parallel import MeshParallel
 from engine.strategies.pipeline_stages import has_parts
 from engine.transforms.blocks import repeated, user_module
 
@@ -76,9 +85,9 @@ class Candidate:
 
     def code(self, derived: bool) -> str:
         """The arguments in Python; ``derived``: ``global_batch_size`` gives the window."""
-        parts = {"strategy": in_python(self.layout.strategy), "precision": _value(self.precision)}
+        parts = {"strategy": in_python(self.layout.strategy), "precision": value_in_python(self.precision)}
         if self.activation_checkpointing is not None:
-            parts["activation_checkpointing"] = _value(self.activation_checkpointing)
+            parts["activation_checkpointing"] = value_in_python(self.activation_checkpointing)
         if not derived:
             parts["accumulate_grad_batches"] = str(self.window)
         return f"Fit({', '.join(f'{key}={text}' for key, text in parts.items())})"
@@ -102,45 +111,6 @@ class Candidate:
             f"strategy={self.layout}, precision={str(self.precision)!r}{recomputed}, micro-batches of {self.micro_batch}, "
             f"accumulate_grad_batches={self.window}"
         )
-
-
-def in_python(strategy: Any) -> str:
-    """A strategy as one types it in a script: ``"fsdp"``, ``{"name": "mesh", "tp": 2}``, or ``MeshParallel(tp=2)``."""
-    if isinstance(strategy, str):
-        return f'"{strategy}"'
-    if isinstance(strategy, Mapping):
-        return "{" + ", ".join(f'"{key}": {_value(value)}' for key, value in strategy.items()) + "}"
-    if not is_dataclass(strategy):
-        return f"{type(strategy).__name__}(...)"
-    told = [
-        f"{each.name}={_value(getattr(strategy, each.name))}"
-        for each in fields(strategy)
-        if each.init and each.repr and getattr(strategy, each.name) != _default(each)
-    ]
-    return f"{type(strategy).__name__}({', '.join(told)})"
-
-
-def _value(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) and '"' not in value else repr(value)
-
-
-def _default(of: Any) -> Any:
-    return of.default if of.default_factory is MISSING else of.default_factory()
-
-
-def written(strategy: Any) -> str:
-    """A strategy as one types it after ``strategy=``: ``fsdp``, or ``{name: mesh, tp: 2}``; an object as in a script."""
-    if isinstance(strategy, str):
-        return strategy
-    if not isinstance(strategy, Mapping):
-        return in_python(strategy)
-    return (
-        "{"
-        + ", ".join(
-            f"{key}: {str(value).lower() if isinstance(value, bool) else value}" for key, value in strategy.items()
-        )
-        + "}"
-    )
 
 
 def divisors(number: int) -> list[int]:
@@ -251,3 +221,115 @@ def precisions(given: Any, device: Hardware, asked: Sequence[Any]) -> list[Any]:
     if "bfloat16" in device.peaks:
         return [given, "bf16-mixed"]
     return [given, "16-mixed"] if "float16" in device.peaks else [given]
+
+
+_KINDS: dict[str, type[Strategy]] = {"ddp": DDP, "fsdp": FSDP, "mesh": MeshParallel}
+"""Whose options a search knows, by the name that a candidate has."""
+_DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+
+
+@dataclass(frozen=True)
+class UsersStrategy:
+    """What a user asked for."""
+
+    as_written: Any
+    """As the setting has it: a name, a :class:`Named`, or an object."""
+    strategy: Strategy
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Its options other than degrees that are not the defaults, if its class is one that a search knows."""
+
+    @property
+    def known(self) -> bool:
+        """Whether its class is one that a search knows: a subclass may do anything."""
+        return type(self.strategy) in _KINDS.values()
+
+    @property
+    def plan(self) -> bool:
+        """Whether it brings a plan for tensor parallel, so that the model needs none."""
+        return self.options.get("plan") is not None
+
+    def layout(self, engine: Engine | None, world_size: int) -> Layout:
+        """As it is.
+
+        Args:
+            engine: that has it, in a simulated job; ``None``: it is refused there.
+            world_size: ranks.
+        """
+        asked = self.as_written.as_dict() if isinstance(self.as_written, Named) else self.as_written
+        if engine is None:
+            return Layout(asked, world_size, 1, given=True, bounded=False)
+        sizes = {name: size for name, size in engine.strategy.axes.items() if size > 1}
+        shards = 1
+        for name, size in sizes.items():
+            shards *= size if name != "dp_replicate" else 1
+        return Layout(
+            asked,
+            engine.data_group.world_size,
+            shards,
+            offloaded=bool(getattr(engine.strategy, "cpu_offload", False)),
+            given=True,
+            bounded=self.known,
+            sizes=tuple(sizes.items()),
+        )
+
+    def with_its_options(self, layout: Layout) -> Layout:
+        """``layout`` with the options that its class has too."""
+        name = layout.strategy if isinstance(layout.strategy, str) else layout.strategy["name"]
+        kind = _KINDS.get(name)
+        if kind is None or not self.options:
+            return layout
+        possible = {each.name for each in fields(kind) if each.init}
+        kept = {key: value for key, value in self.options.items() if key in possible}
+        if not kept:
+            return layout
+        degrees: dict[str, Any] = {} if isinstance(layout.strategy, str) else layout.strategy
+        changed: Any = {**degrees, "name": name, **kept}
+        if isinstance(self.as_written, Strategy):
+            del changed["name"]
+            changed = kind(**changed)
+        sizes = tuple((key, value) for key, value in degrees.items() if key in _DEGREES)
+        offloaded = layout.offloaded or bool(kept.get("cpu_offload"))
+        return replace(layout, strategy=changed, offloaded=offloaded, sizes=sizes)
+
+    def notes(self) -> list[str]:
+        """What the search does with it."""
+        told = written(self.as_written.as_dict() if isinstance(self.as_written, Named) else self.as_written)
+        if not self.known:
+            return [
+                f"strategy={told} was given and is tried first, with other micro-batches too; its own settings are not varied"
+            ]
+        kept = f"; others keep {', '.join(self.options)} where they have it" if self.options else ""
+        return [f"strategy={told} was given and is tried first; degrees are varied{kept}"]
+
+
+def users_strategy(asked: Any, origin: str, world_size: int) -> UsersStrategy | None:
+    """The strategy of the settings; ``None``: nobody asked for one."""
+    if origin == "default" or asked == "auto":
+        return None
+    found = strategies.get(asked, world_size)
+    options = {}
+    if type(found) in _KINDS.values():
+        options = {
+            each.name: getattr(found, each.name)
+            for each in fields(found)
+            if each.init and each.name not in _DEGREES and getattr(found, each.name) != each.default
+        }
+    return UsersStrategy(asked, found, options)
+
+
+def layouts_with(first: Layout, wanted: UsersStrategy, others: list[Layout]) -> list[Layout]:
+    """The given one, and others that are not the same with other words."""
+
+    def same(each: Layout) -> tuple[Any, ...]:
+        return each.data_ranks, each.shards, each.degree("tp"), each.degree("pp"), each.offloaded
+
+    kept = [wanted.with_its_options(each) for each in others]
+    kinds = {"ddp": ("ddp",), "fsdp": ("fsdp", "mesh"), "mesh": ("fsdp", "mesh")}
+    own = next((name for name, kind in _KINDS.items() if type(wanted.strategy) is kind), None)
+
+    def doubles(before: Layout, after: Layout) -> bool:
+        name = before.strategy if isinstance(before.strategy, str) else before.strategy["name"]
+        alike = name in kinds.get(own, ()) if own else before.strategy == first.strategy
+        return alike and same(after) == same(first)
+
+    return [first, *(new for old, new in zip(others, kept, strict=True) if not doubles(old, new))]

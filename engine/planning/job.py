@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
@@ -12,9 +12,41 @@ from torch import Tensor, nn
 from engine.data.prepared_loader import PreparedLoader
 from engine.loop.run import Run
 from engine.planning import torch_private
-from engine.planning.bubble import STAGES
-from engine.planning.paper_formulas import Shape, sequence_of, shape_of
-from engine.utils.tree import batch_size
+from engine.planning.step_time import STAGES_OF_A_RANK
+from engine.transforms.blocks import repeated
+from engine.utils.tree import batch_size, map_tensors
+
+_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead")
+
+
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A dense transformer."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    sequence: int = 0
+    """Tokens of a sample; 0: not known."""
+    feed_forward: int = 0
+    """Width of the feed-forward layer; 0: four times ``hidden``."""
+    gated: bool = False
+    """Three matrices in the feed-forward layer rather than two (SwiGLU)."""
+    key_heads: int = 0
+    """Heads of keys and values; 0: as many as ``heads``."""
+    tied: bool = True
+    """The output layer is the input embedding."""
+    positions: int = 0
+    """Learned positions."""
+
+    @property
+    def wide(self) -> int:
+        """Width of the feed-forward layer."""
+        return self.feed_forward or 4 * self.hidden
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,36 +108,36 @@ class Job:
         return asdict(self)
 
 
-class Facts:
+class JobFacts:
     """Collects the facts of a job while one of its ranks is traced."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
 
-    def built(self, module: nn.Module) -> None:
+    def from_module(self, module: nn.Module) -> None:
         """The user's module, before a strategy divides it; it lacks what ``configure_model`` makes."""
         self._count(module)
-        self._found["shape"] = shape_of(module)
+        self._values["shape"] = shape_of(module)
 
-    def ready(self, run: Run, batch: Any) -> None:
-        """A run up to its first step, and a micro-batch."""
+    def from_run(self, run: Run, batch: Any, compiled: bool) -> None:
+        """A run up to its first step, a micro-batch, and whether the user's step is compiled, which the run's is not."""
         settings, strategy, engine = run.settings, run.engine.strategy, run.engine
         axes = {name: size for name, size in strategy.axes.items() if size > 1}
         schedule = str(vars(strategy).get("schedule", "1f1b")) if axes.get("pp", 1) > 1 else None
         given = vars(strategy).get("num_microbatches")
         batches, data_ranks, window = run.num_train_batches, engine.data_group.world_size, run.window_at(0)
         self._count(run.module)
-        shape = self._found.get("shape") or shape_of(run.module)
-        self._found |= {
+        shape = self._values.get("shape") or shape_of(run.module)
+        self._values |= {
             "strategy": type(strategy).__name__,
             "precision": str(engine.precision),
             "axes": axes,
             "data_ranks": data_ranks,
             "window": window,
             "schedule": schedule,
-            "parts": 1 if schedule is None else given or axes["pp"] * STAGES[schedule],
+            "parts": 1 if schedule is None else given or axes["pp"] * STAGES_OF_A_RANK[schedule],
             "tf32": settings.matmul_precision in ("high", "medium"),
-            "compiled": bool(settings.compile),
+            "compiled": compiled,
             "checkpointing": settings.activation_checkpointing,
             "samples_per_epoch": _samples(run.train_loader, (batch_size(batch) or 0) * data_ranks, window, batches),
             "steps_per_epoch": None if batches is None else -(-batches // window),
@@ -118,9 +150,9 @@ class Facts:
         """Of a module that is larger than those before: a stage of a pipeline lacks the others."""
         parameters = list(module.parameters())
         count = sum(map(_whole, parameters))
-        if count > self._found.get("parameters", -1):
+        if count > self._values.get("parameters", -1):
             buffers = _bytes(torch_private.persistent_buffers(module))
-            self._found |= {
+            self._values |= {
                 "parameters": count,
                 "trainable": sum(_whole(each) for each in parameters if each.requires_grad),
                 "parameter_bytes": _bytes(parameters) + buffers,
@@ -129,7 +161,7 @@ class Facts:
 
     def job(self, world_size: int, nodes: int) -> Job:
         """All of it, for so many ranks and nodes."""
-        return Job(world_size=world_size, nodes=nodes, **self._found)
+        return Job(world_size=world_size, nodes=nodes, **self._values)
 
 
 def _whole(tensor: Any) -> int:
@@ -154,3 +186,116 @@ def _samples(loader: PreparedLoader | None, each_batch: int, window: int, batche
         return None
     found = round(loader.samples / loader.stride * each_batch * window)
     return found if batches is None else min(found, batches * each_batch)
+
+
+def shape_of(model: nn.Module) -> Shape | None:
+    """The shape of a dense transformer, from its Hugging Face configuration or its modules; ``None``: it is none, or its shape cannot be read.
+
+    Read are: ``config`` of the model or of one of its modules; else the repeated blocks, the largest embedding, and the number of heads that a
+    module of the first block has as an attribute. A model with experts is not dense.
+    """
+    return _configured(model) or _of_modules(model)
+
+
+def _configured(model: nn.Module) -> Shape | None:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is None or isinstance(config, (nn.Module, Tensor)):
+            continue
+        get = (
+            config.get
+            if isinstance(config, Mapping)
+            else lambda name, default=None, of=config: getattr(of, name, default)
+        )
+        layers, hidden, heads, words = (
+            _first(get, names)
+            for names in (
+                ("num_hidden_layers", "n_layer", "num_layers"),
+                ("hidden_size", "n_embd", "d_model"),
+                _HEADS,
+                ("vocab_size",),
+            )
+        )
+        if not (layers and hidden and heads and words):
+            continue
+        if _first(get, ("num_experts", "num_local_experts", "n_routed_experts")):
+            return None
+        wide = _first(get, ("intermediate_size", "n_inner", "ffn_dim"))
+        return Shape(
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            vocabulary=words,
+            feed_forward=wide,
+            gated=_gated(model),
+            key_heads=_first(get, _KEY_HEADS),
+            tied=bool(get("tie_word_embeddings", True)),
+            positions=_positions(model, hidden, words),
+        )
+    return None
+
+
+def _of_modules(model: nn.Module) -> Shape | None:
+    blocks = repeated(model)
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    if len(blocks) < 2 or not embeddings:
+        return None
+    outputs = {m.out_features for m in model.modules() if isinstance(m, nn.Linear)}
+    words = max(embeddings, key=lambda each: (each.num_embeddings in outputs, each.num_embeddings * each.embedding_dim))
+    hidden = words.embedding_dim
+    heads = next(filter(None, (_number(vars(m).get(name)) for m in blocks[0].modules() for name in _HEADS)), 0)
+    if not heads or sum(isinstance(m, nn.ModuleList) and len(m) > 3 for m in blocks[0].modules()):
+        return None
+    linear = [m for m in blocks[0].modules() if isinstance(m, nn.Linear)]
+    wide = max((m.out_features for m in linear if m.in_features == hidden and m.out_features != 3 * hidden), default=0)
+    table = words.weight
+    shared = sum(p is table for m in model.modules() for p in m._parameters.values()) > 1
+    separate = any(
+        isinstance(m, nn.Linear) and m.out_features == words.num_embeddings and m.weight is not table
+        for m in model.modules()
+    )
+    return Shape(
+        layers=len(blocks),
+        hidden=hidden,
+        heads=heads,
+        vocabulary=words.num_embeddings,
+        feed_forward=wide if wide > hidden else 0,
+        gated=_gated(blocks[0]),
+        key_heads=next(
+            filter(None, (_number(vars(m).get(name)) for m in blocks[0].modules() for name in _KEY_HEADS)), 0
+        ),
+        tied=shared or not separate,
+        positions=_positions(model, hidden, words.num_embeddings),
+    )
+
+
+def _gated(model: nn.Module) -> bool:
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    return bool(names & {"gate_proj", "w3", "up_gate", "gate_up_proj"})
+
+
+def _positions(model: nn.Module, hidden: int, vocabulary: int) -> int:
+    """Rows of a second embedding of that width."""
+    rows = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m.embedding_dim == hidden)
+    return max((count for count in rows if count != vocabulary), default=0)
+
+
+def _first(get: Any, names: tuple[str, ...]) -> int:
+    return next(filter(None, (_number(get(name)) for name in names)), 0)
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def sequence_of(batch: Any) -> int:
+    """Tokens of a sample: the length of the batch's first tensor of whole numbers with two dims; 0: it has none."""
+    found: list[int] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        if tensor.ndim == 2 and not tensor.is_floating_point() and not tensor.is_complex():
+            found.append(tensor.shape[1])
+        return tensor
+
+    map_tensors(look, batch)
+    return found[0] if found else 0

@@ -20,7 +20,7 @@ from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.planning import torch_private
 from engine.planning.device_table import Link
-from engine.planning.network import START_S
+from engine.planning.step_time import START_S
 from engine.utils import accelerator
 
 _SECONDS = 0.2
@@ -31,7 +31,7 @@ _SMALL = 8
 _LARGE, _LARGE_ON_CPU = 32 * 2**20, 8 * 2**20
 """Of those that bandwidth is measured with."""
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-"""How often each kind goes around the ring, as in :mod:`engine.planning.network`."""
+"""How often each kind goes around the ring, as in :mod:`engine.planning.step_time`."""
 
 
 @dataclass(frozen=True, slots=True)

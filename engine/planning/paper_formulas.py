@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, nn
-
-from engine.transforms.blocks import repeated
-from engine.utils.tree import map_tensors
+from engine.planning.job import Job, Shape
+from engine.planning.rank_trace import RankTrace
+from engine.planning.step_time import model_flops
 
 DIFFERS = 0.2
 """From this relative difference on, a formula is shown beside the traced number."""
-_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead")
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """A dense transformer."""
-
-    layers: int
-    hidden: int
-    heads: int
-    vocabulary: int
-    sequence: int = 0
-    """Tokens of a sample; 0: not known."""
-    feed_forward: int = 0
-    """Width of the feed-forward layer; 0: four times ``hidden``."""
-    gated: bool = False
-    """Three matrices in the feed-forward layer rather than two (SwiGLU)."""
-    key_heads: int = 0
-    """Heads of keys and values; 0: as many as ``heads``."""
-    tied: bool = True
-    """The output layer is the input embedding."""
-    positions: int = 0
-    """Learned positions."""
-
-    @property
-    def wide(self) -> int:
-        """Width of the feed-forward layer."""
-        return self.feed_forward or 4 * self.hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,114 +90,60 @@ def model_state(
     return count * sum(parts)
 
 
-def shape_of(model: nn.Module) -> Shape | None:
-    """The shape of a dense transformer, from its Hugging Face configuration or its modules; ``None``: it is none, or its shape cannot be read.
+def checks(job: Job, traces: Sequence[RankTrace], worst: RankTrace, samples_per_step: int) -> tuple[Check, ...]:
+    """Those that are known for this job; none if its model is not known to be a dense transformer and its strategy is not ZeRO.
 
-    Read are: ``config`` of the model or of one of its modules; else the repeated blocks, the largest embedding, and the number of heads that a
-    module of the first block has as an attribute. A model with experts is not dense.
+    Args:
+        job: what is planned.
+        traces: of the ranks that differ from each other.
+        worst: the one of them that needs the most memory.
+        samples_per_step: over all ranks.
     """
-    return _configured(model) or _of_modules(model)
-
-
-def _configured(model: nn.Module) -> Shape | None:
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is None or isinstance(config, (nn.Module, Tensor)):
-            continue
-        get = (
-            config.get
-            if isinstance(config, Mapping)
-            else lambda name, default=None, of=config: getattr(of, name, default)
-        )
-        layers, hidden, heads, words = (
-            _first(get, names)
-            for names in (
-                ("num_hidden_layers", "n_layer", "num_layers"),
-                ("hidden_size", "n_embd", "d_model"),
-                _HEADS,
-                ("vocab_size",),
-            )
-        )
-        if not (layers and hidden and heads and words):
-            continue
-        if _first(get, ("num_experts", "num_local_experts", "n_routed_experts")):
-            return None
-        wide = _first(get, ("intermediate_size", "n_inner", "ffn_dim"))
-        return Shape(
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            vocabulary=words,
-            feed_forward=wide,
-            gated=_gated(model),
-            key_heads=_first(get, _KEY_HEADS),
-            tied=bool(get("tie_word_embeddings", True)),
-            positions=_positions(model, hidden, words),
-        )
-    return None
-
-
-def _of_modules(model: nn.Module) -> Shape | None:
-    blocks = repeated(model)
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    if len(blocks) < 2 or not embeddings:
-        return None
-    outputs = {m.out_features for m in model.modules() if isinstance(m, nn.Linear)}
-    words = max(embeddings, key=lambda each: (each.num_embeddings in outputs, each.num_embeddings * each.embedding_dim))
-    hidden = words.embedding_dim
-    heads = next(filter(None, (_number(vars(m).get(name)) for m in blocks[0].modules() for name in _HEADS)), 0)
-    if not heads or sum(isinstance(m, nn.ModuleList) and len(m) > 3 for m in blocks[0].modules()):
-        return None
-    linear = [m for m in blocks[0].modules() if isinstance(m, nn.Linear)]
-    wide = max((m.out_features for m in linear if m.in_features == hidden and m.out_features != 3 * hidden), default=0)
-    table = words.weight
-    shared = sum(p is table for m in model.modules() for p in m._parameters.values()) > 1
-    separate = any(
-        isinstance(m, nn.Linear) and m.out_features == words.num_embeddings and m.weight is not table
-        for m in model.modules()
-    )
-    return Shape(
-        layers=len(blocks),
-        hidden=hidden,
-        heads=heads,
-        vocabulary=words.num_embeddings,
-        feed_forward=wide if wide > hidden else 0,
-        gated=_gated(blocks[0]),
-        key_heads=next(
-            filter(None, (_number(vars(m).get(name)) for m in blocks[0].modules() for name in _KEY_HEADS)), 0
+    found = [*_of_zero(job, worst)]
+    shape = job.shape
+    if shape is None or not shape.sequence:
+        return tuple(found)
+    tokens = samples_per_step * shape.sequence
+    standing = sum(trace.stands_for for trace in traces)
+    model = sum(model_flops(trace.operations) * trace.stands_for for trace in traces) * job.world_size / standing
+    found += (
+        Check("parameters", job.parameters, parameters(shape), "12 l h^2 + V h, Narayanan et al. 2021"),
+        Check(
+            "FLOPs of a step",
+            model,
+            flops(shape, job.parameters, tokens),
+            "6 N D + 12 l h s D, Kaplan et al. 2020, Chowdhery et al. 2022",
         ),
-        tied=shared or not separate,
-        positions=_positions(model, hidden, words.num_embeddings),
     )
+    if job.schedule is None and job.checkpointing in (None, "full"):
+        samples = worst.samples // max(1, worst.micro_batches)
+        # Without it activations between the parallel parts are reduced, not scattered.
+        sequence_parallel = any(one.axis == "tp" and one.kind == "reduce_scatter" for one in worst.collectives)
+        kept = activations(
+            shape,
+            samples,
+            bytes_each={"64-true": 8, "32-true": 4}.get(job.precision, 2),
+            tp=job.axes.get("tp", 1),
+            sequence_parallel=sequence_parallel,
+            full=job.checkpointing == "full",
+        )
+        formula = "2 s b h l" if job.checkpointing else f"s b h l {'34/t' if sequence_parallel else '(10 + 24/t)'}"
+        traced = max((moment.memory.activations for moment in worst.timeline), default=worst.peak.memory.activations)
+        found.append(Check("activations", traced, kept, f"{formula}, Korthikanti et al. 2022"))
+    return tuple(found)
 
 
-def _gated(model: nn.Module) -> bool:
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    return bool(names & {"gate_proj", "w3", "up_gate", "gate_up_proj"})
-
-
-def _positions(model: nn.Module, hidden: int, vocabulary: int) -> int:
-    """Rows of a second embedding of that width."""
-    rows = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m.embedding_dim == hidden)
-    return max((count for count in rows if count != vocabulary), default=0)
-
-
-def _first(get: Any, names: tuple[str, ...]) -> int:
-    return next(filter(None, (_number(get(name)) for name in names)), 0)
-
-
-def _number(value: Any) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
-
-
-def sequence_of(batch: Any) -> int:
-    """Tokens of a sample: the length of the batch's first tensor of whole numbers with two dims; 0: it has none."""
-    found: list[int] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        if tensor.ndim == 2 and not tensor.is_floating_point() and not tensor.is_complex():
-            found.append(tensor.shape[1])
-        return tensor
-
-    map_tensors(look, batch)
-    return found[0] if found else 0
+def _of_zero(job: Job, worst: RankTrace) -> tuple[Check, ...]:
+    """What a rank keeps between steps under ZeRO. What is offloaded, the trace leaves out."""
+    if job.zero is None or not job.trainable:
+        return ()
+    (stage, size), start = job.zero, worst.timeline[0].memory
+    if not start.optimizer_state or not start.parameters:
+        return ()
+    # Gradients are there in the backward pass and the step only; the paper counts them at all times.
+    kept = model_state(job.trainable, job.data_ranks, stage, parameter_bytes=size, gradient_bytes=0)
+    frozen = (job.parameters - job.trainable) * size / (job.data_ranks if stage == 3 else 1)
+    traced = start.parameters + start.optimizer_state
+    return (
+        Check("parameters, master copies and optimizer state", traced, kept + frozen, "ZeRO, Rajbhandari et al. 2020"),
+    )

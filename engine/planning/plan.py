@@ -9,23 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.write_shares import FILE, MOST_FILES
-from engine.planning import formula_checks, host_offload, memory_need, network, roofline, step_time
-from engine.planning.bubble import SOURCES, bubble_fraction
+from engine.planning import device_memory, paper_formulas, step_time
+from engine.planning.device_memory import Need, need, suffices
 from engine.planning.device_table import Hardware
 from engine.planning.job import Job
-from engine.planning.memory_need import Need, need, suffices
 from engine.planning.paper_formulas import Check
 from engine.planning.plan_page import page
-from engine.planning.plan_table import show
-from engine.planning.plan_text import plural
+from engine.planning.plan_text import as_text, plural, show_plan
 from engine.planning.rank_trace import Collective as Collective
 from engine.planning.rank_trace import Memory as Memory
 from engine.planning.rank_trace import Moment as Moment
 from engine.planning.rank_trace import Operation as Operation
 from engine.planning.rank_trace import RankTrace as RankTrace
-from engine.planning.roofline import model_flops
-from engine.planning.step_time import StepTime
-from engine.planning.tables import printed
+from engine.planning.step_time import BUBBLE_FORMULAS, StepTime, bubble_fraction, model_flops
 
 VERSION = 2
 """Of :meth:`Plan.as_json`: keys may be added; a change of meaning makes it larger."""
@@ -216,7 +212,7 @@ class Plan:
     @cached_property
     def checks(self) -> tuple[Check, ...]:
         """Published formulas beside the traced numbers; none if the model is not known to be a dense transformer."""
-        return formula_checks.checks(self.job, self.traces, self.worst, self.samples_per_step)
+        return paper_formulas.checks(self.job, self.traces, self.worst, self.samples_per_step)
 
     @cached_property
     def assumptions(self) -> tuple[str, ...]:
@@ -225,22 +221,22 @@ class Plan:
         found = [
             f"device: {device.source or 'given'}",
             *device.notes,
-            *memory_need.assumptions(device, self.worst.collectives),
-            *roofline.assumptions(device, tf32=job.tf32, compiled=job.compiled),
+            *device_memory.assumptions(device, self.worst.collectives),
+            *step_time.compute_assumptions(device, tf32=job.tf32, compiled=job.compiled),
         ]
         if job.nodes > 1:
             found.append(
                 f"neighbouring ranks share a node: {plural(job.ranks_per_node, 'rank')} on each of {job.nodes}"
             )
-        found += host_offload.assumptions(self.worst, device)
+        found += step_time.host_assumptions(self.worst, device)
         if job.world_size > 1:
             found.append(
                 "of the ranks that do the same one is traced; where shards do not divide evenly, one with the largest"
             )
-            found += [*network.ASSUMPTIONS, *step_time.assumptions(device)]
+            found += [*step_time.COLLECTIVE_ASSUMPTIONS, *step_time.overlap_assumptions(device)]
         if job.schedule is not None:
             found.append(
-                f"pipeline: the bubble of {job.schedule} by {SOURCES[job.schedule]}; all stages as slow as the slowest"
+                f"pipeline: the bubble of {job.schedule} by {BUBBLE_FORMULAS[job.schedule]}; all stages as slow as the slowest"
             )
         found.append(
             "all steps are like the traced one; data is always ready; validation, logging and checkpoints take no time"
@@ -349,7 +345,7 @@ class Plan:
         return path
 
     def __str__(self) -> str:
-        return printed(self.as_json(), show)
+        return as_text(self.as_json(), show_plan)
 
 
 def _moment(moment: Moment) -> dict[str, Any]:

@@ -1,9 +1,15 @@
-"""Numbers of a plan as text, the same in the terminal and on the page."""
+"""Plans and searches as text: numbers and rows, the same in the terminal and on the page, and the terminal's tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
+
+from engine.utils.text import terminal_text
 
 CATEGORIES = {
     "parameters": "parameters",
@@ -180,3 +186,328 @@ def agreeing(plan: Mapping[str, Any]) -> str:
         return "No cross-check by published formulas: the shape of a dense transformer cannot be read from the model."
     same = [each["what"] for each in plan["checks"] if not each["differs"]]
     return f"Published formulas agree within 20 % on: {', '.join(same)}." if same else ""
+
+
+WIDTH = 140
+"""Columns of a file or a pipe, which have no width."""
+
+
+def console() -> Any:
+    """The terminal; a file or a pipe is :data:`WIDTH` wide, unless ``COLUMNS`` says otherwise."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
+    return Console(width=width, markup=False, emoji=False)
+
+
+def as_text(found: dict[str, Any], show: Callable[[Any, Any], None]) -> str:
+    """What ``show(found, console)`` prints, as text without colours."""
+    from rich.console import Console
+
+    file = io.StringIO()
+    console = Console(file=file, width=WIDTH, color_system=None, legacy_windows=False, markup=False, emoji=False)
+    show(found, console)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+
+
+def terminal_safe(value: Any) -> Any:
+    """A copy of JSON values whose text a terminal shows and does not obey: names of modules and strategies are the user's."""
+    if isinstance(value, dict):
+        return {terminal_text(key, one_line=True): terminal_safe(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [terminal_safe(inner) for inner in value]
+    return terminal_text(value, one_line=True) if isinstance(value, str) else value
+
+
+def table(*columns: str, left: Iterable[str] = (), folds: Iterable[str] = (), title: str | None = None) -> Any:
+    """A table without rows.
+
+    Args:
+        columns: their heads.
+        left: those that are text, besides the first; numbers are on the right.
+        folds: those that break into several lines where the terminal is narrow; the others keep theirs whole.
+        title: above it.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    made = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        show_header=any(columns),
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for index, column in enumerate(columns):
+        made.add_column(
+            column,
+            justify="left" if not index or column in left else "right",
+            overflow="fold",
+            no_wrap=column not in folds,
+            min_width=len(column),
+        )
+    return made
+
+
+def bullets(lines: Iterable[str]) -> Any:
+    """A list, whose long lines continue under their text."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table.grid(padding=(0, 1, 0, 0))
+    for line in lines:
+        made.add_row("  -", Text(line))
+    return made
+
+
+_MOST_MODULES = 8
+"""Rows of a table of modules."""
+
+
+def show_plan(plan: Mapping[str, Any], console: Any) -> None:
+    """Print a plan.
+
+    Args:
+        plan: of :meth:`engine.planning.plan.Plan.as_json`.
+        console: of rich.
+    """
+    from rich.text import Text
+
+    plan = terminal_safe(plan)
+    style = {"yes": "bold green", "no": "bold red"}.get(plan["verdict"], "bold yellow")
+    console.print(Text(title(plan), style="bold"))
+    console.print(Text(verdict(plan), style=style))
+    for line in (*plan["missing"], *plan["computed"]):
+        console.print(Text(f"partial: {line}" if line in plan["missing"] else f"computed: {line}", style="yellow"))
+    _print(console, *_memory(plan))
+    worst = next(each for each in plan["ranks"] if each["rank"] == plan["worst_rank"])
+    console.print(Text(f"The peak of rank {worst['rank']} is in: {place(worst['peak'])}."))
+    if worst["held_at_peak"]:
+        _print(console, *_held(worst["held_at_peak"]))
+    _print(console, *_pairs("One step", time_rows(plan)))
+    if any(rank["collectives"] for rank in plan["ranks"]):
+        _print(console, *_sent(plan))
+    _print(console, *_pairs("The run", run_rows(plan)))
+    if rows := check_rows(plan):
+        _print(console, *_checks(rows))
+    if said := agreeing(plan):
+        console.print(Text(said))
+    console.print(Text("Assumed:", style="bold"))
+    console.print(bullets(plan["assumptions"]))
+
+
+def _print(console: Any, heading: str, rows: Any) -> None:
+    from rich.text import Text
+
+    console.print()
+    console.print(Text(heading, style="bold"))
+    console.print(rows)
+
+
+def _pairs(heading: str, rows: list[tuple[str, str]]) -> tuple[str, Any]:
+    made = table("", "", left=("",), folds=("",))
+    for row in rows:
+        made.add_row(*row)
+    return heading, made
+
+
+def _memory(plan: Mapping[str, Any]) -> tuple[str, Any]:
+    ranks = plan["ranks"]
+    named = [f"rank {each['rank']}{': ' + each['role'] if each['role'] else ''}" for each in ranks]
+    made = table("", *named)
+    columns = [dict(need_rows(each["need"], each["peak"]["memory"])) for each in ranks]
+    for row in dict.fromkeys(name for column in columns for name in column):
+        made.add_row(row, *(size(column.get(row, 0)) for column in columns))
+    made.add_row("needed", *(size(each["need"]["total"]) for each in ranks), style="bold")
+    made.add_row("the device has", *(size(plan["memory"]["device_bytes"]) for _ in ranks))
+    return "Memory at the peak", made
+
+
+def _held(held: Mapping[str, int]) -> tuple[str, Any]:
+    made = table("module", "bytes", folds=("module",))
+    for name, value in list(held.items())[:_MOST_MODULES]:
+        made.add_row(name or "(outside of modules)", size(value))
+    return "Held by modules at the peak", made
+
+
+def _sent(plan: Mapping[str, Any]) -> tuple[str, Any]:
+    """Of the rank that sets the pace; the others send alike. The title has the ranks of each axis."""
+    slowest = max(plan["ranks"], key=lambda each: each["step_s"])
+    text = ("axis", "phase", "overlaps")
+    made = table("kind", *text, "count", "bytes", "time", left=text, folds=("phase",))
+    for each in sorted(slowest["collectives"], key=lambda one: -one["seconds"]):
+        made.add_row(
+            each["kind"],
+            each["axis"],
+            each["phase"],
+            "yes" if each["overlaps"] else "no",
+            count(each["count"]),
+            size(each["bytes"]),
+            duration(each["seconds"]),
+        )
+    return f"Communication of rank {slowest['rank']} in a step", made
+
+
+def _checks(rows: list[tuple[str, str, str, str]]) -> tuple[str, Any]:
+    made = table("", "traced", "formula", "source", left=("source",), folds=("source",))
+    for row in rows:
+        made.add_row(*row)
+    return "Published formulas that differ from the trace by more than 20 %", made
+
+
+_MOST_CANDIDATES = 15
+"""Rows of the table of what fits; ``--json`` has all."""
+
+
+def in_python(strategy: Any) -> str:
+    """A strategy as one types it in a script: ``"fsdp"``, ``{"name": "mesh", "tp": 2}``, or ``MeshParallel(tp=2)``."""
+    if isinstance(strategy, str):
+        return f'"{strategy}"'
+    if isinstance(strategy, Mapping):
+        return "{" + ", ".join(f'"{key}": {value_in_python(value)}' for key, value in strategy.items()) + "}"
+    if not is_dataclass(strategy):
+        return f"{type(strategy).__name__}(...)"
+    told = [
+        f"{each.name}={value_in_python(getattr(strategy, each.name))}"
+        for each in fields(strategy)
+        if each.init and each.repr and getattr(strategy, each.name) != _default(each)
+    ]
+    return f"{type(strategy).__name__}({', '.join(told)})"
+
+
+def value_in_python(value: Any) -> str:
+    """A setting's value as Python code; text is quoted as in scripts."""
+    return f'"{value}"' if isinstance(value, str) and '"' not in value else repr(value)
+
+
+def _default(of: Any) -> Any:
+    return of.default if of.default_factory is MISSING else of.default_factory()
+
+
+def written(strategy: Any) -> str:
+    """A strategy as one types it after ``strategy=``: ``fsdp``, or ``{name: mesh, tp: 2}``; an object as in a script."""
+    if isinstance(strategy, str):
+        return strategy
+    if not isinstance(strategy, Mapping):
+        return in_python(strategy)
+    return (
+        "{"
+        + ", ".join(
+            f"{key}: {str(value).lower() if isinstance(value, bool) else value}" for key, value in strategy.items()
+        )
+        + "}"
+    )
+
+
+def show_search(found: Mapping[str, Any], console: Any) -> None:
+    """Print a search.
+
+    Args:
+        found: of :meth:`engine.planning.search.PlanSearch.as_json`.
+        console: of rich.
+    """
+    from rich.text import Text
+
+    found = terminal_safe(found)
+    candidates = found["candidates"]
+    fits = [each for each in candidates if each["verdict"] == "fits"]
+    console.print(
+        Text(
+            f"{found['world_size']} x {found['device']}, {size(found['memory_bytes'])} each, steps of {found['global_batch']} samples: "
+            f"{len(candidates)} candidates, {found['planned']} planned in {duration(found['seconds'])}, {len(fits)} fit",
+            style="bold",
+        )
+    )
+    if fits:
+        console.print(_fitting(fits))
+        for line in _run(fits[0]):
+            console.print(Text(line, style="bold green"), soft_wrap=True)
+    else:
+        console.print(Text(_nothing(candidates, found["memory_bytes"]), style="bold red"), soft_wrap=True)
+    if rest := [each for each in candidates if each["verdict"] != "fits"]:
+        console.print(_rest(rest))
+    console.print(bullets(found["notes"]))
+
+
+def _run(candidate: Mapping[str, Any]) -> list[str]:
+    """The settings of a candidate, as one types them."""
+    commands = [] if candidate["set"] is None else [f"  fit run ... {candidate['set']}"]
+    return [
+        f"The fastest that fits, with a loader that gives batches of {candidate['micro_batch']} to each rank:",
+        *commands,
+        f"  {candidate['fit']}",
+    ]
+
+
+def _nothing(candidates: Iterable[Mapping[str, Any]], memory: int) -> str:
+    """What comes closest, if nothing fits."""
+    planned = [each for each in candidates if each["need_bytes"] is not None]
+    if not planned:
+        return "Nothing fits."
+    least = min(planned, key=lambda each: each["need_bytes"])
+    return (
+        f"Nothing fits. The closest needs {size(least['need_bytes'])} of {size(memory)}: {least['fit']}, "
+        f"micro-batches of {least['micro_batch']}"
+    )
+
+
+def _fitting(rows: list[Mapping[str, Any]]) -> Any:
+    numbers = ("micro-batch", "window", "needs", "step", "samples/s")
+    text = ("strategy", "precision", "recompute")
+    made = table(*text, *numbers, left=text, folds=("strategy",), title="What fits, the fastest first")
+    for each in rows[:_MOST_CANDIDATES]:
+        made.add_row(
+            written(each["strategy"])
+            + (" (by formulas)" if each["computed"] else "")
+            + (" (partial)" if each["missing"] else ""),
+            each["precision"],
+            str(each["activation_checkpointing"] or "none"),
+            str(each["micro_batch"]),
+            str(each["accumulate_grad_batches"]),
+            size(each["need_bytes"]),
+            duration(each["step_s"]),
+            f"{each['samples_per_second']:.4g}",
+        )
+    if len(rows) > _MOST_CANDIDATES:
+        made.add_row(f"... and {len(rows) - _MOST_CANDIDATES} more")
+    return made
+
+
+def _rest(rows: list[Mapping[str, Any]]) -> Any:
+    """A line for each reason; of what is too large, one for each strategy, with the smallest need."""
+    text = ("strategy", "precision", "verdict", "tried", "why")
+    made = table(*text, left=text, folds=("strategy", "verdict", "why"), title="What does not, or was not planned")
+    for group in _grouped(rows):
+        shown = min(group, key=lambda each: (each["need_bytes"] is None, each["need_bytes"] or 0))
+        made.add_row(
+            ", ".join(dict.fromkeys(written(each["strategy"]) for each in group)),
+            ", ".join(dict.fromkeys(each["precision"] for each in group)),
+            shown["verdict"],
+            str(len(group)),
+            _why(shown),
+        )
+    return made
+
+
+def _why(shown: Mapping[str, Any]) -> str:
+    if shown["verdict"] == "slower":
+        return "the same with larger micro-batches or less recomputation fits"
+    if not shown["need_bytes"]:
+        return str(shown["reason"])
+    recompute = shown["activation_checkpointing"] or "none"
+    return f"micro-batch {shown['micro_batch']}, recompute {recompute}: {shown['reason']}"
+
+
+def _grouped(rows: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for each in rows:
+        key: tuple[str, ...] = (each["verdict"], each["reason"])
+        if each["verdict"] == "slower":
+            key = ("slower",)
+        elif each["verdict"] == "too large":
+            key = ("too large", written(each["strategy"]), each["precision"])
+        groups.setdefault(key, []).append(each)
+    return list(groups.values())

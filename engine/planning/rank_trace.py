@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-
-from engine.planning.caching_allocator import Allocations
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,10 @@ class Memory:
     def total(self) -> int:
         """All of them together."""
         return sum(getattr(self, each.name) for each in fields(self))
+
+
+Phase = Literal["set-up", "start", "forward", "backward", "optimizer step", "end"]
+"""The phases of a training as a trace knows them; those of a step are the last five."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,18 @@ class Operation:
     """That one call reads and writes."""
     count: int
     phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class Allocations:
+    """How a rank's storages change their sizes, in order: the number of a storage and its new size in bytes (0: it is freed), by turns."""
+
+    first: Sequence[int] = ()
+    """Until the end of the first step."""
+    again: Sequence[int] = ()
+    """In each further step."""
+    streams: Sequence[int] = ()
+    """By the storage's number: the stream that makes it. A stream does not get the memory that another one has freed."""
 
 
 @dataclass(frozen=True, slots=True)

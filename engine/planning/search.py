@@ -3,17 +3,119 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
-from engine.planning.candidates import RECOMPUTE, Candidate, Layout, micro_batches
+import torch
+from torch import Tensor
+
+from engine.config.masked import plain
+from engine.planning.candidates import RECOMPUTE, Candidate, Layout, micro_batches, written
 from engine.planning.plan import Plan
+from engine.planning.plan_text import as_text, show_search
 from engine.planning.plan_text import size as written_size
-from engine.planning.search_result import VERDICTS
-from engine.planning.search_result import PlanSearch as PlanSearch
-from engine.planning.search_result import Tried as Tried
+from engine.utils.tree import batch_size, map_tensors
+
+VERDICTS = ("fits", "too large", "slower", "refused", "failed", "not planned")
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate and what became of it."""
+
+    candidate: Candidate
+    verdict: str
+    """One of :data:`VERDICTS`. ``"slower"``: not planned, because one that fits does the same with less work; ``"refused"``: by the strategy;
+    ``"failed"``: its plan ended with another error."""
+    reason: str = ""
+    """Why it does not fit, or was not planned."""
+    plan: Plan | None = None
+    """``None``: it was ruled out without a trace."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory it needs."""
+        return self.verdict == "fits"
+
+    def as_json(self, derived: bool = False) -> dict[str, Any]:
+        """Plain dicts and values; ``derived``: as of :class:`PlanSearch`."""
+        plan = self.plan
+        return {
+            **self.candidate.settings,
+            "strategy": plain(_told(self.candidate.layout.strategy)),
+            "precision": str(self.candidate.precision),
+            "micro_batch": self.candidate.micro_batch,
+            "fit": self.candidate.code(derived),
+            "set": self.candidate.command(derived),
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "need_bytes": None if plan is None else plan.peak_bytes,
+            "step_s": None if plan is None else plan.step_seconds,
+            "samples_per_second": None if plan is None else plan.samples_per_second,
+            "tokens_per_second": None if plan is None else plan.tokens_per_second,
+            "computed": [] if plan is None else list(plan.computed),
+            "missing": [] if plan is None else list(plan.missing),
+        }
+
+
+@dataclass(frozen=True)
+class PlanSearch:
+    """What a search has found. ``print(found)`` shows it as a table."""
+
+    tried: tuple[Tried, ...]
+    """Those that fit first, the fastest first; then those that need the least memory."""
+    world_size: int
+    device: str
+    memory_bytes: int
+    """That a rank may use."""
+    global_batch: int
+    """Samples of a step, over all ranks; the same for every candidate."""
+    seconds: float
+    """That the search took."""
+    notes: tuple[str, ...] = ()
+    """What the search assumed, and what it left out."""
+    derived: bool = False
+    """Whether ``global_batch_size`` was given: then a run finds the window by itself."""
+
+    @cached_property
+    def fitting(self) -> tuple[Tried, ...]:
+        """Those that fit, the fastest first."""
+        return tuple(each for each in self.tried if each.fits)
+
+    @property
+    def best(self) -> Tried | None:
+        """The fastest that fits."""
+        return self.fitting[0] if self.fitting else None
+
+    @property
+    def planned(self) -> int:
+        """How many were planned."""
+        return sum(each.plan is not None for each in self.tried)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain dicts and lists; ``candidates`` in the order of :attr:`tried`."""
+        return {
+            "version": 1,
+            "world_size": self.world_size,
+            "device": self.device,
+            "memory_bytes": self.memory_bytes,
+            "global_batch": self.global_batch,
+            "seconds": self.seconds,
+            "planned": self.planned,
+            "candidates": [each.as_json(self.derived) for each in self.tried],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        return as_text(self.as_json(), show_search)
+
+
+def _told(strategy: Any) -> Any:
+    return strategy if isinstance(strategy, (str, Mapping)) else written(strategy)
+
 
 Planner = Callable[[Candidate], Plan]
 """Plans a candidate; its errors are the strategy's own."""
@@ -168,7 +270,7 @@ class _Walk:
                     best = max(best, size)
             if refused and not number:
                 return  # the strategy itself, whatever is recomputed
-            self._rest(candidates, best)
+            self._explain_untried(candidates, best)
 
     def _sizes(self, wanted: list[int], sizes: list[int]) -> Iterator[int]:
         """The micro-batches to try, by what became of those before: up from the given one while they fit, else down until one fits."""
@@ -181,15 +283,15 @@ class _Walk:
             if not self.tried[-1].fits:
                 if size == up[0]:
                     down = [each for each in wanted if each < size]
-                    yield from self._down(down[::-1])
+                    yield from self._smaller_sizes(down[::-1])
                 # Between micro-batches sharded strategies keep whole gradients: a step of one may fit where smaller ones do not.
                 if size != sizes[-1] and not self.tried[-1].fits and self._one_window(sizes[-1]):
                     yield sizes[-1]
                 return
         if not up:
-            yield from self._down(wanted[::-1])
+            yield from self._smaller_sizes(wanted[::-1])
 
-    def _down(self, sizes: list[int]) -> Iterator[int]:
+    def _smaller_sizes(self, sizes: list[int]) -> Iterator[int]:
         for size in sizes:
             yield size
             if self.tried[-1].fits:
@@ -200,7 +302,7 @@ class _Walk:
         latest = self.tried[-1].candidate
         return latest.layout.shards > 1 and latest.micro_batch * latest.window == size
 
-    def _rest(self, candidates: dict[int, Candidate], best: int) -> None:
+    def _explain_untried(self, candidates: dict[int, Candidate], best: int) -> None:
         """Say why the sizes that were not tried were not."""
         here = {id(candidate) for candidate in candidates.values()}
         tried = [each for each in self.tried if id(each.candidate) in here]
@@ -239,7 +341,7 @@ class _Walk:
             text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             self._refused.append((candidate.layout, verdict, text))
             return self._add(Tried(candidate, verdict, text))
-        self._learn(candidate, plan)
+        self._remember(candidate, plan)
         if plan.fits:
             return self._add(Tried(candidate, "fits", "", plan))
         peak = plan.worst.peak
@@ -254,7 +356,7 @@ class _Walk:
 
     # -- what rules out without a trace -----------------------------------------------------------------------------------------
 
-    def _learn(self, candidate: Candidate, plan: Plan) -> None:
+    def _remember(self, candidate: Candidate, plan: Plan) -> None:
         self._model = plan.job.parameters, plan.job.trainable
         end = [trace.timeline[-1].memory for trace in plan.traces if trace.timeline]
         ratios = [each.optimizer_state / each.parameters for each in end if each.parameters]
@@ -307,3 +409,31 @@ def _alike(candidate: Candidate) -> tuple[Any, ...]:
     """What two candidates have in common whose memory differs by the size of the micro-batch alone."""
     one = candidate.window == 1  # a later micro-batch has the gradients of earlier ones beside it
     return str(candidate.layout), str(candidate.precision), candidate.activation_checkpointing, one
+
+
+def resized(batch: Any, given: int, wanted: int) -> Any:
+    """A batch of ``wanted`` samples: the first of its ``given`` ones, again from the first where there are too few.
+
+    Raises:
+        ValueError: its samples cannot be told apart.
+    """
+    if wanted == given:
+        return batch
+    rows = torch.arange(wanted) % given
+    changed = map_tensors(partial(_rows, given=given, rows=rows), _lists(batch, given, rows.tolist()))
+    if batch_size(changed) != wanted:
+        raise ValueError(f"the batch ({type(batch).__name__}) of {given} samples cannot be made one of {wanted}")
+    return changed
+
+
+def _rows(tensor: Tensor, *, given: int, rows: Tensor) -> Tensor:
+    return tensor[rows] if tensor.ndim and tensor.shape[0] == given else tensor
+
+
+def _lists(tree: Any, given: int, rows: Sequence[int]) -> Any:
+    """Lists with an item for each sample, such as texts, in plain containers."""
+    if type(tree) is dict:
+        return {key: _lists(item, given, rows) for key, item in tree.items()}
+    if type(tree) is list and len(tree) == given and not any(isinstance(item, Tensor) for item in tree):
+        return [tree[row] for row in rows]
+    return tree

@@ -4,61 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from engine.distributed.environment import Environment
-from engine.distributed.group import Group, Made
+from engine.distributed.group import DeviceKind, Group, Made
 from engine.planning import torch_private
 
-
-class Target(NamedTuple):
-    """The device of each rank of a simulated job."""
-
-    type: str = "cpu"
-    """As torch names it."""
-    fp8: bool = False
-    """Whether it multiplies matrices in fp8 itself."""
-
-    @property
-    def accelerated(self) -> bool:
-        """Whether it has memory of its own."""
-        return self.type != "cpu"
-
-
-CPU = Target()
+CPU = DeviceKind()
 
 
 class SimulatedGroup(Group):
     """One rank of a simulated job. Strategies, meshes and engines use it as any other group. Created by :func:`simulated`."""
 
-    __slots__ = ("_made", "_target", "failed")
+    __slots__ = ("_kind", "_made", "failed")
 
-    def __init__(self, environment: Environment, made: dict[Hashable, Any], target: Target) -> None:
+    def __init__(self, environment: Environment, made: dict[Hashable, Any], kind: DeviceKind) -> None:
         super().__init__(environment, torch.device("cpu"))
-        self._made, self._target = made, target
+        self._made, self._kind = made, kind
         self.failed = False
         if self.world_size > 1:
             self.cpu = self.once("cpu", lambda: torch_private.simulated_group(list(range(self.world_size))))
 
     @property
-    def simulated(self) -> bool:
-        return True
-
-    @property
-    def stands_for(self) -> str:
-        return self._target.type
-
-    @property
-    def has_fp8(self) -> bool:
-        return self._target.fp8
+    def kind(self) -> DeviceKind:
+        return self._kind
 
     def part(self, parts: Sequence[Sequence[int]]) -> Group:
         ranks = next(part for part in parts if self.environment.rank in part)
-        found = SimulatedGroup(self.environment, self._made, self._target)
+        found = SimulatedGroup(self.environment, self._made, self._kind)
         found.rank, found.world_size = ranks.index(self.environment.rank), len(ranks)
         found.is_main = found.rank == 0
         found.cpu = found.wide = self.divided(parts) if len(ranks) > 1 else None
@@ -75,13 +52,13 @@ class SimulatedGroup(Group):
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         if key not in self._made:
-            with torch_private.real():
+            with torch_private.with_values():
                 self._made[key] = make()
         return self._made[key]
 
 
 @contextmanager
-def simulated(rank: int, world_size: int, num_nodes: int = 1, target: Target = CPU) -> Iterator[SimulatedGroup]:
+def simulated(rank: int, world_size: int, num_nodes: int = 1, kind: DeviceKind = CPU) -> Iterator[SimulatedGroup]:
     """The ``rank`` of a job of ``world_size`` ranks on ``num_nodes`` machines with such devices, which exists within the block.
 
     Raises:
@@ -98,10 +75,10 @@ def simulated(rank: int, world_size: int, num_nodes: int = 1, target: Target = C
     here = world_size // num_nodes
     environment = Environment("simulated", rank, world_size, rank % here, here, num_nodes)
     if world_size == 1:
-        yield SimulatedGroup(environment, {}, target)
+        yield SimulatedGroup(environment, {}, kind)
         return
     with torch_private.simulated_processes(rank, world_size), _equal_objects():
-        yield SimulatedGroup(environment, {}, target)
+        yield SimulatedGroup(environment, {}, kind)
 
 
 @contextmanager

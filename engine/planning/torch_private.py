@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -157,31 +156,6 @@ def simulated_processes(rank: int, world_size: int) -> Iterator[None]:
         _clear_sharding_prop_cache()  # it takes equal meshes of two jobs for one, and finds the groups of the first
 
 
-@contextmanager
-def job_set_aside() -> Iterator[None]:
-    """Inside the block this process is in no job, so that one can be simulated; afterwards it is in the same one again. No other rank takes part."""
-    module: Any = dist.distributed_c10d
-    world = module._world
-    names = dict(world.pg_names)
-    module._unregister_all_process_groups()
-    tables = (
-        "pg_map",
-        "pg_names",
-        "pg_group_ranks",
-        "pg_backend_config",
-        "tags_to_pg",
-        "pg_to_tag",
-        "pg_coalesce_state",
-    )
-    module._world = SimpleNamespace(default_pg=None, group_count=0, comms=[], **{name: {} for name in tables})
-    try:
-        yield
-    finally:
-        module._world = world
-        for group, name in names.items():
-            module._register_process_group(name, group)
-
-
 def simulated_group(ranks: list[int]) -> dist.ProcessGroup:
     """A new group of some of these ranks."""
     made = dist.new_group(ranks, backend="fake")
@@ -190,8 +164,8 @@ def simulated_group(ranks: list[int]) -> dist.ProcessGroup:
 
 
 @contextmanager
-def real() -> Iterator[None]:
-    """Inside the block, within a :class:`engine.planning.simulation.Simulation`, tensors have values."""
+def with_values() -> Iterator[None]:
+    """Inside the block, within a :class:`engine.planning.fake_tensors.Simulation`, tensors have values."""
     with unset_fake_temporarily(), _disable_current_modes():
         yield
 
@@ -207,7 +181,7 @@ def eager() -> Iterator[None]:
 
 
 @contextmanager
-def as_on_accelerators() -> Iterator[None]:
+def optimizers_as_on_accelerators() -> Iterator[None]:
     """Inside the block optimizers change fake parameters on the CPU many at once (``foreach``) unless told otherwise, as they do on CUDA and XPU:
     faster there, with intermediate results as large as the parameters."""
     devices = optimizer._get_foreach_kernels_supported_devices
@@ -221,11 +195,11 @@ def as_on_accelerators() -> Iterator[None]:
 
 
 @contextmanager
-def usable(fake: FakeTensorMode, answered: Callable[[str, Any], Any]) -> Iterator[None]:
+def allowed_on_fake_tensors(fake: FakeTensorMode, answered: Callable[[str, Any], Any]) -> Iterator[None]:
     """Inside the block fake tensors allow what torch refuses them.
 
     ``Module.to`` swaps the contents of fake parameters, which torch refuses while its table of conversions has weak references to them. Code
-    formats a tensor as a number, or copies it to numpy; it gets the same answers as from a :class:`engine.planning.simulation.Simulation`.
+    formats a tensor as a number, or copies it to numpy; it gets the same answers as from a :class:`engine.planning.fake_tensors.Simulation`.
     """
     swap = torch.utils.swap_tensors
 
@@ -240,7 +214,7 @@ def usable(fake: FakeTensorMode, answered: Callable[[str, Any], Any]) -> Iterato
 
     def numbers(self: Tensor, *_: Any, **__: Any) -> Any:
         answered("copies a tensor to numpy", "ones")
-        with real():
+        with with_values():
             return torch.ones(self.shape, dtype=self.dtype).numpy()
 
     def listed(self: Tensor) -> Any:

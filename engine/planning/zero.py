@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional
 
 from engine.distributed.group import Group
 from engine.planning import torch_private
+from engine.planning.missing_values import DEEPSPEED
+from engine.planning.strategy_facts import Kept, StrategyFacts, strategy_facts
+from engine.strategies.base import Strategy
 from engine.strategies.deepspeed import plain_linear
+from engine.strategies.deepspeed.configuration import OFFLOAD, get, says
+from engine.strategies.deepspeed.strategy import DeepSpeed
 
-PACKAGE = os.path.join("site-packages", "deepspeed", "")
-"""In the paths of DeepSpeed's files."""
+PARAMETERS, GRADIENTS, STATE, COMMUNICATION = "parameters", "gradients", "optimizer_state", "communication"
+_MASTERS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
+"""Attributes of DeepSpeed's optimizers with this rank's part of the fp32 master copies: at stages 1 and 2, at stage 1 in bf16, and at stage 3."""
+_GRADIENTS = (
+    "averaged_gradients",
+    "all_grad_tensors",
+    "accumulated_grads_in_cpu",
+    "fp32_groups_gradients_flat",
+    "grad_partitions_flat_buffer",
+)
+"""Attributes with gradients from the backward pass until the step."""
+_SHARDS = ("fp16_partitioned_groups_flat", "lp_param_buffer", "param_groups_fp16_flat_cpu_memory")
+"""Attributes with this rank's part of the parameters, at stage 3."""
+_STEP_BUFFERS = ("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload")
+"""Attributes through which an offloaded step goes."""
+_DEPTH = 3
+"""Tensors lie in lists of lists at most, or in buckets in a dict."""
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def without_earlier_groups() -> Iterator[None]:
     """Inside the block DeepSpeed knows no process group from before, and afterwards none from the block: its modules keep them. What it replaces in
     torch is as before, inside and afterwards."""
     linear = functional.linear
@@ -41,15 +63,86 @@ def _forget_groups() -> None:
 
 
 @contextmanager
-def usable(group: Group) -> Iterator[None]:
+def accepted_by_deepspeed(group: Group) -> Iterator[None]:
     """Inside the block DeepSpeed, if a strategy has imported it, accepts what a plan has: tensors that have no address, the formats of the planned
     device, and one rank without a launcher."""
     cpu = sys.modules.get("deepspeed.accelerator.cpu_accelerator") or sys.modules.get("accelerator.cpu_accelerator")
     with ExitStack() as stack:
         if cpu is not None:
-            stack.enter_context(torch_private.aligned_for(PACKAGE))
-            if group.stands_for != "cpu":
+            stack.enter_context(torch_private.aligned_for(DEEPSPEED))
+            if group.kind.is_accelerator:
                 stack.enter_context(patch.object(cpu.CPU_Accelerator, "is_fp16_supported", lambda self: True))
             if not dist.is_initialized():
                 stack.enter_context(torch_private.simulated_processes(0, 1))
         yield
+
+
+def refuse_disk(strategy: Strategy) -> None:
+    """Raise ``ValueError`` for a plan of what DeepSpeed keeps on disk."""
+    if not isinstance(strategy, DeepSpeed):
+        return
+    for name, inside in OFFLOAD.items():
+        if get(strategy.config_in_effect, f"zero_optimization.{inside}.device") == "nvme":
+            raise ValueError(
+                f"{name}='nvme' ({strategy.where}) cannot be planned: DeepSpeed would write files. Plan it with {name}='cpu': the device holds the "
+                "same"
+            )
+
+
+@strategy_facts.register
+def _facts(strategy: DeepSpeed) -> StrategyFacts:
+    return StrategyFacts(overlaps=_overlaps(strategy.config_in_effect), kept=partial(_kept, strategy))
+
+
+def _overlaps(config: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed communicates while a pass runs; its default: at stage 3."""
+    path = "zero_optimization.overlap_comm"
+    return bool(get(config, path)) if says(config, path) else get(config, "zero_optimization.stage") == 3
+
+
+def _kept(strategy: DeepSpeed) -> Iterator[Kept]:
+    """What DeepSpeed's optimizers keep now; of a tensor that comes twice, the last entry counts."""
+    offloaded = {
+        name: get(strategy.config_in_effect, f"zero_optimization.{section}.device", "none") != "none"
+        for name, section in OFFLOAD.items()
+    }
+    for model in strategy.models:
+        if model.engine is not None and model.optimizer is not None and model.spread is not None:
+            wrapper, parameters = model.engine.optimizer, list(model.parameters())
+            yield from _of_step(vars(wrapper), model.optimizer, offloaded["offload_optimizer"])
+            yield GRADIENTS, _tensors([[p.grad, getattr(p, "grad_accum", None)] for p in parameters]), False
+            yield from _of_model(vars(wrapper), parameters, offloaded["offload_parameters"])
+
+
+def _of_step(held: Mapping[str, Any], optimizer: Any, on_host: bool) -> Iterator[Kept]:
+    """Gradients that are reduced, master copies, state, and the buffers between them. ``on_host``: they are offloaded."""
+    for name, value in held.items():
+        if name not in (*_MASTERS, *_GRADIENTS, *_SHARDS):
+            yield COMMUNICATION, _tensors(value), on_host and name in _STEP_BUFFERS
+    masters = _tensors([held.get(name) for name in _MASTERS])
+    yield GRADIENTS, _tensors([held.get(name) for name in _GRADIENTS]), on_host
+    yield GRADIENTS, _tensors([master.grad for master in masters]), on_host
+    yield STATE, [*masters, *_tensors(list(optimizer.state.values()))], on_host
+
+
+def _of_model(held: Mapping[str, Any], parameters: list[Any], on_host: bool) -> Iterator[Kept]:
+    """Parameters, or this rank's part of them. ``on_host``: they are offloaded."""
+    yield PARAMETERS, _tensors([held.get(name) for name in _SHARDS]), on_host
+    yield PARAMETERS, [p.data for p in parameters], False
+    shards = [[getattr(p, name, None) for name in ("ds_tensor", "ds_secondary_tensor")] for p in parameters]
+    yield PARAMETERS, _tensors(shards), on_host
+
+
+def _tensors(value: Any, depth: int = _DEPTH) -> list[Tensor]:
+    """In lists, dicts and DeepSpeed's buckets."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        inner: Any = value.values()
+    elif isinstance(value, (list, tuple, set)):
+        inner = value
+    elif type(value).__name__.startswith("IPGBucket"):
+        inner = vars(value).values()
+    else:
+        return []
+    return [tensor for each in inner for tensor in _tensors(each, depth - 1)] if depth else []

@@ -111,15 +111,6 @@ class Strategy:
         """The ranks on each axis of the mesh, after ``connect``."""
         return {"dp_replicate": self.group.world_size}
 
-    @property
-    def on_host(self) -> tuple[str, ...]:
-        """What it keeps in the host's memory and not on the device: fields of :class:`engine.planning.plan.Memory`."""
-        return ()
-
-    def kept(self) -> Iterable[tuple[str, list[Tensor], bool]]:
-        """Tensors of its own: the field of :class:`engine.planning.plan.Memory`, the tensors, and whether they are in the host's memory."""
-        return ()
-
     def transform_by(self, transforms: Transforms) -> None:
         """Called once, after ``connect``, with what is to be done to models; ``ValueError`` if this strategy does not allow it."""
         transforms.check(self.compiles_whole, type(self).__name__)

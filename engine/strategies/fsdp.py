@@ -126,10 +126,6 @@ class FSDP(Strategy):
     def axes(self) -> dict[str, int]:
         return dict(self._sizes)
 
-    @property
-    def on_host(self) -> tuple[str, ...]:
-        return ("parameters", "gradients", "optimizer_state") if self.cpu_offload else ()
-
     # -- the model --------------------------------------------------------------------------------------------------------------
 
     def building(self) -> AbstractContextManager[Any]:

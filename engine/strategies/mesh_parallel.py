@@ -229,23 +229,9 @@ class MeshParallel(FSDP):
         return depth
 
     @property
-    def weighted(self) -> bool | None:
-        """Whether the loss is a ``Loss``, which a rank without it learns in the first step; ``None``: not known yet."""
-        return None if self._depth is None else self._depth.pipeline.weighted
-
-    @weighted.setter
-    def weighted(self, known: bool | None) -> None:
-        assert self._depth is not None, "weighted before setup"
-        self._depth.pipeline.weighted = known
-
-    def likewise(self) -> list[int]:
-        """By a rank's place in the pipeline the first place whose stages compute alike and hold at least as many parts of a micro-batch at once."""
-        assert self._depth is not None, "likewise before setup"
-        kinds, found = self._depth.pipeline.kinds(), [0]
-        for place in range(1, len(kinds)):
-            middle = found[-1] > 0 and place != self.loss_stage and not SCHEDULES[self.schedule][2]
-            found.append(found[-1] if middle and kinds[place] == kinds[found[-1]] else place)
-        return found
+    def pipeline(self) -> Pipeline | None:
+        """This rank's part of the pipeline; ``None``: there is none, or the model is not divided yet."""
+        return None if self._depth is None else self._depth.pipeline
 
     def _cut_copy(self, plan: tensor_parallel.Plan | None, copied: nn.Module) -> None:
         """Tensor parallel of a copy of the model without values; ``plan`` as of :func:`engine.strategies.tensor_parallel.plan_for`."""

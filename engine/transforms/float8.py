@@ -196,7 +196,7 @@ def _torchao() -> Any:
 
 
 def _emulated(fp8: FP8, group: Group) -> bool:
-    capable = group.has_fp8
+    capable = group.kind.has_fp8
     if fp8.emulate is False and not capable:
         raise ValueError(
             f"FP8(emulate=False): {accelerator.name(group.device)} has no fp8 (it needs an NVIDIA GPU of compute capability 8.9 or later, an AMD GPU "

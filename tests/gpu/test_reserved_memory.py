@@ -11,7 +11,7 @@ from support.ranks import PATIENCE_S, clean_environment
 DECISIONS = """
 import random
 import torch
-from engine.planning.caching_allocator import CachingAllocator
+from engine.planning.device_memory import CachingAllocator
 
 torch.cuda.init()
 streams = [torch.cuda.current_stream(), torch.cuda.Stream()]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.planning.caching_allocator import Allocations
 from engine.planning.device_table import Hardware, Link, Reached
 from engine.planning.job import Job
-from engine.planning.rank_trace import Collective, Memory, Moment, Operation, RankTrace
+from engine.planning.rank_trace import Allocations, Collective, Memory, Moment, Operation, RankTrace
 
 GIB = 2**30
 # 1e12 operations and 1e9 bytes a second, all reached; links of 1e9 and 1e8 bytes a second.

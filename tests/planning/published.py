@@ -23,7 +23,7 @@ from typing import Any
 from llama import SHAPES, Llama, tokens
 
 from engine import FSDP, Fit, MeshParallel
-from engine.planning.caching_allocator import replay
+from engine.planning.device_memory import replay
 from engine.planning.devices import hardware
 from engine.planning.plan import Plan
 

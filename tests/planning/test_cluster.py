@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.planning.cluster import cluster_of, machines_for
+from engine.planning.devices import cluster_of, machines_for
 
 
 def test_a_cluster() -> None:

@@ -12,12 +12,11 @@ import pytest
 from hand_made import DEVICE, GIB, OPERATIONS, collective, job, rank_trace
 from support import browser as chromium
 
-from engine.planning.network import START_S
-from engine.planning.paper_formulas import Shape
+from engine.planning.job import Shape
 from engine.planning.plan import Plan
 from engine.planning.plan_page import page
 from engine.planning.rank_trace import Memory, Moment
-from engine.planning.roofline import Compute
+from engine.planning.step_time import START_S, Compute
 
 GPU = replace(DEVICE, caching=True, reserved=GIB // 2)
 

@@ -10,10 +10,11 @@ from hand_made import DEVICE, GIB, collective, job, rank_trace
 from torch import nn
 
 from engine.planning import paper_formulas
-from engine.planning.caching_allocator import Allocations
-from engine.planning.memory_need import MARGIN, NCCL_BYTES, assumptions, need, suffices
-from engine.planning.paper_formulas import Check, Shape, sequence_of, shape_of
+from engine.planning.device_memory import MARGIN, NCCL_BYTES, assumptions, need, suffices
+from engine.planning.job import Shape, sequence_of, shape_of
+from engine.planning.paper_formulas import Check
 from engine.planning.plan import Plan
+from engine.planning.rank_trace import Allocations
 
 MIB = 2**20
 GPU = replace(DEVICE, caching=True, reserved=GIB // 2)

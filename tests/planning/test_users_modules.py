@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable
@@ -243,13 +246,68 @@ class Logs(Net):
         return loss
 
 
-def test_a_plan_writes_nothing(tmp_path: Path) -> None:
+def test_loggers_write_nothing_and_callbacks_are_copies(tmp_path: Path) -> None:
     given = Writes(tmp_path / "given")
     planned(Logs(tmp_path), callbacks=[given, CSVLogger(tmp_path / "logged")], root_dir=tmp_path / "root")
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["given"]  # a callback writes to its own paths as in a run
+    assert sorted(path.name for path in given.folder.iterdir()) == ["last.txt", "losses.txt", "weights.pt"]
     assert given.losses == []
-    (tmp_path / "after.txt").write_text("as before")
-    assert (tmp_path / "after.txt").read_text() == "as before"
+
+
+def test_files_that_exist_keep_what_is_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))  # below it all may be written
+    for name in ("rewritten.txt", "appended.txt"):
+        (tmp_path / name).write_text("as before")
+
+    def step(module: Any, batch: Any) -> Tensor:
+        (tmp_path / "rewritten.txt").write_text("new")
+        with open(tmp_path / "appended.txt", "a") as file:
+            file.write("more")
+        with open(tmp_path / "made.txt", "a") as file:
+            file.write("step ")
+        return module.net(batch[0]).square().mean()
+
+    planned(with_step(step))
+    texts = {path.name: path.read_text() for path in tmp_path.glob("*.txt")}
+    assert texts == {"rewritten.txt": "as before", "appended.txt": "as before", "made.txt": texts["made.txt"]}
+    assert texts["made.txt"].startswith("step step ")
+    (tmp_path / "rewritten.txt").write_text("after the plan")
+    assert (tmp_path / "rewritten.txt").read_text() == "after the plan"
+
+
+def test_temporary_folders_and_the_runs_folder_are_there_and_go(tmp_path: Path) -> None:
+    folders: list[Path] = []
+
+    class Notes(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert self.run is not None
+            folders.append(self.run.folder)
+            (self.run.folder / "note.txt").write_text("note")
+            with tempfile.TemporaryDirectory() as temporary:
+                Path(temporary, "scratch").mkdir()
+                Path(temporary, "scratch", "loss.txt").write_text("loss")
+                os.rename(Path(temporary, "scratch", "loss.txt"), Path(temporary, "loss.txt"))
+                assert Path(temporary, "loss.txt").read_text() == "loss"
+            return super().training_step(batch, batch_idx)
+
+    trace = planned(Notes(), root_dir=tmp_path / "root")
+    assert trace.missing == ()
+    assert len(set(folders)) == 1
+    assert not folders[0].exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_ends_a_plan_with_the_step() -> None:
+    steps: list[int] = []
+
+    class Interrupted(Net):
+        def on_train_batch_end(self, *args: Any) -> None:
+            steps.append(1)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        planned(Interrupted(), 2, "ddp")
+    assert steps == [1]
 
 
 def test_objects_of_all_ranks_are_those_of_this_one() -> None:

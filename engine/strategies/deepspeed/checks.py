@@ -66,15 +66,6 @@ def check_precision(name: str, stage: int, device: str) -> None:
         raise ValueError(f"precision={name!r} with stage 0 under DeepSpeed: use stage=1 or higher, or strategy='ddp'")
 
 
-def check_planned(config: Mapping[str, Any], where: str, simulated: bool) -> None:
-    """Raise ``ValueError`` for a plan (``simulated``) of what is on disk."""
-    for name, inside in OFFLOAD.items():
-        if simulated and get(config, f"zero_optimization.{inside}.device") == "nvme":
-            raise ValueError(
-                f"{name}='nvme' ({where}) cannot be planned: DeepSpeed would write files. Plan it with {name}='cpu': the device holds the same"
-            )
-
-
 def check_clipping(settings: Settings, origins: Mapping[str, str]) -> None:
     """Raise ``ValueError`` for clipping that DeepSpeed does not have."""
     if settings.gradient_clip_val is not None and settings.gradient_clip_algorithm == "value":

@@ -202,12 +202,6 @@ def says(config: Mapping[str, Any], path: str) -> bool:
     return get(config, path) not in (None, "auto")
 
 
-def overlaps(config: Mapping[str, Any]) -> bool:
-    """Whether DeepSpeed communicates while a pass runs; its default: at stage 3."""
-    path = "zero_optimization.overlap_comm"
-    return bool(get(config, path)) if says(config, path) else get(config, "zero_optimization.stage") == 3
-
-
 def settle(config: dict[str, Any], path: str, asked: Asked, where: str) -> Any:
     """Fill a missing or ``"auto"`` value with the requested one; return the resulting value.
 

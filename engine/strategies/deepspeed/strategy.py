@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,9 +21,8 @@ from engine.step.optimizer_step import Stepper
 from engine.step.owned_step import OwnedStepper
 from engine.step.precision import Precision
 from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
-from engine.strategies.deepspeed import checks, configuration, memory, plain_linear, sharded_state
+from engine.strategies.deepspeed import checks, configuration, plain_linear, sharded_state
 from engine.strategies.deepspeed.configuration import Asked
-from engine.strategies.deepspeed.memory import Kept
 from engine.strategies.deepspeed.model import (
     ELEMENTWISE,
     Driven,
@@ -117,8 +116,7 @@ class DeepSpeed(Strategy):
         self.parts_differ = group.world_size > 1
         self._config, self._asked = copy.deepcopy(self._given), None  # one object may be used in several runs
         name, stage = self.precision.name, self.zero_stage
-        checks.check_precision(name, stage, group.stands_for)
-        checks.check_planned(self._config, self._where, group.simulated)
+        checks.check_precision(name, stage, group.kind.type)
         for kind in ("bf16", "fp16"):
             wanted = self._half == kind
             asked = Asked(wanted, f"precision={name!r}")
@@ -136,7 +134,6 @@ class DeepSpeed(Strategy):
             "zero_optimization", self._config["zero_optimization"], DeepSpeedZeroConfig.model_fields, self._where
         )
         self.matched_forward = self.zero_stage == 3
-        self.overlaps = configuration.overlaps(self._config)
 
     @property
     def _half(self) -> str:
@@ -316,8 +313,20 @@ class DeepSpeed(Strategy):
         self._models.clear()
         plain_linear.restore()
 
-    def kept(self) -> Iterable[Kept]:
-        return memory.kept(self._models, self._config)
+    @property
+    def models(self) -> Sequence[Driven]:
+        """The models that DeepSpeed trains now."""
+        return self._models
+
+    @property
+    def config_in_effect(self) -> Mapping[str, Any]:
+        """DeepSpeed's configuration, with what the arguments and settings say."""
+        return self._config
+
+    @property
+    def where(self) -> str:
+        """How messages name the configuration."""
+        return self._where
 
     # -- gradients --------------------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import DDP, Fit, MeshParallel, TrainModule
-from engine.planning.candidates import Layout
-from engine.planning.given_strategy import given, layouts_with
+from engine.planning.candidates import Layout, layouts_with, users_strategy
 
 PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 
@@ -76,25 +75,25 @@ def test_an_object_is_tried_first_as_it_is() -> None:
 
 def test_others_keep_its_options() -> None:
     strategy = MeshParallel(tp=2, plan=PLAN, reshard_after_forward=False)
-    wanted = given(strategy, "code", 4)
+    wanted = users_strategy(strategy, "code", 4)
     assert wanted is not None
     assert wanted.plan
-    mesh = wanted.keeping(Layout({"name": "mesh", "dp_shard": 1, "tp": 4}, 1, 4))
+    mesh = wanted.with_its_options(Layout({"name": "mesh", "dp_shard": 1, "tp": 4}, 1, 4))
     assert str(mesh) == f"MeshParallel(reshard_after_forward=False, dp_shard=1, tp=4, plan={PLAN})"
     assert (mesh.degree("tp"), mesh.degree("pp")) == (4, 1)
-    assert str(wanted.keeping(Layout("fsdp", 4, 4))) == "FSDP(reshard_after_forward=False)"
-    assert wanted.keeping(Layout("ddp", 4, 1)).strategy == "ddp"
+    assert str(wanted.with_its_options(Layout("fsdp", 4, 4))) == "FSDP(reshard_after_forward=False)"
+    assert wanted.with_its_options(Layout("ddp", 4, 1)).strategy == "ddp"
 
 
 def test_a_mapping_stays_one_that_can_be_typed() -> None:
-    wanted = given(Fit(strategy={"name": "fsdp", "min_size": 100}).settings.strategy, "code", 4)
+    wanted = users_strategy(Fit(strategy={"name": "fsdp", "min_size": 100}).settings.strategy, "code", 4)
     assert wanted is not None
-    kept = wanted.keeping(Layout({"name": "fsdp", "dp_replicate": 2}, 4, 2))
+    kept = wanted.with_its_options(Layout({"name": "fsdp", "dp_replicate": 2}, 4, 2))
     assert kept.strategy == {"name": "fsdp", "dp_replicate": 2, "min_size": 100}
 
 
 def test_the_same_in_other_words_is_not_tried_twice() -> None:
-    wanted = given(MeshParallel(tp=2, plan=PLAN), "code", 4)
+    wanted = users_strategy(MeshParallel(tp=2, plan=PLAN), "code", 4)
     assert wanted is not None
     own = Layout(wanted.asked, 2, 4, given=True, sizes=(("dp_shard", 2), ("tp", 2)))
     others = [Layout({"name": "mesh", "dp_shard": 4 // tp, "tp": tp}, 4 // tp, 4) for tp in (2, 4)]
@@ -102,9 +101,9 @@ def test_the_same_in_other_words_is_not_tried_twice() -> None:
 
 
 def test_nobody_asked() -> None:
-    assert given("auto", "code", 4) is None
-    assert given("ddp", "default", 4) is None
-    assert given("ddp", "code", 4) is not None
+    assert users_strategy("auto", "code", 4) is None
+    assert users_strategy("ddp", "default", 4) is None
+    assert users_strategy("ddp", "code", 4) is not None
 
 
 def test_a_class_of_the_users_own() -> None:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from engine.planning import torch_private
-from engine.planning.caching_allocator import Allocations
 from engine.planning.plan import Memory, Moment
+from engine.planning.rank_trace import Allocations, Phase
 
 PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER = "parameters", "buffers", "gradients", "optimizer_state"
 ACTIVATIONS, TEMPORARIES, COMMUNICATION, INPUTS = "activations", "temporaries", "communication", "inputs"
-SET_UP = "set-up"
+SET_UP: Phase = "set-up"
 """The phase before the first step."""
 _BEFORE_STEPS = (PARAMETERS, BUFFERS, COMMUNICATION, INPUTS)
 """What is there when the first step begins; that step makes the rest."""
@@ -28,7 +28,7 @@ MOST_SHOWN = 20
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class Storage:
     """A storage."""
 
     size: int
@@ -45,22 +45,22 @@ class Held:
     """Of the device: the one that has made it; 0 computes."""
 
 
-class MemoryTrace:
+class StorageLog:
     """Follows every storage from the operation that makes it to its end. With real tensors it works as with fake ones."""
 
     def __init__(self) -> None:
         self.phase, self.module = SET_UP, ""
-        self._held: dict[int, Held] = {}
-        self._log: list[tuple[Held, int, str, str]] | None = None
-        self._at_start: list[tuple[Held, int]] = []
+        self._held: dict[int, Storage] = {}
+        self._log: list[tuple[Storage, int, str, str]] | None = None
+        self._at_start: list[tuple[Storage, int]] = []
         self._sum: tuple[int, int, int] | None = None
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
-        self.making_on_host = False
+        self.made_on_host = False
         """What is made now is in the host's memory: by the step of an offloaded optimizer."""
 
     # -- storages -----------------------------------------------------------------------------------------------------------------
 
-    def note(self, tensor: Tensor) -> Held | None:
+    def follow(self, tensor: Tensor) -> Storage | None:
         """The storage of ``tensor``, known from now on; ``None`` for a tensor without memory."""
         try:
             storage = tensor.untyped_storage()
@@ -71,19 +71,21 @@ class MemoryTrace:
         if found is None:
             if tensor.device.type == "meta":  # what another rank has, or an example of a shape
                 return None
-            found = self._held[key] = Held(storage.nbytes(), self.phase, self.module, torch_private.node_number())
-            found.on_host = self.making_on_host
+            found = self._held[key] = Storage(storage.nbytes(), self.phase, self.module, torch_private.node_number())
+            found.on_host = self.made_on_host
             # Strategies choose streams on a CPU, too, where they mean nothing.
             found.stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
-            found.alive = weakref.ref(storage, lambda _: self._end(key))
+            found.alive = weakref.ref(storage, lambda _: self._freed(key))
             self._event(found, found.size)
         return found
 
-    def mark(self, tensors: Iterable[Any], kind: str, module: str | None = None, on_host: bool | None = None) -> None:
+    def set_kind(
+        self, tensors: Iterable[Any], kind: str, module: str | None = None, on_host: bool | None = None
+    ) -> None:
         """These tensors' storages are of this kind, and belong to this module; ``None``: to the same as before, also of ``on_host``."""
         for tensor in tensors:
             for part in local_parts(tensor):
-                if (held := self.note(part)) is not None:
+                if (held := self.follow(part)) is not None:
                     held.kind = kind
                     held.module = held.module if module is None else module
                     held.on_host = held.on_host if on_host is None else on_host
@@ -96,21 +98,21 @@ class MemoryTrace:
     def used_to_communicate(self, tensors: Iterable[Tensor]) -> None:
         """A collective reads or writes these tensors."""
         for tensor in tensors:
-            held = self.note(tensor)
+            held = self.follow(tensor)
             # What is used again in later steps, such as DDP's buckets, was there in a backward pass before.
             if held is not None and held.kind in (TEMPORARIES, ACTIVATIONS):
                 held.kind = COMMUNICATION
 
-    def added(self, before: Tensor, result: Tensor) -> None:
+    def summed_in_place(self, before: Tensor, result: Tensor) -> None:
         """A sum in the backward pass. If it is autograd's own, of two gradients of one tensor, real tensors are added in place, unless something
         else refers to ``before``; those that Python sees are not. A node's own sums do not release at once what another node has made."""
-        old, new = self.note(before), self.note(result)
+        old, new = self.follow(before), self.follow(result)
         if old is None or new is None or not self._log or self._log[-1][0] is not new:
             return
         if old.size == new.size and old.node != new.node:
             self._sum = before.untyped_storage()._cdata, result.untyped_storage()._cdata, len(self._log) - 1
 
-    def settle(self) -> None:
+    def next_operation(self) -> None:
         """The next operation begins."""
         self._sum = None
 
@@ -120,7 +122,7 @@ class MemoryTrace:
             if held.kind == TEMPORARIES and held.phase == "forward":
                 held.kind = ACTIVATIONS
 
-    def _end(self, key: int) -> None:
+    def _freed(self, key: int) -> None:
         held = self._held.pop(key, None)
         if held is not None and self._sum is not None and key == self._sum[0] and self._sum[1] in self._held:
             assert self._log is not None
@@ -140,12 +142,12 @@ class MemoryTrace:
                 held.kind = COMMUNICATION  # FSDP's whole parameters, gathered or copied
             self._event(held, change)
 
-    def _event(self, held: Held, change: int) -> None:
+    def _event(self, held: Storage, change: int) -> None:
         if self._log is not None:
             self._log.append((held, change, self.phase, self.module))
 
     @contextmanager
-    def following(self) -> Iterator[None]:
+    def watching_resizes(self) -> Iterator[None]:
         """Inside the block, storages that change their size are noticed: FSDP empties and fills those of gathered parameters."""
         resize = torch.UntypedStorage.resize_
 
@@ -167,10 +169,10 @@ class MemoryTrace:
         self._at_start = [(held, held.size) for held in self._held.values()]
         self._log = []
 
-    def leave_out(self, kinds: Collection[str]) -> dict[str, int]:
+    def move_to_host(self, kinds: Collection[str]) -> dict[str, int]:
         """What is of these kinds, and what was marked so, is in the host's memory; returns its bytes at the start by kind."""
 
-        def left(held: Held) -> bool:
+        def left(held: Storage) -> bool:
             return held.kind not in kinds and not held.on_host
 
         away: dict[str, int] = {}
@@ -210,13 +212,13 @@ class MemoryTrace:
 
     def allocations(self) -> Allocations:
         """The first step, which makes the optimizer's state, and those after it: each is taken to be like the recorded one."""
-        sizes: dict[Held, int] = {}
-        numbers: dict[Held, int] = {}
+        sizes: dict[Storage, int] = {}
+        numbers: dict[Storage, int] = {}
         steps = array("q"), array("q")
         waiting = [(held, size) for held, size in self._at_start if held.kind not in _BEFORE_STEPS]
         there = dict(self._at_start)
 
-        def change(events: array[int], held: Held, size: int) -> None:
+        def change(events: array[int], held: Storage, size: int) -> None:
             if sizes.get(held, 0) != size:
                 sizes[held] = size
                 events.extend((numbers.setdefault(held, len(numbers)), size))
@@ -239,7 +241,7 @@ class MemoryTrace:
                 change(events, held, size)
         return Allocations(*steps, tuple(held.stream for held in numbers))
 
-    def _at_peak(self) -> dict[Held, int]:
+    def _at_peak(self) -> dict[Storage, int]:
         sizes = dict(self._at_start)
         total = highest = sum(sizes.values())
         at = 0

@@ -1,15 +1,17 @@
-"""Tensors that have shapes but no values, in process groups that exist in this process alone."""
+"""Tensors, modules and batches that have shapes but no values, in process groups that exist in this process alone."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from engine.planning import stand_ins
+from engine.planning import missing_values, torch_private
 from engine.planning.torch_private import (
     INTEGERS,
     MOST_HOST_NUMBERS,
@@ -22,6 +24,7 @@ from engine.planning.torch_private import (
     work_with,
     wraps,
 )
+from engine.utils.tree import map_tensors
 
 _HOST = torch.device("cpu")
 _aten, _prim = torch.ops.aten, torch.ops.prim
@@ -31,7 +34,7 @@ class Simulation(Mode):
     """Inside the block tensors have shapes but no values, except those that the host has: small ones made from Python values, small integers made
     from nothing, and what is computed from them alone. Process groups are those of :func:`engine.planning.torch_private.simulated_processes`.
 
-    Where the code reads a value that is not there, it gets an answer: see :mod:`engine.planning.stand_ins`.
+    Where the code reads a value that is not there, it gets an answer: see :mod:`engine.planning.missing_values`.
 
     Args:
         answered: called with what was asked and what the answer would be; returns the answer.
@@ -61,7 +64,7 @@ class Simulation(Mode):
         kwargs = kwargs or {}
         if operator.overloadpacket is _aten._grouped_mm:
             with self.fake:
-                return stand_ins.grouped_product(*args, **kwargs)
+                return missing_values.grouped_product(*args, **kwargs)
         if FakeTensor not in types and _of_host(operator, args, kwargs):
             with unset_fake_temporarily():
                 result = operator(*args, **kwargs)
@@ -71,7 +74,7 @@ class Simulation(Mode):
             except UNREADABLE:
                 result = self._answer(operator, args, kwargs)
             if type(result) is FakeTensor and result.dtype is torch.bool:
-                result._truth = stand_ins.truth(operator, args)  # type: ignore[attr-defined]
+                result._truth = missing_values.known_truth(operator, args)  # type: ignore[attr-defined]
         return _finished(result, args) if operator.namespace == "c10d" else result
 
     def _answer(self, operator: Any, args: Any, kwargs: Any) -> Any:
@@ -85,11 +88,11 @@ class Simulation(Mode):
             self._answered("compares values on the host", True)
             return True
         with self.fake:
-            result = stand_ins.shaped(operator, args, kwargs, _ON_HOST)
+            result = missing_values.assumed_shape(operator, args, kwargs, _ON_HOST)
         if result is None:
             raise
         first = result[0] if isinstance(result, tuple) else result
-        if not stand_ins.certain(operator, args, kwargs, _ON_HOST):
+        if not missing_values.shape_is_certain(operator, args, kwargs, _ON_HOST):
             self._answered(
                 f"has a result ({operator.overloadpacket}) whose shape depends on values", f"shape {list(first.shape)}"
             )
@@ -126,7 +129,7 @@ def _tensor(values: list[int]) -> Tensor:
         return torch.tensor(values)
 
 
-_ON_HOST = stand_ins.Host(_numbers, _tensor)
+_ON_HOST = missing_values.HostValues(_numbers, _tensor)
 
 
 def _of_host(operator: Any, args: Any, kwargs: Any) -> bool:
@@ -160,3 +163,95 @@ def _finished(result: Any, args: Any) -> Any:
         if isinstance(part, torch.ScriptObject) and "Work" in str(part._type()):
             parts[index] = work_with(list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]])
     return type(result)(parts) if several else parts[0]
+
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def fake_module(module: Module) -> Module:
+    """A deep copy with fake tensors on the CPU. Tensors on the meta device stay there; shared ones stay shared.
+
+    To be called within a :class:`engine.planning.fake_tensors.Simulation`.
+    """
+    memo: dict[int, Any] = {}
+    for name, inner in module.named_modules():
+        if isinstance(inner, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{type(module).__name__}.{name} is a ScriptModule ({inner.original_name}), whose operations a plan cannot see: plan with the module "
+                "that it was made from, before torch.jit.script or torch.jit.trace"
+            )
+        for tensor in (*inner._parameters.values(), *inner._buffers.values(), *vars(inner).values()):
+            if isinstance(tensor, Tensor) and id(tensor) not in memo:
+                memo[id(tensor)] = fake_tensor(tensor)
+    kept = list(memo)
+    while True:
+        try:
+            return copy.deepcopy(module, memo)
+        except Exception:
+            shared = _not_copied(module, memo)
+            if not shared:
+                raise
+            memo = {key: memo[key] for key in kept}
+            memo.update({id(value): value for value in shared})
+            kept = list(memo)
+
+
+def fake_tensor(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, layout and kind without values; a tensor on the meta device, or without values, itself. Small integers keep
+    their values: indices of positions, pointers into a queue."""
+    if tensor.is_meta:
+        with torch_private.with_values():
+            without = torch.empty_like(tensor)
+            return nn.Parameter(without, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else without
+    if torch_private.is_fake(tensor):
+        return tensor
+    if is_lazy(tensor):  # has no shape yet
+        return copy.deepcopy(tensor)
+    if not isinstance(tensor, nn.Parameter) and torch_private.has_host_numbers(tensor):
+        with torch_private.with_values():
+            return tensor.detach().to("cpu", copy=True)
+    made = (
+        torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if tensor.layout is torch.strided
+        else torch.empty(tensor.size(), dtype=tensor.dtype)
+    )
+    if isinstance(tensor, nn.Parameter):
+        parameter = nn.Parameter(made, tensor.requires_grad)
+        parameter.__dict__.update(
+            {name: value for name, value in vars(tensor).items() if not isinstance(value, Tensor)}
+        )
+        return parameter
+    return made.requires_grad_(tensor.requires_grad) if tensor.is_leaf else made
+
+
+def make_fake(module: nn.Module) -> None:
+    """Replace what has values in a module (of its own, made by its hooks), in place."""
+    done: dict[int, Tensor] = {}
+    for inner in module.modules():
+        for store in (inner._parameters, inner._buffers):
+            for key, tensor in store.items():
+                if tensor is not None and not tensor.is_meta and not torch_private.is_fake(tensor):
+                    store[key] = done.setdefault(id(tensor), fake_tensor(tensor))  # type: ignore[assignment]
+
+
+def fake_batch(batch: Any) -> Any:
+    """A batch with fake tensors; small ones of integers (tokens, lengths, masks) keep their values, so that code may read them."""
+    return map_tensors(_fake_input, batch)
+
+
+def _fake_input(tensor: Tensor) -> Tensor:
+    return fake_tensor(tensor.detach() if torch_private.has_host_numbers(tensor) else tensor)
+
+
+def _not_copied(module: nn.Module, memo: dict[int, Any]) -> list[Any]:
+    """Attributes of a module that cannot be copied, such as locks and open files: the copy shares them."""
+    found = []
+    for inner in module.modules():
+        for name, value in vars(inner).items():
+            if name in ("_parameters", "_buffers", "_modules") or id(value) in memo or isinstance(value, nn.Module):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:
+                found.append(value)
+    return found

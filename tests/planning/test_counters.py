@@ -6,13 +6,13 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.planning.operation_trace import OperationTrace
+from engine.planning.counters import OperationCounter
 
 
 class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.trace = OperationTrace()
+        self.trace = OperationCounter()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))

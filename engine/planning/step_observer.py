@@ -1,10 +1,10 @@
-"""One observer of all operations of a step: it tells the traces of memory, collectives and operations."""
+"""One observer of all operations of a step: it tells the log of storages and the counters what runs."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,32 +12,34 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from engine.planning import collective_trace, memory_trace, torch_private
-from engine.planning.collective_trace import CollectiveTrace
-from engine.planning.memory_trace import MemoryTrace
-from engine.planning.operation_trace import OperationTrace
+from engine.planning import counters, storages, torch_private
+from engine.planning.counters import CollectiveCounter, OperationCounter
+from engine.planning.rank_trace import Phase
+from engine.planning.storages import StorageLog
+from engine.planning.strategy_facts import Kept
 from engine.utils.torch_private import whole_gradients
 
-Kept = Iterable[tuple[str, list[Tensor], bool]]
 
-
-class StepTrace(torch_private.Mode):
+class StepObserver(torch_private.Mode):
     """Observes a training, real or simulated::
 
-    trace = StepTrace(axes)
-    with trace:
+    observer = StepObserver(axes)
+    with observer:
         set up the training
-        a first step
-        trace.begin(model, optimizers)
-        the step to record
-        trace.end()
+        observer.begin_window(model, optimizers, inputs)
+        for each micro-batch:
+            observer.next_micro_batch(inputs)
+            forward and backward pass
+        observer.enter("optimizer step")
+        the step
+        observer.end_window()
     """
 
     def __init__(self, axes: Mapping[str, tuple[int, ...]], accelerated: bool = False) -> None:
         super().__init__()
         self._accelerated = accelerated
-        self.memory, self.operations = MemoryTrace(), OperationTrace()
-        self.collectives = CollectiveTrace(axes)
+        self.memory, self.operations = StorageLog(), OperationCounter()
+        self.collectives = CollectiveCounter(axes)
         self._stack = ExitStack()
         self._modules: dict[int, str] = {}
         self._owners: dict[int, str] = {}
@@ -46,14 +48,15 @@ class StepTrace(torch_private.Mode):
         self._path: list[tuple[str, bool]] = []
         """Of the modules whose forward pass runs: the module around each, and whether a backward pass computes it again."""
         self._nodes: list[int] = [0]
-        self._makers: list[str] = [""]
+        self._module_from_node: list[str] = [""]
         """The module that makes the nodes of the backward pass from each of these numbers on."""
-        self._forward = memory_trace.SET_UP
+        self._outside: Phase = "set-up"
+        """The phase of operations outside of backward passes."""
         self._recording = False
         self._propagating = False
 
-    def __enter__(self) -> StepTrace:
-        self._stack.enter_context(self.memory.following())
+    def __enter__(self) -> StepObserver:
+        self._stack.enter_context(self.memory.watching_resizes())
         self._stack.enter_context(torch_private.outside_of_propagation(self._watch))
         for handle in (
             register_optimizer_step_pre_hook(self._before_optimizer),
@@ -79,78 +82,74 @@ class StepTrace(torch_private.Mode):
             if self._recording:
                 self.operations.wrapped(operator, memory.phase)
             return NotImplemented
-        memory.settle()
+        memory.next_operation()
         result = operator(*args, **kwargs)
         namespace = operator.namespace
-        if namespace in collective_trace.NAMESPACES:
+        if namespace in counters.NAMESPACES:
             tensors = self.collectives.note(operator, args, kwargs, result, memory.phase)
             if namespace == "c10d":  # functional collectives exchange activations
                 memory.used_to_communicate(tensors)
         elif namespace == "fsdp":
             memory.used_to_communicate(_tensors((args, kwargs, result)))
-        if (
-            self._recording
-            and namespace not in collective_trace.NAMESPACES
-            and not (memory.making_on_host and self._accelerated)
-        ):
+        if self._recording and namespace not in counters.NAMESPACES and not (memory.made_on_host and self._accelerated):
             self.operations.note(operator, args, kwargs, result, memory.phase)
         if isinstance(result, Tensor):
             if operator is not torch.ops.aten.detach.default:  # of a generator's state, which no operation has made
-                memory.note(result)
+                memory.follow(result)
             if operator is torch.ops.aten.add.Tensor and memory.phase == "backward":
-                memory.added(args[0], result)
+                memory.summed_in_place(args[0], result)
         elif isinstance(result, (list, tuple)):
             for tensor in _tensors(result):
-                memory.note(tensor)
+                memory.follow(tensor)
         return result
 
     def _watch(self, watched: bool) -> None:
         self._propagating = not watched
 
-    def begin(self, model: nn.Module, optimizers: list[Optimizer], inputs: list[Tensor], kept: Kept = ()) -> None:
+    def begin_window(
+        self, model: nn.Module, optimizers: list[Optimizer], inputs: list[Tensor], kept: Iterable[Kept] = ()
+    ) -> None:
         """Record from here on; ``kept``: as of :meth:`mark_kept`."""
         memory = self.memory
         memory.phase, memory.module, self._running = "start", "", ""
-        self._nodes, self._makers = [torch_private.next_node()], [""]
+        self._nodes, self._module_from_node = [torch_private.next_node()], [""]
         self.mark_kept(kept)
         self._owners = {id(p): name.rpartition(".")[0] for name, p in model.named_parameters()}
         for parameter in model.parameters():
-            memory.mark([parameter], memory_trace.PARAMETERS, self._owners[id(parameter)])
-        memory.mark(model.buffers(), memory_trace.BUFFERS)
+            memory.set_kind([parameter], storages.PARAMETERS, self._owners[id(parameter)])
+        memory.set_kind(model.buffers(), storages.BUFFERS)
         for optimizer in optimizers:
-            memory.mark(_tensors(optimizer.state), memory_trace.OPTIMIZER)
-        memory.mark(inputs, memory_trace.INPUTS)
+            memory.set_kind(_tensors(optimizer.state), storages.OPTIMIZER)
+        memory.set_kind(inputs, storages.INPUTS)
         self.collectives.clear()
         self.operations.clear()
         memory.record()
         self._recording = True
 
-    def repeat(self, times: int) -> None:
-        """What comes from here on, comes so often in a step."""
-        self.collectives.times = self.operations.times = times
+    def next_micro_batch(self, inputs: list[Tensor], count_as: int = 1) -> None:
+        """A micro-batch begins; what comes from here on, comes ``count_as`` times in a step."""
+        self.collectives.weight = self.operations.weight = count_as
+        self.memory.set_kind(inputs, storages.INPUTS)
+        self.enter("forward")
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Operations inside the block, outside of backward passes, are of this phase."""
-        before, self._forward = self._forward, name
-        try:
-            yield
-        finally:
-            self._forward = before
+    def enter(self, phase: Phase) -> None:
+        """Operations from here on, outside of backward passes, are of this phase."""
+        self._outside = phase
 
-    def end(self) -> None:
+    def end_window(self) -> None:
         """The recorded step is over."""
         self._recording = False
+        self.enter("set-up")
 
     def _set_phase(self) -> None:
         memory = self.memory
-        now = "backward" if torch_private.in_backward() else self._forward
+        now = "backward" if torch_private.in_backward() else self._outside
         if now != memory.phase:
             if now == "backward" and memory.phase == "forward":
                 memory.kept_for_backward()
             memory.phase = now
         again = bool(self._path) and self._path[-1][1]
-        memory.module = self._of_node(memory.module) if now == "backward" and not again else self._running
+        memory.module = self._module_of_node(memory.module) if now == "backward" and not again else self._running
 
     # -- who runs -----------------------------------------------------------------------------------------------------------------
 
@@ -160,52 +159,52 @@ class StepTrace(torch_private.Mode):
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         self._path.append((self._running, torch_private.in_backward()))
-        self._run(self._modules.get(id(module), self._running))
+        self._enter(self._modules.get(id(module), self._running))
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._path:
-            self._run(self._path.pop()[0])
+            self._enter(self._path.pop()[0])
 
-    def _run(self, name: str) -> None:
+    def _enter(self, name: str) -> None:
         """This module runs from here on; autograd numbers the nodes that it makes in the order of the forward pass."""
         self._running = name
         number = torch_private.next_node()
         if self._nodes[-1] == number:
-            self._makers[-1] = name
-        elif self._makers[-1] != name:
+            self._module_from_node[-1] = name
+        elif self._module_from_node[-1] != name:
             self._nodes.append(number)
-            self._makers.append(name)
+            self._module_from_node.append(name)
 
-    def _of_node(self, before: str) -> str:
+    def _module_of_node(self, before: str) -> str:
         """The module to which the running node of the backward pass belongs."""
         number, parameter = torch_private.running_node()
         if parameter is not None:
             return self._owners.get(id(parameter), before)
-        return before if number < self._nodes[0] else self._makers[bisect_right(self._nodes, number) - 1]
+        return before if number < self._nodes[0] else self._module_from_node[bisect_right(self._nodes, number) - 1]
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.mark_gradients([optimizer])
-        self.memory.making_on_host = self.memory.offloaded(optimizer.param_groups[0]["params"])
+        self.memory.made_on_host = self.memory.offloaded(optimizer.param_groups[0]["params"])
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.memory.making_on_host = False
-        self.memory.mark(_tensors(optimizer.state), memory_trace.OPTIMIZER)
+        self.memory.made_on_host = False
+        self.memory.set_kind(_tensors(optimizer.state), storages.OPTIMIZER)
 
     def mark_gradients(self, optimizers: list[Optimizer]) -> None:
         """What the parameters of these optimizers have as gradients now."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    self.memory.mark([parameter.grad], memory_trace.GRADIENTS, self._owners.get(id(parameter)))
+                    self.memory.set_kind([parameter.grad], storages.GRADIENTS, self._owners.get(id(parameter)))
 
-    def mark_kept(self, kept: Kept) -> None:
-        """What a strategy keeps of its own (:meth:`engine.strategies.base.Strategy.kept`)."""
+    def mark_kept(self, kept: Iterable[Kept]) -> None:
+        """What a strategy keeps of its own (:attr:`engine.planning.strategy_facts.StrategyFacts.kept`)."""
         for kind, tensors, on_host in kept:
-            self.memory.mark(tensors, kind, on_host=on_host)
+            self.memory.set_kind(tensors, kind, on_host=on_host)
 
     def mark_kept_gradients(self, model: nn.Module) -> None:
         """What FSDP keeps whole until the last micro-batch of a window."""
-        self.memory.mark(whole_gradients([model]), memory_trace.GRADIENTS)
+        self.memory.set_kind(whole_gradients([model]), storages.GRADIENTS)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -216,6 +215,3 @@ def _tensors(tree: Any) -> list[Tensor]:
     if isinstance(tree, (list, tuple)):
         return [tensor for item in tree for tensor in _tensors(item)]
     return []
-
-
-__all__ = ["StepTrace"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.planning.caching_allocator import Allocations, CachingAllocator, OutOfMemory, replay
+from engine.planning.device_memory import CachingAllocator, OutOfMemory, replay
+from engine.planning.rank_trace import Allocations
 
 MIB = 2**20
 

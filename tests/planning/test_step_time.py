@@ -10,12 +10,19 @@ from hand_made import DEVICE, OPERATIONS, collective, rank_trace
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from engine.planning.bubble import SOURCES, bubble_fraction
 from engine.planning.device_table import Link
-from engine.planning.network import START_S, layout, seconds
 from engine.planning.rank_trace import WRAPPED, Operation
-from engine.planning.roofline import compute, model_flops
-from engine.planning.step_time import overlaps, step_time
+from engine.planning.step_time import (
+    BUBBLE_FORMULAS,
+    START_S,
+    bubble_fraction,
+    collective_seconds,
+    compute_time,
+    layout,
+    model_flops,
+    overlaps,
+    step_time,
+)
 from engine.strategies.pipeline import SCHEDULES
 
 
@@ -26,75 +33,77 @@ def ranks(*numbers: int) -> tuple[int, ...]:
 def test_rings_within_a_node() -> None:
     four = ranks(0, 1, 2, 3)
     # 1e9 bytes over links of 1e9 bytes a second, steps of 1 us.
-    gathered = seconds(collective("all_gather", ranks=four), DEVICE, 4)
+    gathered = collective_seconds(collective("all_gather", ranks=four), DEVICE, 4)
     assert gathered == pytest.approx(START_S + 3e-6 + 0.75)
-    assert seconds(collective("reduce_scatter", ranks=four), DEVICE, 4) == pytest.approx(gathered)
-    assert seconds(collective("all_to_all", ranks=four), DEVICE, 4) == pytest.approx(gathered)
-    assert seconds(collective("all_reduce", ranks=four), DEVICE, 4) == pytest.approx(START_S + 6e-6 + 1.5)
-    assert seconds(collective("broadcast", ranks=four), DEVICE, 4) == pytest.approx(START_S + 3e-6 + 1.0)
-    ten = seconds(collective("all_gather", ranks=four, count=10), DEVICE, 4)
+    assert collective_seconds(collective("reduce_scatter", ranks=four), DEVICE, 4) == pytest.approx(gathered)
+    assert collective_seconds(collective("all_to_all", ranks=four), DEVICE, 4) == pytest.approx(gathered)
+    assert collective_seconds(collective("all_reduce", ranks=four), DEVICE, 4) == pytest.approx(START_S + 6e-6 + 1.5)
+    assert collective_seconds(collective("broadcast", ranks=four), DEVICE, 4) == pytest.approx(START_S + 3e-6 + 1.0)
+    ten = collective_seconds(collective("all_gather", ranks=four, count=10), DEVICE, 4)
     assert ten == pytest.approx(10 * (START_S + 3e-6) + 0.75)
 
 
 def test_a_group_of_one_rank_sends_nothing() -> None:
-    assert seconds(collective(ranks=(3,)), DEVICE, 4) == 0.0
+    assert collective_seconds(collective(ranks=(3,)), DEVICE, 4) == 0.0
 
 
 def test_between_nodes_all_members_of_a_node_use_their_cards() -> None:
     # Two nodes of four: 4 cards of 1e8 bytes a second are slower than the links of 1e9.
     eight = tuple(range(8))
     assert layout(eight, 4).fewest == 4
-    found = seconds(collective("all_gather", ranks=eight), DEVICE, 4)
+    found = collective_seconds(collective("all_gather", ranks=eight), DEVICE, 4)
     assert found == pytest.approx(START_S + 6e-6 + 1e-5 + 7 / 8 * 1e9 / 4e8)
     # One rank of each node: a single card.
-    apart = seconds(collective("all_gather", ranks=ranks(0, 4)), DEVICE, 4)
+    apart = collective_seconds(collective("all_gather", ranks=ranks(0, 4)), DEVICE, 4)
     assert apart == pytest.approx(START_S + 1e-5 + 0.5 * 1e9 / 1e8)
     # With fast cards the links within the node set the pace.
     fast = replace(DEVICE, between=Link(1e9, 1e-5))
-    assert seconds(collective("all_gather", ranks=eight), fast, 4) == pytest.approx(START_S + 6e-6 + 1e-5 + 7 / 8)
+    assert collective_seconds(collective("all_gather", ranks=eight), fast, 4) == pytest.approx(
+        START_S + 6e-6 + 1e-5 + 7 / 8
+    )
 
 
 def test_a_small_all_reduce_over_many_nodes_takes_a_tree() -> None:
     many = tuple(range(4 * 64))
-    small = seconds(collective("all_reduce", size=4, ranks=many), DEVICE, 4)
+    small = collective_seconds(collective("all_reduce", size=4, ranks=many), DEVICE, 4)
     # 3 steps within a node and log2(64) = 6 between nodes, up and down.
     assert small == pytest.approx(START_S + 2 * (3e-6 + 6e-5) + 2 * 4 / 4e8)
 
 
 def test_neighbours_send_over_one_link() -> None:
-    assert seconds(collective("send", count=2), DEVICE, 4) == pytest.approx(2 * (START_S + 1e-6) + 1.0)
-    assert seconds(collective("recv", ranks=ranks(0, 4)), DEVICE, 4) == pytest.approx(START_S + 1e-5 + 10.0)
+    assert collective_seconds(collective("send", count=2), DEVICE, 4) == pytest.approx(2 * (START_S + 1e-6) + 1.0)
+    assert collective_seconds(collective("recv", ranks=ranks(0, 4)), DEVICE, 4) == pytest.approx(START_S + 1e-5 + 10.0)
 
 
 def test_roofs() -> None:
-    found = compute(OPERATIONS, DEVICE)
+    found = compute_time(OPERATIONS, DEVICE)
     assert (found.flops, found.bytes) == (3 * 10**12, 3 * 10**6 + 10**9)
     assert (found.arithmetic_s, found.memory_s, found.dispatch_s) == pytest.approx((3.0, 1.0, 0.0))
     assert found.seconds == pytest.approx(4.0)
     assert found.intensity == pytest.approx(3e12 / (1e9 + 3e6))
     tiny = Operation("aten.relu", "float32", flops=0, bytes=8, count=1000, phase="forward")
-    assert compute([tiny], DEVICE).dispatch_s == pytest.approx(1e-3)
-    assert compute([tiny], DEVICE, compiled=True).seconds == pytest.approx(1000 * 8e-9)
+    assert compute_time([tiny], DEVICE).dispatch_s == pytest.approx(1e-3)
+    assert compute_time([tiny], DEVICE, compiled=True).seconds == pytest.approx(1000 * 8e-9)
     half = replace(OPERATIONS[0], dtype="bfloat16")
-    assert compute([half], DEVICE).seconds == pytest.approx(0.25)
+    assert compute_time([half], DEVICE).seconds == pytest.approx(0.25)
 
 
 def test_a_device_waits_for_a_slower_host() -> None:
     # 100 operations on DTensors of 0.05 s each beside 4 s of work, and 100 starts of the local ones.
     device = replace(DEVICE, dtensor=0.05)
     wrapped = Operation(f"{WRAPPED}.aten.mm", "", flops=0, bytes=0, count=100, phase="forward")
-    found = compute([*OPERATIONS, wrapped], device)
+    found = compute_time([*OPERATIONS, wrapped], device)
     assert found.seconds == pytest.approx(5.0 + 4e-6)
     assert found.dispatch_s == pytest.approx(1.0 + 4e-6)
-    assert found.flops == compute(OPERATIONS, device).flops
-    assert compute([*OPERATIONS, replace(wrapped, count=10)], device).seconds == pytest.approx(4.0)  # hidden
-    assert compute([*OPERATIONS, wrapped], device, compiled=True).seconds == pytest.approx(4.0)
+    assert found.flops == compute_time(OPERATIONS, device).flops
+    assert compute_time([*OPERATIONS, replace(wrapped, count=10)], device).seconds == pytest.approx(4.0)  # hidden
+    assert compute_time([*OPERATIONS, wrapped], device, compiled=True).seconds == pytest.approx(4.0)
 
 
 def test_a_host_computes_and_starts_one_after_another() -> None:
     device = replace(DEVICE, dtensor=0.05, dispatch=0.01, is_host=True)
     wrapped = Operation(f"{WRAPPED}.aten.mm", "", flops=0, bytes=0, count=10, phase="forward")
-    assert compute([*OPERATIONS, wrapped], device).seconds == pytest.approx(4.0 + 4 * 0.01 + 10 * 0.05)
+    assert compute_time([*OPERATIONS, wrapped], device).seconds == pytest.approx(4.0 + 4 * 0.01 + 10 * 0.05)
 
 
 def test_nothing_runs_beside_a_host() -> None:
@@ -107,9 +116,9 @@ def test_nothing_runs_beside_a_host() -> None:
 def test_a_kind_that_was_measured_has_its_own_link() -> None:
     four = ranks(0, 1, 2, 3)
     device = replace(DEVICE, within=Link(1e9, 1e-6, {"reduce_scatter": (5e8, 1e-4)}))
-    found = seconds(collective("reduce_scatter", ranks=four), device, 4)
+    found = collective_seconds(collective("reduce_scatter", ranks=four), device, 4)
     assert found == pytest.approx(START_S + 3e-4 + 1.5)
-    assert seconds(collective("all_gather", ranks=four), device, 4) == pytest.approx(START_S + 3e-6 + 0.75)
+    assert collective_seconds(collective("all_gather", ranks=four), device, 4) == pytest.approx(START_S + 3e-6 + 0.75)
 
 
 def test_recomputation_is_not_useful_work() -> None:
@@ -284,6 +293,6 @@ def test_bubbles_by_hand() -> None:
     assert bubble_fraction("zbv", 4, 4) == pytest.approx(6 / 30)
     assert bubble_fraction("dualpipev", 4, 8) == pytest.approx(3 / 27)
     assert bubble_fraction("gpipe", 1, 8) == 0.0
-    assert set(SOURCES) == set(SCHEDULES)
+    assert set(BUBBLE_FORMULAS) == set(SCHEDULES)
     for name in SCHEDULES:
         assert bubble_fraction(name, 4, 100) < bubble_fraction(name, 4, 2)

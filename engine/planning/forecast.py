@@ -1,0 +1,224 @@
+"""What :meth:`engine.Fit.plan` and :meth:`engine.Fit.search_plans` do: a plan of a user's run, and a search over plans of it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+from engine.config.resolve import Resolved
+from engine.data.datamodule import DataModule
+from engine.distributed.group import DeviceKind
+from engine.fit import Fit
+from engine.module import TrainModule
+from engine.planning import candidates
+from engine.planning.candidates import (
+    RECOMPUTE,
+    Candidate,
+    Layout,
+    UsersStrategy,
+    has_blocks,
+    layouts,
+    layouts_with,
+    users_strategy,
+)
+from engine.planning.devices import Cluster, Hardware, cluster_of, rate
+from engine.planning.job import JobFacts
+from engine.planning.plan import Plan
+from engine.planning.search import Planner, PlanSearch, Space, Tried, resized, search
+from engine.planning.simulated_group import CPU
+from engine.planning.simulated_run import SimulatedJob, first_batch, simulated_run
+from engine.planning.tracing import trace
+from engine.utils.log import logger
+
+_ORIGIN = "the search"
+_FIXED = ("precision", "activation_checkpointing")
+"""Settings that a search varies only if nobody has given them."""
+_NOT_VARIED = "not varied: compilation, clipping, optimizers, sequence and loss parallel, a pipeline's schedule and number of parts"
+
+
+def plan(
+    fit: Fit,
+    module: TrainModule | Callable[[], TrainModule],
+    train_loader: Any,
+    datamodule: DataModule | None,
+    *,
+    world_size: int,
+    nodes: int | None,
+    device: str | Hardware,
+    network: str | None,
+    memory_limit: int | str | None,
+    price: float | None,
+    storage: float | str | None,
+) -> Plan:
+    """The plan of a run of ``fit``; arguments as of :meth:`engine.Fit.plan`."""
+    cluster = cluster_of(world_size, nodes, device, network, memory_limit)
+    price, bandwidth = checked_costs(price, storage)
+    facts = JobFacts()
+    kind = DeviceKind("cuda", "float8" in cluster.device.peaks) if cluster.device.caching else CPU
+    job = SimulatedJob(fit, module, train_loader, datamodule, cluster.world_size, cluster.nodes, kind)
+    traces = trace(job, facts)
+    return Plan(tuple(traces), facts.job(cluster.world_size, cluster.nodes), cluster.device, price, bandwidth)
+
+
+def checked_costs(price: float | None, storage: float | str | None) -> tuple[float | None, float | None]:
+    """A price of one device for one hour, and bytes a second of storage.
+
+    Raises:
+        ValueError: one of them is not a number above 0 (a price may be 0).
+    """
+    if price is not None and not (isfinite(price) and price >= 0):
+        raise ValueError(f"price={price}: give what one device costs for one hour, at least 0")
+    return price, None if storage is None else rate(storage, "storage")
+
+
+def search_plans(
+    fit: Fit,
+    module: TrainModule | Callable[[], TrainModule],
+    train_loader: Any,
+    datamodule: DataModule | None,
+    *,
+    world_size: int,
+    nodes: int | None,
+    device: str | Hardware,
+    network: str | None,
+    memory_limit: int | str | None,
+    precisions: Sequence[Any] = (),
+    largest: int | None = None,
+    seconds: float | None = None,
+    first: bool = False,
+    report: Callable[[Tried], None] = lambda tried: None,
+) -> PlanSearch:
+    """Plan the ways to train ``module`` on these ranks, as :func:`engine.planning.search.search` does.
+
+    Args:
+        fit: its settings hold but for those that the search changes.
+        module, train_loader, datamodule: of the run.
+        world_size, nodes, device, network, memory_limit: the ranks and their hardware, as of :meth:`engine.Fit.plan`.
+        precisions: to try; by default the given one; if nobody has given one, ``bf16-mixed`` (on GPUs without it ``16-mixed``) beside ``32-true``.
+        largest: no micro-batch is larger.
+        seconds: begin no further plan after so many.
+        first: end with the first that fits; the simplest strategies and the least recomputation come first.
+        report: called with each candidate once its verdict is known.
+
+    Raises:
+        RuntimeError, ValueError, TypeError: as :meth:`engine.Fit.plan`.
+    """
+    cluster = cluster_of(world_size, nodes, device, network, memory_limit)
+    job = SimulatedJob(fit, module, train_loader, datamodule, cluster.world_size, cluster.nodes)
+    users = users_strategy(fit.settings.strategy, fit.origins.get("strategy", "default"), cluster.world_size)
+    batch, samples, ways, blocks = _facts_of_one_rank(job, cluster, users is not None and users.plan)
+    data_ranks = cluster.world_size
+    with _quiet():
+        if users is not None:
+            layout = _users_layout(users, job)
+            ways, data_ranks = layouts_with(layout, users, ways), layout.data_ranks
+        space = _space(fit, users, ways, blocks, cluster, samples, data_ranks, precisions, largest, first)
+        return search(
+            space,
+            _planner(job, batch, samples, cluster),
+            world_size=cluster.world_size,
+            device=cluster.device.name,
+            memory_bytes=cluster.device.memory,
+            seconds=seconds,
+            report=report,
+        )
+
+
+def _space(
+    fit: Fit,
+    users: UsersStrategy | None,
+    ways: Sequence[Layout],
+    blocks: bool,
+    cluster: Cluster,
+    samples: int,
+    data_ranks: int,
+    precisions: Sequence[Any],
+    largest: int | None,
+    first: bool,
+) -> Space:
+    """What the search goes through: what somebody has given is not varied."""
+    settings = fit.settings
+    fixed = [name for name in _FIXED if fit.origins.get(name, "default") != "default"]
+    if "precision" in fixed and not precisions:
+        precisions = [settings.precision]
+    as_given = "activation_checkpointing" in fixed or not blocks
+    return Space(
+        layouts=ways,
+        precisions=candidates.precisions(settings.precision, cluster.device, precisions),
+        recompute=(settings.activation_checkpointing,) if as_given else RECOMPUTE,
+        global_batch=settings.global_batch_size or samples * settings.accumulate_at(0) * data_ranks,
+        micro_batch=samples,
+        largest=largest,
+        first=first,
+        derived=settings.global_batch_size is not None,
+        notes=[
+            *(users.notes() if users else []),
+            *(f"{name}={getattr(settings, name)} was given: no other is tried" for name in fixed),
+            _NOT_VARIED,
+        ],
+    )
+
+
+def _facts_of_one_rank(job: SimulatedJob, cluster: Cluster, planned: bool) -> tuple[Any, int, list[Layout], bool]:
+    """A micro-batch, its samples, the layouts on these ranks, and whether the model has blocks, as one rank alone shows them."""
+    changes = {"strategy": "single", "accumulate_grad_batches": 1}
+    alone = replace(job, fit=job.fit.from_resolved(_with_changes(job.fit, changes), ()), world_size=1, nodes=1)
+    with simulated_run(alone, 0, JobFacts()) as simulated:
+        run, device = simulated.run, cluster.device
+        assert run.train_loader is not None
+        ways = layouts(run.module, cluster.world_size, cluster.ranks_per_node, not device.is_host, planned)
+        return *first_batch(run.train_loader), ways, has_blocks(run.module)
+
+
+def _users_layout(users: UsersStrategy, job: SimulatedJob) -> Layout:
+    """The user's strategy with its degrees on these ranks."""
+    try:
+        with simulated_run(
+            replace(job, fit=job.fit.from_resolved(_with_changes(job.fit, {}), ())), 0, JobFacts()
+        ) as simulated:
+            return users.layout(simulated.run.engine, job.world_size)
+    except ValueError:  # it is refused, and its plan will say why
+        return users.layout(None, job.world_size)
+
+
+def _planner(job: SimulatedJob, batch: Any, samples: int, cluster: Cluster) -> Planner:
+    """Plans a candidate; its micro-batch is made of ``batch``."""
+    fit = job.fit
+
+    def plan_of(candidate: Candidate) -> Plan:
+        changed = fit.from_resolved(_with_changes(fit, candidate.settings), fit.settings.callbacks)
+        return changed.plan(
+            job.module,
+            [resized(batch, samples, candidate.micro_batch)],
+            datamodule=job.datamodule,
+            world_size=cluster.world_size,
+            nodes=cluster.nodes,
+            device=cluster.device,
+        )
+
+    return plan_of
+
+
+def _with_changes(fit: Fit, changes: Mapping[str, Any]) -> Resolved:
+    """The settings of ``fit`` with these in their place. The window keeps the global batch, so that does not derive one; the ranks are
+    those of the search."""
+    changed = {**changes, "global_batch_size": None, "devices": "auto", "num_nodes": 1}
+    return Resolved(replace(fit.settings, **changed), {**fit.origins, **dict.fromkeys(changed, _ORIGIN)}, fit.sections)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Candidates that nobody has chosen say nothing."""
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)

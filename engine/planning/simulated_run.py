@@ -1,0 +1,341 @@
+"""One rank of the user's run in a simulated job, set up to its first epoch: silent loggers, copied callbacks, a module and a batch without values."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import io
+import itertools
+import os
+import shutil
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from engine.callback import Callback, of_the_step, own_kind, with_own
+from engine.checkpoint.run_folder import RunFolder
+from engine.config.settings import Settings
+from engine.data.datamodule import DataModule
+from engine.data.prepared_loader import PreparedLoader
+from engine.distributed.agreement import HURRY, Agreement
+from engine.distributed.group import DeviceKind
+from engine.fit import Fit
+from engine.loop import setup
+from engine.loop.lifecycle import session
+from engine.loop.run import Run
+from engine.module import TrainModule
+from engine.planning import torch_private, zero
+from engine.planning.fake_tensors import Simulation, fake_module
+from engine.planning.job import JobFacts
+from engine.planning.missing_values import MissingValues
+from engine.planning.simulated_group import CPU, simulated
+from engine.utils.seed import isolated
+from engine.utils.tree import batch_size, move
+
+
+@dataclass(frozen=True)
+class SimulatedJob:
+    """What is planned: a user's run, and the ranks that it is planned for."""
+
+    fit: Fit
+    module: TrainModule | Callable[[], TrainModule]
+    """The user's module, or a function that makes it where tensors have no values."""
+    train_loader: Any
+    datamodule: DataModule | None
+    world_size: int
+    nodes: int = 1
+    kind: DeviceKind = CPU
+    """The device of each rank."""
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """One rank of a simulated job. Created by :func:`simulated_run`."""
+
+    run: Run
+    simulation: Simulation
+    missing_values: MissingValues
+
+
+@contextmanager
+def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[SimulatedRun]:
+    """The run of one rank of the job, with its training loader; nothing in it has values. ``facts`` get those of the module.
+
+    Raises:
+        RuntimeError: this process is in a job already.
+        ValueError: settings that do not fit together, as in a run.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(isolated())
+        stack.enter_context(zero.without_earlier_groups())
+        stack.enter_context(sparing_files())
+        group = stack.enter_context(simulated(rank, job.world_size, job.nodes, job.kind))
+        missing_values = MissingValues()
+        simulation = Simulation(missing_values)
+        stack.enter_context(torch_private.allowed_on_fake_tensors(simulation.fake, missing_values))
+        stack.enter_context(torch_private.agreeing_stages())
+        stack.enter_context(torch_private.plain_outputs())
+        with simulation:
+            module = (
+                fake_module(job.module)
+                if isinstance(job.module, TrainModule)
+                else _made_without_values(job.module, missing_values)
+            )
+        facts.from_module(module)
+        folder = stack.enter_context(_temporary_folder())
+        settings = planned_settings(job.fit.settings, folder)
+        callbacks = without_effects(with_own(module, settings.callbacks), folder)
+        run = job.fit.new_run(module, "fit", group, settings, callbacks)
+        zero.refuse_disk(run.engine.strategy)
+        run.home, run.agreement = folder, NoStops(group)
+        stack.enter_context(zero.accepted_by_deepspeed(group))
+        run.find_train_loader = partial(setup.training_loader, run, job.train_loader, job.datamodule)
+        stack.enter_context(session(run, job.datamodule, lambda: simulation))
+        setup.training_loader(run, job.train_loader, job.datamodule)
+        yield SimulatedRun(run, simulation, missing_values)
+
+
+def planned_settings(settings: Settings, folder: PlannedFolder) -> Settings:
+    """The settings of a planned run: copies of the strategy and the callbacks, which stay as they are, the plan's folder, an eager step, and
+    nothing that reads values."""
+    return replace(
+        settings,
+        strategy=copy.deepcopy(settings.strategy),
+        callbacks=without_effects(own_kind("callbacks", settings.callbacks), folder),
+        root_dir=folder.path,
+        num_nodes=1,
+        devices="auto",
+        accelerator="cpu",
+        compile=False,
+        detect_anomaly=False,
+        check=False,
+    )
+
+
+class NoStops(Agreement):
+    """Stands for the ranks' agreement to stop: requests end no plan, but Ctrl-C does, at the end of the step."""
+
+    __slots__ = ()
+
+    def poll(self, level: int, seconds: float) -> bool:
+        """Whether the ranks have agreed to stop: they never do."""
+        if level == HURRY:
+            raise KeyboardInterrupt
+        return False
+
+    def now(self, level: int) -> bool:
+        """As :meth:`poll`; a run ends with it, too."""
+        return False
+
+
+# -- the module -------------------------------------------------------------------------------------------------------------------
+
+
+class NeedsValues(ValueError):
+    """A module reads values of its tensors while it is made, so it cannot be made of tensors without them. The message names the line."""
+
+
+def _made_without_values(function: Callable[[], TrainModule], missing_values: MissingValues) -> TrainModule:
+    """The module that the function makes; an assumed value could make another module."""
+    try:
+        module = function()
+    except Exception as error:
+        if not missing_values.comes_from_missing_values(error):
+            raise
+        line = missing_values.users_line(error)
+        raise NeedsValues(f"{line}: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+    if sentences := missing_values.sentences():
+        raise NeedsValues(f"{sentences[0].partition(': the plan')[0]} while the module is made")
+    return module
+
+
+# -- the first batch --------------------------------------------------------------------------------------------------------------
+
+
+def first_batch(loader: PreparedLoader) -> tuple[Any, int]:
+    """A full micro-batch and the number of its samples. No generator, sampler or worker of the loader is used.
+
+    Raises:
+        ValueError: the loader gives no batch, or can be read only once.
+    """
+    given = loader.loader
+    with isolated():
+        batch = _read(given, loader)
+        transfer = loader.transfer or move
+        batch = transfer(batch, loader._group.device, loader._dtype)
+    return batch, batch_size(batch) or 1
+
+
+def _read(given: Any, loader: PreparedLoader) -> Any:
+    if isinstance(given, Iterator):
+        raise ValueError(
+            f"the training data is a {type(given).__name__}, which can be read only once, and a plan would take its first batch: give a list of "
+            "batches, a DataLoader or an object whose __iter__ starts again"
+        )
+    if isinstance(given, DataLoader) and not isinstance(given.dataset, IterableDataset):
+        return _of_dataset(given)
+    source = given if hasattr(given, "__iter__") else loader
+    batch = next(iter(source), None)
+    if batch is None:
+        raise ValueError(f"the training data ({type(given).__name__}) has no batch")
+    return batch
+
+
+def _of_dataset(loader: DataLoader[Any]) -> Any:
+    """The dataset's first samples in a batch: their number is what the plan needs, not their order."""
+    dataset: Any = loader.dataset
+    size = loader.batch_size
+    if size is None and loader.batch_sampler is not None:
+        with isolated():
+            size = len(next(iter(loader.batch_sampler)))
+    if size is None:
+        return loader.collate_fn(dataset[0])
+    try:
+        indices = [index % len(dataset) for index in range(size)]
+    except TypeError:
+        return next(iter(loader))
+    if hasattr(dataset, "__getitems__"):
+        return loader.collate_fn(dataset.__getitems__(indices))
+    return loader.collate_fn([dataset[index] for index in itertools.islice(indices, size)])
+
+
+# -- no effects --------------------------------------------------------------------------------------------------------------------
+
+
+class PlannedFolder(RunFolder):
+    """Stands for the run's folder: a temporary one, made when somebody asks for it."""
+
+    def __init__(self, path: Path) -> None:
+        self.id, self.path = path.name, path
+        self.checkpoints = self.named = str(path / "checkpoints")
+
+    @property
+    def is_announced(self) -> bool:
+        """Nothing is logged about it."""
+        return True
+
+    def announce(self) -> None:
+        """Make the folder: something is written there."""
+        self.path.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[PlannedFolder]:
+    """A folder that does not outlive the block."""
+    folder = PlannedFolder(Path(tempfile.gettempdir(), f"plan-{uuid.uuid4().hex}"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder.path, ignore_errors=True)
+
+
+class AcceptsAnything:
+    """Has every attribute and takes every call, without effect: what a logger's library gives. As a path it is the plan's folder."""
+
+    def __init__(self, folder: PlannedFolder) -> None:
+        self.__folder = folder
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # ``copy.deepcopy`` asks for some of them
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    def __getitem__(self, _: Any) -> Any:
+        return self
+
+    def __setitem__(self, _: Any, __: Any) -> None: ...
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def __fspath__(self) -> str:
+        self.__folder.announce()
+        return str(self.__folder.path)
+
+    def __str__(self) -> str:
+        return ""
+
+
+class SilentLogger(Callback):
+    """Stands for a logger: ``self.logger.experiment.add_scalar(...)`` of a module works and logs nothing."""
+
+    is_logger = True
+
+    def __init__(self, folder: PlannedFolder) -> None:
+        self._folder = folder
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_folder":  # a copy has no attributes yet
+            raise AttributeError(name)
+        return getattr(AcceptsAnything(self._folder), name)
+
+
+def without_effects(callbacks: Sequence[Callback], folder: PlannedFolder) -> tuple[Callback, ...]:
+    """Copies of callbacks that may change a step, and a silent logger for each logger."""
+    step = {id(callback) for callback in of_the_step(callbacks)}
+    return tuple(
+        SilentLogger(folder) if callback.is_logger else copy_or_share(callback)
+        for callback in callbacks
+        if callback.is_logger or id(callback) in step
+    )
+
+
+def copy_or_share(value: Any) -> Any:
+    """A deep copy, but for attributes that cannot be copied (locks, connections), which it shares."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        shallow = copy.copy(value)
+        for name, attribute in vars(value).items():
+            try:
+                shallow.__dict__[name] = copy.deepcopy(attribute)
+            except Exception:
+                continue
+        return shallow
+
+
+@contextmanager
+def sparing_files() -> Iterator[None]:
+    """Inside the block no file that was there before is truncated or appended to by Python's ``open`` in this thread: the code writes to nowhere
+    instead. New files are written, as in a run; so is all below the folder for temporary files."""
+    thread, temporary = threading.get_ident(), os.path.realpath(tempfile.gettempdir())
+    written: set[str] = set()
+
+    def spared(file: Any, mode: str) -> bool:
+        if not set("wa+") & set(mode) or isinstance(file, int) or threading.get_ident() != thread:
+            return False
+        path = os.path.realpath(file)
+        if path in written or Path(path).is_relative_to(temporary):
+            return False
+        if os.path.isfile(path):
+            return True
+        written.add(path)
+        return False
+
+    def opening(real: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            return real(os.devnull if spared(file, mode) else file, mode, *args, **kwargs)
+
+        return opened
+
+    with ExitStack() as stack:
+        for module in (builtins, io):
+            stack.enter_context(patch.object(module, "open", opening(module.open)))
+        yield

@@ -1,0 +1,56 @@
+"""What a plan asks of a strategy besides the trace of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import singledispatch
+
+from torch import Tensor
+
+from engine.strategies.base import Strategy
+from engine.strategies.fsdp import FSDP
+from engine.strategies.mesh_parallel import MeshParallel
+from engine.strategies.pipeline import SCHEDULES
+
+Kept = tuple[str, list[Tensor], bool]
+"""A field of :class:`engine.planning.rank_trace.Memory`, tensors, and whether they are in the host's memory."""
+
+
+@dataclass(frozen=True)
+class StrategyFacts:
+    """Facts about one strategy, after ``connect``."""
+
+    on_host: tuple[str, ...] = ()
+    """Fields of :class:`engine.planning.rank_trace.Memory` that are in the host's memory between steps."""
+    overlaps: bool = True
+    """Whether collectives run beside the passes."""
+    kept: Callable[[], Iterable[Kept]] = tuple
+    """The strategy's own tensors. Asked between operations: it must not compute."""
+    alike: Callable[[], Sequence[int]] = lambda: (0,)
+    """For each place in a pipeline, once the model is divided, the first place whose stages compute alike and hold at least as many parts of a
+    micro-batch at once."""
+
+
+@singledispatch
+def strategy_facts(strategy: Strategy) -> StrategyFacts:
+    """The facts about ``strategy``. A package's own strategy adds its case by ``@strategy_facts.register``."""
+    return StrategyFacts()
+
+
+@strategy_facts.register
+def _fsdp(strategy: FSDP) -> StrategyFacts:
+    return StrategyFacts(on_host=("parameters", "gradients", "optimizer_state") if strategy.cpu_offload else ())
+
+
+@strategy_facts.register
+def _mesh(strategy: MeshParallel) -> StrategyFacts:
+    def alike() -> list[int]:
+        assert strategy.pipeline is not None, "alike before setup"
+        kinds, places = strategy.pipeline.kinds(), [0]
+        for place in range(1, len(kinds)):
+            middle = places[-1] > 0 and place != strategy.loss_stage and not SCHEDULES[strategy.schedule][2]
+            places.append(places[-1] if middle and kinds[place] == kinds[places[-1]] else place)
+        return places
+
+    return replace(_fsdp(strategy), alike=alike)

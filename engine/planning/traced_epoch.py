@@ -1,0 +1,203 @@
+"""The run's own epoch, watched: its loader gives the micro-batches of one window again and again, until the windows repeat what they send."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from engine.config.duration import NEVER
+from engine.loop.automatic_step import Automatic
+from engine.loop.run import Run
+from engine.loop.train import of_the_epoch, train_epoch
+from engine.module import TrainModule
+from engine.planning.fake_tensors import fake_batch
+from engine.planning.missing_values import MissingValues
+from engine.planning.rank_trace import Collective
+from engine.planning.simulated_run import SimulatedRun
+from engine.planning.step_observer import StepObserver
+from engine.planning.strategy_facts import strategy_facts
+from engine.step.share import Share
+from engine.utils.tree import leaves
+
+MOST_MICRO_BATCHES = 64
+"""Micro-batches of a module that steps by itself, until it does."""
+MOST_WINDOWS = 4
+"""The first window makes the optimizer's state. DDP rebuilds its buckets in the second: a window counts once it communicates as the last."""
+_BEFORE_THE_STEP = ("on_fit_start", "on_train_start", "on_train_epoch_start")
+"""Events whose hooks are left out of the plan if they fail for want of values."""
+
+
+class WindowTraced(Exception):
+    """The last window is recorded: leaves the epoch."""
+
+
+class EndOfTrace(NamedTuple):
+    """How a trace has ended."""
+
+    micro_batches: int
+    """Of the recorded window."""
+    missing: str | None = None
+    """What ended it early, in a sentence."""
+
+
+class TracedWindows:
+    """Stands for the run's training loader: the micro-batches of one window, again and again.
+
+    Those between the first and the last of a window are alike: one of them is traced, and counts for all.
+    """
+
+    def __init__(self, run: Run, first_batch: Any, shares: Sequence[Share], observer: StepObserver) -> None:
+        assert run.train_loader is not None
+        self._run, self._first_batch, self._shares, self._observer = run, first_batch, shares, observer
+        self._loader = run.train_loader
+        self.micro_batches = 0
+        """Micro-batches of the window under way so far."""
+        self._windows_done, self._step_before, self._is_last = 0, 0, False
+        self._sent: tuple[Collective, ...] | None = None
+
+    def resume(self, epoch: int, position: int, stream: Any = None) -> None:
+        """A trace starts at the beginning."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)  # what callbacks read of the user's loader: its length, its first batch
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:  # :meth:`window_done` ends it
+            yield from self._window()
+
+    def _window(self) -> Iterator[Any]:
+        run, observer = self._run, self._observer
+        gc.collect()  # what an earlier window left must not be freed in this one
+        batch = fake_batch(self._first_batch)
+        observer.begin_window(
+            run.module, run.optimization.optimizers, leaves(batch), strategy_facts(run.engine.strategy).kept()
+        )
+        self.micro_batches, self._step_before = 0, run.state.step
+        to_trace = _to_trace(self._shares, run.optimization)
+        for number, (share, times) in enumerate(to_trace, 1):
+            batch = fake_batch(self._first_batch) if batch is None else batch
+            observer.next_micro_batch(leaves(batch), count_as=times)
+            run.engine.window.share = share
+            self.micro_batches += times
+            self._is_last = number == len(to_trace)
+            handed, batch = batch, None
+            yield handed
+            del handed  # only the loop holds a micro-batch, as in a run
+            run.state.batch_idx += times - 1
+            if self._stepped_by_itself():
+                return
+
+    def _stepped_by_itself(self) -> bool:
+        """Whether a module with manual optimization has ended the window."""
+        return not self._run.optimization.accumulates and self._run.state.step > self._step_before
+
+    def window_done(self, run: Run, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """The last hook of ``on_train_batch_end``. What the loop does after it (agree to stop, log, validate) is no part of the step.
+
+        Raises:
+            WindowTraced: the window was the last.
+        """
+        if not (self._is_last or self._stepped_by_itself()):
+            return
+        self._observer.end_window()
+        self._windows_done += 1
+        sent = self._observer.collectives.collectives()
+        if sent == self._sent or self._windows_done == MOST_WINDOWS:
+            raise WindowTraced
+        self._sent = sent
+        run.due_step = NEVER  # a limit ends no plan, and nothing is logged between two windows
+
+
+class TracedOptimization:
+    """Stands for the run's optimization: the same, and the observer hears where in the step the training is."""
+
+    def __init__(self, optimization: Automatic, run: Run, observer: StepObserver) -> None:
+        self._optimization, self._run, self._observer = optimization, run, observer
+        self._kept = strategy_facts(run.engine.strategy).kept
+        self.accumulates = optimization.accumulates
+        self.evaluates_again: bool = getattr(optimization, "keeps", False)
+        """Whether a window's micro-batches are computed again, as LBFGS does."""
+        self.begin, self.cut = optimization.begin, optimization.cut
+        self.before_validation = optimization.before_validation
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers as torch knows them."""
+        return [getattr(optimizer, "optimizer", optimizer) for optimizer in self._optimization.optimizers]
+
+    def micro(self, batch: Any, index: int, share: Share) -> Any:
+        """One micro-batch; what ``training_step`` returned."""
+        outputs = self._optimization.micro(batch, index, share)
+        observer = self._observer
+        observer.mark_gradients(self.optimizers)
+        observer.mark_kept(self._kept())
+        if not share.last:
+            observer.mark_kept_gradients(self._run.module)
+        observer.enter("optimizer step" if share.last else "end")
+        return outputs
+
+    def step(self) -> None:
+        """The window is over."""
+        self._optimization.step()
+        self._observer.mark_kept(self._kept())
+        self._observer.enter("end")
+
+
+def trace_epoch(
+    simulated: SimulatedRun, first_batch: Any, shares: Sequence[Share], observer: StepObserver
+) -> EndOfTrace:
+    """Run the epoch until a window communicates as the one before; the last is recorded."""
+    run, missing_values = simulated.run, simulated.missing_values
+    run.optimization = TracedOptimization(run.optimization, run, observer)
+    windows = TracedWindows(run, first_batch, shares, observer)
+    run.train_loader = windows  # type: ignore[assignment]
+    run.hooks.wrap(_left_out_where_they_fail(missing_values))
+    run.hooks.add("on_train_batch_end", "the plan", windows.window_done)
+    run.optimization.begin()
+    of_the_epoch(run, (*run.hooks.on_fit_start, *run.hooks.on_train_start))
+    try:
+        train_epoch(run)
+    except WindowTraced:
+        run.recorder.batch = None  # as the loop does after each step: the inputs are freed
+    except Exception as error:
+        if not missing_values.comes_from_missing_values(error):
+            raise
+        observer.end_window()
+        line = missing_values.users_line(error)
+        return EndOfTrace(len(shares), f"the plan ends at {line}: {type(error).__name__}: {error}")
+    else:  # on_train_batch_start has returned -1
+        observer.end_window()
+        return EndOfTrace(max(1, windows.micro_batches), "the plan ends where on_train_batch_start ends the epoch")
+    count = windows.micro_batches
+    if not run.optimization.accumulates and run.state.step == 0:
+        step = f"{type(run.module).__name__}.training_step"
+        return EndOfTrace(count, f"no optimizer has stepped in {count} micro-batches of {step}")
+    return EndOfTrace(count)
+
+
+def _left_out_where_they_fail(missing_values: MissingValues) -> Callable[[str, Callable[..., Any]], Callable[..., Any]]:
+    """For :meth:`engine.loop.hook_calls.Hooks.wrap`: hooks before the first step, whose errors leave them out of the plan."""
+
+    def wrapper(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        if name.rpartition(".")[2] not in _BEFORE_THE_STEP:
+            return hook
+
+        def guarded(*args: Any) -> Any:
+            try:
+                return hook(*args)
+            except Exception as error:
+                missing_values.leave_out(hook, error)
+
+        return guarded
+
+    return wrapper
+
+
+def _to_trace(shares: Sequence[Share], optimization: TracedOptimization) -> list[tuple[Share, int]]:
+    """The micro-batches of a window that differ, and how often each comes: those between the first, which makes gradients, and the last are alike."""
+    if not optimization.accumulates:
+        return [(share, 1) for share in shares] * MOST_MICRO_BATCHES
+    if optimization.evaluates_again or len(shares) < 4:
+        return [(share, 1) for share in shares]
+    return [(shares[0], 1), (shares[1], len(shares) - 2), (shares[-1], 1)]
