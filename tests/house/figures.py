@@ -47,6 +47,16 @@ SCATTERED = (
 )
 """Modules for other trainers that stand among the core's, as long as there is no ``engine/compat``."""
 
+DOORS_TO_ANNEXES = {
+    ("engine", "engine.planning.plan"),
+    ("engine", "engine.strategies.deepspeed"),
+    *(("engine.fit", f"engine.planning.{module}") for module in ("device_table", "forecast", "plan", "search")),
+}
+"""The imports by which users reach an annex: lazy public names, and ``Fit``'s two methods that plan, when they are called."""
+
+ROWS_OF_ANNEXES = ("__init__.py", "config/strategy_names.py")
+"""The tables of public names and of strategies, which have rows of DeepSpeed's."""
+
 TORCH_FILES = ("utils/torch_private.py", "planning/torch_private.py")
 """The modules that resolve private names of torch, for every release that is supported."""
 
@@ -246,7 +256,7 @@ def layers(tree: Tree) -> Figure:
         layer = tree.layers.get(place(name), top + 1)
         for target, line in tree.imports[name].items():
             above = layer < top if target == "engine" else tree.layers.get(place(target), 0) >= layer
-            if place(name) and above and place(name) != place(target):
+            if place(name) and above and place(name) != place(target) and (name, target) not in DOORS_TO_ANNEXES:
                 places.append(f"{tree.path(name)}:{line} imports {target}")
     return Figure("layers", len(places), "imports up or sideways", tuple(places))
 
@@ -275,6 +285,8 @@ def cycles(tree: Tree) -> Figure:
         index[node] = low[node] = len(index)
         stack.append(node)
         for target in tree.imports[node]:
+            if (node, target) in DOORS_TO_ANNEXES:
+                continue
             if target not in PACKAGES and target not in index:
                 visit(target)
                 low[node] = min(low[node], low[target])
@@ -301,6 +313,8 @@ def inner_imports(tree: Tree) -> Figure:
         bodies = [range(function.lineno, (function.end_lineno or 0) + 1) for function in tree.functions(name)]
         for node in tree.nodes[name]:
             for target in tree.imported(node, name):
+                if (name, target) in DOORS_TO_ANNEXES:
+                    continue
                 line = node.lineno  # type: ignore[attr-defined]
                 places += [f"{tree.path(name)}:{line} imports {target}"] if any(line in body for body in bodies) else []
     return Figure("inner_imports", len(places), "imports of the library inside functions", tuple(places))
@@ -312,7 +326,7 @@ def core_imports(tree: Tree) -> Figure:
         f"{tree.path(name)}:{line} imports {target}"
         for name in tree.core
         for target, line in tree.imports[name].items()
-        if target not in PACKAGES and not tree.is_core(target)
+        if target not in PACKAGES and not tree.is_core(target) and (name, target) not in DOORS_TO_ANNEXES
     ]
     return Figure("core_imports", len(places), "imports of an annex from the core", tuple(places))
 
@@ -321,6 +335,8 @@ def core_names(tree: Tree) -> Figure:
     """The core does not name other trainers or DeepSpeed in identifiers, attributes and strings. Comments and docstrings may."""
     places = []
     for name in tree.core:
+        if tree.path(name) in ROWS_OF_ANNEXES:
+            continue
         documentation = {id(node.value) for node in tree.nodes[name] if _is_text(node)}  # type: ignore[attr-defined]
         for node in tree.nodes[name]:
             text = ""
