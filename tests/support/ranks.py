@@ -127,7 +127,8 @@ def ranks_of_file(
     lines = (
         f"import sys; sys.path[0] = {str(TESTS)!r}",
         "from support import ranks",
-        "ranks.run_functions(*sys.argv[1:])",
+        "if __name__ == '__main__':  # a spawned worker of the rank imports this, too",
+        "    ranks.run_functions(*sys.argv[1:])",
     )
     ran = run_ranks("\n".join(lines), world_size, file, prefix, timeout=timeout, env=env)
     return {name: [rank.value[name] for rank in ran] for name in ran[0].value}

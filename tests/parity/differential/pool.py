@@ -19,7 +19,7 @@ from support.forkserver import Forked, ForkServer
 from support.ranks import clean_environment, forkserver, rank_variables
 
 ROOT = Path(__file__).resolve().parents[3]
-RANK = "import sys\nfrom tests.parity.differential.worker import rank\nrank(*sys.argv[1:])\n"
+RANK = "import sys\nfrom tests.parity.differential.worker import rank\nif __name__ == '__main__':\n    rank(*sys.argv[1:])\n"
 START = 900.0
 """Seconds for a process to import torch and the library, on a machine that does much else."""
 LIFE = 100
