@@ -60,6 +60,8 @@ def test_torchs_tracker_of_fsdp_agrees_to_the_byte(rows: int, monkeypatch: pytes
                 module.training_step(batch, step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                if not step:
+                    tracker.reset_mod_stats()
         tracked = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     finally:
         torch.distributed.destroy_process_group()

@@ -225,9 +225,9 @@ class Writes(Callback):
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "losses.txt").open("a").close()
             with open(self.folder / "last.txt", "w") as file:
-                file.write(f"{float(outputs):.3f}")
+                file.write(f"{float(outputs.detach()):.3f}")
             torch.save(module.state_dict(), self.folder / "weights.pt")
-            self.losses.append(float(outputs))
+            self.losses.append(float(outputs.detach()))
 
 
 class Logs(Net):
