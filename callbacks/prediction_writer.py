@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -315,9 +316,17 @@ def read_predictions(folder: str | Path, *, partial: bool = False) -> list[Any]:
 
 
 def _parts(folder: Path) -> list[Path]:
-    """The files of predictions that are there."""
+    """The files of predictions that are there.
+
+    Raises:
+        PermissionError: the folder may not be read.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
     patterns = "*-rank*.safetensors", "rank*.jsonl", f"{_WAITING}*", _COMPLETE
-    return [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    return [folder / name for pattern in patterns for name in names if fnmatchcase(name, pattern)]
 
 
 def _counts(path: Path) -> list[int]:

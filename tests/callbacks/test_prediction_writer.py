@@ -234,6 +234,12 @@ def test_a_file_that_is_not_what_was_written(tmp_path, name):
         assert answer == "[]" or str(folder / name) in answer
 
 
+def test_a_folder_that_cannot_be_read(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file"):
+        read_predictions(tmp_path / "file")
+
+
 def test_nothing_is_written_through_a_link(tmp_path):
     other = tmp_path / "other"
     other.write_text("kept")
