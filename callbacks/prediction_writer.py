@@ -440,7 +440,10 @@ def _checked(value: Any, who: str) -> Any:
 def _taken(value: Any, path: str, tensors: dict[str, Tensor]) -> str:
     """``value`` as JSON, with copies of its tensors in ``tensors``: each container is a list of its kind and its items."""
     if isinstance(value, Tensor):
-        while path in tensors:  # {"a.b": ..., "a": {"b": ...}}
+        path = path.encode("utf-8", "backslashreplace").decode()  # a lone surrogate cannot be in a file
+        while path in tensors or path.endswith(
+            "@complex128"
+        ):  # {"a.b": ..., "a": {"b": ...}}; a name for pairs of numbers
             path += "'"
         tensors[path] = value.clone() if value.is_cpu else value.cpu()
         return f'["tensor", {json.dumps(path)}]'

@@ -203,6 +203,13 @@ def headed(header):
     return len(text).to_bytes(8, "little") + text
 
 
+def test_any_text_is_a_key(tmp_path):
+    keys = ["/etc/x", "../x", "\0", "a" * 5000, "\ud800", "\x1b[31m", "", "x@complex128", "__metadata__", "tensor"]
+    writer = PredictionWriter(tmp_path / "out")
+    fit_with(writer, tmp_path).predict(Doubling(lambda rows: dict.fromkeys(keys, rows)), loader())
+    assert [list(each) for each in read_predictions(tmp_path / "out")] == [keys] * 6
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_is_not_what_was_written(tmp_path, name):
     def content(content):
