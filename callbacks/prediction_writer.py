@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -245,8 +247,9 @@ class PredictionWriter(Callback):
         parts = [*serialize_tensors(tensors, self._about(self._waiting[-1:]))]
         size = sum(map(len, parts))
         content = b"".join([size.to_bytes(8, "little"), *parts])
-        while content:  # of 2 GiB and more, or on a disk that is nearly full, only a part is written
-            content = content[self._waiting_file.write(content) :]
+        with _named(self._waiting_file.name):
+            while content:  # of 2 GiB and more, or on a disk that is nearly full, only a part is written
+                content = content[self._waiting_file.write(content) :]
         self._bytes += size
         if self._bytes >= _BYTES:
             self._write(run)
@@ -258,12 +261,13 @@ class PredictionWriter(Callback):
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.format == "jsonl":
             self._lines = self._lines or (self.folder / f"rank{run.rank}.jsonl").open("a", encoding="utf-8")
-            self._lines.writelines(self._waiting)
-            self._lines.flush()
+            with _named(self._lines.name):
+                self._lines.writelines(self._waiting)
+                self._lines.flush()
         else:
             path = self.folder / f"{self._loader}-{self._first:08d}-rank{run.rank}.safetensors"
             hidden = path.with_name(f".{path.name}")
-            with hidden.open("wb") as file:
+            with _named(path), hidden.open("wb") as file:
                 file.writelines(serialize_tensors(self._tensors, self._about(self._waiting)))
             hidden.replace(path)
             if self._waiting_file is not None:
@@ -332,9 +336,17 @@ def read_predictions(folder: str | Path, *, partial: bool = False) -> list[Any]:
 
 
 def _parts(folder: Path) -> list[Path]:
-    """The files of predictions that are there."""
+    """The files of predictions that are there.
+
+    Raises:
+        PermissionError: the folder may not be read.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
     patterns = "*-rank*.safetensors", "rank*.jsonl", f"{_WAITING}*", _COMPLETE
-    return [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    return [folder / name for pattern in patterns for name in names if fnmatchcase(name, pattern)]
 
 
 def _counts(path: Path) -> list[int]:
@@ -393,11 +405,21 @@ def _add(found: dict[int, dict[int, Any]], about: Mapping[str, str], tensor: Cal
     batches.update({int(index): _put_back(tree, tensor) for index, tree in json.loads(about["trees"]).items()})
 
 
+@contextmanager
+def _named(path: Any) -> Iterator[None]:
+    """Errors of a full disk name the file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def _replace(path: Path, content: bytes) -> None:
     """Write a file as a whole or not at all."""
     hidden = path.with_name(f".{path.name}")
     hidden.unlink(missing_ok=True)  # what lies there may be a pipe, or a link to somewhere else
-    with hidden.open("xb") as file:
+    with _named(path), hidden.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -435,7 +457,10 @@ def _checked(value: Any, who: str) -> Any:
 def _taken(value: Any, path: str, tensors: dict[str, Tensor]) -> str:
     """``value`` as JSON, with copies of its tensors in ``tensors``: each container is a list of its kind and its items."""
     if isinstance(value, Tensor):
-        while path in tensors:  # {"a.b": ..., "a": {"b": ...}}
+        path = path.encode("utf-8", "backslashreplace").decode()  # a lone surrogate cannot be in a file
+        while path in tensors or path.endswith(
+            "@complex128"
+        ):  # {"a.b": ..., "a": {"b": ...}}; a name for pairs of numbers
             path += "'"
         tensors[path] = value.clone() if value.is_cpu else value.cpu()
         return f'["tensor", {json.dumps(path)}]'

@@ -128,7 +128,12 @@ def serialize_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 
     Raises:
         TypeError: safetensors has no name for a tensor's dtype.
+        ValueError: a tensor has a name that a file cannot have.
     """
+    if "__metadata__" in tensors:
+        raise ValueError(
+            "a tensor has the name '__metadata__', which safetensors needs for itself: choose another name"
+        )
     # Large elements first: every tensor then starts at a multiple of its element size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     # Pieces of text, not one nested dict: 100,000 small objects would start the garbage collector.
@@ -142,7 +147,10 @@ def serialize_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
             f'{_json(name)}:{{"dtype":"{FORMATS[dtype]}","shape":{[*tensor.shape]},"data_offsets":[{low},{high}]}}'
         )
         low = high
-    header = f"{{{','.join(entries)}}}".encode()
+    try:
+        header = f"{{{','.join(entries)}}}".encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a tensor has a name with a lone surrogate, which no file can hold: {error}") from error
     header += b" " * (-len(header) % 8)
     yield len(header).to_bytes(8, "little") + header
     for _, tensor in ordered:

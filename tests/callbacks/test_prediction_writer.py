@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import weakref
 from itertools import chain
@@ -202,6 +203,13 @@ def headed(header):
     return len(text).to_bytes(8, "little") + text
 
 
+def test_any_text_is_a_key(tmp_path):
+    keys = ["/etc/x", "../x", "\0", "a" * 5000, "\ud800", "\x1b[31m", "", "x@complex128", "__metadata__", "tensor"]
+    writer = PredictionWriter(tmp_path / "out")
+    fit_with(writer, tmp_path).predict(Doubling(lambda rows: dict.fromkeys(keys, rows)), loader())
+    assert [list(each) for each in read_predictions(tmp_path / "out")] == [keys] * 6
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_is_not_what_was_written(tmp_path, name):
     def content(content):
@@ -232,6 +240,27 @@ def test_a_file_that_is_not_what_was_written(tmp_path, name):
         except (ValueError, OSError) as error:
             answer = str(error)
         assert answer == "[]" or str(folder / name) in answer
+
+
+def test_a_folder_that_cannot_be_read(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file"):
+        read_predictions(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [({}, ".waiting-rank0"), ({"write_interval": 2}, "0-0"), ({"format": "jsonl"}, "rank0.jsonl")]
+)
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, options, name):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=name):
+            fit_with(PredictionWriter(tmp_path / "out", **options), tmp_path).predict(
+                Doubling(lambda rows: torch.ones(2, 100_000)), loader()
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_nothing_is_written_through_a_link(tmp_path):

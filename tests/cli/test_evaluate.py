@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+
+from engine.cli import predictions
 
 DATA = ("net:Net", "--data", "net:Numbers")
 
@@ -74,6 +77,13 @@ def test_predictions_as_tensors(fit, trained: None, here: Path) -> None:
     }
     (here / "other").touch()
     assert (here / "out.safetensors").stat().st_mode == (here / "other").stat().st_mode
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
+def test_a_name_that_no_file_of_tensors_can_have(here: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="a tensor has"):
+        predictions.write([{name: torch.ones(2)}], False, "out.safetensors")
+    assert not (here / "out.safetensors").exists()
 
 
 def test_predictions_as_lines(fit, here: Path) -> None:
