@@ -138,8 +138,8 @@ def test_nothing_can_be_set(tmp_path: Path) -> None:
     module = Ours(ask=lambda trainer: None)
 
     def sets(*_: Any) -> None:
-        with pytest.raises(AttributeError, match=r"FitLoopView.max_epochs cannot be set: .*Fit's arguments end"):
-            module.trainer.fit_loop.max_epochs = sys.maxsize
+        with pytest.raises(AttributeError, match=r"FitLoopView.min_epochs cannot be set: .*Fit's arguments end"):
+            module.trainer.fit_loop.min_epochs = sys.maxsize
         with pytest.raises(AttributeError, match=r"no attribute 'manual_optimization': .*self.run.state"):
             _ = module.trainer.fit_loop.epoch_loop.manual_optimization
         module.told["training_step"].append(True)

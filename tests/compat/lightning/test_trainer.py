@@ -359,7 +359,7 @@ def test_a_second_training_counts_on(tmp_path: Path) -> None:
             steps.append((fitted.current_epoch, fitted.global_step))
         fitted.fit_loop.max_epochs = 3
         quietly(fitted.fit, net, data())
-        fitted.fit_loop.max_steps = fitted.global_step + 4
+        fitted.fit_loop.epoch_loop.max_steps = fitted.global_step + 4
         fitted.fit_loop.max_epochs = -1
         quietly(fitted.fit, net, data())
         found.append([*steps, (fitted.max_epochs, fitted.max_steps, fitted.global_step)])
