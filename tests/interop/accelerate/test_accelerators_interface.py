@@ -234,7 +234,7 @@ def test_local_sgd_on_one_process() -> None:
 
 
 def test_helpers_for_files_and_models(tmp_path: Path) -> None:
-    u.save({"x": torch.ones(2), "n": np.arange(3)}, tmp_path / "x.bin")
+    u.save({"x": torch.ones(2), "n": np.arange(3, dtype=np.uint32)}, tmp_path / "x.bin")
     for load in (u.load, theirs.utils.load):
         found = load(tmp_path / "x.bin", map_location="cpu")
         assert (found["x"].tolist(), found["n"].tolist()) == ([1.0, 1.0], [0, 1, 2])
