@@ -240,7 +240,7 @@ def test_helpers_for_files_and_models(tmp_path: Path) -> None:
         assert (found["x"].tolist(), found["n"].tolist()) == ([1.0, 1.0], [0, 1, 2])
     u.save({"x": torch.ones(2)}, tmp_path / "x.safetensors", safe_serialization=True)
     assert load_file(tmp_path / "x.safetensors")["x"].tolist() == [1.0, 1.0]
-    (tmp_path / "code").write_bytes(pickle.dumps(Path("x")))
+    (tmp_path / "code").write_bytes(pickle.dumps(Path("x"), protocol=2))
     with pytest.raises(pickle.UnpicklingError):
         u.load(tmp_path / "code")
     model = torch.nn.Linear(1, 1)
