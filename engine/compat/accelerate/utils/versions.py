@@ -23,5 +23,5 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether torch's version, without the part after ``+``, compares so with another one."""
-    return compare_versions(Version(Version(torch.__version__).base_version), operation, version)
+    """Whether torch's version, with the part after ``+``, compares so with another one."""
+    return compare_versions(Version(torch.__version__), operation, version)
