@@ -120,7 +120,10 @@ def check_json_size(path: Any, size: int) -> None:
 
 
 def open_file(path: Path) -> int:
-    """A descriptor for reading.
+    """A descriptor for reading, without waiting for anything.
+
+    Args:
+        path: of a regular file.
 
     Raises:
         DamagedCheckpoint: it is a pipe, a device or a directory: opening or reading it could block forever.

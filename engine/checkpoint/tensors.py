@@ -210,6 +210,9 @@ class TensorFiles:
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors by name, whole ones or this rank's shards (``DTensor``), on any device. Not a collective.
 
+        Args:
+            targets: the tensors to fill, by their names in the files.
+
         Raises:
             ValueError: a name does not exist, or has another shape.
             DamagedCheckpoint: a file is not the one whose header was read, or has become shorter.
@@ -229,7 +232,7 @@ class TensorFiles:
             torch.autograd.graph.increment_version(target)
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        """The rows ``first`` up to ``last`` of a tensor, on the CPU; others are not read.
+        """The rows ``first`` up to ``last`` of the tensor ``name``, on the CPU; others are not read.
 
         Raises:
             DamagedCheckpoint: as :meth:`read_into`.
@@ -242,7 +245,7 @@ class TensorFiles:
         return values
 
     def whole(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Whole tensors on the CPU; all of them by default."""
+        """Whole tensors on the CPU: those with these ``names``, by default all."""
         import torch
 
         chosen = self.stored if names is None else {name: self.stored[name] for name in names}
