@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ANNEXES = ("compat", "interop", "huggingface")
+ANNEXES = ("compat", "interop", "huggingface", "planning", "strategies/deepspeed")
 """Folders of ``engine`` that a copy does without."""
 
 
@@ -83,3 +83,8 @@ def test_what_needs_an_annex_says_so(copy: Path) -> None:
         assert "this installation has no engine.compat" in ended(copy, *command, *asked, status=2)
     code = "from engine import Fit\ntry:\n    Fit(gpus=2)\nexcept TypeError as error:\n    print(error)"
     assert "'gpus' is not an argument of Fit; possible: " in ended(copy, "-c", code)
+    code = "from engine import Fit, strategies\ntry:\n    strategies.get('deepspeed_stage_2')\nexcept ValueError as error:\n    print(error)"
+    assert (
+        "strategy='deepspeed_stage_2' is not in this installation, which lacks engine.strategies.deepspeed: install the whole package again; "
+        "possible: auto, single, ddp, fsdp, tp, pp, mesh, or a Strategy object"
+    ) in ended(copy, "-c", code)
