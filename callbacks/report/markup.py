@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import html
-import re
 
-_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Characters that change how others are shown: escape sequences, C1 and bidi controls."""
 _VOID = ("br", "input", "meta")
 
 
@@ -23,7 +20,7 @@ def element(tag: str, *children: object, **attributes: str | int | bool | None) 
     """
     named = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()}
     opening = "".join(
-        f" {name}" if value is True else f' {name}="{_escaped(value)}"'
+        f" {name}" if value is True else f' {name}="{html.escape(str(value))}"'
         for name, value in named.items()
         if value is not None and value is not False
     )
@@ -37,12 +34,8 @@ def join(*children: object) -> Html:
         if isinstance(child, (list, tuple)):
             parts.append(join(*child))
         elif child is not None:
-            parts.append(child if isinstance(child, Html) else _escaped(child))
+            parts.append(child if isinstance(child, Html) else html.escape(str(child)))
     return Html("".join(parts))
-
-
-def _escaped(text: object) -> str:
-    return html.escape(_CONTROLS.sub(lambda control: control[0].encode("unicode_escape").decode(), str(text)))
 
 
 def table(caption: str, head: list[object], rows: list[list[object]], *, numbers_from: int | None = None) -> Html:

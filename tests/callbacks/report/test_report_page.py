@@ -205,10 +205,3 @@ def test_an_evaluation_is_not_compared(tmp_path: Path) -> None:
     assert page.tables["Values of each evaluation"][1][:4] == ["root/version_1", "test/loss", "0.75", "1"]
     assert "Settings that differ" not in page.tables
     assert Page(write_report([test])).data["runs"] == ["root/version_1"]  # alone
-
-
-def test_a_name_does_not_change_how_others_are_shown() -> None:
-    assert (
-        element("p", "a\x1b[31m\x9b\u202eb\n<\xa0", title="\x07")
-        == '<p title="\\x07">a\\x1b[31m\\x9b\\u202eb\n&lt;\xa0</p>'
-    )
