@@ -46,8 +46,8 @@ _LONGEST_ROW = 1 << 20
 """Bytes of a line that is read at one of these places."""
 _BARREN = 64
 """Places without a line's end after which no more are tried."""
-_MOST_EVENTS = 200_000
-"""Lines that are not rows, of which a run writes a few for each checkpoint."""
+_MOST_DAMAGED = 200_000
+"""Lines that look like events and are none, after which no more is read."""
 
 
 class Record:
@@ -158,7 +158,7 @@ def events(path: Path, whole: bool = False) -> Iterator[dict[str, Any]]:
     Rows that follow each other are one event ``rows``, with a list of :func:`packed` numbers; each has its own time.
     """
     rows: list[bytes] = []
-    left = _MOST_EVENTS
+    left = _MOST_DAMAGED
     with ExitStack() as opened:
         file = opened.enter_context(path.open("rb"))
         if whole or path.stat().st_size <= WHOLE:
@@ -173,11 +173,10 @@ def events(path: Path, whole: bool = False) -> Iterator[dict[str, Any]]:
                 yield {"event": "rows", "time": 0.0, "rows": rows}
                 rows = []
             if line.startswith(b"{"):
-                left -= 1
-                if left < 0:
-                    break
                 if (event := _parsed(line)) is not None:
                     yield event
+                elif (left := left - 1) < 0:
+                    break
         if rows:
             yield {"event": "rows", "time": 0.0, "rows": rows}
 
