@@ -237,7 +237,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         **_OF_TRAINERS,
         **dict.fromkeys(("fit", "train"), "train with run(module, train_loader, val_loaders)"),
         **dict.fromkeys(("eval", "evaluate"), "use validate(module, loaders) or test(module, loaders)"),
-        "tune": "there is no tuner: give learning rate and batch size yourself",
+        "tune": "callbacks.find_lr(module, loader) finds a learning rate, callbacks.find_batch_size a batch size",
         **dict.fromkeys(("callback_metrics", "logged_metrics", "progress_bar_metrics"), _RESULT),
         **dict.fromkeys(("current_epoch", "global_step", "interrupted"), _RESULT),
         "log_dir": "use Result.folder",
