@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -100,8 +99,6 @@ class TensorBoardLogger(Logger):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from torch.utils.tensorboard.summary import hparams
 
-        if step and self._made is None:
-            self._next_second()
         start, writer = SessionLog(status=SessionLog.START), self._writer
         if step or self._earlier:  # without earlier files it would cut what a module has written before the training
             writer.file_writer.add_event(Event(step=step + 1 if step else 0, session_log=start))
@@ -158,7 +155,7 @@ class TensorBoardLogger(Logger):
                 made = self._new()
                 (file,) = self._files() - before
                 made.file_writer.event_writer.close()
-                made.file_writer.event_writer = _EventFile(file)
+                made.file_writer.event_writer = _EventFile(_last_by_name(file, before))
                 self._made, self._earlier = made, bool(before)
         return self._made
 
@@ -166,10 +163,18 @@ class TensorBoardLogger(Logger):
         assert self.path is not None
         return set(self.path.glob("events.out.tfevents.*"))
 
-    def _next_second(self) -> None:
-        """TensorBoard reads files in the order of their names, which have the second of their creation: no two processes may share one."""
-        while any(path.name.split(".")[3] == f"{int(time.time()):010d}" for path in self._files()):
-            time.sleep(0.05)
+
+def _last_by_name(file: Path, earlier: set[Path]) -> Path:
+    """Renames ``file`` where TensorBoard, which reads in the order of the names, would read one of the ``earlier`` after it.
+
+    The names have the second of their creation, then the host, the process and a count whose 10 comes before its 9.
+    """
+    if not earlier or file > max(earlier):
+        return file
+    seconds = [int(second) for path in earlier if (second := path.name.split(".")[3]).isdecimal()]
+    parts = file.name.split(".")
+    parts[3] = f"{max(seconds, default=int(parts[3])) + 1:010d}"
+    return file.rename(file.with_name(".".join(parts)))
 
 
 class _EventFile:

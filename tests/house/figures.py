@@ -299,10 +299,14 @@ def cycles(tree: Tree) -> Figure:
             if len(group) > 1:
                 groups.append(" ".join(sorted(group)))
 
+    limit = sys.getrecursionlimit()
     sys.setrecursionlimit(10_000)
-    for node in tree.imports:
-        if node not in index and node not in PACKAGES:
-            visit(node)
+    try:
+        for node in tree.imports:
+            if node not in index and node not in PACKAGES:
+                visit(node)
+    finally:
+        sys.setrecursionlimit(limit)
     return Figure("cycles", len(groups), "import cycles", tuple(groups))
 
 

@@ -7,9 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from logged_run import train
+from logged_run import Logs, train
 from readers import PACKAGES, READERS, Entry
 from support.ranks import run_ranks
+from support.toys import ones
+
+from callbacks import ModelCheckpoint, TensorBoardLogger
+from engine import Fit
 
 SCRIPT = f"""
 import sys
@@ -53,6 +57,21 @@ def test_nothing_twice_and_nothing_missing(quick: Path, name: str) -> None:
     epochs = check(READERS[name](quick, ""))
     if name == "TensorBoardLogger":
         assert len(epochs) == 8  # also where a step has values of the training and of validations
+
+
+def test_tensorboard_reads_the_writers_of_one_second_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names of its files count the writers of a process, and 10 comes before 9 there: a cut would be read after what follows it."""
+    writers = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    for step in (1, 2, 3):
+        monkeypatch.setattr(writers, "_global_uid", writers.AtomicCounter(9))
+        saves = ModelCheckpoint(every="1 step", asynchronous=False)
+        fit = Fit(accelerator="cpu", root_dir=tmp_path, max_steps=step, callbacks=[TensorBoardLogger(), saves])
+        result = fit.run(module := Logs(), ones(32), resume="auto")
+        fit.test(module, ones(2), checkpoint=result.last_checkpoint)
+    entries = READERS["TensorBoardLogger"](result.folder, "")
+    assert [step for name, step, _ in entries if name == "test/loss"] == [1, 2, 3]
 
 
 @pytest.fixture(scope="module")
