@@ -23,6 +23,7 @@ from engine.step.share import Share
 from engine.step.wrappers import PreparedOptimizer
 from engine.utils import accelerator
 from engine.utils.parameters import is_sharded, parameters_of
+from engine.utils.torch_private import norms
 
 OF_THE_STEP = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients")
 
@@ -210,7 +211,7 @@ class ByClosure(Automatic):
         """A fingerprint of parameters and gradients. Waits for the device."""
         parameters = [p for each in self.optimizers for group in each.param_groups for p in group["params"]]
         return [
-            *torch.stack(torch._foreach_norm([p.detach().to(accelerator.wide(p.device)) for p in parameters])).tolist(),
+            *torch.stack(norms([p.detach().to(accelerator.wide(p.device)) for p in parameters])).tolist(),
             *(id(p.grad) for p in parameters),
         ]
 

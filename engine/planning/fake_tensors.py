@@ -16,6 +16,7 @@ from engine.planning.torch_private import (
     INTEGERS,
     MOST_HOST_NUMBERS,
     UNREADABLE,
+    WAIT,
     FakeTensor,
     FakeTensorMode,
     Mode,
@@ -59,7 +60,7 @@ class Simulation(Mode):
             return args[0].fake_device
         if wraps(types):
             return NotImplemented
-        if operator is torch.ops._c10d_functional.wait_tensor.default:
+        if operator is WAIT:
             return args[0]  # the fake one would be a copy
         kwargs = kwargs or {}
         if operator.overloadpacket is _aten._grouped_mm:

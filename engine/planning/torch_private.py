@@ -36,6 +36,8 @@ try:
     from torch.utils.flop_counter import flop_registry
 
     _c10d: Any = _distributed_c10d
+    WAIT = torch.ops._c10d_functional.wait_tensor.default
+    """The operation that waits for a functional collective."""
     _propagated = ShardingPropagator._propagate_tensor_meta_non_cached
     _create_work_from_future, _resolve_process_group = _c10d._create_work_from_future, _c10d._resolve_process_group
 except (ImportError, AttributeError) as error:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from engine.utils import accelerator
 from engine.utils.log import warn_once
 from engine.utils.parameters import parameters_of
+from engine.utils.torch_private import multiply, register_dataclass
 from engine.utils.tree import whole
 
 
@@ -32,7 +32,7 @@ class Loss:
 
 
 # FSDP looks for tensors in what a step returns, to gather the model again before their backward pass; torch 2.11 does not look into dataclasses.
-pytree.register_dataclass(Loss)
+register_dataclass(Loss)
 
 
 def nonzero(count: Tensor | float) -> Tensor | float:
@@ -118,9 +118,7 @@ def scale(grads: list[Tensor], factor: Tensor | float) -> None:
     for grad in grads:
         groups.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, dtype), group in groups.items():
-        torch._foreach_mul_(
-            group, factor.to(device, dtype, non_blocking=True) if isinstance(factor, Tensor) else factor
-        )
+        multiply(group, factor.to(device, dtype, non_blocking=True) if isinstance(factor, Tensor) else factor)
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from engine.health import stacks
 from engine.step.gradients import check_held
 from engine.transforms.blocks import user_module
 from engine.utils.log import logger
+from engine.utils.torch_private import reduce_by
 
 PATIENCE_S = 5.0
 """Seconds after which a rank whose model has changed warns that the others have not made the same change."""
@@ -242,7 +243,7 @@ class Replica(DistributedDataParallel):
         self._reduced = self._composition.trained
         self._has_rebuilt_buckets = False
         for hook, state in self._comm_hooks:
-            dist._register_comm_hook(self.reducer, state, hook)
+            reduce_by(self.reducer, hook, state)
             _start_again(state)
         if self.static_graph:
             self._static_graph_delay_allreduce_enqueued = False

@@ -53,7 +53,7 @@ def is_added(name: str) -> bool:
     """Whether a package has added a device of this name to torch (``privateuse1``). Loads torch, and with it the packages that load themselves."""
     import torch
 
-    return name == torch._C._get_privateuse1_backend_name()
+    return name == torch.device("privateuseone").type  # the name that the package gave it
 
 
 def hidden_by(kind: str) -> str:

@@ -15,19 +15,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
+from torch.utils import _pytree
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["BatchNorm", "unscale", "update_scale", "without_dynamo"]
+__all__ = ["BatchNorm", "multiply", "norms", "register_dataclass", "unscale", "update_scale", "without_dynamo"]
 
-unscale = torch._amp_foreach_non_finite_check_and_unscale_
-"""``(gradients, found, inverse)``: multiply gradients by ``inverse`` in place; ``found`` becomes 1 if one of them is not finite."""
-update_scale = torch._amp_update_scale_
-"""``(scale, tracker, found, growth, backoff, interval)``: as ``GradScaler.update``, on the device."""
-without_dynamo = torch._disable_dynamo
-"""A decorator: ``torch.compile`` leaves this function out. ``torch.compiler.disable`` imports ``torch._dynamo`` at once, which takes 1.9 s."""
+try:  # torch's own functions: a step calls them without one of ours between
+    multiply = torch._foreach_mul_
+    """``(tensors, factor)``: multiply tensors of one device and dtype in place, in one pass. No public name takes a list."""
+    norms = torch._foreach_norm
+    """``(tensors)``: the norm of each, in one pass."""
+    register_dataclass = _pytree.register_dataclass
+    """``(cls)``: torch finds the tensors in objects of this dataclass. ``torch.export.register_dataclass`` imports the exporter."""
+    unscale = torch._amp_foreach_non_finite_check_and_unscale_
+    """``(gradients, found, inverse)``: multiply gradients by ``inverse`` in place; ``found`` becomes 1 if one of them is not finite."""
+    update_scale = torch._amp_update_scale_
+    """``(scale, tracker, found, growth, backoff, interval)``: as ``GradScaler.update``, on the device."""
+    without_dynamo = torch._disable_dynamo
+    """A decorator: ``torch.compile`` leaves this function out. ``torch.compiler.disable`` imports ``torch._dynamo`` at once, which takes 1.9 s."""
+except AttributeError as error:
+    raise ImportError(
+        f"engine needs parts of torch that torch {torch.__version__} does not have ({error}): use torch 2.11 to 2.15"
+    ) from error
 
 
 # -- process groups -------------------------------------------------------------------------------------------------------------------
@@ -76,6 +88,14 @@ def nccl_record() -> bytes | str | None:
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
     record: bytes | str | None = None if dump is None else dump()
     return record
+
+
+def reduce_by(reducer: Any, function: Any, state: Any) -> None:
+    """Let this reducer of ``DistributedDataParallel`` average gradients by ``function(state, bucket)``.
+
+    ``register_comm_hook`` does the same for the wrapper's first reducer, and refuses a second one.
+    """
+    dist._register_comm_hook(reducer, state, function)
 
 
 # -- sharded models -------------------------------------------------------------------------------------------------------------------

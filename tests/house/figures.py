@@ -368,6 +368,8 @@ def private_torch(tree: Tree) -> Figure:
                 names = [f"{node.module}.{alias.name}" for alias in node.names if private or alias.name[0] == "_"]
             elif isinstance(node, ast.Attribute) and node.attr[0] == "_" and node.attr[:2] != "__":
                 names = [text for text in [ast.unparse(node)] if text.startswith(("torch.", "dist.", "nn."))]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names if alias.name.startswith("torch.") and "._" in alias.name]
             places += [f"{tree.path(name)}:{node.lineno} {text}" for text in names]  # type: ignore[attr-defined]
     return Figure(
         "private_torch", len(places), f"private names of torch outside {' and '.join(TORCH_FILES)}", tuple(places)

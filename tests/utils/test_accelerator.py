@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.ranks import ranks_of
 
 from engine import Engine, Fit, TrainModule
 from engine.config.settings import Settings
@@ -60,15 +61,19 @@ def test_every_accelerator_has_three_names(kind: str, machine: Pretend) -> None:
     assert (accelerator.count(kind, "auto"), accelerator.count(kind, 1), accelerator.count("cpu", "auto")) == (2, 1, 1)
 
 
-def test_a_device_of_a_package_by_its_name(machine: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_of_a_package_by_its_name() -> None:
     with pytest.raises(
         ValueError, match=r"accelerator='gadget' is unknown.*a package adds to torch, once it is imported"
     ):
         Settings(accelerator="gadget")
-    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "gadget")
-    machine.has("gadget")
-    assert Settings(accelerator="gadget").accelerator == "gadget"
-    assert accelerator.device_type("gadget") == accelerator.device_type("auto") == "gadget"
+    assert ranks_of(device_of_a_package, 1) == [["gadget"] * 3]
+
+
+def device_of_a_package() -> list[object]:
+    torch.utils.rename_privateuse1_backend("gadget")  # for the whole process
+    Pretend(pytest.MonkeyPatch()).has("gadget")
+    setting = Settings(accelerator="gadget").accelerator
+    return [setting, accelerator.device_type("gadget"), accelerator.device_type("auto")]
 
 
 @pytest.mark.parametrize("kind", ["gpu", "cuda", "mps", "xpu", "npu", "hpu"])

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import ast
-import re
+import importlib
 import warnings
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import ranks_of_file
+from support.ranks import ranks_of, ranks_of_file
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from engine import FSDP, Engine, Loss
 from engine.utils import torch_private
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 
@@ -223,31 +220,48 @@ def test_batch_norm() -> None:
     assert all(issubclass(kind, torch_private.BatchNorm) for kind in (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm))
 
 
-PRIVATE = re.compile(r"(?:torch|dist)(?!\.ops)(?:\.\w+)*\._(?!_|foreach_)\w+|distributed_c10d\b")
-"""Names below ``torch`` that begin with an underscore. Its functions on lists (``torch._foreach_*``) are documented."""
-ELSEWHERE = {
-    "strategies/changing_replica.py": {"dist._register_comm_hook"},
-    "step/gradients.py": {"torch.utils._pytree"},
-    "utils/device_names.py": {"torch._C", "torch._C._get_privateuse1_backend_name"},  # read without loading torch
-}
+def test_passes_over_lists() -> None:
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([2.0])]
+    torch_private.multiply(tensors, 2.0)
+    torch_private.multiply(tensors, torch.tensor(0.5))
+    assert [t.tolist() for t in tensors] == [[3.0, 4.0], [2.0]]
+    assert [norm.item() for norm in torch_private.norms(tensors)] == [5.0, 2.0]
 
 
-def private_names(path: Path) -> set[str]:
-    """The private names of torch in a file's imports and expressions."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute):
-            names |= set(PRIVATE.findall(ast.unparse(node)))
-        elif isinstance(node, ast.Import):
-            names |= {name for alias in node.names for name in PRIVATE.findall(alias.name)}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {name for alias in node.names for name in PRIVATE.findall(f"{node.module}.{alias.name}")}
-    return names
+def test_fsdp_finds_the_tensors_in_a_loss() -> None:
+    loss = Loss(torch.ones(()), torch.ones(()))
+    assert torch.utils._pytree.tree_leaves({"loss": loss}) == [loss.sum, loss.count]
 
 
-def test_private_names_are_in_one_place() -> None:
-    places = {ROOT / "engine/utils/torch_private.py", ROOT / "engine/planning/torch_private.py"}
-    assert all(len(private_names(path)) > 5 for path in places)
-    for path in {*(ROOT / "engine").rglob("*.py")} - places:
-        file = path.relative_to(ROOT / "engine").as_posix()
-        assert private_names(path) <= ELSEWHERE.get(file, set()), f"{file}: these belong in utils/torch_private.py"
+def rank_reduced_by_another_function() -> list[float]:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    torch_private.reduce_by(model.reducer, taken, 3.0)
+    model(torch.ones(1, 1)).backward()
+    weight = model.module.weight
+    assert weight.grad is not None
+    return [weight.grad.item()]
+
+
+def taken(factor: float, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer() * factor)
+    return future
+
+
+def test_a_reducer_averages_by_another_function(found: Any) -> None:
+    assert found["reduced_by_another_function"] == [[3.0]] * 2
+
+
+def test_a_torch_without_a_name_is_one_error() -> None:
+    [error] = ranks_of(without_a_name, 1)
+    assert error == (
+        f"engine needs parts of torch that torch {torch.__version__} does not have (module 'torch' has no attribute '_foreach_norm'): "
+        "use torch 2.11 to 2.15"
+    )
+
+
+def without_a_name() -> str:
+    del torch._foreach_norm  # type: ignore[attr-defined]
+    with pytest.raises(ImportError) as error:
+        importlib.reload(torch_private)
+    return str(error.value)
