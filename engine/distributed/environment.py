@@ -12,8 +12,6 @@ from engine.distributed.environments.torchrun import TELLING, Manual, Torchrun
 
 __all__ = ["DETECTORS", "Environment", "detect", "hints"]
 
-_OF_TORCHRUN = ("torchrun", "relaunch", "ray", "deepspeed")
-
 STARTERS: tuple[Detector, ...] = (OPEN_MPI, MVAPICH, MPICH, Slurm())
 """They start processes that may start others: ``mpirun`` uses ``srun`` inside an allocation, so the nearest one to the process comes first."""
 
@@ -44,7 +42,7 @@ def _compare(found: Environment, environ: Mapping[str, str]) -> None:
     if found.name in ("single", "kubernetes", "manual"):
         return
     set_besides = {name: environ[name] for name in TELLING if environ.get(name)}
-    if found.name not in _OF_TORCHRUN:
+    if found.name not in Torchrun.launchers:
         values = dict(
             zip(TELLING, (found.rank, found.world_size, found.local_rank, found.local_world_size), strict=True)
         )
@@ -93,7 +91,7 @@ def hints(environ: Mapping[str, str], found: Environment) -> list[str]:
         lines.append("MASTER_ADDR or MASTER_PORT is set, but no rank: they are not used")
     if found.name == "single" and environ.get("PET_NODE_RANK"):
         lines.append("the only pod of its job: a single process, which may start others by itself")
-    over = STARTERS if found.name in _OF_TORCHRUN else ()
+    over = STARTERS if found.name in Torchrun.launchers else ()
     others = [starter for starter in over if _quietly(starter, environ)]
     lines += [f"{found.name}'s variables win over {_shown_names(starter, environ)}" for starter in others]
     return lines

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from torch import nn
 
+from engine.config.strategy_names import BUILT_IN
+
 # By name: importing them takes longer than everything else here.
 _WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "its settings belong to the strategy: DDP(find_unused_parameters=True)",
     "torch.nn.parallel.data_parallel.DataParallel": "use strategy='ddp' with a process for each device",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "strategy='fsdp' shards it",
-    "deepspeed.runtime.engine.DeepSpeedEngine": "strategy='deepspeed' creates the engine",
 }
+
+
+def _advice(kind: type) -> str | None:
+    """The remedy for an object of this class; ``None`` if it is no wrapper."""
+    package = kind.__module__.partition(".")[0]
+    if package in BUILT_IN and "step" in vars(kind):  # an engine of the package that this strategy drives
+        return f"strategy={package!r} creates the engine"
+    return _WRAPPERS.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def check_plain(model: nn.Module) -> None:
@@ -21,7 +30,7 @@ def check_plain(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         for base in type(module).__mro__:
-            advice = _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
+            advice = _advice(base)
             if advice is not None:
                 where = f"its part {name!r}" if name else "it"
                 raise ValueError(

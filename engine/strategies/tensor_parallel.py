@@ -55,7 +55,7 @@ def plan_for(model: nn.Module, given: Plan | None, mesh: DeviceMesh, sequence_pa
             if plan is None:
                 return None
         else:
-            plan, whose = _hugging_face(model), "the model's own plan"
+            plan, whose = _tp_plan_of(model), "the model's own plan"
     if not isinstance(plan, Mapping) or not plan:
         raise ValueError(
             f"tensor parallel needs a plan for {class_name(model)}: give MeshParallel(plan={{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}}) "
@@ -77,7 +77,7 @@ def _asked(owner: Any, mesh: DeviceMesh, sequence_parallel: bool) -> Any:
     return parallelize(mesh)
 
 
-def _hugging_face(model: nn.Module) -> Plan | None:
+def _tp_plan_of(model: nn.Module) -> Plan | None:
     """The plan of a Hugging Face model anywhere in ``model``, with names relative to ``model``."""
     for prefix, module in model.named_modules():
         plan = getattr(module, "_tp_plan", None)

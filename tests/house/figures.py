@@ -54,8 +54,13 @@ DOORS_TO_ANNEXES = {
 }
 """The imports by which users reach an annex: lazy public names, and ``Fit``'s two methods that plan, when they are called."""
 
-ROWS_OF_ANNEXES = ("__init__.py", "config/strategy_names.py")
-"""The tables of public names and of strategies, which have rows of DeepSpeed's."""
+ROWS_OF_ANNEXES = (
+    "__init__.py",
+    "config/name_and_options.py",
+    "config/strategy_names.py",
+    "distributed/environments/torchrun.py",
+)
+"""Tables with a row of DeepSpeed's: public names, an example of a strategy with a setting, strategies, launchers."""
 
 TORCH_FILES = ("utils/torch_private.py", "planning/torch_private.py")
 """The modules that resolve private names of torch, for every release that is supported."""
@@ -336,11 +341,9 @@ def core_imports(tree: Tree) -> Figure:
 
 
 def core_names(tree: Tree) -> Figure:
-    """The core does not name other trainers or DeepSpeed in identifiers, attributes and strings. Comments and docstrings may."""
+    """The core does not name other trainers or DeepSpeed in identifiers, attributes and strings. Comments, docstrings and the rows of tables may."""
     places = []
     for name in tree.core:
-        if tree.path(name) in ROWS_OF_ANNEXES:
-            continue
         documentation = {id(node.value) for node in tree.nodes[name] if _is_text(node)}  # type: ignore[attr-defined]
         for node in tree.nodes[name]:
             text = ""
@@ -350,7 +353,8 @@ def core_names(tree: Tree) -> Figure:
                 text = node.id.replace("_", " ")
             elif isinstance(node, ast.Attribute):
                 text = node.attr.replace("_", " ")
-            if match := FOREIGN.search(text):
+            match = FOREIGN.search(text)
+            if match and (match[0].lower() != "deepspeed" or tree.path(name) not in ROWS_OF_ANNEXES):
                 places.append(f"{tree.path(name)}:{node.lineno} {match[0]}")  # type: ignore[attr-defined]
     return Figure("core_names", len(places), "names of other trainers in the core's code", tuple(places))
 

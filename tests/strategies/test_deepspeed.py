@@ -588,6 +588,14 @@ def rank_refused() -> Any:
         model = Net()
         of(2).prepare(model, Averaged(model.parameters(), lr=0.1))
 
+    def wrapped() -> Any:
+        engine, model = of(1), Net()
+        engine.prepare(model, torch.optim.Adam(model.parameters()))  # imports deepspeed
+        import deepspeed
+
+        settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}}
+        engine.prepare(nn.Sequential(deepspeed.initialize(model=nn.Linear(2, 2), config=settings)[0]))
+
     def frozen(m):
         others = nn.Linear(2, 2).requires_grad_(False)
         return torch.optim.Adam([{"params": m.parameters()}, {"params": others.parameters()}])
@@ -607,6 +615,7 @@ def rank_refused() -> Any:
         "none": said(lambda: fit(Silent(), batches)),
         "manual": said(lambda: fit(Manual(), batches)),
         "across": said(across),
+        "wrapped": said(wrapped),
         "part": said(part),
         "value": said(value),
         "closure": said(closure),
@@ -764,6 +773,8 @@ REFUSED = {
     "none": "ValueError: training_step returned None on rank",
     "manual": "ValueError: automatic_optimization=False under DeepSpeed",
     "across": "ValueError: Adam has parameters of several models",
+    "wrapped": "ValueError: the model (Sequential) cannot be prepared: its part '0' is wrapped in DeepSpeedEngine already; give the plain module "
+    "(0.module); strategy='deepspeed' creates the engine",
     "part": "ValueError: clip_grad_norm_ under DeepSpeed takes all parameters of one prepared model",
     "value": "ValueError: clip_grad_value_ under DeepSpeed, which clips by norm only",
     "closure": "RuntimeError: optimizer.step(closure) under DeepSpeed",

@@ -18,6 +18,8 @@ class Torchrun:
     An incomplete set is left to :class:`Manual`, because another launcher may know the rest.
     """
 
+    launchers = ("torchrun", "relaunch", "ray", "deepspeed")
+    """The names of environments that this detects."""
     required = (*TELLING, "MASTER_ADDR", "MASTER_PORT")
     names = (
         *required,
