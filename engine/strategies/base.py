@@ -184,11 +184,6 @@ class Strategy:
         finally:
             self.sync(models, True)
 
-    @contextmanager
-    def late_sync(self, model: nn.Module) -> Iterator[None]:
-        """The backward pass in this block reduces a prepared model's gradients, also those of earlier passes that did not."""
-        yield
-
     def expect(self, models: Sequence[nn.Module], root: Tensor) -> None:
         """The next backward pass starts at ``root``, which no forward pass has returned."""
 

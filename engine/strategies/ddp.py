@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,19 +140,6 @@ class DDP(Strategy):
                 model.require_backward_grad_sync = enabled
                 if not enabled:
                     model.open_window()
-
-    @contextmanager
-    def late_sync(self, model: nn.Module) -> Iterator[None]:
-        if not isinstance(model, DistributedDataParallel):
-            yield
-            return
-        before = model.require_backward_grad_sync, model.require_forward_param_sync
-        model.require_backward_grad_sync = model.require_forward_param_sync = True
-        model.reducer.prepare_for_backward([])
-        try:
-            yield
-        finally:
-            model.require_backward_grad_sync, model.require_forward_param_sync = before
 
     def expect(self, models: Sequence[nn.Module], root: Tensor) -> None:
         for model in models:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from engine.compat.accelerate import arguments as translation
@@ -230,8 +231,19 @@ class Accelerator(Engine):
         finally:
             self.window.exit(models)
 
-    def trigger_sync_in_backward(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        return self.strategy.late_sync(model)
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(self, model: Any) -> Iterator[None]:
+        """The backward pass in this block reduces the gradients of a model under DDP, also those of earlier passes that did not."""
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        before = model.require_backward_grad_sync, model.require_forward_param_sync
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        model.reducer.prepare_for_backward([])  # the forward pass has not prepared it
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync, model.require_forward_param_sync = before
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:

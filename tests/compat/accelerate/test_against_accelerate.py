@@ -81,13 +81,39 @@ def train(
     return told + [v for p in accelerator.unwrap_model(model).parameters() for v in p.flatten().tolist()]
 
 
+def reduce_late(package: Any) -> list[float]:
+    """The weights after each of three steps whose two forward passes run before the ranks are to reduce anything."""
+    for state in (package.state.AcceleratorState, package.state.GradientState):
+        state._reset_state()
+    package.utils.set_seed(3)
+    accelerator = package.Accelerator(cpu=True)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    weights: list[float] = []
+    for step in range(3):
+        one, other = (x[accelerator.process_index :: accelerator.num_processes] for x in X[8 * step :][:8].split(4))
+        with accelerator.no_sync(model):
+            first, second = model(one).square().mean(), model(other).square().mean()
+        accelerator.backward(first)
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(second)
+        optimizer.step()
+        optimizer.zero_grad()
+        weights += [v for p in model.parameters() for v in p.flatten().tolist()]
+    return weights
+
+
+def rank_reduced_late() -> list[list[float]]:
+    return [reduce_late(theirs), reduce_late(ours)]
+
+
 def rank_cases() -> dict[str, list[list[float]]]:
     return {name: [train(theirs, **case), train(ours, **case)] for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
 def two() -> Any:
-    return functools.cache(lambda: ranks_of_file(__file__, 2)["cases"])
+    return functools.cache(lambda: ranks_of_file(__file__, 2))
 
 
 @pytest.mark.filterwarnings("ignore")  # Accelerate's own, and torch's about a scheduler that steps first
@@ -98,7 +124,19 @@ def test_one_process(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes(two: Any, name: str) -> None:
-    for rank in two():
+    for rank in two()["cases"]:
         expected, found = rank[name]
         assert len(found) == len(expected)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_that_are_reduced_late(two: Any) -> None:
+    ranks = two()["reduced_late"]
+    for expected, weights in ranks:
+        torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-6)
+    assert ranks[0] == ranks[1]
+
+
+@pytest.mark.filterwarnings("ignore")  # Accelerate's own
+def test_gradients_that_no_other_rank_has() -> None:
+    torch.testing.assert_close(reduce_late(ours), reduce_late(theirs), rtol=1e-6, atol=1e-6)
