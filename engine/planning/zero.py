@@ -18,8 +18,8 @@ from engine.planning import torch_private
 from engine.planning.missing_values import DEEPSPEED
 from engine.planning.strategy_facts import Kept, StrategyFacts, strategy_facts
 from engine.strategies.base import Strategy
-from engine.strategies.deepspeed import plain_linear
 from engine.strategies.deepspeed.configuration import OFFLOAD, get, says
+from engine.strategies.deepspeed.driven_model import restore_linear
 from engine.strategies.deepspeed.strategy import DeepSpeed
 
 PARAMETERS, GRADIENTS, STATE, COMMUNICATION = "parameters", "gradients", "optimizer_state", "communication"
@@ -47,7 +47,7 @@ def without_earlier_groups() -> Iterator[None]:
     torch is as before, inside and afterwards."""
     linear = functional.linear
     _forget_groups()
-    plain_linear.restore()
+    restore_linear()
     try:
         yield
     finally:
@@ -107,7 +107,7 @@ def _kept(strategy: DeepSpeed) -> Iterator[Kept]:
         for name, section in OFFLOAD.items()
     }
     for model in strategy.models:
-        if model.engine is not None and model.optimizer is not None and model.spread is not None:
+        if model.engine is not None and model.optimizer is not None and model.shards is not None:
             wrapper, parameters = model.engine.optimizer, list(model.parameters())
             yield from _of_step(vars(wrapper), model.optimizer, offloaded["offload_optimizer"])
             yield GRADIENTS, _tensors([[p.grad, getattr(p, "grad_accum", None)] for p in parameters]), False

@@ -21,18 +21,22 @@ from engine.step.optimizer_step import Stepper
 from engine.step.owned_step import OwnedStepper
 from engine.step.precision import Precision
 from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
-from engine.strategies.deepspeed import checks, configuration, plain_linear, sharded_state
+from engine.strategies.deepspeed import configuration, shards
 from engine.strategies.deepspeed.configuration import Asked
-from engine.strategies.deepspeed.model import (
+from engine.strategies.deepspeed.driven_model import (
     ELEMENTWISE,
-    Driven,
+    DrivenModel,
     LossScale,
     calm,
+    check_one_set_of_weights,
+    check_only_optimizer,
     check_optimizer,
     convert_rest,
     import_deepspeed,
+    restore_linear,
     use_process_group,
 )
+from engine.strategies.deepspeed.shards import Shards
 from engine.utils import accelerator
 from engine.utils.log import warn_once
 from engine.utils.parameters import parameters_of
@@ -81,7 +85,7 @@ class DeepSpeed(Strategy):
     _where: str = field(default="", init=False, repr=False)
     _asked: dict[str, Asked] | None = field(default=None, init=False, repr=False)
     _batch_size: Any = field(default=None, init=False, repr=False)
-    _models: list[Driven] = field(default_factory=list, init=False, repr=False)
+    _models: list[DrivenModel] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._config, self._where = configuration.read(self.config)
@@ -99,15 +103,15 @@ class DeepSpeed(Strategy):
         if zero["stage"] not in (0, 1, 2, 3) or isinstance(zero["stage"], bool):
             raise ValueError(f"stage={zero['stage']!r} in {self._where} is not a ZeRO stage; possible: 0, 1, 2, 3")
         self.zero_stage: int = zero["stage"]
-        checks.check_offload(self._config, self._where, self.zero_stage)
+        configuration.check_offload(self._config, self._where, self.zero_stage)
         self._given = self._config
         self.owns_weights = True
         self.fused = "clips, steps and clears gradients in one call"
         self.matched_backward = self.zero_stage > 0
 
     def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
-        checks.check_precision(Precision.parse(settings.precision).name, self.zero_stage, settings.accelerator)
-        checks.check_clipping(settings, origins)
+        configuration.check_precision(Precision.parse(settings.precision).name, self.zero_stage, settings.accelerator)
+        configuration.check_clipping(settings, origins)
 
     # -- where it runs ----------------------------------------------------------------------------------------------------------
 
@@ -116,7 +120,7 @@ class DeepSpeed(Strategy):
         self.parts_differ = group.world_size > 1
         self._config, self._asked = copy.deepcopy(self._given), None  # one object may be used in several runs
         name, stage = self.precision.name, self.zero_stage
-        checks.check_precision(name, stage, group.kind.type)
+        configuration.check_precision(name, stage, group.kind.type)
         for kind in ("bf16", "fp16"):
             wanted = self._half == kind
             asked = Asked(wanted, f"precision={name!r}")
@@ -130,7 +134,7 @@ class DeepSpeed(Strategy):
         import_deepspeed(group.device)
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-        checks.check_names(
+        configuration.check_names(
             "zero_optimization", self._config["zero_optimization"], DeepSpeedZeroConfig.model_fields, self._where
         )
         self.matched_forward = self.zero_stage == 3
@@ -146,7 +150,7 @@ class DeepSpeed(Strategy):
             value = getattr(settings, name)
             return Asked(value, f"{name}={value!r} ({origins.get(name, 'code')})")
 
-        checks.check_clipping(settings, origins)
+        configuration.check_clipping(settings, origins)
         names = {"gradient_clip_val": "gradient_clipping", "accumulate_grad_batches": "gradient_accumulation_steps"}
         if settings.global_batch_size is not None:
             names = {"gradient_clip_val": "gradient_clipping", "global_batch_size": "train_batch_size"}
@@ -187,8 +191,8 @@ class DeepSpeed(Strategy):
 
     def setup(self, model: nn.Module) -> nn.Module:
         made = (self.zero_stage, self.group.world_size, self.precision.name)
-        sharded_state.mark_sharded(model)
-        if isinstance(model, Driven):
+        shards.mark_sharded(model)
+        if isinstance(model, DrivenModel):
             if model.made != made:
                 raise ValueError(
                     f"the model was sharded with (stage, world size, precision) = {model.made}, but {made} is requested now: "
@@ -202,18 +206,18 @@ class DeepSpeed(Strategy):
             )
         else:
             self.share_parameters(model)
-            model = Driven(model, made, partial(self._start, optimizer=None, trains=False))
+            model = DrivenModel(model, made, partial(self._start, optimizer=None, trains=False))
         self._models.append(model)
         return model
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        return model.module if isinstance(model, Driven) else model
+        return model.module if isinstance(model, DrivenModel) else model
 
     def whole_shape(self, parameter: Tensor) -> torch.Size:
         return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
     def flat_range(self, parameter: Tensor) -> tuple[int, int] | None:
-        return sharded_state.flat_range(parameter) if hasattr(parameter, "ds_id") else None
+        return shards.flat_range(parameter) if hasattr(parameter, "ds_id") else None
 
     def local(self, grads: list[Tensor]) -> list[Tensor]:
         return [getattr(tensor, "ds_tensor", tensor) for tensor in grads]
@@ -229,20 +233,20 @@ class DeepSpeed(Strategy):
         if not owners:
             return  # its model comes later
         owner = owners[0]
-        checks.check_only_optimizer(optimizer, owners)
-        checks.check_one_set_of_weights(optimizer)
-        checks.check_no_other(self._config, self._where, type(optimizer).__name__)
+        check_only_optimizer(optimizer, owners)
+        check_one_set_of_weights(optimizer)
+        configuration.check_no_other(self._config, self._where, type(optimizer).__name__)
         if self.zero_stage:
             check_optimizer(optimizer, self.zero_stage, bool(self._config.get("zero_allow_untested_optimizer")))
         warm = named_state(optimizer, owner) if optimizer.state else None
         optimizer.state.clear()
         self._start(owner, optimizer, trains=True)
         if warm is not None:
-            found = self._of(optimizer).spread
+            found = self._of(optimizer).shards
             if found is None:
                 optimizer.load_state_dict(numbered_state(optimizer, owner, warm))
             else:
-                sharded_state.load_optimizer(found, owner, warm, lambda value: value)
+                shards.load_optimizer(found, owner, warm, lambda value: value)
 
     def own_optimizers(self, model: nn.Module) -> Any:
         """The configuration's ``"optimizer"`` and ``"scheduler"``, as ``configure_optimizers`` would return them.
@@ -254,7 +258,7 @@ class DeepSpeed(Strategy):
         """
         if not configuration.says(self._config, "optimizer"):
             return None
-        assert isinstance(model, Driven)
+        assert isinstance(model, DrivenModel)
         hparams = getattr(getattr(model.module, "module", model.module), "hparams", {})
         configuration.fill_optimizer(self._config, self._where, hparams.get("lr", hparams.get("learning_rate")))
         self._start(model, None, trains=True)
@@ -264,7 +268,7 @@ class DeepSpeed(Strategy):
         made = configuration.scheduler(scheduler, self._where)(model.optimizer, **scheduler.get("params", {}))
         return {"optimizer": model.optimizer, "lr_scheduler": {"scheduler": made, "interval": "step"}}
 
-    def _start(self, model: Driven, optimizer: Optimizer | None, trains: bool) -> None:
+    def _start(self, model: DrivenModel, optimizer: Optimizer | None, trains: bool) -> None:
         """Create DeepSpeed's engine for a model, with its optimizer, the configuration's, or none (evaluation)."""
         import deepspeed
 
@@ -289,11 +293,11 @@ class DeepSpeed(Strategy):
                 dist_init_required=False,
             )
         inner = engine.basic_optimizer if trains else None
-        shards = sharded_state.Spread(wrapper, inner, groups, (self.group.rank, self.group.world_size))
-        sharded_state.mark_sharded(model.module)
-        model.begin(engine, inner, shards if trains and self.zero_stage else None)
+        own_shards = Shards(wrapper, inner, groups, (self.group.rank, self.group.world_size))
+        shards.mark_sharded(model.module)
+        model.begin(engine, inner, own_shards if trains and self.zero_stage else None)
 
-    def _complete(self, model: Driven | None) -> dict[str, Any]:
+    def _complete(self, model: DrivenModel | None) -> dict[str, Any]:
         """The configuration for DeepSpeed."""
         asked, size = self._asked or {}, self._batch_size
         config = copy.deepcopy(self._config)
@@ -311,10 +315,10 @@ class DeepSpeed(Strategy):
         for model in self._models:
             model.end()
         self._models.clear()
-        plain_linear.restore()
+        restore_linear()
 
     @property
-    def models(self) -> Sequence[Driven]:
+    def models(self) -> Sequence[DrivenModel]:
         """The models that DeepSpeed trains now."""
         return self._models
 
@@ -348,7 +352,7 @@ class DeepSpeed(Strategy):
     def sum(self, value: Tensor | float) -> Tensor | float:
         return sum_over_ranks(self.group, value)
 
-    def _of(self, optimizer: Any) -> Driven:
+    def _of(self, optimizer: Any) -> DrivenModel:
         for model in self._models:
             if model.optimizer is optimizer:
                 return model
@@ -390,28 +394,28 @@ class DeepSpeed(Strategy):
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
-    def _spread(self, module: nn.Module) -> sharded_state.Spread | None:
+    def _shards(self, module: nn.Module) -> Shards | None:
         first = {id(p) for p in module.parameters()}
         return next(
-            (m.spread for m in self._models if m.spread is not None and not first.isdisjoint(m.spread.managed)), None
+            (m.shards for m in self._models if m.shards is not None and not first.isdisjoint(m.shards.managed)), None
         )
 
     def model_parts(self, module: nn.Module) -> dict[str, Any]:
         ranks, rank = self.group.world_size, self.group.rank
-        return sharded_state.model_state(module, self._spread(module), lambda number: number % ranks == rank)
+        return shards.model_state(module, self._shards(module), lambda number: number % ranks == rank)
 
     def load_model(self, module: nn.Module, source: Source, strict: bool = True) -> Report:
-        return sharded_state.load_model(module, self._spread(module), source, strict)
+        return shards.load_model(module, self._shards(module), source, strict)
 
     def optimizer_parts(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
-        return named_state(self._of(optimizer).spread or optimizer, module)
+        return named_state(self._of(optimizer).shards or optimizer, module)
 
     def load_optimizer(self, optimizer: Any, module: nn.Module, state: dict[str, Any], source: Source) -> None:
-        found = self._of(optimizer).spread
+        found = self._of(optimizer).shards
         if found is None:
             super().load_optimizer(optimizer, module, state, source)
         else:
-            sharded_state.load_optimizer(found, module, state, lambda value: source.read_optim(value, whole))
+            shards.load_optimizer(found, module, state, lambda value: source.read_optim(value, whole))
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        return sharded_state.model_state(module, self._spread(module), lambda number: self.group.is_main)
+        return shards.model_state(module, self._shards(module), lambda number: self.group.is_main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -16,12 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import Optimizer
 
 from engine.distributed import process_groups
 from engine.step import gradients
+from engine.step.optimizers import Modes
 from engine.strategies.added_modules import Divided
-from engine.strategies.deepspeed.sharded_state import Spread
+from engine.strategies.base import class_name
+from engine.strategies.deepspeed.shards import Shards
+from engine.utils.parameters import parameters_of
 from engine.utils.tree import leaves, map_tensors
 
 ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
@@ -49,15 +54,38 @@ def check_optimizer(optimizer: Optimizer, stage: int, trusted: bool) -> None:
         )
 
 
-class Driven(nn.Module):
+def check_one_set_of_weights(optimizer: Optimizer) -> None:
+    """Raise ``ValueError`` for an optimizer that trains with other weights than those to use afterwards, as schedule-free ones do."""
+    if Modes([optimizer]).switched:
+        raise ValueError(
+            f"{type(optimizer).__name__} has train() and eval(), which swap the weights, and DeepSpeed keeps the weights itself: "
+            "use another strategy, or another optimizer"
+        )
+
+
+def check_only_optimizer(optimizer: Optimizer, owners: Sequence[DrivenModel]) -> None:
+    """Raise unless this is the only optimizer of one model. ``owners``: the models that have some of its parameters."""
+    owner, name = owners[0], type(optimizer).__name__
+    if len(owners) > 1 or not {id(p) for p in parameters_of([optimizer])} <= {id(p) for p in owner.parameters()}:
+        raise ValueError(
+            f"{name} has parameters of several models, or of none that was prepared: under DeepSpeed each model has its own"
+        )
+    if owner.optimizer is not None:
+        raise ValueError(
+            f"{name} is a second optimizer of {class_name(owner.module)}: DeepSpeed trains a model with one; give one optimizer "
+            "several parameter groups"
+        )
+
+
+class DrivenModel(nn.Module):
     """A model and, once its optimizer is known, its DeepSpeed engine. Calling it calls the model."""
 
-    def __init__(self, module: nn.Module, made: tuple[int, int, str], start: Callable[[Driven], None]) -> None:
+    def __init__(self, module: nn.Module, made: tuple[int, int, str], start: Callable[[DrivenModel], None]) -> None:
         super().__init__()
         self.module, self.made, self._start = module, made, start
         self.optimizer: Any = None
         """The optimizer that the engine steps."""
-        self.spread: Spread | None = None
+        self.shards: Shards | None = None
         self.max_norm: float | None = None
         """The clipping norm of the next step."""
         self._fed = self._inside = False
@@ -75,9 +103,9 @@ class Driven(nn.Module):
     def engine(self) -> Any:
         return self._engine[0] if self._engine else None
 
-    def begin(self, engine: Any, optimizer: Any, spread: Spread | None) -> None:
+    def begin(self, engine: Any, optimizer: Any, shards: Shards | None) -> None:
         """Train (or only run, without ``optimizer``) by this engine."""
-        self._engine, self.optimizer, self.spread, self._fed = [engine], optimizer, spread, False
+        self._engine, self.optimizer, self.shards, self._fed = [engine], optimizer, shards, False
         if optimizer is not None:
             self._divided = Divided(self.module, "DeepSpeed")
             self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
@@ -101,7 +129,7 @@ class Driven(nn.Module):
         self._divided = None
         if self.optimizer is not None:
             vars(self.optimizer).pop("zero_grad", None)
-        self.optimizer = self.spread = None
+        self.optimizer = self.shards = None
 
     def end(self) -> None:
         """Remove the engine's hooks from the model."""
@@ -266,7 +294,7 @@ def _forget(wrapper: Any, stage: int) -> None:
 class LossScale:
     """The loss scale of fp16, which DeepSpeed keeps per model, with the engine's interface."""
 
-    def __init__(self, models: Sequence[Driven]) -> None:
+    def __init__(self, models: Sequence[DrivenModel]) -> None:
         self._models = models
 
     def _engines(self) -> list[Any]:
@@ -396,3 +424,14 @@ def use_process_group(device: torch.device, local_rank: int) -> None:
     made: Any = deepspeed.comm.comm.cdb
     made.all_gather_function = getattr(dist, "all_gather_single", made.all_gather_function)
     made.reduce_scatter_function = getattr(dist, "reduce_scatter_single", made.reduce_scatter_function)
+
+
+def restore_linear() -> None:
+    """Put back ``torch.nn.functional.linear``, which DeepSpeed replaces for the rest of the process when it shards parameters.
+
+    DeepSpeed's saves memory while it trains, and cannot be compiled, scripted or exported afterwards.
+    """
+    sharding = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    own = getattr(getattr(sharding, "InsertPostInitMethodToModuleSubClasses", None), "linear_bk", None)
+    if own is not None:
+        functional.linear = own

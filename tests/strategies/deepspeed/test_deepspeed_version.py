@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.ranks import PATIENCE_S, clean_environment
 
-from engine.strategies.deepspeed.model import REQUIREMENT
+from engine.strategies.deepspeed.driven_model import REQUIREMENT
 
 CODE = """
 import torch
@@ -23,7 +23,7 @@ Fit(strategy="deepspeed", accelerator="cpu").run(Net(), [torch.ones(1)])
 
 def test_it_is_that_of_the_extra() -> None:
     setup = configparser.ConfigParser()
-    setup.read(Path(__file__).parents[2] / "setup.cfg")
+    setup.read(Path(__file__).parents[3] / "setup.cfg")
     assert setup["options.extras_require"]["deepspeed"].strip() == REQUIREMENT
 
 

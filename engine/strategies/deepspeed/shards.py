@@ -13,7 +13,7 @@ from engine.checkpoint.reader import Report, Source, whole
 from engine.strategies.base import numbered_state
 
 
-class Spread:
+class Shards:
     """One of DeepSpeed's optimizers, at any stage: where each parameter's master copy and optimizer state are.
 
     Args:
@@ -140,22 +140,22 @@ def _like(value: Any, parameter: Any) -> bool:
     return len(shape) > 0 and shape == getattr(parameter, "ds_shape", parameter.shape)
 
 
-def load_optimizer(spread: Spread, module: nn.Module, state: dict[str, Any], read: Callable[[Any], Any]) -> None:
-    """A state by names or by numbers of parameters; ``read`` as of :meth:`Spread.load_state_dict`."""
-    spread.load_state_dict(numbered_state(_Numbers(spread), module, state), read)
+def load_optimizer(shards: Shards, module: nn.Module, state: dict[str, Any], read: Callable[[Any], Any]) -> None:
+    """A state by names or by numbers of parameters; ``read`` as of :meth:`Shards.load_state_dict`."""
+    shards.load_state_dict(numbered_state(_Numbers(shards), module, state), read)
 
 
 class _Numbers:
     """The optimizer interface that ``numbered_state`` needs, without gathering anything."""
 
-    def __init__(self, spread: Spread) -> None:
-        self.param_groups, self._groups = spread.param_groups, spread.numbered_groups()
+    def __init__(self, shards: Shards) -> None:
+        self.param_groups, self._groups = shards.param_groups, shards.numbered_groups()
 
     def state_dict(self) -> dict[str, Any]:
         return {"state": {}, "param_groups": self._groups}
 
 
-def model_state(module: nn.Module, spread: Spread | None, mine: Callable[[int], bool]) -> dict[str, Any]:
+def model_state(module: nn.Module, shards: Shards | None, mine: Callable[[int], bool]) -> dict[str, Any]:
     """Full parameters and buffers on the CPU; a collective. For parameters in half precision these are the fp32 master copies.
 
     Args:
@@ -168,7 +168,7 @@ def model_state(module: nn.Module, spread: Spread | None, mine: Callable[[int], 
             found[name] = tensor
             continue
         if id(tensor) not in known:
-            full = spread.read(tensor) if spread is not None and id(tensor) in spread.managed else _gathered(tensor)
+            full = shards.read(tensor) if shards is not None and id(tensor) in shards.managed else _gathered(tensor)
             known[id(tensor)] = full.cpu() if mine(len(known)) else None
         kept = known[id(tensor)]
         if kept is not None:
@@ -176,7 +176,7 @@ def model_state(module: nn.Module, spread: Spread | None, mine: Callable[[int], 
     return found
 
 
-def load_model(module: nn.Module, spread: Spread | None, source: Source, strict: bool) -> Report:
+def load_model(module: nn.Module, shards: Shards | None, source: Source, strict: bool) -> Report:
     """Read full tensors, one after another, into parameters, master copies and buffers.
 
     Raises:
@@ -202,8 +202,8 @@ def load_model(module: nn.Module, spread: Spread | None, source: Source, strict:
                         tensor.copy_(full)
             else:
                 tensor.copy_(full)
-            if spread is not None and id(tensor) in spread.managed:
-                spread.write(tensor, full.to(tensor.device))
+            if shards is not None and id(tensor) in shards.managed:
+                shards.write(tensor, full.to(tensor.device))
     if source.extra:
         module.load_state_dict({name: value for name, value in source.extra.items() if name in own}, strict=False)
     return report
