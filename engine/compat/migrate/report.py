@@ -11,7 +11,8 @@ from typing import Any
 from engine.compat.migrate.counterparts import AS_IS, CHANGE, INTEROP
 from engine.compat.migrate.imports import ClassInfo, Names
 from engine.compat.migrate.sources import Unread, read
-from engine.compat.migrate.uses import Finder, Use, kind_of
+from engine.compat.migrate.things import kind_of
+from engine.compat.migrate.walk import Finder, Use
 
 VERDICTS = (AS_IS, INTEROP, CHANGE)
 KINDS = {

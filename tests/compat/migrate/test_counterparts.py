@@ -7,8 +7,9 @@ import importlib
 import pytest
 
 import engine
-from engine.compat.migrate.counterparts import RENAMED, counterpart, is_package, things
+from engine.compat.migrate.counterparts import RENAMED, counterpart, is_package
 from engine.compat.migrate.imports import Api
+from engine.compat.migrate.things import things
 
 
 @pytest.mark.parametrize(

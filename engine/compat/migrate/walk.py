@@ -10,22 +10,24 @@ from typing import Any
 
 from engine.compat.lightning.checks import refused_hook
 from engine.compat.lightning.names import OF_CHECKPOINTS, OF_STRATEGIES, REPLACED
-from engine.compat.migrate.calls import Side, decided, misfit, stand_in
-from engine.compat.migrate.counterparts import (
-    AS_IS,
-    CHANGE,
-    INTEROP,
+from engine.compat.migrate.counterparts import AS_IS, CHANGE, INTEROP, counterpart, is_package
+from engine.compat.migrate.imports import Api, ClassInfo, Names, first_argument
+from engine.compat.migrate.signatures import member, misfit, signature, stand_in
+from engine.compat.migrate.sources import Source
+from engine.compat.migrate.things import (
+    KINDS,
+    MADE,
+    PASSED,
+    PLAIN,
+    Known,
     Thing,
-    counterpart,
-    is_package,
+    kind_of,
     of_nn_module,
+    thing_of,
     things,
 )
-from engine.compat.migrate.imports import Api, ClassInfo, Names, first_argument
-from engine.compat.migrate.members import member, signature
-from engine.compat.migrate.objects import KINDS, MADE, PASSED, PLAIN, Known, kind_of, thing_of
-from engine.compat.migrate.sources import Source
 from engine.compat.migrate.values import constructor, log_options, trainer_arguments
+from engine.compat.migrate.verdicts import Side, decided
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from textwrap import dedent
 import pytest
 from reported import classes, report_of, uses_of
 
-from engine.compat.migrate.counterparts import things
+from engine.compat.migrate.things import things
 
 AS_IS, INTEROP, CHANGE = "as is", "interop", "change"
 HEAD = "import lightning.pytorch as pl\n"
