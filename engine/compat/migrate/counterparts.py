@@ -61,27 +61,29 @@ class Counterpart:
 def counterpart(api: Api) -> Counterpart:
     """What stands for a class or a function of the libraries."""
     plain, where = _plain(api)
-    ours, there = translated(api)
+    ours, place = translated(api)
     if plain is not None:
         return Counterpart(AS_IS, where, plain, ours)
     if ours is not None:
-        return Counterpart(INTEROP, there, None, ours, refused(ours))
+        return Counterpart(INTEROP, place, None, ours, refused(ours))
     part = api.path.split(".")[0]
-    said = "it is private there" if api.name.startswith("_") else f"{INTEROP_OF[api.library]} has nothing of this name"
-    return Counterpart(CHANGE, _ANSWERS.get(part, said))
+    sentence = (
+        "it is private there" if api.name.startswith("_") else f"{INTEROP_OF[api.library]} has nothing of this name"
+    )
+    return Counterpart(CHANGE, _ANSWERS.get(part, sentence))
 
 
-def refused(found: object) -> str:
+def refused(counterpart: object) -> str:
     """What to do instead of a class that can only be named, not made; empty for every other object."""
-    return str(vars(found).get("refused", "")).rstrip(".") if inspect.isclass(found) else ""
+    return str(vars(counterpart).get("refused", "")).rstrip(".") if inspect.isclass(counterpart) else ""
 
 
 @functools.cache
 def is_package(api: Api) -> bool:
     """Whether the name is only a part of the library, which says nothing by itself."""
     if not api.path or api.name.islower():
-        found = translated(api)[0]
-        return isinstance(found, ModuleType) or (found is None and (not api.path or api.path in _SAME))
+        value = translated(api)[0]
+        return isinstance(value, ModuleType) or (value is None and (not api.path or api.path in _SAME))
     return False
 
 
@@ -104,9 +106,9 @@ def translated(api: Api) -> tuple[Any, str]:
     for length in range(len(head), -1, -1):  # its own place first, then a shorter one
         place = ".".join([package, *head[:length]])
         owner = module(place)
-        found = None if owner is None else getattr(owner, name, None) if name else owner
-        if found is None and owner is not None:
-            found = module(f"{place}.{name}")
-        if found is not None:
-            return found, f"{place}.{name}" if name else place
+        value = None if owner is None else getattr(owner, name, None) if name else owner
+        if value is None and owner is not None:
+            value = module(f"{place}.{name}")
+        if value is not None:
+            return value, f"{place}.{name}" if name else place
     return None, ""

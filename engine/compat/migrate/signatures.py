@@ -14,7 +14,7 @@ from inspect import Parameter, Signature
 from typing import Any
 
 from engine.compat.migrate.imports import first_argument
-from engine.compat.migrate.stand_ins import stand_in as class_of
+from engine.compat.migrate.stand_ins import stand_in
 from engine.loop.hook_arguments import BESIDES_EVENTS, fitted
 from engine.loop.step_arguments import taken
 
@@ -34,17 +34,17 @@ class Member:
 def member(cls: Any, name: str) -> Member | None:
     """The attribute ``name`` of ``cls`` or of its objects; ``None``: there is none."""
     if hasattr(cls, name):  # False for the attributes that only raise an error
-        found = inspect.getattr_static(cls, name)
-        if isinstance(found, property):
-            return Member(found.fset is not None, type=_returned(found.fget))
-        if isinstance(found, functools.cached_property):
-            return Member(True, type=_returned(found.func))
-        function = getattr(found, "__func__", found)
+        attribute = inspect.getattr_static(cls, name)
+        if isinstance(attribute, property):
+            return Member(attribute.fset is not None, type=_returned(attribute.fget))
+        if isinstance(attribute, functools.cached_property):
+            return Member(True, type=_returned(attribute.func))
+        function = getattr(attribute, "__func__", attribute)
         if isinstance(function, types.FunctionType):
-            skipped = 0 if isinstance(found, staticmethod) else 1
+            skipped = 0 if isinstance(attribute, staticmethod) else 1
             return Member(True, _without_first(signature(function), skipped))
         return Member(True)
-    if any(name in inspect.get_annotations(each) or name in set_by(each) for each in cls.__mro__):
+    if any(name in inspect.get_annotations(base) or name in set_by(base) for base in cls.__mro__):
         return Member(True)
     wrapped = getattr(cls, "of", None)  # what engine.interop.lightning's callbacks and loggers forward to
     return member(wrapped, name) if isinstance(wrapped, type) else None
@@ -53,10 +53,12 @@ def member(cls: Any, name: str) -> Member | None:
 def signature(function: Any) -> inspect.Signature | None:
     """The parameters of a function or a class that a caller may give; ``None`` where Python cannot tell."""
     try:
-        found = inspect.signature(function)
+        every = inspect.signature(function)
         # `**unknown: Never` names what is refused
-        kept = [each for each in found.parameters.values() if each.annotation not in ("Never", typing.Never)]
-        return found.replace(parameters=kept)
+        allowed = [
+            parameter for parameter in every.parameters.values() if parameter.annotation not in ("Never", typing.Never)
+        ]
+        return every.replace(parameters=allowed)
     except (TypeError, ValueError):
         return None
 
@@ -64,16 +66,22 @@ def signature(function: Any) -> inspect.Signature | None:
 def rejected(call: inspect.Signature, positional: int, keywords: Sequence[str]) -> tuple[list[str], bool]:
     """The keywords of a call that ``call`` does not take, and whether it takes fewer positional arguments."""
     parameters = call.parameters.values()
-    takes = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+    takes = {
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         takes.update(keywords)
-    by_place = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
-    unlimited = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+    by_place = sum(
+        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters
+    )
+    unlimited = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     return [name for name in keywords if name not in takes], positional > by_place and not unlimited
 
 
-def _without_first(found: inspect.Signature | None, skipped: int) -> inspect.Signature | None:
-    return None if found is None else found.replace(parameters=list(found.parameters.values())[skipped:])
+def _without_first(parameters: inspect.Signature | None, skipped: int) -> inspect.Signature | None:
+    return None if parameters is None else parameters.replace(parameters=list(parameters.parameters.values())[skipped:])
 
 
 @functools.cache
@@ -96,12 +104,12 @@ def set_by(cls: type) -> frozenset[str]:
 def _returned(function: Callable[..., Any] | None) -> type | None:
     """The class of ours that a property's annotation names."""
     try:
-        found = typing.get_type_hints(function).get("return")
+        annotation = typing.get_type_hints(function).get("return")
     except (NameError, TypeError, AttributeError):  # imported for type checkers only
         return None
-    if not isinstance(found, type) or not found.__module__.startswith(OURS):
+    if not isinstance(annotation, type) or not annotation.__module__.startswith(OURS):
         return None
-    return None if hasattr(found, "__getattr__") else found  # such as hyperparameters: the user's own names
+    return None if hasattr(annotation, "__getattr__") else annotation  # such as hyperparameters: the user's own names
 
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -113,14 +121,14 @@ def misfit(node: ast.FunctionDef | ast.AsyncFunctionDef, owner: str, cls: type, 
 
     A run's own checks answer, where it has them. Empty: it can be called.
     """
-    base = next((each for each in _BASES if issubclass(cls, class_of(f"engine.{each}"))), None)
+    base = next((base for base in _BASES if issubclass(cls, stand_in(f"engine.{base}"))), None)
     name = node.name
     is_event = name.startswith("on_") or name in ("setup", "teardown", *BESIDES_EVENTS)
     try:
         if base == "TrainModule" and name in STEPS:
-            taken(stand_in(node), f"{owner}.{name}", indexed=name != "training_step")
-        elif base is not None and is_event and name in vars(class_of(f"engine.{base}")):
-            fitted(stand_in(node), type(owner, (), {})(), name, class_of(f"engine.{base}"))
+            taken(with_parameters_of(node), f"{owner}.{name}", indexed=name != "training_step")
+        elif base is not None and is_event and name in vars(stand_in(f"engine.{base}")):
+            fitted(with_parameters_of(node), type(owner, (), {})(), name, stand_in(f"engine.{base}"))
         elif not takes(node, call):
             return f"{owner}.{name} is called with ({', '.join(call.parameters)})"
     except TypeError as error:
@@ -130,15 +138,15 @@ def misfit(node: ast.FunctionDef | ast.AsyncFunctionDef, owner: str, cls: type, 
 
 def takes(node: ast.FunctionDef | ast.AsyncFunctionDef, call: Signature) -> bool:
     """Whether a method can be called with what ours of the same name is called with."""
-    own = [*node.args.posonlyargs, *node.args.args]
-    most = len(own) - (0 if first_argument(node) is None else 1)
+    places = [*node.args.posonlyargs, *node.args.args]
+    most = len(places) - (0 if first_argument(node) is None else 1)
     least = most - len(node.args.defaults)
-    ours = [each for each in call.parameters.values() if each.kind is Parameter.POSITIONAL_OR_KEYWORD]
-    required = sum(each.default is Parameter.empty for each in ours)
+    ours = [parameter for parameter in call.parameters.values() if parameter.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    required = sum(parameter.default is Parameter.empty for parameter in ours)
     return least <= len(ours) and (node.args.vararg is not None or most >= required)
 
 
-def stand_in(node: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool = True) -> Callable[..., None]:
+def with_parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool = True) -> Callable[..., None]:
     """A function with the parameters of a method, which ``inspect.signature`` reads; ``bound``: without its object."""
 
     def function(*args: object, **kwargs: object) -> None: ...
@@ -149,15 +157,17 @@ def stand_in(node: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool = True
     kinds = [Parameter.POSITIONAL_ONLY] * len(arguments.posonlyargs) + [Parameter.POSITIONAL_OR_KEYWORD] * len(
         arguments.args
     )
-    found = [
-        Parameter(each.arg, kind, default=Parameter.empty if index < without else None)
-        for index, (each, kind) in enumerate(zip(places, kinds, strict=True))
+    parameters = [
+        Parameter(argument.arg, kind, default=Parameter.empty if index < without else None)
+        for index, (argument, kind) in enumerate(zip(places, kinds, strict=True))
     ][1 if bound and first_argument(node) is not None else 0 :]
     if arguments.vararg is not None:
-        found.append(Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL))
-    for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        found.append(Parameter(each.arg, Parameter.KEYWORD_ONLY, default=Parameter.empty if default is None else None))
+        parameters.append(Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL))
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        parameters.append(
+            Parameter(argument.arg, Parameter.KEYWORD_ONLY, default=Parameter.empty if default is None else None)
+        )
     if arguments.kwarg is not None:
-        found.append(Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD))
-    function.__signature__ = Signature(found)  # type: ignore[attr-defined]
+        parameters.append(Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD))
+    function.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return function

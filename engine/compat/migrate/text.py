@@ -61,7 +61,7 @@ def _of_class(uses: Sequence[Use]) -> Iterator[str]:
             yield f"    {verdict + ':':<9}{'; '.join(f'{name} {_lines(where)}' for name, where in names.items())}"
     for use in uses:
         if use.verdict == CHANGE:
-            yield f"    {CHANGE + ':':<9}line {_place(use)}: {use.name}: {use.what}"
+            yield f"    {CHANGE + ':':<9}line {_place(use)}: {use.name}: {use.sentence}"
 
 
 def _place(use: Use) -> str:

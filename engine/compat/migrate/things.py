@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from engine.compat.lightning.names import DATA, MODULE, REPLACED, VIEW
-from engine.compat.migrate.counterparts import counterpart, translated
+from engine.compat.lightning.names import DATA, MODULE, OF_CHECKPOINTS, OF_STRATEGIES, REPLACED, VIEW
+from engine.compat.migrate.counterparts import counterpart
 from engine.compat.migrate.imports import Api, ClassInfo
 from engine.compat.migrate.signatures import Member, member
 from engine.compat.migrate.stand_ins import stand_in
@@ -19,37 +18,54 @@ MADE = {"Trainer": "trainer", "Accelerator": "accelerator", "Fabric": "fabric"}
 """Classes whose objects are followed, and what they are."""
 KINDS = {"LightningModule": "module", "LightningDataModule": "data", "Callback": "callback"}
 PASSED = {"trainer": "trainer of a callback", "pl_module": "module"}
-"""What the names of arguments stand for in classes of Lightning."""
+"""Arguments by their names in classes of Lightning: the thing that each one is."""
 
 
 @dataclass(frozen=True)
 class Thing:
-    """An object of the libraries as a source sees it.
-
-    ``plain``: the class of ``engine`` in its place; ``translated``: that of ``engine.interop``. ``answers``: what to use instead of an attribute
-    that neither has. ``closed``: an attribute that neither has is theirs, not one of the user's own class.
-    """
+    """An object of the libraries as a source sees it."""
 
     label: str
-    plain: type | None
-    translated: type | None
+    """How the report calls it."""
+    plain: type | None = None
+    """The class of ``engine`` in its place."""
+    translated: type | None = None
+    """The class of ``engine.interop`` in its place."""
     answers: Mapping[str, str] = field(default_factory=dict)
+    """Attributes that neither has: what to use instead."""
+    uncalled: Mapping[str, str] = field(default_factory=dict)
+    """Methods that a class of the sources may define and that nothing calls: what to do instead."""
+    gives: Mapping[str, str] = field(default_factory=dict)
+    """Attributes that are things themselves, with their key in :func:`things`."""
+    library: str = "lightning"
+    is_trainer: bool = False
+    """Whether it may be an object of a subclass of ``Trainer`` in the sources, with attributes of its own."""
     closed: bool = True
+    """Whether an attribute that neither has is the library's, not one of the user's own class."""
 
-    def has(self, name: str) -> tuple[Member | None, Member | None]:
+    def members(self, name: str) -> tuple[Member | None, Member | None]:
         """The attribute of the plain and of the translated class."""
-        return tuple(None if each is None else member(each, name) for each in (self.plain, self.translated))  # type: ignore[return-value]
+        return tuple(None if cls is None else member(cls, name) for cls in (self.plain, self.translated))  # type: ignore[return-value]
 
-    def instead(self, name: str) -> str:
+    def answer(self, name: str) -> str:
         """What to do about an attribute that neither has."""
         if name in self.answers:
             return self.answers[name]
-        known = [each for owner in (self.plain, self.translated) if owner is not None for each in dir(owner)]
-        return f"there is no {name!r} here{nearest(name, [each for each in known if each[0] != '_'])}"
+        public = [
+            name for cls in (self.plain, self.translated) if cls is not None for name in dir(cls) if name[0] != "_"
+        ]
+        return f"there is no {name!r} here{nearest(name, public)}"
 
+    def has_as_module(self, name: str) -> bool:
+        """Whether it is an ``nn.Module``, and every one of these has the attribute."""
+        return self._is_a("torch.nn.Module") and member(stand_in("torch.nn.Module"), name) is not None
 
-PLAIN = Thing("object", None, None, closed=False)
-"""An object of a class without a base of the libraries: only what it keeps is of interest."""
+    def logs(self, name: str) -> bool:
+        """Whether the attribute is a method that logs into a run."""
+        return name in ("log", "log_dict") and self._is_a("engine.TrainModule", "engine.Callback")
+
+    def _is_a(self, *names: str) -> bool:
+        return self.plain is not None and issubclass(self.plain, tuple(map(stand_in, names)))
 
 
 @dataclass(frozen=True)
@@ -58,6 +74,21 @@ class Known:
 
     thing: Thing
     cls: ClassInfo | None = None
+
+
+PLAIN = Thing("object", closed=False)
+"""An object of a class without a base of the libraries: only what it keeps is of interest."""
+_UNCALLED = {name: f"it is never called: define {hooks}" for name, hooks in REPLACED.items()}
+_OF_CLASSES = {
+    "Trainer": Thing(
+        "Trainer", gives={"lightning_module": "module", "model": "module", "strategy": "strategy"}, is_trainer=True
+    ),
+    "ModelCheckpoint": Thing(
+        "ModelCheckpoint",
+        uncalled={name: f"it is never called: {sentence}" for name, sentence in OF_CHECKPOINTS.items()},
+    ),
+}
+"""Facts about a class besides its counterparts."""
 
 
 def kind_of(cls: ClassInfo) -> str:
@@ -75,57 +106,43 @@ def thing_of(cls: ClassInfo) -> Thing | None:
     kind = kind_of(cls)
     if not kind:
         return None
-    base = next((each for each in cls.foreign if KINDS.get(each.name) == kind), None) or cls.foreign[0]
+    base = next((base for base in cls.foreign if KINDS.get(base.name) == kind), None) or cls.foreign[0]
     if KINDS.get(base.name) == kind:
         return things()[kind]
-    found = counterpart(base)
-    plain, translated = (each if isinstance(each, type) else None for each in (found.plain, found.translated))
-    if plain is None and translated is None and kind == "callback":
+    thing = of_class(base, closed=False)
+    if kind == "callback" and thing.plain is None and thing.translated is None:
         return things()[kind]
-    return Thing(base.name, plain, translated, closed=False)
+    return replace(thing, library="lightning") if base.library == "fabric" else thing  # as the rest of such a class
 
 
-def _interop_class(library: str, name: str) -> type | None:
-    found = translated(Api(library, name))[0]
-    return found if inspect.isclass(found) else None
+def of_class(api: Api, *, closed: bool = True) -> Thing:
+    """An object of a class of the libraries, or the class itself."""
+    match = counterpart(api)
+    plain, translated = (cls if isinstance(cls, type) else None for cls in (match.plain, match.translated))
+    more = _OF_CLASSES.get(api.name, Thing(api.name))
+    return replace(more, label=api.name, plain=plain, translated=translated, library=api.library, closed=closed)
 
 
 @functools.cache
 def things() -> Mapping[str, Thing]:
     """The objects that a source may see, by what they are to it."""
-    of_module = {**REPLACED_TEXTS, **MODULE}
-    trainer = _interop_class("lightning", "Trainer")
+    library = Api("lightning", "")
+    module, data, callback, trainer = (
+        of_class(replace(library, path=name))
+        for name in ("LightningModule", "LightningDataModule", "Callback", "Trainer")
+    )
+    view = replace(trainer, label="trainer", plain=stand_in("engine.TrainerView"))
+    run = replace(trainer, label="trainer", plain=stand_in("engine.Run"))
+    engine = ATTRIBUTES["Engine"]
+    gives = {"trainer": "trainer of a module"}
     return {
-        "module": Thing(
-            "LightningModule",
-            stand_in("engine.TrainModule"),
-            _interop_class("lightning", "LightningModule"),
-            of_module,
-            False,
-        ),
-        "data": Thing(
-            "LightningDataModule",
-            stand_in("engine.DataModule"),
-            _interop_class("lightning", "LightningDataModule"),
-            DATA,
-            False,
-        ),
-        "callback": Thing(
-            "Callback", stand_in("engine.Callback"), _interop_class("lightning", "Callback"), REPLACED_TEXTS, False
-        ),
-        "trainer of a module": Thing("trainer", stand_in("engine.TrainerView"), trainer, {**ATTRIBUTES["Run"], **VIEW}),
-        "trainer of a callback": Thing("trainer", stand_in("engine.Run"), trainer, ATTRIBUTES["Run"]),
-        "trainer": Thing("Trainer", stand_in("engine.Fit"), trainer, ATTRIBUTES["Fit"]),
-        "accelerator": Thing(
-            "Accelerator", stand_in("engine.Engine"), _interop_class("accelerate", "Accelerator"), ATTRIBUTES["Engine"]
-        ),
-        "fabric": Thing("Fabric", stand_in("engine.Engine"), None, ATTRIBUTES["Engine"]),
+        "module": replace(module, answers=_UNCALLED | MODULE, uncalled=_UNCALLED, gives=gives, closed=False),
+        "data": replace(data, answers=DATA, gives=gives, closed=False),
+        "callback": replace(callback, answers=_UNCALLED, uncalled=_UNCALLED, closed=False),
+        "trainer of a module": replace(view, answers=ATTRIBUTES["Run"] | VIEW),
+        "trainer of a callback": replace(run, answers=ATTRIBUTES["Run"]),
+        "trainer": replace(trainer, answers=ATTRIBUTES["Fit"]),
+        "strategy": Thing("trainer.strategy", answers=OF_STRATEGIES, closed=False),
+        "accelerator": replace(of_class(Api("accelerate", "Accelerator")), answers=engine),
+        "fabric": replace(of_class(Api("fabric", "Fabric")), answers=engine, library="lightning"),
     }
-
-
-REPLACED_TEXTS = {name: f"it is never called: define {instead}" for name, instead in REPLACED.items()}
-
-
-def of_nn_module(name: str) -> bool:
-    """Whether every ``nn.Module`` has the attribute."""
-    return member(stand_in("torch.nn.Module"), name) is not None
