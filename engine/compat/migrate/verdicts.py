@@ -11,10 +11,10 @@ from typing import NamedTuple, TypeAlias
 from engine.compat.lightning.checks import refused_hook
 from engine.compat.lightning.names import REPLACED
 from engine.compat.migrate.counterparts import AS_IS, CHANGE, INTEROP, Counterpart, counterpart
-from engine.compat.migrate.imports import Api
+from engine.compat.migrate.imports import Api, ClassInfo
 from engine.compat.migrate.signatures import Member, misfit, rejected, signature, with_parameters_of
 from engine.compat.migrate.things import Thing
-from engine.compat.migrate.values import constructor, log_options, trainer_arguments
+from engine.compat.migrate.values import constructor, follows_validation, log_options, trainer_arguments
 from engine.compat.names import ARGUMENTS, NAMES, OTHERWISE
 
 
@@ -86,7 +86,26 @@ class Definition:
         return self.thing.library
 
 
-Question: TypeAlias = Named | Attribute | Construction | Definition
+@dataclass(frozen=True)
+class Schedule:
+    """The class ``cls`` of the sources, whose objects are ``thing``, has a dict that may configure a scheduler."""
+
+    thing: Thing
+    cls: ClassInfo
+    config: ast.Dict
+
+    @property
+    def library(self) -> str:
+        """The library that the base belongs to."""
+        return self.thing.library
+
+
+Question: TypeAlias = Named | Attribute | Construction | Definition | Schedule
+PLATEAU = (
+    "it steps before the validation that is due at its step, where Lightning's steps after it: the first step needs 'strict': False, "
+    "and each one follows the validation before; 'interval': 'epoch' follows the epoch's own validation"
+)
+"""The difference of a ``ReduceLROnPlateau`` with ``interval: "step"`` that follows what validation logs."""
 
 
 def verdicts(question: Question) -> Iterator[Verdict]:
@@ -105,6 +124,9 @@ def verdicts(question: Question) -> Iterator[Verdict]:
             )
         case Definition():
             return _of_definition(question)
+        case Schedule(thing, cls, config):
+            is_different = thing.has_as_module("training") and follows_validation(config, cls)
+            return iter([Verdict("ReduceLROnPlateau", CHANGE, PLATEAU)] if is_different else ())
 
 
 def _of_name(question: Named) -> Iterator[Verdict]:

@@ -23,7 +23,7 @@ from engine.compat.migrate.things import (
     thing_of,
     things,
 )
-from engine.compat.migrate.verdicts import Attribute, Construction, Definition, Named, Question, verdicts
+from engine.compat.migrate.verdicts import Attribute, Construction, Definition, Named, Question, Schedule, verdicts
 
 
 @dataclass(frozen=True)
@@ -202,6 +202,11 @@ class Walker(ast.NodeVisitor):
         if owner is not None:
             self._member(node, owner, None)
         self.visit(node.value)
+
+    def visit_Dict(self, node: ast.Dict) -> None:
+        self.generic_visit(node)
+        if self._self is not None and self._class is not None:
+            self._ask(node, Schedule(self._self.thing, self._class, node))
 
     def visit_Call(self, node: ast.Call) -> None:
         if isinstance(node.func, ast.Attribute) and (owner := self._gives(node.func.value)) is not None:

@@ -156,3 +156,30 @@ def test_helpers_of_accelerate_are_found(tmp_path: Path) -> None:
     wait_for_everyone()
     """
     assert {verdict for *_, verdict in uses_of(tmp_path, text)} == {INTEROP}
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "options", "is_foreseen"),
+    [
+        ("ReduceLROnPlateau(optimizer)", "'interval': 'step', 'monitor': 'val_loss'", True),
+        ("torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)", "'interval': 'step', 'monitor': 'score'", True),
+        ("plateau", "'interval': 'step', 'monitor': 'val_loss', 'frequency': 100", True),
+        ("plateau", "'interval': 'step', 'monitor': 'train_loss'", False),
+        ("plateau", "'interval': 'epoch', 'monitor': 'val_loss'", False),
+        ("StepLR(optimizer, 1)", "'interval': 'step', 'monitor': 'val_loss'", False),
+    ],
+)
+def test_a_plateau_of_steps_that_follows_validation_is_foreseen(
+    scheduler: str, options: str, is_foreseen: bool, tmp_path: Path
+) -> None:
+    text = f"""\
+    class Net(pl.LightningModule):
+        def validation_step(self, batch, batch_idx):
+            self.log("score", 1.0)
+        def configure_optimizers(self):
+            plateau = ReduceLROnPlateau(optimizer)
+            return {{"optimizer": optimizer, "lr_scheduler": {{"scheduler": {scheduler}, {options}}}}}
+    """
+    sentences = changes(tmp_path, HEAD + dedent(text))
+    assert list(sentences) == (["ReduceLROnPlateau"] if is_foreseen else [])
+    assert all("before the validation" in sentence for sentence in sentences.values())
