@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from engine.compat.lightning.names import DATA, MODULE, REPLACED, VIEW
 from engine.compat.migrate.imports import Api
-from engine.compat.migrate.members import Member, member
 from engine.compat.migrate.stand_ins import module, stand_in
 from engine.compat.names import ATTRIBUTES, OTHERWISE
-from engine.utils.errors import nearest
 
 AS_IS, INTEROP, CHANGE = "as is", "interop", "change"
 """The verdicts, from the best to the worst: works with ``engine``, works through ``engine.interop``, needs a change."""
@@ -48,32 +44,6 @@ _ANSWERS = {
 
 
 @dataclass(frozen=True)
-class Thing:
-    """An object of the libraries as a source sees it.
-
-    ``plain``: the class of ``engine`` in its place; ``translated``: that of ``engine.interop``. ``answers``: what to use instead of an attribute
-    that neither has. ``closed``: an attribute that neither has is theirs, not one of the user's own class.
-    """
-
-    label: str
-    plain: type | None
-    translated: type | None
-    answers: Mapping[str, str] = field(default_factory=dict)
-    closed: bool = True
-
-    def has(self, name: str) -> tuple[Member | None, Member | None]:
-        """The attribute of the plain and of the translated class."""
-        return tuple(None if each is None else member(each, name) for each in (self.plain, self.translated))  # type: ignore[return-value]
-
-    def instead(self, name: str) -> str:
-        """What to do about an attribute that neither has."""
-        if name in self.answers:
-            return self.answers[name]
-        known = [each for owner in (self.plain, self.translated) if owner is not None for each in dir(owner)]
-        return f"there is no {name!r} here{nearest(name, [each for each in known if each[0] != '_'])}"
-
-
-@dataclass(frozen=True)
 class Counterpart:
     """What stands for a name: ``where`` it is, and the object, if there is one.
 
@@ -91,27 +61,29 @@ class Counterpart:
 def counterpart(api: Api) -> Counterpart:
     """What stands for a class or a function of the libraries."""
     plain, where = _plain(api)
-    translated, there = _translated(api)
+    ours, place = translated(api)
     if plain is not None:
-        return Counterpart(AS_IS, where, plain, translated)
-    if translated is not None:
-        return Counterpart(INTEROP, there, None, translated, refused(translated))
+        return Counterpart(AS_IS, where, plain, ours)
+    if ours is not None:
+        return Counterpart(INTEROP, place, None, ours, refused(ours))
     part = api.path.split(".")[0]
-    said = "it is private there" if api.name.startswith("_") else f"{INTEROP_OF[api.library]} has nothing of this name"
-    return Counterpart(CHANGE, _ANSWERS.get(part, said))
+    sentence = (
+        "it is private there" if api.name.startswith("_") else f"{INTEROP_OF[api.library]} has nothing of this name"
+    )
+    return Counterpart(CHANGE, _ANSWERS.get(part, sentence))
 
 
-def refused(found: object) -> str:
+def refused(counterpart: object) -> str:
     """What to do instead of a class that can only be named, not made; empty for every other object."""
-    return str(vars(found).get("refused", "")).rstrip(".") if inspect.isclass(found) else ""
+    return str(vars(counterpart).get("refused", "")).rstrip(".") if inspect.isclass(counterpart) else ""
 
 
 @functools.cache
 def is_package(api: Api) -> bool:
     """Whether the name is only a part of the library, which says nothing by itself."""
     if not api.path or api.name.islower():
-        found = _translated(api)[0]
-        return isinstance(found, ModuleType) or (found is None and (not api.path or api.path in _SAME))
+        value = translated(api)[0]
+        return isinstance(value, ModuleType) or (value is None and (not api.path or api.path in _SAME))
     return False
 
 
@@ -127,61 +99,16 @@ def _plain(api: Api) -> tuple[Any, str]:
     return None, ""
 
 
-def _translated(api: Api) -> tuple[Any, str]:
+def translated(api: Api) -> tuple[Any, str]:
+    """What ``engine.interop`` has of the name, and where."""
     package = INTEROP_OF[api.library]
     *head, name = api.path.split(".")
     for length in range(len(head), -1, -1):  # its own place first, then a shorter one
         place = ".".join([package, *head[:length]])
         owner = module(place)
-        found = None if owner is None else getattr(owner, name, None) if name else owner
-        if found is None and owner is not None:
-            found = module(f"{place}.{name}")
-        if found is not None:
-            return found, f"{place}.{name}" if name else place
+        value = None if owner is None else getattr(owner, name, None) if name else owner
+        if value is None and owner is not None:
+            value = module(f"{place}.{name}")
+        if value is not None:
+            return value, f"{place}.{name}" if name else place
     return None, ""
-
-
-def _interop_class(library: str, name: str) -> type | None:
-    found = _translated(Api(library, name))[0]
-    return found if inspect.isclass(found) else None
-
-
-@functools.cache
-def things() -> Mapping[str, Thing]:
-    """The objects that a source may see, by what they are to it."""
-    of_module = {**REPLACED_TEXTS, **MODULE}
-    trainer = _interop_class("lightning", "Trainer")
-    return {
-        "module": Thing(
-            "LightningModule",
-            stand_in("engine.TrainModule"),
-            _interop_class("lightning", "LightningModule"),
-            of_module,
-            False,
-        ),
-        "data": Thing(
-            "LightningDataModule",
-            stand_in("engine.DataModule"),
-            _interop_class("lightning", "LightningDataModule"),
-            DATA,
-            False,
-        ),
-        "callback": Thing(
-            "Callback", stand_in("engine.Callback"), _interop_class("lightning", "Callback"), REPLACED_TEXTS, False
-        ),
-        "trainer of a module": Thing("trainer", stand_in("engine.TrainerView"), trainer, {**ATTRIBUTES["Run"], **VIEW}),
-        "trainer of a callback": Thing("trainer", stand_in("engine.Run"), trainer, ATTRIBUTES["Run"]),
-        "trainer": Thing("Trainer", stand_in("engine.Fit"), trainer, ATTRIBUTES["Fit"]),
-        "accelerator": Thing(
-            "Accelerator", stand_in("engine.Engine"), _interop_class("accelerate", "Accelerator"), ATTRIBUTES["Engine"]
-        ),
-        "fabric": Thing("Fabric", stand_in("engine.Engine"), None, ATTRIBUTES["Engine"]),
-    }
-
-
-REPLACED_TEXTS = {name: f"it is never called: define {instead}" for name, instead in REPLACED.items()}
-
-
-def of_nn_module(name: str) -> bool:
-    """Whether every ``nn.Module`` has the attribute."""
-    return member(stand_in("torch.nn.Module"), name) is not None

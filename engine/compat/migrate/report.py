@@ -11,7 +11,8 @@ from typing import Any
 from engine.compat.migrate.counterparts import AS_IS, CHANGE, INTEROP
 from engine.compat.migrate.imports import ClassInfo, Names
 from engine.compat.migrate.sources import Unread, read
-from engine.compat.migrate.uses import Finder, Use, kind_of
+from engine.compat.migrate.things import kind_of
+from engine.compat.migrate.walk import Use, Walker
 
 VERDICTS = (AS_IS, INTEROP, CHANGE)
 KINDS = {
@@ -69,13 +70,13 @@ def migration(paths: Sequence[Path], exclude: Iterable[str] = ()) -> Report:
     users = _users(names.classes)
     uses: list[Use] = []
     for source in sources:
-        finder = Finder(source, names, users)
+        walker = Walker(source, names, users)
         try:
-            finder.visit(source.tree)
+            walker.visit(source.tree)
         except RecursionError:
             unread.append(Unread(source.path, 0, "an expression in it is nested too deeply"))
             continue
-        uses += finder.found
+        uses += walker.uses
     by_class: dict[ClassInfo, list[Use]] = {}
     for use in uses:
         if use.owner is not None:
@@ -143,5 +144,5 @@ def _use(use: Use) -> dict[str, Any]:
         "library": use.library,
         "name": use.name,
         "verdict": use.verdict,
-        "what": use.what,
+        "what": use.sentence,
     }

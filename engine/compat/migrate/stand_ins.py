@@ -1,6 +1,6 @@
 """Stand-ins for our classes and modules: they have the same names, members and signatures, and no code, so that nothing imports torch.
 
-``stand_ins.json`` has them as ``tests/migrate/write_stand_ins.py`` found them in the live classes; a test compares the two.
+``stand_ins.json`` has them as ``tests/compat/migrate/write_stand_ins.py`` found them in the live classes; a test compares the two.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _class(key: str) -> type:
 
 
 def _member(name: str, entry: Mapping[str, Any]) -> Any:
-    """What ``engine.compat.migrate.members.member`` reads the member from."""
+    """What ``engine.compat.migrate.signatures.member`` reads the member from."""
     if "raises" in entry:
         return _Raises()
     if entry.get("call") is not None:

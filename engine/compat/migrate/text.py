@@ -8,7 +8,7 @@ from engine.compat.migrate.counterparts import AS_IS, CHANGE, INTEROP
 from engine.compat.migrate.imports import ClassInfo
 from engine.compat.migrate.report import KINDS, ClassReport, Report
 from engine.compat.migrate.sources import Source
-from engine.compat.migrate.uses import Use
+from engine.compat.migrate.walk import Use
 
 _SAID = {AS_IS: "works as is", INTEROP: "works through engine.interop", CHANGE: "needs a change"}
 
@@ -61,7 +61,7 @@ def _of_class(uses: Sequence[Use]) -> Iterator[str]:
             yield f"    {verdict + ':':<9}{'; '.join(f'{name} {_lines(where)}' for name, where in names.items())}"
     for use in uses:
         if use.verdict == CHANGE:
-            yield f"    {CHANGE + ':':<9}line {_place(use)}: {use.name}: {use.what}"
+            yield f"    {CHANGE + ':':<9}line {_place(use)}: {use.name}: {use.sentence}"
 
 
 def _place(use: Use) -> str:

@@ -9,6 +9,7 @@ from inspect import Parameter, Signature
 from typing import Any
 
 from engine.compat.lightning.trainer_settings import check_callbacks, settings
+from engine.compat.migrate.imports import ClassInfo
 from engine.compat.migrate.stand_ins import stand_in
 from engine.metrics.log_options import Given, options_of
 
@@ -85,3 +86,28 @@ def constructor(call: ast.Call, classes: Sequence[Any]) -> str:
         else:
             return ""
     return said
+
+
+def follows_validation(config: ast.Dict, cls: ClassInfo) -> bool:
+    """Whether a dict in a module configures a ``ReduceLROnPlateau`` that steps with the optimizer and follows what validation logs."""
+    entries = {
+        key.value: value for key, value in zip(config.keys, config.values, strict=True) if isinstance(key, ast.Constant)
+    }
+    interval, monitor = (getattr(entries.get(name), "value", None) for name in ("interval", "monitor"))
+    if interval != "step" or not isinstance(monitor, str) or "scheduler" not in entries:
+        return False
+    scheduler = ast.unparse(entries["scheduler"])
+    assigned = (node for node in ast.walk(cls.node) if isinstance(node, ast.Assign))
+    values = [node.value for node in assigned if scheduler in map(ast.unparse, node.targets)] or [entries["scheduler"]]
+    is_plateau = any(
+        isinstance(value, ast.Call) and ast.unparse(value.func).endswith("ReduceLROnPlateau") for value in values
+    )
+    return is_plateau and (monitor.startswith("val") or monitor in _logged_by_validation(cls))
+
+
+def _logged_by_validation(cls: ClassInfo) -> set[str]:
+    """The names that a module's validation methods log literally."""
+    methods = (node for heir in cls.family for name, node in heir.methods.items() if "validation" in name)
+    calls = (node for method in methods for node in ast.walk(method) if isinstance(node, ast.Call) and node.args)
+    names = (call.args[0] for call in calls if getattr(call.func, "attr", "") == "log")
+    return {str(name.value) for name in names if isinstance(name, ast.Constant)}

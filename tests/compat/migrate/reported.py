@@ -29,3 +29,8 @@ def uses_of(folder: Path, text: str) -> list[Line]:
 def classes(report: Report) -> dict[str, tuple[str, str]]:
     """Kind and verdict of each class."""
     return {each.cls.name: (each.kind, each.verdict) for each in report.classes}
+
+
+def changes(folder: Path, text: str) -> dict[str, str]:
+    """What needs a change in one file, and what is said about it."""
+    return {use.name: use.sentence for use in report_of(folder, net=text).uses if use.verdict == "change"}

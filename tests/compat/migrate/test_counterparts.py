@@ -7,7 +7,7 @@ import importlib
 import pytest
 
 import engine
-from engine.compat.migrate.counterparts import RENAMED, counterpart, is_package, things
+from engine.compat.migrate.counterparts import RENAMED, counterpart, is_package
 from engine.compat.migrate.imports import Api
 
 
@@ -49,21 +49,3 @@ def test_the_names_in_the_table_are_there_and_here() -> None:
 def test_parts_of_a_library_are_no_use() -> None:
     assert all(is_package(Api("lightning", path)) for path in ("", "callbacks", "loggers", "utilities"))
     assert not is_package(Api("lightning", "seed_everything"))
-
-
-def test_every_thing_is_a_class_of_ours() -> None:
-    for thing in things().values():
-        assert isinstance(thing.plain, type)
-        assert thing.translated is not None or thing.label == "Fabric"
-
-
-def test_every_public_name_of_lightnings_classes_has_an_answer() -> None:
-    """Where neither class has a name, the report says what to use instead."""
-    lightning = pytest.importorskip("lightning")
-    for kind, cls in (("module", lightning.LightningModule), ("trainer of a module", lightning.Trainer)):
-        thing = things()[kind]
-        names = [
-            name for name in dir(cls) if not name.startswith("_") and name != "smart_apply"
-        ]  # transformers adds it
-        unanswered = [name for name in names if not any(thing.has(name)) and name not in thing.answers]
-        assert unanswered == []

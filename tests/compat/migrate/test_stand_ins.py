@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from engine.compat.migrate.members import Member, member, signature
+from engine.compat.migrate.signatures import Member, member, signature
 from engine.compat.migrate.stand_ins import FILE, stand_in
 
 PROJECT = """\

@@ -20,7 +20,7 @@ import engine
 from engine.compat.accelerate.names import FUNCTIONS
 from engine.compat.lightning.names import CLASSES
 from engine.compat.lightning.trainer_view import TrainerView
-from engine.compat.migrate.members import OURS, Member, member, set_by, signature
+from engine.compat.migrate.signatures import OURS, Member, member, set_by, signature
 from engine.compat.migrate.stand_ins import FILE
 from engine.interop import Moved
 

@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 import engine
-from engine.compat.migrate.members import member, rejected, signature
+from engine.compat.migrate.signatures import member, rejected, signature
 
 
 def test_members_of_our_classes() -> None:
