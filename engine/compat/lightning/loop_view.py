@@ -80,7 +80,9 @@ class EpochLoopView(_Part):
     global_step = property(lambda self: self._trainer.global_step, doc="The trainer's.")
     _batches_that_stepped = property(lambda self: self._trainer.global_step, doc="Steps, with the one just done.")
     val_loop = property(
-        lambda self: SimpleNamespace(_data_source=DataSourceView(self._trainer, "validation")),
+        lambda self: SimpleNamespace(
+            _data_source=DataSourceView(self._trainer, "validation"), _has_run=self._run.validated_step >= 0
+        ),
         doc="The validations of this training.",
     )
 

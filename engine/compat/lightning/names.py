@@ -233,6 +233,28 @@ CLASSES = {
     **dict.fromkeys(("_EvaluationLoop", "_FitLoop", "_PredictionLoop"), _LOOP_CLASSES),
 }
 """Classes without a counterpart of the same kind."""
+BOUND = {
+    **{
+        name: CLASSES[name]
+        for name in (
+            "BatchSizeFinder",
+            "LearningRateFinder",
+            "ModelPruning",
+            "OnExceptionCheckpoint",
+            "ThroughputMonitor",
+        )
+    },
+    "BasePredictionWriter": "subclass callbacks.BasePredictionWriter",
+    "DeviceStatsMonitor": "use callbacks.DeviceStatsMonitor()",
+    "EMAWeightAveraging": "use callbacks.EMA(decay=...)",
+    "GradientAccumulationScheduler": "give Fit(accumulate_grad_batches={first epoch: micro-batches}), or the Trainer of engine.interop.lightning "
+    "the class of this name there",
+    "LearningRateMonitor": "use callbacks.LearningRateMonitor()",
+    "StochasticWeightAveraging": "use callbacks.SWA(swa_lrs=...)",
+    "WeightAveraging": "use callbacks.WeightAveraging()",
+}
+"""Callbacks of the installed Lightning that need private parts of its ``Trainer``, the weights in its checkpoints, or its order of events after an
+error: what to use instead."""
 
 TOP = {"Fabric": "use engine.Engine"}
 """Names of the package ``lightning`` itself that ours does not have."""
