@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
+from engine.compat.lightning.argument_names import STRATEGY_NAMES
 from engine.compat.lightning.names import CHECKPOINT, DATA, MODULE, OF_SETTINGS, VIEW
-from engine.compat.lightning.strategy_arguments import NAMES as STRATEGIES
 from engine.compat.names import ARGUMENTS, ATTRIBUTES, NAMES, OTHERWISE
 from engine.utils.extensions import attribute_error, hint
 
@@ -26,7 +26,7 @@ ANSWERS: dict[str, dict[str, str]] = {
     "TrainerView": VIEW,
     "checkpoint entry": CHECKPOINT,
     "setting": OTHERWISE | {name: f"here it is called {setting!r}" for name, setting in NAMES.items()},
-    "strategy": {name: f"this name of Lightning's is {setting!r} here" for name, setting in STRATEGIES.items()},
+    "strategy": {name: f"this name of Lightning's is {setting!r} here" for name, setting in STRATEGY_NAMES.items()},
 }
 """What to use instead of a name, by the place that does not have it: a class, a call, or what the name is of."""
 UNWRAPPED = ("TrainModule",)

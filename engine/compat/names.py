@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from engine.compat.accelerate import names as accelerate
-from engine.compat.lightning import names as lightning
+from engine.compat.lightning import argument_names as lightning
+from engine.compat.lightning.names import ATTRIBUTES as LIGHTNING
 from engine.compat.transformers import names as transformers
 
 _SETTINGS = {
@@ -43,5 +44,5 @@ OTHERWISE = {
 """What to do instead of an argument that is no setting."""
 ARGUMENTS = _merged((lightning.CALLS, accelerate.CALLS))
 """Arguments of other trainers, by our call: what to do instead."""
-ATTRIBUTES = _merged((lightning.ATTRIBUTES, accelerate.ATTRIBUTES))
+ATTRIBUTES = _merged((LIGHTNING, accelerate.ATTRIBUTES))
 """Attributes of other trainers' objects, by our class: what to use instead."""

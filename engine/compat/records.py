@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+ANY: tuple[Any, ...] = (object(),)
+"""For ``Argument(neutral=ANY)``: the drop-in class takes any value, which changes nothing: a message, a layout."""
+
 
 @dataclass(frozen=True)
 class Argument:
@@ -13,13 +16,24 @@ class Argument:
     usual: Any = None
     """Its default there."""
     setting: str = ""
-    """The setting of ours that means the same, with the same values."""
+    """The setting, or the argument, of ours that means the same, with the same values."""
     neutral: tuple[Any, ...] = ()
-    """Values under which nothing is asked for, if another one is an error."""
+    """Values under which nothing is asked for, if another one is an error; or :data:`ANY`. Empty: the drop-in class translates it."""
     instead: str = ""
-    """What to do here: the end of the errors of ``Fit`` and of the drop-in class, and the line of ``fit migrate``."""
+    """What to do here: the end of the errors of ``Fit``, of our class and of the drop-in class, and the line of ``fit migrate``."""
+    drop_in: str = ""
+    """The end of the drop-in class's error, if ``instead`` names what that class does not have."""
     in_file: str = ""
     """The note of a converted file about an argument that is not read there."""
+
+    @property
+    def answer(self) -> str:
+        """What our class says about the argument; empty if it has none of this name, or nothing to say."""
+        return self.instead or (called(self.setting) if self.setting else "")
+
+    def refuses(self, value: object) -> bool:
+        """Whether the value asks for what there is not."""
+        return bool(self.neutral) and self.neutral is not ANY and value not in self.neutral
 
 
 def called(name: str) -> str:

@@ -7,30 +7,29 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-ANY = object()
-"""Any value of an argument changes nothing here: a message, a layout."""
+from engine.compat.records import Argument
 
 
-def translated(call: str, given: Mapping[str, Any], without: Mapping[str, Any]) -> dict[str, Any]:
+def translated(call: str, given: Mapping[str, Any], arguments: Mapping[str, Argument]) -> dict[str, Any]:
     """Another trainer's arguments of ``call`` by name, except those that have no counterpart.
-
-    ``without``: each of these, with the value that asks for nothing (:data:`ANY`), and what to do instead of another.
 
     Raises:
         ValueError: an argument asks for what there is not.
     """
-    for name, (neutral, instead) in without.items():
-        if neutral is not ANY and name in given and given[name] is not neutral and given[name] != neutral:
-            raise ValueError(f"{call}({name}={given[name]!r}) has no counterpart: {instead}")
-    return {name: value for name, value in given.items() if name not in without}
+    for name, argument in arguments.items():
+        if name in given and argument.refuses(given[name]):
+            raise ValueError(
+                f"{call}({name}={given[name]!r}) has no counterpart: {argument.drop_in or argument.instead}"
+            )
+    return {name: value for name, value in given.items() if name not in arguments or not arguments[name].neutral}
 
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
-def with_arguments_of(of: type, without: Mapping[str, Any], **fixed: Any) -> Callable[[Init], Init]:
+def with_arguments_of(of: type, rows: Mapping[str, Mapping[str, Argument]], **fixed: Any) -> Callable[[Init], Init]:
     """Decorator of an ``__init__`` that has another trainer's signature: before its body runs, the arguments that differ from the defaults are
-    given to that of the class ``of``, with our ``fixed`` ones. ``without``: as of :func:`translated`.
+    given to that of the class ``of``, with our ``fixed`` ones. ``rows``: by class, the arguments without a counterpart.
     """
 
     def decorate(init: Init) -> Init:
@@ -46,7 +45,7 @@ def with_arguments_of(of: type, without: Mapping[str, Any], **fixed: Any) -> Cal
             usual = {name: each.default for name, each in signature.parameters.items()}
             named = {name: value for name, value in arguments.items() if name not in ("self", more)}
             asked = {name: value for name, value in named.items() if not _same(value, usual[name])}
-            given = translated(call, asked | arguments.get(more, {}), without)
+            given = translated(call, asked | arguments.get(more, {}), rows.get(call, {}))
             of.__init__(self, **given, **fixed)  # type: ignore[misc]
             init(self, *args, **kwargs)
 

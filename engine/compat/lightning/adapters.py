@@ -8,6 +8,7 @@ from typing import Any
 from engine.callback import Callback
 from engine.compat.lightning.callback import adapted_class, lightnings
 from engine.compat.lightning.module import LightningDataModule, LightningModule
+from engine.compat.lightning.names import BOUND
 from engine.data.datamodule import DataModule
 from engine.module import TrainModule
 from engine.utils.log import logger
@@ -31,6 +32,9 @@ def adapt(value: Any) -> Any:
     """A module, data module or callback of Lightning's as this library's, which shares its weights and state; others are returned as they are.
 
     Parts that are not honoured are named in the log.
+
+    Raises:
+        NotImplementedError: a callback of Lightning's that works only under its own ``Trainer``.
     """
     if isinstance(value, (Callback, DataModule, TrainModule)):
         return value
@@ -41,7 +45,15 @@ def adapt(value: Any) -> Any:
         return vars(value)["_adapted"]
     if lightnings(kind, "LightningDataModule"):
         return _data_class_for(kind)(value)
-    return adapted_class(kind)(value) if lightnings(kind, "Callback") else value
+    if not lightnings(kind, "Callback"):
+        return value
+    if name := next(
+        (base.__name__ for base in kind.__mro__ if base.__name__ in BOUND and lightnings(base, base.__name__)), ""
+    ):
+        raise NotImplementedError(
+            f"{kind.__name__}: Lightning's {name} works only under Lightning's own Trainer: {BOUND[name]}"
+        )
+    return adapted_class(kind)(value)
 
 
 class Foreign(LightningModule):

@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 
 import engine.callbacks as own
+from engine.compat.lightning.argument_names import CALLBACKS
 from engine.compat.lightning.callback import EVENTS, Callback, listens
-from engine.compat.lightning.names import CLASSES, OF_CALLBACKS, OF_CHECKPOINTS, OF_PROFILERS
+from engine.compat.lightning.names import CLASSES, OF_CHECKPOINTS
 from engine.compat.lightning.pickled import write_checkpoint
 from engine.compat.refusals import refusing, with_arguments_of
 from engine.utils.log import logger
@@ -32,7 +33,7 @@ class ProgressBar(Callback):
 class LearningRateMonitor(Callback, own.LearningRateMonitor):
     """Lightning's arguments of :class:`callbacks.LearningRateMonitor`."""
 
-    @with_arguments_of(own.LearningRateMonitor, {})
+    @with_arguments_of(own.LearningRateMonitor, CALLBACKS)
     def __init__(
         self,
         logging_interval: Literal["step", "epoch"] | None = None,
@@ -44,21 +45,21 @@ class LearningRateMonitor(Callback, own.LearningRateMonitor):
 class DeviceStatsMonitor(Callback, own.DeviceStatsMonitor):
     """Lightning's arguments of :class:`callbacks.DeviceStatsMonitor`."""
 
-    @with_arguments_of(own.DeviceStatsMonitor, {})
+    @with_arguments_of(own.DeviceStatsMonitor, CALLBACKS)
     def __init__(self, cpu_stats: bool | None = None) -> None: ...
 
 
 class WeightAveraging(Callback, own.WeightAveraging):
     """Lightning's arguments of :class:`callbacks.WeightAveraging`."""
 
-    @with_arguments_of(own.WeightAveraging, OF_CALLBACKS)
+    @with_arguments_of(own.WeightAveraging, CALLBACKS)
     def __init__(self, device: Device = None, use_buffers: bool = True, **kwargs: Any) -> None: ...
 
 
 class EMAWeightAveraging(Callback, own.EMA):
     """Lightning's arguments of :class:`callbacks.EMA`."""
 
-    @with_arguments_of(own.EMA, OF_CALLBACKS)
+    @with_arguments_of(own.EMA, CALLBACKS)
     def __init__(
         self, device: Device = None, use_buffers: bool = True, decay: float = 0.999, update_every_n_steps: int = 1,
         update_starting_at_step: int | None = None, update_starting_at_epoch: int | None = None, **kwargs: Any,
@@ -68,7 +69,7 @@ class EMAWeightAveraging(Callback, own.EMA):
 class StochasticWeightAveraging(Callback, own.SWA):
     """Lightning's arguments of :class:`callbacks.SWA`."""
 
-    @with_arguments_of(own.SWA, {"device": OF_CALLBACKS["leave"]})
+    @with_arguments_of(own.SWA, CALLBACKS)
     def __init__(
         self, swa_lrs: float | list[float], swa_epoch_start: int | float = 0.8, annealing_epochs: int = 10,
         annealing_strategy: Literal["cos", "linear"] = "cos", avg_fn: Callable[..., Any] | None = None,
@@ -79,7 +80,7 @@ class StochasticWeightAveraging(Callback, own.SWA):
 class BasePredictionWriter(Callback, own.BasePredictionWriter):
     """Lightning's arguments of :class:`callbacks.BasePredictionWriter`."""
 
-    @with_arguments_of(own.BasePredictionWriter, {})
+    @with_arguments_of(own.BasePredictionWriter, CALLBACKS)
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None: ...
 
 
@@ -90,7 +91,7 @@ class BaseFinetuning(Callback, own.BaseFinetuning):
 class BackboneFinetuning(Callback, own.BackboneFinetuning):
     """Lightning's arguments of :class:`callbacks.BackboneFinetuning`."""
 
-    @with_arguments_of(own.BackboneFinetuning, OF_CALLBACKS)
+    @with_arguments_of(own.BackboneFinetuning, CALLBACKS)
     def __init__(
         self, unfreeze_backbone_at_epoch: int = 10, lambda_func: Callable[[int], float] | None = None,
         backbone_initial_ratio_lr: float = 0.1, backbone_initial_lr: float | None = None, should_align: bool = True,
@@ -101,14 +102,14 @@ class BackboneFinetuning(Callback, own.BackboneFinetuning):
 class ModelSummary(Callback, own.ModelSummary):
     """Lightning's arguments of :class:`callbacks.ModelSummary`."""
 
-    @with_arguments_of(own.ModelSummary, {}, measure=False)
+    @with_arguments_of(own.ModelSummary, CALLBACKS, measure=False)
     def __init__(self, max_depth: int = 1) -> None: ...
 
 
 class RichProgressBar(ProgressBar, own.RichProgressBar):
     """Lightning's arguments of :class:`callbacks.RichProgressBar`."""
 
-    @with_arguments_of(own.RichProgressBar, OF_CALLBACKS)
+    @with_arguments_of(own.RichProgressBar, CALLBACKS)
     def __init__(
         self, refresh_rate: int = 1, leave: bool = False, theme: Any = None, console_kwargs: dict[str, Any] | None = None
     ) -> None:  # fmt: skip
@@ -118,7 +119,7 @@ class RichProgressBar(ProgressBar, own.RichProgressBar):
 class TQDMProgressBar(ProgressBar, own.TQDMProgressBar):
     """Lightning's arguments of :class:`callbacks.TQDMProgressBar`."""
 
-    @with_arguments_of(own.TQDMProgressBar, OF_CALLBACKS)
+    @with_arguments_of(own.TQDMProgressBar, CALLBACKS)
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
         self.idle = refresh_rate == 0
 
@@ -126,7 +127,7 @@ class TQDMProgressBar(ProgressBar, own.TQDMProgressBar):
 class ServableModuleValidator(Callback, own.ServableModuleValidator):
     """Lightning's arguments of :class:`callbacks.ServableModuleValidator`."""
 
-    @with_arguments_of(own.ServableModuleValidator, {})
+    @with_arguments_of(own.ServableModuleValidator, CALLBACKS)
     def __init__(
         self, optimization: str | None = None, server: str = "fastapi", host: str = "127.0.0.1", port: int = 8080,
         timeout: int = 20, exit_on_failure: bool = True,
@@ -136,7 +137,7 @@ class ServableModuleValidator(Callback, own.ServableModuleValidator):
 class SimpleProfiler(Callback, own.SimpleProfiler):
     """Lightning's arguments of :class:`callbacks.SimpleProfiler`."""
 
-    @with_arguments_of(own.SimpleProfiler, {})
+    @with_arguments_of(own.SimpleProfiler, CALLBACKS)
     def __init__(
         self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True
     ) -> None: ...
@@ -145,7 +146,7 @@ class SimpleProfiler(Callback, own.SimpleProfiler):
 class PyTorchProfiler(Callback, own.Profiler):
     """:class:`callbacks.Profiler`, with its arguments."""
 
-    @with_arguments_of(own.Profiler, OF_PROFILERS)
+    @with_arguments_of(own.Profiler, CALLBACKS)
     def __init__(
         self, dirpath: str | Path | None = None, filename: str | None = None, group_by_input_shapes: bool = False,
         emit_nvtx: bool = False, export_to_chrome: bool = True, row_limit: int = 20, sort_by_key: str | None = None,

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import engine.callbacks as own
 from callbacks.loggers import ForwardingLogger as AdaptedLogger  # noqa: F401
 from callbacks.loggers import PlainLogger as Logger
-from engine.compat.lightning.names import CLASSES, OF_LOGGERS
+from engine.compat.lightning.argument_names import LOGGERS
+from engine.compat.lightning.names import CLASSES
 from engine.compat.refusals import refusing, with_arguments_of
 from engine.distributed.rank_zero import rank_zero_experiment as rank_zero_experiment
 from engine.utils.log import logger
@@ -67,7 +68,7 @@ class WrappedLogger(Logger):
 class TensorBoardLogger(WrappedLogger):
     of = own.TensorBoardLogger
 
-    @with_arguments_of(WrappedLogger, OF_LOGGERS)
+    @with_arguments_of(WrappedLogger, LOGGERS)
     def __init__(
         self, save_dir: Folder, name: str | None = "lightning_logs", version: int | str | None = None, log_graph: bool = False,
         default_hp_metric: bool = True, prefix: str = "", sub_dir: Folder = None, **kwargs: Any,
@@ -77,7 +78,7 @@ class TensorBoardLogger(WrappedLogger):
 class CSVLogger(WrappedLogger):
     of = own.CSVLogger
 
-    @with_arguments_of(WrappedLogger, OF_LOGGERS)
+    @with_arguments_of(WrappedLogger, LOGGERS)
     def __init__(
         self, save_dir: Folder, name: str | None = "lightning_logs", version: int | str | None = None, prefix: str = "",
         flush_logs_every_n_steps: int = 100,
@@ -87,7 +88,7 @@ class CSVLogger(WrappedLogger):
 class WandbLogger(WrappedLogger):
     of = own.WandbLogger
 
-    @with_arguments_of(WrappedLogger, OF_LOGGERS)
+    @with_arguments_of(WrappedLogger, LOGGERS)
     def __init__(
         self, name: str | None = None, save_dir: Folder = ".", version: str | None = None, offline: bool = False,
         dir: Folder = None, id: str | None = None, anonymous: bool | None = None, project: str | None = None,
@@ -103,7 +104,7 @@ class WandbLogger(WrappedLogger):
 class MLFlowLogger(WrappedLogger):
     of = own.MLflowLogger
 
-    @with_arguments_of(WrappedLogger, OF_LOGGERS)
+    @with_arguments_of(WrappedLogger, LOGGERS)
     def __init__(
         self, experiment_name: str = "lightning_logs", run_name: str | None = None, tracking_uri: str | None = None,
         tags: dict[str, Any] | None = None, save_dir: str | None = "./mlruns", log_model: Literal["all"] | bool = False,

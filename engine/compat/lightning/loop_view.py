@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+from engine.compat.lightning.names import OF_LOOPS
 from engine.utils.extensions import attribute_error
-
-_STATE = "the loops are functions without a state of their own; counters are in self.run.state, and Fit's arguments end a training"
 
 
 class _Part:
@@ -20,10 +19,10 @@ class _Part:
         vars(self)["_trainer"] = trainer
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise attribute_error(self, name, _STATE)
+        raise attribute_error(self, name, OF_LOOPS)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"{type(self).__name__}.{name} cannot be set: {_STATE}", name=name, obj=self)
+        raise AttributeError(f"{type(self).__name__}.{name} cannot be set: {OF_LOOPS}", name=name, obj=self)
 
     @property
     def _run(self) -> Any:
@@ -81,7 +80,9 @@ class EpochLoopView(_Part):
     global_step = property(lambda self: self._trainer.global_step, doc="The trainer's.")
     _batches_that_stepped = property(lambda self: self._trainer.global_step, doc="Steps, with the one just done.")
     val_loop = property(
-        lambda self: SimpleNamespace(_data_source=DataSourceView(self._trainer, "validation")),
+        lambda self: SimpleNamespace(
+            _data_source=DataSourceView(self._trainer, "validation"), _has_run=self._run.validated_step >= 0
+        ),
         doc="The validations of this training.",
     )
 

@@ -7,202 +7,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from engine.compat.records import Argument, called
-from engine.compat.refusals import ANY
 from engine.config.settings import Settings
 
-TRAINER = {
-    "accelerator": Argument("auto", setting="accelerator"),
-    "strategy": Argument("auto"),
-    "devices": Argument("auto"),
-    "num_nodes": Argument(1, setting="num_nodes"),
-    "precision": Argument(setting="precision"),
-    "logger": Argument(
-        instead="loggers are callbacks, for example callbacks=[CSVLogger()]", in_file="a logger is one of the callbacks"
-    ),
-    "callbacks": Argument(in_file="list them under 'callbacks' of the file, with their arguments here"),
-    "fast_dev_run": Argument(False, setting="fast_dev_run"),
-    "max_epochs": Argument(),
-    "min_epochs": Argument(setting="min_epochs"),
-    "max_steps": Argument(-1),
-    "min_steps": Argument(setting="min_steps"),
-    "max_time": Argument(),
-    "limit_train_batches": Argument(setting="limit_train_batches"),
-    "limit_val_batches": Argument(setting="limit_val_batches"),
-    "limit_test_batches": Argument(setting="limit_test_batches"),
-    "limit_predict_batches": Argument(setting="limit_predict_batches"),
-    "overfit_batches": Argument(0.0, setting="overfit_batches"),
-    "val_check_interval": Argument(
-        instead="here it is val_every: 0.25 of an epoch, '500 steps' of the optimizer (a plain number counts these too), '10 min'"
-    ),
-    "check_val_every_n_epoch": Argument(
-        1, instead="here it is val_every='1 epochs' (a plain number counts optimizer steps)"
-    ),
-    "num_sanity_val_steps": Argument(setting="num_sanity_val_steps"),
-    "log_every_n_steps": Argument(setting="log_every_n_steps"),
-    "enable_checkpointing": Argument(
-        instead="a callback writes checkpoints: callbacks=[ModelCheckpoint()]",
-        in_file="checkpoints are saved by the callback ModelCheckpoint",
-    ),
-    "enable_progress_bar": Argument(
-        instead="a progress bar is a callback: callbacks=[RichProgressBar()]",
-        in_file="a progress bar is one of the callbacks",
-    ),
-    "enable_model_summary": Argument(
-        instead="a summary is a callback: callbacks=[ModelSummary()]", in_file="a summary is the callback ModelSummary"
-    ),
-    "accumulate_grad_batches": Argument(1, setting="accumulate_grad_batches"),
-    "gradient_clip_val": Argument(setting="gradient_clip_val"),
-    "gradient_clip_algorithm": Argument(setting="gradient_clip_algorithm"),
-    "deterministic": Argument(setting="deterministic"),
-    "benchmark": Argument(setting="benchmark"),
-    "inference_mode": Argument(
-        True,
-        instead="evaluation runs under torch.no_grad(), so that its outputs can be used in training",
-        in_file="evaluation runs without gradients",
-    ),
-    "use_distributed_sampler": Argument(
-        True,
-        instead="samples are divided among the ranks for any sampler; a loader or sampler with presharded = True is each rank's own",
-        in_file="samples are divided among the ranks for any sampler",
-    ),
-    "profiler": Argument(
-        instead="profilers are callbacks: callbacks=[Profiler()] or [SimpleProfiler()]; Result.times has the seconds",
-        in_file="a profiler is one of the callbacks",
-    ),
-    "detect_anomaly": Argument(False, setting="detect_anomaly"),
-    "barebones": Argument(
-        False, instead="there is nothing to switch off: without callbacks a run logs one line per interval"
-    ),
-    "plugins": Argument(
-        instead="a precision is Fit(precision=...), a strategy Fit(strategy=...); processes are detected from the environment (fit env)"
-    ),
-    "sync_batchnorm": Argument(False, setting="sync_batchnorm"),
-    "reload_dataloaders_every_n_epochs": Argument(
-        0,
-        neutral=(0,),
-        instead="a dataset may read other files from set_epoch or in each pass; a loader is created once per run",
-    ),
-    "default_root_dir": Argument(),
-    "enable_autolog_hparams": Argument(
-        True, neutral=(True,), instead="hyperparameters are logged by the logger callbacks that are given"
-    ),
-    "model_registry": Argument(neutral=(None,), instead="use a callback with on_save_checkpoint"),
-}
-"""The arguments of ``Trainer``, in its order."""
-
-SETTINGS = {"gpus": "devices", "num_processes": "devices", "default_root_dir": "root_dir"}
-"""Arguments of ``Trainer``, today's and earlier ones, that are a setting under another name."""
-OTHERWISE = {
-    **{name: argument.instead for name, argument in TRAINER.items() if argument.instead},
-    "replace_sampler_ddp": TRAINER["use_distributed_sampler"].instead,
-    "loggers": TRAINER["logger"].instead,
-    "checkpoint_callback": TRAINER["enable_checkpointing"].instead,
-    **dict.fromkeys(
-        ("ckpt_path", "resume_from_checkpoint"),
-        "resuming is an argument of run: fit.run(module, loader, resume='auto')",
-    ),
-}
-"""What to do instead of arguments of ``Trainer`` and its calls that are no setting."""
-_NO_PICKLE = "nothing in a checkpoint is unpickled, so this is always true: leave it out"
-_EVALUATION = {
-    "model": called("module"),
-    **dict.fromkeys(
-        ("dataloader", "dataloaders", "loader", "test_dataloaders", "val_dataloaders", "val_loaders"),
-        called("loaders"),
-    ),
-    **dict.fromkeys(
-        ("ckpt_path", "resume", "resume_from_checkpoint"), "here it is checkpoint='best', 'last' or a path"
-    ),
-    "verbose": "the metrics are returned: print them",
-    "weights_only": _NO_PICKLE,
-}
-_OF_LOGGERS = {
-    "prefix": "put it into the names that you log",
-    **dict.fromkeys(
-        ("log_model", "checkpoint_name"),
-        "log checkpoints in a callback's on_checkpoint_saved(run, module, path, score): module.log_artifact(name, path)",
-    ),
-}
-CALLS: dict[str, dict[str, str]] = {
-    "Fit.run": {
-        "model": called("module"),
-        **dict.fromkeys(
-            ("dataloader", "dataloaders", "loader", "train_dataloader", "train_dataloaders"), called("train_loader")
-        ),
-        **dict.fromkeys(
-            ("eval_dataloader", "val_dataloader", "val_dataloaders", "val_loader", "valid_loader"),
-            called("val_loaders"),
-        ),
-        **dict.fromkeys(
-            ("checkpoint", "ckpt_path", "resume_from_checkpoint"), "here it is resume='last', 'auto', 'best' or a path"
-        ),
-        "weights_only": _NO_PICKLE,
-    },
-    "Fit.validate": _EVALUATION,
-    "Fit.test": _EVALUATION,
-    "Fit.predict": _EVALUATION,
-    "TrainModule.log": {},  # all of them are ours; here for the nearest name of another one
-    "TrainModule.log_dict": {"metric_attribute": "torchmetrics objects are recognized: leave it out"},
-    "Engine.__init__": {
-        **dict.fromkeys(
-            ("devices", "num_nodes", "gpus"),
-            "the launcher starts the processes: fit launch, torchrun, or engine.launch",
-        ),
-        **dict.fromkeys(
-            ("callbacks", "logger", "loggers"), "your own loop calls and logs directly; engine.Fit has callbacks"
-        ),
-        "root_dir": "give a path to save_state and load_state",
-        "gradient_clip_val": "call engine.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step()",
-    },
-    "ModelCheckpoint.__init__": {
-        "every_n_epochs": "here it is every='1 epochs'",
-        "every_n_train_steps": "here it is every='500 steps'",
-        "train_time_interval": "here it is every='10 min'",
-        "save_on_train_epoch_end": "with monitor a checkpoint waits for the next validation, without it is saved when due",
-        "save_on_exception": "the last complete step is saved after an error: leave it out",
-        "save_weights_only": "checkpoints are complete; engine.Resume can load only the weights, and 'fit checkpoint' exports the weights",
-        "auto_insert_metric_name": "write the names into filename: 'epoch={epoch}-loss={val_loss:.3f}'",
-        "enable_version_counter": "a second checkpoint of one name gets '-step=N': leave it out",
-        "verbose": "Result.last_checkpoint and 'fit checkpoint list' name what was saved: leave it out",
-        "save_best_only": "here it is save_top_k=1, save_last=False",
-    },
-    "EarlyStopping.__init__": {
-        **dict.fromkeys(
-            ("verbose", "log_rank_zero_only"), "Result.stop_reason says why a run has stopped: leave it out"
-        ),
-        "check_on_train_epoch_end": "it checks after each validation, or without validation after each epoch: leave it out",
-    },
-    "RichProgressBar.__init__": {
-        **dict.fromkeys(("theme", "console_kwargs"), "give a rich console: console=Console(...)"),
-        "leave": "each epoch's last line stays: leave it out",
-    },
-    "TQDMProgressBar.__init__": {
-        "process_position": "bars of others scroll above it: leave it out",
-        "leave": "each epoch's last line stays: leave it out",
-    },
-    "CSVLogger.__init__": {
-        "save_dir": called("dir"),
-        "version": "each run has its own folder: leave it out",
-        "prefix": "the columns have the names of the values: put it into the names that you log",
-        "flush_logs_every_n_steps": "rows are written when values are logged; see Fit(log_every_n_steps=...)",
-    },
-    "TensorBoardLogger.__init__": _OF_LOGGERS
-    | {
-        "save_dir": called("dir"),
-        "log_dir": called("dir"),
-        **dict.fromkeys(("name", "version", "sub_dir"), "each run has its own folder in dir: leave it out"),
-        "log_graph": "the graph is not written: leave it out",
-        "default_hp_metric": "no metric is written with the hyperparameters: leave it out",
-    },
-    "MLflowLogger.__init__": _OF_LOGGERS
-    | {
-        "save_dir": "give tracking_uri='sqlite:///path/mlflow.db', and artifact_location for the files",
-        "run_id": "a resumed run continues the run in MLflow by itself: leave it out",
-        "synchronous": "values are always sent by a thread: leave it out",
-    },
-}
-"""Arguments of Lightning's and Fabric's calls, by our call: what to do instead."""
 _RESULT = "use the Result that run(...) returns, or the list that validate(...) and test(...) return"
 
 
@@ -321,6 +127,10 @@ VIEW = {
     "reload_dataloaders_every_n_epochs": "a dataset may read other files from set_epoch or in each pass",
 }
 """Names of Lightning's ``Trainer`` that a view does not have: what to use."""
+OF_RUN = "self.run is the run: run.settings, run.engine, run.stop(), ..."
+"""The answer about any other attribute of a view."""
+OF_LOOPS = "the loops are functions without a state of their own; counters are in self.run.state, and Fit's arguments end a training"
+"""The answer about attributes of ``trainer.fit_loop`` and its parts."""
 _KEYS = "hyperparameters are part of every checkpoint (save_hyperparameters, load_from_checkpoint)"
 MODULE = {
     "CHECKPOINT_HYPER_PARAMS_KEY": _KEYS,
@@ -399,6 +209,8 @@ OF_STRATEGIES = {
     "callbacks.BaseFinetuning does, or freeze them with requires_grad_(False) until then"
 }
 """Attributes of ``trainer.strategy`` that a view of it does not have: what to use instead."""
+OF_STRATEGY = "the strategy itself is self.run.engine.strategy"
+"""The answer about any other attribute of it."""
 
 _LOOP_CLASSES = "the loops are functions: override the module's or a callback's hooks"
 _LOGGERS = "give Lightning's own, or a Logger with log_metrics"
@@ -421,37 +233,31 @@ CLASSES = {
     **dict.fromkeys(("_EvaluationLoop", "_FitLoop", "_PredictionLoop"), _LOOP_CLASSES),
 }
 """Classes without a counterpart of the same kind."""
+BOUND = {
+    **{
+        name: CLASSES[name]
+        for name in (
+            "BatchSizeFinder",
+            "LearningRateFinder",
+            "ModelPruning",
+            "OnExceptionCheckpoint",
+            "ThroughputMonitor",
+        )
+    },
+    "BasePredictionWriter": "subclass callbacks.BasePredictionWriter",
+    "DeviceStatsMonitor": "use callbacks.DeviceStatsMonitor()",
+    "EMAWeightAveraging": "use callbacks.EMA(decay=...)",
+    "GradientAccumulationScheduler": "give Fit(accumulate_grad_batches={first epoch: micro-batches}), or the Trainer of engine.interop.lightning "
+    "the class of this name there",
+    "LearningRateMonitor": "use callbacks.LearningRateMonitor()",
+    "StochasticWeightAveraging": "use callbacks.SWA(swa_lrs=...)",
+    "WeightAveraging": "use callbacks.WeightAveraging()",
+}
+"""Callbacks of the installed Lightning that need private parts of its ``Trainer``, the weights in its checkpoints, or its order of events after an
+error: what to use instead."""
 
-_TALK = (ANY, "")
-OF_CALLBACKS = {
-    "device": (None, "averages are on the device of the weights"),
-    "initial_denom_lr": (10.0, "give backbone_initial_ratio_lr"),
-    **dict.fromkeys(("theme", "console_kwargs"), (None, "give callbacks.RichProgressBar(console=...)")),
-    **dict.fromkeys(("verbose", "rounding", "refresh_rate", "leave", "process_position", "log_rank_zero_only"), _TALK),
-}
-"""Arguments of callbacks that have no counterpart: the value that asks for nothing, and what to do instead of another."""
-OF_PROFILERS = {
-    "filename": (None, "traces are named by rank and step in dirpath"),
-    "group_by_input_shapes": (False, "give record_shapes=True"),
-    "emit_nvtx": (False, "the phases of a run are named in traces already"),
-    "export_to_chrome": (True, "a trace is always written"),
-    "sort_by_key": (None, "give sort_by"),
-    "record_module_names": (True, "give with_modules"),
-    "table_kwargs": (None, "give sort_by and row_limit"),
-}
-"""The same of profilers."""
-OF_LOGGERS = {
-    "prefix": ("", "put it into the names that you log"),
-    "log_graph": (False, "the graph is not written"),
-    "sub_dir": (None, "put it into save_dir"),
-    "checkpoint_name": (None, "log checkpoints in on_checkpoint_saved with self.log_artifact(name, path)"),
-    "add_file_policy": ("mutable", "log files with self.log_artifact(name, path)"),
-    "log_model": (False, "log checkpoints in on_checkpoint_saved with self.log_artifact(name, path)"),
-    "experiment": (None, "the logger makes the run: use logger.experiment"),
-    **dict.fromkeys(("id", "run_id"), (None, "a resumed run continues by itself")),
-    **dict.fromkeys(("default_hp_metric", "flush_logs_every_n_steps", "synchronous"), (ANY, "")),
-}
-"""The same of loggers."""
+TOP = {"Fabric": "use engine.Engine"}
+"""Names of the package ``lightning`` itself that ours does not have."""
 MODULES = {
     "callbacks": """callbacks profilers serve serve.servable_module serve.servable_module_validator callbacks.callback callbacks.checkpoint
         callbacks.device_stats_monitor callbacks.early_stopping callbacks.finetuning callbacks.gradient_accumulation_scheduler

@@ -3,38 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any
 
-from engine.compat.refusals import ANY, translated
+from engine.compat.lightning.argument_names import STRATEGIES, STRATEGY_NAMES
+from engine.compat.refusals import translated
 from engine.utils.errors import nearest
 
-_UNUSED = {"name": "ddp", "find_unused_parameters": True}
-_DDP = {"": "ddp", "_find_unused_parameters_true": _UNUSED, "_find_unused_parameters_false": "ddp"}
-NAMES: dict[str, Any] = {
-    **{f"ddp{way}{end}": found for way in ("", "_spawn", "_fork", "_notebook") for end, found in _DDP.items()},
-    **{name: name for name in ("auto", "fsdp", *(f"deepspeed_stage_{n}" for n in (1, 2, 3, "2_offload", "3_offload")))},
-    "single_device": "single",
-    "fsdp_cpu_offload": {"name": "fsdp", "cpu_offload": True},
-    "deepspeed": "deepspeed_stage_2",
-}
-"""Lightning's names of strategies, and the setting of ``Fit``. How processes start is the launcher's, so ``ddp_spawn`` is ``ddp``."""
-_WITHOUT = {
-    "accelerator": (None, "Trainer(accelerator=...)"),
-    "parallel_devices": (None, "Trainer(devices=...)"),
-    "cluster_environment": (None, "processes are detected from the environment (fit env)"),
-    "checkpoint_io": (None, "checkpoints have one format"),
-    **dict.fromkeys(("precision_plugin", "mixed_precision"), (None, "Trainer(precision='bf16-mixed')")),
-    "process_group_backend": (None, "the device decides"),
-    "timeout": (timedelta(minutes=30), "engine.Fit(start_timeout=..., timeout=...)"),
-    "model_averaging_period": (None, "gradients are averaged at each step"),
-    **dict.fromkeys(("ddp_comm_state", "ddp_comm_wrapper"), (None, "engine.DDP(comm_hook='powersgd', ...)")),
-    **dict.fromkeys(
-        ("activation_checkpointing", "activation_checkpointing_policy"),
-        (None, "engine.Fit(activation_checkpointing='full')"),
-    ),
-    **dict.fromkeys(("state_dict_type", "start_method"), (ANY, "")),  # sharded on disk, loaded anywhere
-}
 _HOOKS = {"fp16_compress_hook": "fp16", "bf16_compress_hook": "bf16", "powerSGD_hook": "powersgd"}
 _KEEPS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "_HYBRID_SHARD_ZERO2": False}
 
@@ -64,24 +38,24 @@ def strategy(asked: str) -> Any:
     Raises:
         ValueError: an unknown name.
     """
-    if asked not in NAMES:
-        known = f"{', '.join(NAMES)}, or an object of engine.compat.lightning.strategies"
+    if asked not in STRATEGY_NAMES:
+        known = f"{', '.join(STRATEGY_NAMES)}, or an object of engine.compat.lightning.strategies"
         raise ValueError(
-            f"Trainer(strategy={asked!r}) has no counterpart{nearest(str(asked), NAMES)}; possible: {known}"
+            f"Trainer(strategy={asked!r}) has no counterpart{nearest(str(asked), STRATEGY_NAMES)}; possible: {known}"
         )
-    return NAMES[asked]
+    return STRATEGY_NAMES[asked]
 
 
 def ddp(options: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of ``DDPStrategy`` as those of :class:`engine.DDP`; ``ddp_comm_hook`` is one of torch's."""
-    found = translated("DDPStrategy", options, _WITHOUT)
+    found = translated("DDPStrategy", options, STRATEGIES["DDPStrategy"])
     hook = found.pop("ddp_comm_hook", None)
     return {**found, "comm_hook": _HOOKS.get(getattr(hook, "__name__", ""), hook)}
 
 
 def fsdp(options: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of ``FSDPStrategy`` as those of :class:`engine.FSDP`; ``auto_wrap_policy`` is a set of module classes, or one of torch's policies."""
-    found = translated("FSDPStrategy", options, _WITHOUT)
+    found = translated("FSDPStrategy", options, STRATEGIES["FSDPStrategy"])
     kind, policy, mesh = (found.pop(name, None) for name in ("sharding_strategy", "auto_wrap_policy", "device_mesh"))
     kind, known = getattr(kind, "name", kind) or "FULL_SHARD", getattr(policy, "keywords", {})
     if kind not in _KEEPS or (mesh is None) != ("HYBRID" not in kind):
@@ -102,7 +76,7 @@ def fsdp(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def single(options: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of ``SingleDeviceStrategy`` as those of :class:`engine.Single`; the device is ``Trainer``'s."""
-    return translated("SingleDeviceStrategy", options, _WITHOUT | {"device": (ANY, "")})
+    return translated("SingleDeviceStrategy", options, STRATEGIES["SingleDeviceStrategy"])
 
 
 CLASSES: dict[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] = {

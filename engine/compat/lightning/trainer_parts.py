@@ -9,13 +9,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from engine.compat.lightning.names import OF_STRATEGIES
+from engine.compat.lightning.names import OF_STRATEGIES, OF_STRATEGY
 from engine.distributed.collectives import broadcast_object
 from engine.engine import Engine
 from engine.utils.accelerator import count, device_type
 from engine.utils.extensions import attribute_error
-
-RUN = "self.run is the run: run.settings, run.engine, run.stop(), ..."
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class StrategyView:
         self._engine = engine
 
     def __getattr__(self, name: str) -> NoReturn:
-        sentence = OF_STRATEGIES.get(name, "the strategy itself is self.run.engine.strategy")
+        sentence = OF_STRATEGIES.get(name, OF_STRATEGY)
         raise attribute_error(self, name, sentence)
 
     @property

@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from engine.compat.lightning.names import TRAINER
+from engine.compat.lightning.argument_names import TRAINER
 from engine.compat.lightning.plugins import reader
 from engine.compat.lightning.strategy_arguments import strategy
 from engine.config.duration import NEVER
@@ -55,7 +55,7 @@ def settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int | floa
     """
     reader(given["plugins"])
     for name, argument in TRAINER.items():
-        if argument.neutral and given[name] not in argument.neutral:
+        if name in given and argument.refuses(given[name]):
             raise ValueError(f"Trainer({name}={given[name]!r}) has no counterpart; {argument.instead}")
     same = {argument.setting: given[name] for name, argument in TRAINER.items() if argument.setting}
     found = {name: value for name, value in same.items() if value is not None} | _limits(given)

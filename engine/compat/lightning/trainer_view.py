@@ -10,9 +10,9 @@ import torch
 
 from engine.compat.lightning.logged_values import Values, live, live_shown, withheld
 from engine.compat.lightning.loop_view import FitLoopView
-from engine.compat.lightning.names import VIEW
+from engine.compat.lightning.names import OF_RUN, VIEW
 from engine.compat.lightning.rank_loaders import shared_out
-from engine.compat.lightning.trainer_parts import RUN, AcceleratorConnector, StrategyView, TrainerState
+from engine.compat.lightning.trainer_parts import AcceleratorConnector, StrategyView, TrainerState
 from engine.utils.extensions import attribute_error
 
 
@@ -29,7 +29,7 @@ class TrainerView:
         object.__setattr__(self, "_run", run)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise attribute_error(self, name, VIEW.get(name, RUN))
+        raise attribute_error(self, name, VIEW.get(name, OF_RUN))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in VIEW:

@@ -20,7 +20,7 @@ from engine.compat.lightning.adapters import adapt as adapt
 from engine.compat.lightning.callback import Callback as Callback
 from engine.compat.lightning.module import LightningDataModule as LightningDataModule
 from engine.compat.lightning.module import LightningModule as LightningModule
-from engine.compat.lightning.names import MODULES
+from engine.compat.lightning.names import MODULES, TOP
 from engine.compat.lightning.trainer import Trainer as Trainer
 from engine.compat.lightning.utilities import seed_everything as seed_everything
 from engine.data.combined_loaders import CombinedLoader as CombinedLoader
@@ -29,7 +29,6 @@ from engine.interop import moved
 pytorch = sys.modules[__name__]
 profilers = serve = callbacks
 tuner = accelerators = loops = plugins = utilities
-_ELSEWHERE = {"Fabric": ": use engine.Engine"}
 moved(__name__, "engine.compat.lightning")
 sys.modules[f"{__name__}.pytorch"] = pytorch
 for _part, _paths in MODULES.items():
@@ -42,4 +41,5 @@ for _part, _paths in MODULES.items():
 
 
 def __getattr__(name: str) -> NoReturn:
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_ELSEWHERE.get(name, '')}")
+    sentence = f": {TOP[name]}" if name in TOP else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{sentence}")

@@ -92,6 +92,8 @@ def test_nothing_is_wrapped_that_a_step_calls() -> None:
         (lambda: Fit().run(None, train_loder=[]), "did you mean 'train_loader'?"),
         (lambda: Fit().run(model=None, train_dataloaders=[]), "'model'; here it is called 'module'"),
         (lambda: callbacks.EarlyStopping("loss", patiense=3), "did you mean 'patience'?"),
+        (lambda: callbacks.EMA(device="cpu"), "'device'; averages are on the device of the weights"),
+        (lambda: callbacks.Profiler(sort_by_key="x"), "'sort_by_key'; give sort_by"),
     ],
 )
 def test_other_wrong_arguments(call: Callable[[], Any], said: str) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.compat.accelerate import names as accelerate
-from engine.compat.lightning import names as lightning
+from engine.compat.lightning import argument_names as lightning
+from engine.compat.lightning.names import ATTRIBUTES as LIGHTNING
 from engine.compat.transformers import names as transformers
 from engine.utils.extensions import answer
 
@@ -27,7 +28,7 @@ def test_trainers_that_share_a_name_have_one_answer() -> None:
     settings = [{"": table.SETTINGS | table.OTHERWISE} for table in (lightning, accelerate, transformers)]
     for tables in (
         settings,
-        [table.ATTRIBUTES for table in (lightning, accelerate)],
+        [LIGHTNING, accelerate.ATTRIBUTES],
         [table.CALLS for table in (lightning, accelerate)],
     ):
         first: dict[tuple[str, str], str] = {}

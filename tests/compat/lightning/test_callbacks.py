@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import csv
+import inspect
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch.callbacks
+import lightning.pytorch.loggers
+import lightning.pytorch.profilers
+import lightning.pytorch.strategies
 import pytest
 import torch
 from both import OURS, THEIRS, data, module, quietly, trainer
 
 from engine import Fit
+from engine.compat.lightning.argument_names import CALLBACKS, LOGGERS, STRATEGIES
 from engine.compat.lightning.strategy_arguments import strategy
 from engine.interop.lightning import callbacks, loggers, strategies, utilities
 
@@ -19,6 +24,35 @@ from engine.interop.lightning import callbacks, loggers, strategies, utilities
 def test_every_callback_of_lightning_has_its_name() -> None:
     missing = [name for name in lightning.pytorch.callbacks.__all__ if not hasattr(callbacks, name)]
     assert missing == []
+
+
+@pytest.mark.parametrize("name", lightning.pytorch.callbacks.__all__)
+def test_arguments_of_callbacks_are_lightnings(name: str) -> None:
+    ours, theirs = getattr(callbacks, name), getattr(lightning.pytorch.callbacks, name)
+    if name != "LambdaCallback" and not hasattr(ours, "refused"):
+        assert named(ours) == named(theirs)
+
+
+def named(call: Any) -> list[str]:
+    """The arguments that a call has by name."""
+    parameters = inspect.signature(call).parameters.values()
+    return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+
+
+@pytest.mark.parametrize(
+    ("library", "table"),
+    [
+        (lightning.pytorch.callbacks, CALLBACKS),
+        (lightning.pytorch.loggers, LOGGERS),
+        (lightning.pytorch.strategies, STRATEGIES),
+    ],
+)
+def test_what_a_class_does_not_take_is_an_argument_of_lightnings(library: Any, table: Any) -> None:
+    for name, rows in table.items():
+        theirs = getattr(library, name, None) or getattr(lightning.pytorch.profilers, name)
+        passes_on = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(theirs).parameters.values())
+        unknown = {argument for argument, row in rows.items() if row.neutral} - set(named(theirs))
+        assert not unknown or passes_on, name
 
 
 def test_a_callback_that_extends_one_of_ours_gets_a_trainer(tmp_path: Path) -> None:

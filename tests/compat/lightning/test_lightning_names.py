@@ -14,8 +14,9 @@ from support.toys import Weight, fit, ones
 from torch import nn
 
 from engine import Callback, DataModule, TrainModule
+from engine.compat.lightning.argument_names import TRAINER
 from engine.compat.lightning.checks import refuse_replaced
-from engine.compat.lightning.names import DATA, MODULE, REPLACED, TRAINER
+from engine.compat.lightning.names import DATA, MODULE, REPLACED
 from engine.compat.lightning.trainer import Trainer
 from engine.compat.names import ARGUMENTS, ATTRIBUTES
 from engine.config.settings import Settings
