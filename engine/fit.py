@@ -405,12 +405,9 @@ class Fit:
         """
         from engine.planning import forecast  # planning stands above Fit, and takes a second to import
 
-        datamodule, train_loader = _datamodule(datamodule, train_loader)
         return forecast.plan(
             self,
-            _own_or_function(module),
-            train_loader,
-            datamodule,
+            *_planned(module, train_loader, datamodule),
             world_size=world_size,
             nodes=nodes,
             device=device,
@@ -443,12 +440,9 @@ class Fit:
         """
         from engine.planning import forecast  # as in :meth:`plan`
 
-        datamodule, train_loader = _datamodule(datamodule, train_loader)
         return forecast.search_plans(
             self,
-            _own_or_function(module),
-            train_loader,
-            datamodule,
+            *_planned(module, train_loader, datamodule),
             world_size=world_size,
             nodes=nodes,
             device=device,
@@ -586,9 +580,16 @@ class Fit:
         return Run(settings, engine, module, callbacks, hooks, stage, origins, self.sections, snapshot.content)
 
 
-def _own_or_function(module: Any) -> TrainModule | Callable[[], TrainModule]:
-    """The user's module, or a function that makes it."""
-    return _train_module(module) if isinstance(module, nn.Module) else lambda: _train_module(module())
+def _planned(
+    module: Any, loader: Any, datamodule: DataModule | None
+) -> tuple[TrainModule | Callable[[], TrainModule], Any, DataModule | None]:
+    """The module of a plan, or a function that makes it, its loader and its data module; one of the last two is ``None``."""
+    datamodule, loader = _datamodule(datamodule, loader)
+    return (
+        _train_module(module) if isinstance(module, nn.Module) else lambda: _train_module(module()),
+        loader,
+        datamodule,
+    )
 
 
 def _train_module(module: Any) -> TrainModule:

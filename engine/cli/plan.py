@@ -12,8 +12,6 @@ from engine.cli.exits import STATUSES, Parser, UsageError
 
 ACTIONS = "engine.cli.plan_actions"
 """The module that does it."""
-MEASURE = "engine.cli.plan_measure"
-"""What ``--measure`` does."""
 
 _EPILOG = f"""\
 TARGET, --data, --set and --config are those of fit run.
@@ -55,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
             )
     _check_mode(arguments)
     if arguments.measure:
-        return int(importlib.import_module(MEASURE).measure(arguments.processes, arguments.json))
+        return int(importlib.import_module(ACTIONS).measure(arguments.processes, arguments.json))
     if arguments.page is not None:
         _check_page(arguments.page)
     if arguments.seconds is not None and not arguments.seconds > 0:

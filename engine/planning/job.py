@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
@@ -13,6 +13,8 @@ from engine.data.prepared_loader import PreparedLoader
 from engine.loop.run import Run
 from engine.planning import torch_private
 from engine.planning.step_time import STAGES_OF_A_RANK
+from engine.planning.strategy_facts import strategy_facts
+from engine.strategies.base import Single, Strategy
 from engine.transforms.blocks import repeated
 from engine.utils.tree import batch_size, map_tensors
 
@@ -116,17 +118,17 @@ class JobFacts:
 
     def from_module(self, module: nn.Module) -> None:
         """The user's module, before a strategy divides it; it lacks what ``configure_model`` makes."""
-        self._count(module)
+        self._count(module, Single())
         self._values["shape"] = shape_of(module)
 
     def from_run(self, run: Run, batch: Any, compiled: bool) -> None:
         """A run up to its first step, a micro-batch, and whether the user's step is compiled, which the run's is not."""
         settings, strategy, engine = run.settings, run.engine.strategy, run.engine
         axes = {name: size for name, size in strategy.axes.items() if size > 1}
-        schedule = str(vars(strategy).get("schedule", "1f1b")) if axes.get("pp", 1) > 1 else None
-        given = vars(strategy).get("num_microbatches")
+        facts = strategy_facts(strategy)
+        schedule = (facts.schedule or "1f1b") if axes.get("pp", 1) > 1 else None
         batches, data_ranks, window = run.num_train_batches, engine.data_group.world_size, run.window_at(0)
-        self._count(run.module)
+        self._count(run.module, strategy)
         shape = self._values.get("shape") or shape_of(run.module)
         self._values |= {
             "strategy": type(strategy).__name__,
@@ -135,27 +137,27 @@ class JobFacts:
             "data_ranks": data_ranks,
             "window": window,
             "schedule": schedule,
-            "parts": 1 if schedule is None else given or axes["pp"] * STAGES_OF_A_RANK[schedule],
+            "parts": 1 if schedule is None else facts.parts or axes["pp"] * STAGES_OF_A_RANK[schedule],
             "tf32": settings.matmul_precision in ("high", "medium"),
             "compiled": compiled,
             "checkpointing": settings.activation_checkpointing,
             "samples_per_epoch": _samples(run.train_loader, (batch_size(batch) or 0) * data_ranks, window, batches),
             "steps_per_epoch": None if batches is None else -(-batches // window),
             "total_steps": run.total_steps,
-            "zero": _zero(run),
+            "zero": _zero(run, facts.zero_stage),
             "shape": None if shape is None else replace(shape, sequence=sequence_of(batch)),
         }
 
-    def _count(self, module: nn.Module) -> None:
-        """Of a module that is larger than those before: a stage of a pipeline lacks the others."""
-        parameters = list(module.parameters())
-        count = sum(map(_whole, parameters))
+    def _count(self, module: nn.Module, strategy: Strategy) -> None:
+        """Count a module that is larger than those before: a stage of a pipeline lacks the others."""
+        sizes = {p: prod(strategy.whole_shape(p)) for p in module.parameters()}
+        count = sum(sizes.values())
         if count > self._values.get("parameters", -1):
-            buffers = _bytes(torch_private.persistent_buffers(module))
+            buffers = sum(b.numel() * b.element_size() for b in torch_private.persistent_buffers(module))
             self._values |= {
                 "parameters": count,
-                "trainable": sum(_whole(each) for each in parameters if each.requires_grad),
-                "parameter_bytes": _bytes(parameters) + buffers,
+                "trainable": sum(size for p, size in sizes.items() if p.requires_grad),
+                "parameter_bytes": sum(size * p.element_size() for p, size in sizes.items()) + buffers,
                 "buffer_bytes": buffers,
             }
 
@@ -164,17 +166,7 @@ class JobFacts:
         return Job(world_size=world_size, nodes=nodes, **self._values)
 
 
-def _whole(tensor: Any) -> int:
-    """Elements, also of a parameter that DeepSpeed has taken apart."""
-    return prod(getattr(tensor, "ds_shape", tensor.shape))
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(_whole(each) * each.element_size() for each in tensors)
-
-
-def _zero(run: Run) -> tuple[int, int] | None:
-    stage = vars(run.engine.strategy).get("zero_stage")
+def _zero(run: Run, stage: int) -> tuple[int, int] | None:
     adam = all(type(getattr(each, "optimizer", each)).__name__.startswith("Adam") for each in run.optimizers)
     sizes = {p.element_size() for p in run.module.parameters() if p.requires_grad}
     return (stage, sizes.pop()) if stage and adam and len(sizes) == 1 else None

@@ -33,11 +33,12 @@ from engine.loop import setup
 from engine.loop.lifecycle import session
 from engine.loop.run import Run
 from engine.module import TrainModule
-from engine.planning import torch_private, zero
+from engine.planning import imported_deepspeed, torch_private
 from engine.planning.fake_tensors import Simulation, fake_module
 from engine.planning.job import JobFacts
 from engine.planning.missing_values import MissingValues
 from engine.planning.simulated_group import CPU, simulated
+from engine.planning.strategy_facts import strategy_facts
 from engine.utils.seed import isolated
 from engine.utils.tree import batch_size, move
 
@@ -76,7 +77,7 @@ def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[Sim
     """
     with ExitStack() as stack:
         stack.enter_context(isolated())
-        stack.enter_context(zero.without_earlier_groups())
+        stack.enter_context(imported_deepspeed.without_earlier_groups())
         stack.enter_context(sparing_files())
         group = stack.enter_context(simulated(rank, job.world_size, job.nodes, job.kind))
         missing_values = MissingValues()
@@ -95,9 +96,10 @@ def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[Sim
         settings = planned_settings(job.fit.settings, folder)
         callbacks = without_effects(with_own(module, settings.callbacks), folder)
         run = job.fit.new_run(module, "fit", group, settings, callbacks)
-        zero.refuse_disk(run.engine.strategy)
+        if refusal := strategy_facts(run.engine.strategy).refusal:
+            raise ValueError(refusal)
         run.home, run.agreement = folder, NoStops(group)
-        stack.enter_context(zero.accepted_by_deepspeed(group))
+        stack.enter_context(imported_deepspeed.accepting_plans(group))
         run.find_train_loader = partial(setup.training_loader, run, job.train_loader, job.datamodule)
         stack.enter_context(session(run, job.datamodule, lambda: simulation))
         setup.training_loader(run, job.train_loader, job.datamodule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import singledispatch
@@ -27,15 +28,31 @@ class StrategyFacts:
     """Whether collectives run beside the passes."""
     kept: Callable[[], Iterable[Kept]] = tuple
     """The strategy's own tensors. Asked between operations: it must not compute."""
+    schedule: str | None = None
+    """The schedule of a pipeline, if there is one."""
+    parts: int | None = None
+    """Parts of a micro-batch in a pipeline; ``None``: as many as its schedule needs."""
+    zero_stage: int = 0
+    """The stage of ZeRO, where the formulas of its paper apply."""
+    refusal: str = ""
+    """The error of a plan that cannot be made."""
     alike: Callable[[], Sequence[int]] = lambda: (0,)
     """For each place in a pipeline, once the model is divided, the first place whose stages compute alike and hold at least as many parts of a
     micro-batch at once."""
 
 
+_CASES = {"engine.strategies.deepspeed.strategy": "engine.planning.zero"}
+"""By a strategy's module, the module that registers its case. Loaded when the strategy is planned, because few are."""
+
+
 @singledispatch
 def strategy_facts(strategy: Strategy) -> StrategyFacts:
     """The facts about ``strategy``. A package's own strategy adds its case by ``@strategy_facts.register``."""
-    return StrategyFacts()
+    cases = [_CASES[kind.__module__] for kind in type(strategy).__mro__ if kind.__module__ in _CASES]
+    if not cases:
+        return StrategyFacts()
+    importlib.import_module(cases[0])
+    return strategy_facts(strategy)
 
 
 @strategy_facts.register
@@ -53,4 +70,4 @@ def _mesh(strategy: MeshParallel) -> StrategyFacts:
             places.append(places[-1] if middle and kinds[place] == kinds[places[-1]] else place)
         return places
 
-    return replace(_fsdp(strategy), alike=alike)
+    return replace(_fsdp(strategy), alike=alike, schedule=strategy.schedule, parts=strategy.num_microbatches)

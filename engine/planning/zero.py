@@ -1,25 +1,15 @@
-"""DeepSpeed in a simulated job: its own code sets up ZeRO and runs the step, on tensors without values and apart from the process's groups."""
+"""The facts about DeepSpeed that a plan asks for. Loaded when one of its strategies is planned."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
-from engine.distributed.group import Group
-from engine.planning import torch_private
-from engine.planning.missing_values import DEEPSPEED
 from engine.planning.strategy_facts import Kept, StrategyFacts, strategy_facts
-from engine.strategies.base import Strategy
 from engine.strategies.deepspeed.configuration import OFFLOAD, get, says
-from engine.strategies.deepspeed.driven_model import restore_linear
 from engine.strategies.deepspeed.strategy import DeepSpeed
 
 PARAMETERS, GRADIENTS, STATE, COMMUNICATION = "parameters", "gradients", "optimizer_state", "communication"
@@ -41,57 +31,25 @@ _DEPTH = 3
 """Tensors lie in lists of lists at most, or in buckets in a dict."""
 
 
-@contextmanager
-def without_earlier_groups() -> Iterator[None]:
-    """Inside the block DeepSpeed knows no process group from before, and afterwards none from the block: its modules keep them. What it replaces in
-    torch is as before, inside and afterwards."""
-    linear = functional.linear
-    _forget_groups()
-    restore_linear()
-    try:
-        yield
-    finally:
-        functional.linear = linear
-        _forget_groups()
+@strategy_facts.register
+def _facts(strategy: DeepSpeed) -> StrategyFacts:
+    return StrategyFacts(
+        overlaps=_overlaps(strategy.config_in_effect),
+        kept=partial(_kept, strategy),
+        zero_stage=strategy.zero_stage,
+        refusal=_refusal(strategy),
+    )
 
 
-def _forget_groups() -> None:
-    comm, groups = sys.modules.get("deepspeed.comm.comm"), sys.modules.get("deepspeed.utils.groups")
-    if comm is not None and groups is not None:
-        vars(comm)["cdb"] = None
-        groups._release_process_group_references()
-
-
-@contextmanager
-def accepted_by_deepspeed(group: Group) -> Iterator[None]:
-    """Inside the block DeepSpeed, if a strategy has imported it, accepts what a plan has: tensors that have no address, the formats of the planned
-    device, and one rank without a launcher."""
-    cpu = sys.modules.get("deepspeed.accelerator.cpu_accelerator") or sys.modules.get("accelerator.cpu_accelerator")
-    with ExitStack() as stack:
-        if cpu is not None:
-            stack.enter_context(torch_private.aligned_for(DEEPSPEED))
-            if group.kind.is_accelerator:
-                stack.enter_context(patch.object(cpu.CPU_Accelerator, "is_fp16_supported", lambda self: True))
-            if not dist.is_initialized():
-                stack.enter_context(torch_private.simulated_processes(0, 1))
-        yield
-
-
-def refuse_disk(strategy: Strategy) -> None:
-    """Raise ``ValueError`` for a plan of what DeepSpeed keeps on disk."""
-    if not isinstance(strategy, DeepSpeed):
-        return
+def _refusal(strategy: DeepSpeed) -> str:
+    """Why what DeepSpeed keeps on disk cannot be planned."""
     for name, inside in OFFLOAD.items():
         if get(strategy.config_in_effect, f"zero_optimization.{inside}.device") == "nvme":
-            raise ValueError(
+            return (
                 f"{name}='nvme' ({strategy.where}) cannot be planned: DeepSpeed would write files. Plan it with {name}='cpu': the device holds the "
                 "same"
             )
-
-
-@strategy_facts.register
-def _facts(strategy: DeepSpeed) -> StrategyFacts:
-    return StrategyFacts(overlaps=_overlaps(strategy.config_in_effect), kept=partial(_kept, strategy))
+    return ""
 
 
 def _overlaps(config: Mapping[str, Any]) -> bool:

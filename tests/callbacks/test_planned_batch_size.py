@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import find_batch_size
-from callbacks.planned_batch_size import planned_start
+from callbacks.batch_size_finder import planned_start
 from engine import Fit, TrainModule
 
 WIDTH = 1 << 18
