@@ -130,6 +130,5 @@ FUNCTIONS = {
         "an optimizer or a scheduler of your own; in a Fit run, those of DeepSpeed's configuration",
     ),
     "prepare_pippy": "Engine(strategy={'name': 'mesh', 'pp': 2})",
-    "LocalSGD": "synchronize in every step, or average parameters yourself",
 }
 """Functions and classes without a counterpart of the same kind."""
