@@ -33,9 +33,7 @@ ARGUMENTS = {
     "use_cache": Argument(in_file="HFModule switches the cache off while it trains"),
     "neftune_noise_alpha": Argument(neutral=NONE, in_file=f"a hook of the embedding adds the noise; {_RECIPE}"),
     "torch_empty_cache_steps": Argument(in_file="memory is not returned within a training"),
-    "auto_find_batch_size": Argument(
-        neutral=NONE, in_file="use callbacks.BatchSizeFinder or callbacks.find_batch_size"
-    ),
+    "auto_find_batch_size": Argument(neutral=NONE, in_file="use callbacks.find_batch_size"),
     "logging_steps": Argument(setting="log_every_n_steps"),
     "logging_first_step": Argument(in_file="the first step is always logged"),
     "log_on_each_node": Argument(True, in_file="rank 0 logs"),
