@@ -1,35 +1,51 @@
-"""``LocalSGD``: on one process, where there is nothing to average."""
+"""``LocalSGD``: ranks train on their own, and average the weights now and then."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, Self
 
-from engine.compat.accelerate.names import FUNCTIONS
+import torch
+
+from engine.compat.accelerate.accelerator import Accelerator
 
 
 class LocalSGD:
-    """A block whose :meth:`step` would average the ``model`` of all processes now and then; on one process it does nothing.
+    """A block in which each rank steps with its own gradients; every ``local_sgd_steps`` calls of :meth:`step`, and at its end, weights are averaged.
 
     Raises:
-        NotImplementedError: there are several processes, and it is ``enabled``.
+        NotImplementedError: the strategy divides the model over the ranks.
     """
 
-    refused = f"on several processes it is an error: {FUNCTIONS['LocalSGD']}"
-    """What to do instead; for ``fit migrate``, which reports each use."""
-
-    def __init__(self, accelerator: Any, model: Any, local_sgd_steps: int, enabled: bool = True) -> None:
-        if enabled and accelerator.num_processes > 1:
+    def __init__(self, accelerator: Accelerator, model: Any, local_sgd_steps: int, enabled: bool = True) -> None:
+        kind = str(accelerator.distributed_type)
+        if kind != "NO" and not kind.startswith("MULTI_"):
             raise NotImplementedError(
-                f"LocalSGD has no counterpart on {accelerator.num_processes} processes: {FUNCTIONS['LocalSGD']}"
+                f"LocalSGD needs the whole model on each rank; with {kind} the ranks share it: leave LocalSGD out, or use strategy='ddp'"
             )
-        self.enabled, self.num_steps = False, 0
+        self.enabled = enabled and kind != "NO"
+        self.num_steps = 0
+        self.accelerator, self.model, self.local_sgd_steps = accelerator, model, local_sgd_steps
+        self._block = ExitStack()
 
     def __enter__(self) -> Self:
+        if self.enabled:
+            self._block.enter_context(self.accelerator.no_sync(self.model))
         return self
 
-    def __exit__(self, *error: object) -> None:
-        """End the block."""
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """End the block. After an error nothing is averaged: the other ranks may not come."""
+        if self.enabled and kind is None:
+            self._average()
+        self._block.close()
 
     def step(self) -> None:
-        """Count a step."""
+        """Count a step, and average the weights when it is due."""
         self.num_steps += 1
+        if self.enabled and self.num_steps % self.local_sgd_steps == 0:
+            self._average()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.copy_(self.accelerator.reduce(parameter, reduction="mean"))

@@ -2,53 +2,80 @@
 
 from __future__ import annotations
 
-from engine.compat.records import called
+from dataclasses import dataclass
 
-SETTINGS = {
-    "num_processes": "devices",
-    "num_machines": "num_nodes",
-    "mixed_precision": "precision",
-    "gradient_accumulation_steps": "accumulate_grad_batches",
-    "gradient_clipping": "gradient_clip_val",
-    **dict.fromkeys(("project_dir", "logging_dir"), "root_dir"),
-    "dynamo_backend": "compile",
-}
-"""Arguments of ``Accelerator`` and keys of its files that are a setting under another name."""
-OTHERWISE = {
-    "cpu": "here it is accelerator='cpu'",
-    **dict.fromkeys(
-        ("split_batches", "dispatch_batches", "even_batches"),
-        "samples are divided exactly among the ranks; see global_batch_size",
-    ),
-    "dataloader_config": "the DataLoader that you give keeps its own settings",
-    **dict.fromkeys(
-        ("deepspeed_plugin", "deepspeed_plugins"), "here it is strategy={'name': 'deepspeed', 'stage': 2, ...}"
-    ),
-    "fsdp_plugin": "here it is strategy={'name': 'fsdp', ...}",
-    **dict.fromkeys(("megatron_lm_plugin", "parallelism_config"), "here it is strategy={'name': 'mesh', 'tp': 2, ...}"),
-    "dynamo_plugin": "here it is compile: True, 'blocks', or a dict of torch.compile's options",
-    "gradient_accumulation_plugin": "here it is accumulate_grad_batches",
-    "kwargs_handlers": "arguments of DDP, FSDP and the scaler are fields of strategy={'name': 'ddp', ...} and precision={'name': ...}",
-    "rng_types": "random numbers of every rank are in checkpoints, and seed determines the data's order",
-    "step_scheduler_with_optimizer": "schedulers step once per step that happened; in Fit, 'interval' in configure_optimizers sets when",
-    "device_placement": "everything prepared is on its device; choose it with accelerator and devices",
-    "project_config": "here it is root_dir",
-    "log_with": "loggers are callbacks, for example callbacks=[CSVLogger()]",
-}
-"""What to do instead of arguments of ``Accelerator`` that are no setting."""
+from engine.compat.records import Argument, called
+
+
+@dataclass(frozen=True)
+class AcceleratorArgument(Argument):
+    """An argument of ``Accelerator``, which is asked of ``Fit`` (``setting``, ``instead``) and of ``Engine``."""
+
+    engine: str = ""
+    """What to do with an ``Engine``, if it is not what to do with ``Fit``."""
+
+
+_DIVIDED = "samples are divided exactly among the ranks; see global_batch_size"
+_DEEPSPEED = "here it is strategy={'name': 'deepspeed', 'stage': 2, ...}"
+_MESH = "here it is strategy={'name': 'mesh', 'tp': 2, ...}"
+_PATHS = "give a path to save_state and load_state"
 _NO_PICKLE = "nothing in a checkpoint is unpickled, so this is always true: leave it out"
 _SAFETENSORS = "weights are always written as safetensors: leave it out"
 _LAUNCHER = "the launcher starts the processes: fit launch, torchrun, or engine.launch"
 _DEVICE = "prepared objects are on their device"
+ACCELERATOR = {
+    "device_placement": AcceleratorArgument(
+        True, instead="everything prepared is on its device; choose it with accelerator and devices"
+    ),
+    "split_batches": AcceleratorArgument(instead=_DIVIDED),
+    "mixed_precision": AcceleratorArgument(setting="precision"),
+    "gradient_accumulation_steps": AcceleratorArgument(1, setting="accumulate_grad_batches"),
+    "cpu": AcceleratorArgument(False, instead="here it is accelerator='cpu'"),
+    "dataloader_config": AcceleratorArgument(instead="the DataLoader that you give keeps its own settings"),
+    "deepspeed_plugin": AcceleratorArgument(instead=_DEEPSPEED),
+    "fsdp_plugin": AcceleratorArgument(instead="here it is strategy={'name': 'fsdp', ...}"),
+    "torch_tp_plugin": AcceleratorArgument(engine=_MESH),
+    "megatron_lm_plugin": AcceleratorArgument(instead=_MESH),
+    "rng_types": AcceleratorArgument(
+        instead="random numbers of every rank are in checkpoints, and seed determines the data's order"
+    ),
+    "log_with": AcceleratorArgument(
+        instead="loggers are callbacks, for example callbacks=[CSVLogger()]",
+        engine="your own loop calls and logs directly; engine.Fit has callbacks",
+    ),
+    "project_dir": AcceleratorArgument(setting="root_dir", engine=_PATHS),
+    "project_config": AcceleratorArgument(instead="here it is root_dir", engine=_PATHS),
+    "gradient_accumulation_plugin": AcceleratorArgument(instead="here it is accumulate_grad_batches"),
+    "step_scheduler_with_optimizer": AcceleratorArgument(
+        True,
+        instead="schedulers step once per step that happened; in Fit, 'interval' in configure_optimizers sets when",
+        engine="a prepared scheduler steps when the optimizer did",
+    ),
+    "kwargs_handlers": AcceleratorArgument(
+        instead="arguments of DDP, FSDP and the scaler are fields of strategy={'name': 'ddp', ...} and precision={'name': ...}"
+    ),
+    "dynamo_backend": AcceleratorArgument(setting="compile"),
+    "dynamo_plugin": AcceleratorArgument(
+        instead="here it is compile: True, 'blocks', or a dict of torch.compile's options"
+    ),
+    "deepspeed_plugins": AcceleratorArgument(instead=_DEEPSPEED),
+    "parallelism_config": AcceleratorArgument(instead=_MESH),
+    # of its files, and of earlier versions
+    "num_processes": AcceleratorArgument(setting="devices", engine=_LAUNCHER),
+    "num_machines": AcceleratorArgument(setting="num_nodes", engine=_LAUNCHER),
+    "gradient_clipping": AcceleratorArgument(setting="gradient_clip_val"),
+    "logging_dir": AcceleratorArgument(setting="root_dir"),
+    "dispatch_batches": AcceleratorArgument(instead=_DIVIDED),
+    "even_batches": AcceleratorArgument(instead=_DIVIDED),
+    "max_grad_norm": AcceleratorArgument(
+        engine="call engine.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step()"
+    ),
+}
+"""The arguments of ``Accelerator``, in its order, then other names for them."""
+SETTINGS = {name: argument.setting for name, argument in ACCELERATOR.items() if argument.setting}
+OTHERWISE = {name: argument.instead for name, argument in ACCELERATOR.items() if argument.instead}
 CALLS: dict[str, dict[str, str]] = {
-    "Engine.__init__": {
-        **dict.fromkeys(("num_processes", "num_machines"), _LAUNCHER),
-        "log_with": "your own loop calls and logs directly; engine.Fit has callbacks",
-        **dict.fromkeys(("project_dir", "project_config"), "give a path to save_state and load_state"),
-        "max_grad_norm": "call engine.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step()",
-        "torch_tp_plugin": "here it is strategy={'name': 'mesh', 'tp': 2, ...}",
-        "step_scheduler_with_optimizer": "a prepared scheduler steps when the optimizer did",
-    },
+    "Engine.__init__": {name: argument.engine for name, argument in ACCELERATOR.items() if argument.engine},
     "Engine.prepare": {
         "device_placement": f"{_DEVICE}; prepare_data_loader(loader, place=False) leaves batches where they are",
         "move_to_device": f"{_DEVICE}: leave it out",
@@ -101,9 +128,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
             ("register_save_state_pre_hook", "register_load_state_pre_hook"), "use register_for_checkpointing(objects)"
         ),
         "trigger_sync_in_backward": "use accumulate(model)",
-        **dict.fromkeys(
-            ("project_dir", "logging_dir", "project_configuration"), "give a path to save_state and load_state"
-        ),
+        **dict.fromkeys(("project_dir", "logging_dir", "project_configuration"), _PATHS),
         **dict.fromkeys(("deepspeed_plugin", "parallelism_config", "torch_device_mesh"), "use strategy"),
     },
 }
@@ -130,6 +155,5 @@ FUNCTIONS = {
         "an optimizer or a scheduler of your own; in a Fit run, those of DeepSpeed's configuration",
     ),
     "prepare_pippy": "Engine(strategy={'name': 'mesh', 'pp': 2})",
-    "LocalSGD": "synchronize in every step, or average parameters yourself",
 }
 """Functions and classes without a counterpart of the same kind."""

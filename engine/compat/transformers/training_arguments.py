@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.compat.accelerate import config_strategies as strategies
 from engine.compat.key_file import KeyFile, flag
-from engine.compat.transformers.names import HARMLESS, LOGGERS, NAMED_AFTER, NONE, ON, OPTIMIZERS, REFUSED, USUAL
+from engine.compat.transformers.names import ARGUMENTS, LOGGERS, NAMED_AFTER, NONE, OPTIMIZERS
 from engine.config import yaml_reader
 
 
@@ -69,12 +69,12 @@ def read(path: Path) -> Arguments:
     _strategy(file)
     _module(file)
     _loader(file)
-    file.refuse_others(REFUSED, NONE)
-    for key in file.values:
-        usual = file.values[key] in USUAL or (key in ON and file.values[key] is True)
-        if key in HARMLESS and not usual:
-            file.note(key, HARMLESS[key])
-        elif key in HARMLESS or key.startswith(NAMED_AFTER):
+    file.refuse_others({name: argument.in_file for name, argument in ARGUMENTS.items() if argument.neutral}, NONE)
+    harmless = {name: argument for name, argument in ARGUMENTS.items() if argument.in_file and not argument.neutral}
+    for key, value in file.values.items():
+        if key in harmless and value not in (*NONE, -1, harmless[key].usual):
+            file.note(key, harmless[key].in_file)
+        elif key in harmless or key.startswith(NAMED_AFTER):
             file.take(key)
     file.finish(())
     return file
@@ -282,7 +282,7 @@ def _module(file: Arguments) -> None:
 def _loader(file: Arguments) -> None:
     order = str(file.take("train_sampling_strategy", "random")).lower()
     if order not in ("random", "sequential"):
-        file.refuse("train_sampling_strategy", REFUSED["group_by_length"])
+        file.refuse("train_sampling_strategy", ARGUMENTS["group_by_length"].in_file)
     file.loader = {"batch_size": int(file.take("per_device_train_batch_size", 8)), "shuffle": order == "random"}
     names = {
         "drop_last": False,

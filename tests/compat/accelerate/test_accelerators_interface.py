@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import accelerate as theirs
@@ -18,7 +17,6 @@ from engine.compat.accelerate import arguments as translation
 from engine.interop import accelerate
 from engine.interop.accelerate import Accelerator, AcceleratorState, PartialState
 from engine.interop.accelerate import utils as u
-from engine.interop.accelerate.local_sgd import LocalSGD
 from engine.interop.accelerate.tracking import GeneralTracker
 
 
@@ -220,17 +218,6 @@ def test_nested_values_are_logged(tmp_path: Path) -> None:
         "a/y/z": [(4, 2.0)],
         "b": [(4, 3.0)],
     }
-
-
-def test_local_sgd_on_one_process() -> None:
-    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1, 1)
-    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True) as local:
-        local.step()
-    assert local.num_steps == 1
-    several = SimpleNamespace(num_processes=2)
-    assert not LocalSGD(several, model, 2, enabled=False).enabled
-    with pytest.raises(NotImplementedError, match="LocalSGD has no counterpart on 2 processes: synchronize"):
-        LocalSGD(several, model, 2)
 
 
 def test_helpers_for_files_and_models(tmp_path: Path) -> None:

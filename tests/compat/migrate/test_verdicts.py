@@ -121,10 +121,6 @@ def test_values_that_a_run_takes_or_computes(tmp_path: Path) -> None:
             "class C(pl.Callback):\n    def setup(self, trainer, pl_module, stage):\n        trainer.strategy.setup_optimizers(trainer)\n",
             *(4, "trainer.strategy.setup_optimizers", "add_param_group"),
         ),
-        (
-            "from accelerate.local_sgd import LocalSGD\nLocalSGD(accelerator=a, model=m, local_sgd_steps=8)\n",
-            *(3, "LocalSGD", "on several processes it is an error"),
-        ),
     ],
 )
 def test_what_stays_different_is_foreseen(text: str, line: int, name: str, said: str, tmp_path: Path) -> None:

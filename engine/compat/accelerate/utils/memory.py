@@ -1,4 +1,4 @@
-"""Batch sizes that fit into memory, for loops that are not a run of ``Fit`` (which has ``callbacks.BatchSizeFinder``)."""
+"""Batch sizes that fit into memory, for loops that are not a run of ``Fit`` (which has ``callbacks.find_batch_size``)."""
 
 from __future__ import annotations
 
