@@ -13,12 +13,13 @@ from typing import Any
 from engine.callback import Callback
 from engine.compat.lightning import ckpt
 from engine.compat.lightning.adapters import adapt
+from engine.compat.lightning.events import original
 from engine.compat.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
 from engine.compat.lightning.module import LightningModule
 from engine.compat.lightning.pickled import write_checkpoint
 from engine.compat.lightning.trainer_arguments import translate
 from engine.compat.lightning.trainer_parts import AcceleratorConnector as _AcceleratorConnector
-from engine.compat.lightning.trainer_view import TrainerView, Values, original
+from engine.compat.lightning.trainer_view import TrainerView, Values
 from engine.distributed.environment import detect
 from engine.fit import Fit
 from engine.loop.module_calls import save_file

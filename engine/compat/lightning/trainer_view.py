@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from engine.compat.lightning.events import original
 from engine.compat.lightning.logged_values import Values, live, live_shown, withheld
 from engine.compat.lightning.loop_view import FitLoopView
 from engine.compat.lightning.names import OF_RUN, VIEW
@@ -381,11 +382,6 @@ class TrainerView:
         """``print``, on rank 0 only."""
         if self.is_global_zero:
             print(*args, **kwargs)
-
-
-def original(value: Any) -> Any:
-    """The user's object behind one that stands for it here."""
-    return getattr(value, "__dict__", {}).get("foreign", value)
 
 
 def _length(number: int | None) -> int | float:
