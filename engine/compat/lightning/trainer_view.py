@@ -30,6 +30,8 @@ class TrainerView:
         object.__setattr__(self, "_run", run)
 
     def __getattr__(self, name: str) -> NoReturn:
+        if hasattr(type(self), name):  # a property that failed: its own error says why, before a first run for example
+            object.__getattribute__(self, name)
         raise attribute_error(self, name, VIEW.get(name, OF_RUN))
 
     def __setattr__(self, name: str, value: Any) -> None:
