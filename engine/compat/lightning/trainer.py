@@ -15,7 +15,6 @@ from engine.compat.lightning.before_run import BeforeRun
 from engine.compat.lightning.events import original
 from engine.compat.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
 from engine.compat.lightning.module import LightningModule
-from engine.compat.lightning.pickled import write_checkpoint
 from engine.compat.lightning.trainer_arguments import translate
 from engine.compat.lightning.trainer_view import TrainerView, Values
 from engine.fit import Fit
@@ -179,7 +178,7 @@ class Trainer(TrainerView):
         whole = path.with_name(f".{path.name}.whole") if pickle else path
         save_file(run, whole, lambda run, _: replace(content(run), optim={}) if weights_only or pickle else content(run))
         if pickle and run.is_main_process:
-            write_checkpoint(path, whole)
+            ckpt.write_checkpoint(path, whole)
             whole.unlink()
         run.engine.wait_for_everyone()
 
