@@ -55,7 +55,7 @@ def _pack(arguments: argparse.Namespace) -> Answer:
         raise ValueError("--weights is for --pickle; without it the file has all weights of the checkpoint")
     with opened(arguments.path) as found:
         if arguments.pickle:
-            annex("engine.compat.lightning.pickled").write_checkpoint(out, found.directory, arguments.weights)
+            annex("engine.compat.lightning.ckpt").write_checkpoint(out, found.directory, arguments.weights)
         else:
             pack(found.directory, out)
     size = out.stat().st_size

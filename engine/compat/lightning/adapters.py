@@ -7,7 +7,8 @@ from typing import Any
 
 from engine.callback import Callback
 from engine.compat.lightning.callback import adapted_class, lightnings
-from engine.compat.lightning.module import LightningDataModule, LightningModule
+from engine.compat.lightning.events import Adapter
+from engine.compat.lightning.module import LightningDataModule, LightningModule, parts_that_log
 from engine.compat.lightning.names import BOUND
 from engine.data.datamodule import DataModule
 from engine.module import TrainModule
@@ -56,35 +57,35 @@ def adapt(value: Any) -> Any:
     return adapted_class(kind)(value)
 
 
-class Foreign(LightningModule):
-    """A module of Lightning's, ``foreign``, in a run here. Both have the same parameters, buffers and submodules, under the same names."""
+class AdaptedModule(LightningModule, Adapter):
+    """A module of Lightning's, ``original``, in a run here. Both have the same parameters, buffers and submodules, under the same names."""
 
-    def __init__(self, foreign: Any) -> None:
-        self.__dict__["foreign"] = foreign
+    def __init__(self, original: Any) -> None:
+        self.__dict__["original"] = original
         super().__init__()
-        self.__dict__.update({name: vars(foreign)[name] for name in _SHARED})
-        self.hparams.update(foreign.hparams)
-        self.prepare_data_per_node = foreign.prepare_data_per_node
+        self.__dict__.update({name: vars(original)[name] for name in _SHARED})
+        self.hparams.update(original.hparams)
+        self.prepare_data_per_node = original.prepare_data_per_node
 
     training = property(
-        lambda self: self.foreign.training, lambda self, value: setattr(self.foreign, "training", value)
+        lambda self: self.original.training, lambda self, value: setattr(self.original, "training", value)
     )
-    automatic_optimization = property(lambda self: self.foreign.automatic_optimization)
-    strict_loading = property(lambda self: self.foreign.strict_loading)
+    automatic_optimization = property(lambda self: self.original.automatic_optimization)
+    strict_loading = property(lambda self: self.original.strict_loading)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.foreign(*args, **kwargs)
+        return self.original(*args, **kwargs)
 
     def configure_optimizers(self) -> Any:
-        return self.foreign.configure_optimizers()
+        return self.original.configure_optimizers()
 
     def configure_callbacks(self) -> Any:
-        given = self.foreign.configure_callbacks()
+        given = self.original.configure_callbacks()
         return [adapt(each) for each in (given if isinstance(given, (list, tuple)) else [given])]
 
     def attach(self, context: Any) -> None:
         super().attach(context)
-        for part in (each for each in self.foreign.modules() if hasattr(each, "_trainer")):
+        for part in parts_that_log(self.original, lightnings(type(self.original), "LightningModule")):
             if context is not None:
                 part._trainer, part._device = self.trainer, context.device
                 vars(part).update({name: getattr(self, name) for name in _ASKED})
@@ -93,49 +94,49 @@ class Foreign(LightningModule):
                 vars(part).pop(name, None)
 
 
-class ForeignData(LightningDataModule):
-    """A data module of Lightning's, ``foreign``, in a run here; the run asks it for each loader when it needs it."""
+class AdaptedDataModule(LightningDataModule, Adapter):
+    """A data module of Lightning's, ``original``, in a run here; the run asks it for each loader when it needs it."""
 
-    def __init__(self, foreign: Any) -> None:
-        self.foreign = foreign
+    def __init__(self, original: Any) -> None:
+        self.original = original
         super().__init__()
-        self.hparams.update(foreign.hparams)
-        self.prepare_data_per_node = foreign.prepare_data_per_node
+        self.hparams.update(original.hparams)
+        self.prepare_data_per_node = original.prepare_data_per_node
         hooks = (name for name, method in vars(DataModule).items() if callable(method) and name not in _OF_DATA)
         for name in (name for name in hooks if self._overrides(name)):
-            vars(self)[name] = getattr(foreign, name)
+            vars(self)[name] = getattr(original, name)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["foreign"], name) if "foreign" in vars(self) else super().__getattr__(name)
+        return getattr(vars(self)["original"], name) if "original" in vars(self) else super().__getattr__(name)
 
     def _overrides(self, name: str) -> bool:
-        return overridden(self.foreign, name, lightnings(type(self.foreign), "LightningDataModule"))
+        return overridden(self.original, name, lightnings(type(self.original), "LightningDataModule"))
 
     def attach(self, run: Any) -> None:
         super().attach(run)
-        self.foreign.trainer = self.trainer
+        self.original.trainer = self.trainer
 
     def train_dataloader(self) -> Any:
-        return self.foreign.train_dataloader() if self._overrides("train_dataloader") else None
+        return self.original.train_dataloader() if self._overrides("train_dataloader") else None
 
     def val_dataloader(self) -> Any:
-        return self.foreign.val_dataloader() if self._overrides("val_dataloader") else None
+        return self.original.val_dataloader() if self._overrides("val_dataloader") else None
 
     def test_dataloader(self) -> Any:
-        return self.foreign.test_dataloader() if self._overrides("test_dataloader") else None
+        return self.original.test_dataloader() if self._overrides("test_dataloader") else None
 
     def predict_dataloader(self) -> Any:
-        return self.foreign.predict_dataloader() if self._overrides("predict_dataloader") else None
+        return self.original.predict_dataloader() if self._overrides("predict_dataloader") else None
 
 
 @functools.cache
-def _data_class_for(kind: Any) -> type[ForeignData]:
+def _data_class_for(kind: Any) -> type[AdaptedDataModule]:
     """The class that stands for data modules of ``kind``: messages have its name."""
-    return type(kind.__name__, (ForeignData,), {})
+    return type(kind.__name__, (AdaptedDataModule,), {})
 
 
 @functools.cache
-def _class_for(kind: Any) -> type[Foreign]:
+def _class_for(kind: Any) -> type[AdaptedModule]:
     """The class for modules of a class of Lightning's: what that overrides is called, or named in the log."""
     base, space = lightnings(kind, "LightningModule"), {"__module__": kind.__module__}
     for name in dir(base):
@@ -149,8 +150,8 @@ def _class_for(kind: Any) -> type[Foreign]:
     if space.keys() & {"on_save_checkpoint", "on_load_checkpoint"}:
         said = "%s: on_save_checkpoint and on_load_checkpoint get a dict of their own entries, without weights and counters"
         logger.warning(said, kind.__name__)
-    return type(kind.__name__, (Foreign,), space)
+    return type(kind.__name__, (AdaptedModule,), space)
 
 
 def _forwarding(method: Any, name: str) -> Any:
-    return functools.wraps(method)(lambda self, *args, **kwargs: getattr(self.foreign, name)(*args, **kwargs))
+    return functools.wraps(method)(lambda self, *args, **kwargs: getattr(self.original, name)(*args, **kwargs))

@@ -12,9 +12,10 @@ import torch
 
 import engine.callbacks as own
 from engine.compat.lightning.argument_names import CALLBACKS
-from engine.compat.lightning.callback import EVENTS, Callback, listens
+from engine.compat.lightning.callback import Callback, listens
+from engine.compat.lightning.ckpt import write_checkpoint
+from engine.compat.lightning.events import EVENTS
 from engine.compat.lightning.names import CLASSES, OF_CHECKPOINTS
-from engine.compat.lightning.pickled import write_checkpoint
 from engine.compat.refusals import refusing, with_arguments_of
 from engine.utils.log import logger
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+from torch import nn
 
 from engine.compat.lightning import ckpt
-from engine.compat.lightning.callback import step_output
+from engine.compat.lightning.events import lightning_arguments
 from engine.data.datamodule import DataModule
 from engine.loop.run import Run
 from engine.module import TrainModule, overrides
 from engine.step.wrappers import PreparedOptimizer as LightningOptimizer  # noqa: F401
+
+T = TypeVar("T")
+_STEP_END = "on_train_batch_end"
 
 
 class LightningModule(TrainModule):
@@ -48,19 +53,15 @@ class LightningModule(TrainModule):
         super().attach(context)
         if isinstance(context, Run) and context.module is self:
             context.hooks.wrap(_with_step_output)
-        for child in self._parts():
+        for part in parts_that_log(self, LightningModule)[1:]:
             if context is not None:
-                child.trainer = self.trainer
-            child.attach(context)
+                part.trainer = self.trainer
+            TrainModule.attach(part, context)
 
     def log_with(self, record: Any) -> None:
         super().log_with(record)
-        for child in self._parts():
-            child.log_with(record)
-
-    def _parts(self) -> list[LightningModule]:
-        """Modules in it that are trained with it, and log."""
-        return [child for child in self.children() if isinstance(child, LightningModule)]
+        for part in parts_that_log(self, LightningModule)[1:]:
+            TrainModule.log_with(part, record)
 
     @classmethod
     def load_from_checkpoint(
@@ -76,11 +77,18 @@ class LightningModule(TrainModule):
             return super().load_from_checkpoint(path, strict=strict is not False, map_location=device, **kwargs)
 
 
+def parts_that_log(module: nn.Module, kind: type[T]) -> list[T]:
+    """The module and those in it, at any depth, of Lightning's ``kind``: each may call ``self.log`` and read ``self.trainer``."""
+    return [part for part in module.modules() if isinstance(part, kind)]
+
+
 def _with_step_output(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     """The module's ``on_train_batch_end`` with Lightning's ``outputs``; other hooks unchanged."""
-    if not (name.startswith("[TrainModule]") and name.endswith(".on_train_batch_end")):
+    if not (name.startswith("[TrainModule]") and name.endswith(f".{_STEP_END}")):
         return hook
-    return lambda run, module, outputs, *args: hook(run, module, step_output(run, outputs), *args)
+    return lambda run, module, outputs, *args: hook(
+        run, module, *lightning_arguments(_STEP_END, run, module, (outputs, *args))[2:]
+    )
 
 
 class LightningDataModule(DataModule):

@@ -5,27 +5,23 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from engine.callback import Callback
 from engine.compat.lightning import ckpt
 from engine.compat.lightning.adapters import adapt
+from engine.compat.lightning.before_run import BeforeRun
+from engine.compat.lightning.events import original
 from engine.compat.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
 from engine.compat.lightning.module import LightningModule
-from engine.compat.lightning.pickled import write_checkpoint
 from engine.compat.lightning.trainer_arguments import translate
-from engine.compat.lightning.trainer_parts import AcceleratorConnector as _AcceleratorConnector
-from engine.compat.lightning.trainer_view import TrainerView, Values, original
-from engine.distributed.environment import detect
+from engine.compat.lightning.trainer_view import TrainerView, Values
 from engine.fit import Fit
 from engine.loop.module_calls import save_file
 from engine.loop.result import Result, TrainState
 from engine.loop.run import Run
 from engine.loop.snapshot import content
-from engine.step.precision import Precision
 from engine.utils.extensions import hint
 from engine.utils.log import logger
 from engine.utils.text import terminal_text
@@ -68,7 +64,7 @@ class Trainer(TrainerView):
         self._module: Any = None
         self._trained: Any = None
         self._datamodule: Any = None
-        super().__init__(_Before(self._fit))
+        super().__init__(BeforeRun(self._fit.settings))
 
     def __getattr__(self, name: str) -> Any:
         given = self.__dict__.get("_given", {})
@@ -182,7 +178,7 @@ class Trainer(TrainerView):
         whole = path.with_name(f".{path.name}.whole") if pickle else path
         save_file(run, whole, lambda run, _: replace(content(run), optim={}) if weights_only or pickle else content(run))
         if pickle and run.is_main_process:
-            write_checkpoint(path, whole)
+            ckpt.write_checkpoint(path, whole)
             whole.unlink()
         run.engine.wait_for_everyone()
 
@@ -198,7 +194,7 @@ class Trainer(TrainerView):
 
     @property
     def callback_metrics(self) -> Values:
-        return Values() if isinstance(self._run, _Before) else super().callback_metrics
+        return Values() if isinstance(self._run, BeforeRun) else super().callback_metrics
 
     @property
     def _stage(self) -> str:
@@ -208,38 +204,6 @@ class Trainer(TrainerView):
     def state(self) -> Any:
         found = super().state
         return found if self._stage or found.stopped else replace(found, status="finished" if found.fn else "initializing")
-
-
-class _Before:
-    """What a trainer shows before its first run."""
-
-    epoch = step = 0
-    stage = ""
-    evaluating = stopping = interrupted = terminated = False
-    module = datamodule = train_loader = exception = num_train_batches = loaded_from = None
-    optimizers: tuple[Any, ...] = ()
-    schedulers = num_eval_batches = optimizers
-
-    def __init__(self, fit: Fit) -> None:
-        self.settings = settings = fit.settings
-        self.max_epochs, self.max_steps, self.callbacks = settings.max_epochs, settings.max_steps, settings.callbacks
-        self.window_at, self.state = settings.accumulate_at, TrainState()
-        environment = detect(os.environ)
-        self.rank, self.local_rank, self.world_size = environment.rank, environment.local_rank, environment.world_size
-        self.is_main_process = self.rank == 0
-
-    @cached_property
-    def engine(self) -> SimpleNamespace:
-        """What is known of the devices and the precision."""
-        settings = self.settings
-        devices = _AcceleratorConnector(settings.accelerator, settings.devices)._parallel_devices
-        environment = SimpleNamespace(local_world_size=len(devices), num_nodes=settings.num_nodes)
-        return SimpleNamespace(
-            precision=Precision.parse(settings.precision), group=SimpleNamespace(environment=environment)
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"no run has started: {name} is not known yet")
 
 
 def _logger(logger: Any) -> Any:

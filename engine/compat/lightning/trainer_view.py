@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from engine.compat.lightning.events import original
 from engine.compat.lightning.logged_values import Values, live, live_shown, withheld
 from engine.compat.lightning.loop_view import FitLoopView
 from engine.compat.lightning.names import OF_RUN, VIEW
@@ -29,6 +30,8 @@ class TrainerView:
         object.__setattr__(self, "_run", run)
 
     def __getattr__(self, name: str) -> NoReturn:
+        if hasattr(type(self), name):  # a property that failed: its own error says why, before a first run for example
+            object.__getattribute__(self, name)
         raise attribute_error(self, name, VIEW.get(name, OF_RUN))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -381,11 +384,6 @@ class TrainerView:
         """``print``, on rank 0 only."""
         if self.is_global_zero:
             print(*args, **kwargs)
-
-
-def original(value: Any) -> Any:
-    """The user's object behind one that stands for it here."""
-    return getattr(value, "__dict__", {}).get("foreign", value)
 
 
 def _length(number: int | None) -> int | float:

@@ -161,6 +161,36 @@ def test_callbacks_stay_the_users_objects(plain_fit: bool, tmp_path: Path) -> No
     assert [path.name for path in (tmp_path / "best").iterdir()] == [Path(saves.best_model_path).name]
 
 
+def test_an_attribute_of_the_users_own_name_is_no_adapter(tmp_path: Path) -> None:
+    """Adapters are known by their class: a module with an attribute ``foreign`` is itself."""
+    seen = []
+
+    class Reads(THEIRS.Callback):  # type: ignore[misc]
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            seen.extend([pl_module, trainer.model])
+
+    net = module(OURS)
+    net.foreign = net.original = "words of another language"
+    trainer(OURS, tmp_path, max_epochs=1, callbacks=[Reads()]).fit(net, data())
+    assert seen == [net, net]
+
+
+@pytest.mark.parametrize("library", [OURS, THEIRS])
+def test_modules_in_a_list_log(library: Any, tmp_path: Path) -> None:
+    class Head(library.LightningModule):  # type: ignore[misc]
+        def forward(self, x: Any) -> Any:
+            self.log("mean", x.mean())
+            return x
+
+    net = module(library)
+    net.heads = torch.nn.ModuleList([Head()])
+    net.layers.append(net.heads[0])
+    fitted = trainer(OURS, tmp_path, max_epochs=1)
+    fitted.fit(net, data())
+    assert "mean" in fitted.callback_metrics
+    assert net.heads[0].trainer is fitted
+
+
 def test_other_objects_are_errors(tmp_path: Path) -> None:
     fit = Fit(max_epochs=1, accelerator="cpu", root_dir=tmp_path)
     with pytest.raises(TypeError, match="Fit takes a TrainModule, got Linear"):

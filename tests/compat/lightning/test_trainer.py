@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from both import OURS, THEIRS, data, module, quietly, trainer, watcher, weights
 from torch.utils.data import DataLoader
 
 from engine import Fit
+from engine.compat.lightning import loop_view, trainer_parts, trainer_view
 
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -348,6 +350,34 @@ def test_devices_and_precision_before_a_run(tmp_path: Path) -> None:
         fitted = quietly(trainer, library, tmp_path, precision="bf16-mixed", devices=2)
         assert (fitted.num_devices, fitted.num_nodes, fitted.precision) == (2, 1, "bf16-mixed")
         assert fitted.device_ids == [0, 1]
+        strategy = fitted.strategy
+        assert (strategy.root_device, strategy.is_global_zero, strategy.local_rank) == (torch.device("cpu"), True, 0)
+
+
+def test_what_only_a_run_knows_says_so_before_it(tmp_path: Path) -> None:
+    fitted = trainer(OURS, tmp_path)
+    for name in ("log_dir", "estimated_stepping_batches"):
+        with pytest.raises(AttributeError, match=r"no run has started: \w+ is not known yet"):
+            getattr(fitted, name)
+    with pytest.raises(AttributeError, match="no run has started: reduce is not known yet"):
+        fitted.strategy.reduce_boolean_decision(True)
+
+
+@pytest.mark.parametrize(
+    ("part", "path"), [(trainer_view, "_run"), (loop_view, "_run"), (trainer_parts.StrategyView, "_engine")]
+)
+def test_before_a_run_there_is_what_a_view_reads_or_an_error_that_says_so(part: Any, path: str, tmp_path: Path) -> None:
+    reads = set(re.findall(rf"self\.{path}\.((?:\w+\.)*\w+)", inspect.getsource(part)))
+    assert len(reads) >= 5
+    before = trainer(OURS, tmp_path).run
+    for read in reads:
+        value = before.engine if path == "_engine" else before
+        for name in read.split("."):
+            try:
+                value = getattr(value, name)
+            except AttributeError as error:
+                assert str(error) == f"no run has started: {name} is not known yet", read  # noqa: PT017
+                break
 
 
 def test_a_second_training_counts_on(tmp_path: Path) -> None:

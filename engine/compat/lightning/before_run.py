@@ -1,0 +1,75 @@
+"""What ``Trainer`` shows before its first run: what is known then, in the places where a run has it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn
+
+import torch
+
+from engine.compat.lightning.trainer_parts import AcceleratorConnector
+from engine.config.settings import Settings
+from engine.distributed.environment import Environment, detect
+from engine.loop.result import TrainState
+from engine.step.precision import Precision
+
+
+@dataclass(frozen=True)
+class MachinesBeforeRun:
+    """The processes and machines that are asked for."""
+
+    local_world_size: int
+    num_nodes: int
+
+
+@dataclass(frozen=True)
+class GroupBeforeRun:
+    """As a run's process group has them."""
+
+    environment: MachinesBeforeRun
+
+
+class _Early:
+    """Attributes that only a run has are errors that say so."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"no run has started: {name} is not known yet")
+
+
+class EngineBeforeRun(_Early):
+    """What is known of the devices and the precision."""
+
+    def __init__(self, settings: Settings, environment: Environment) -> None:
+        devices = AcceleratorConnector(settings.accelerator, settings.devices)._parallel_devices
+        self.precision = Precision.parse(settings.precision)
+        self.group = GroupBeforeRun(MachinesBeforeRun(len(devices), settings.num_nodes))
+        self.device: torch.device = devices[environment.local_rank % len(devices)]
+        self.process_index, self.local_process_index = environment.rank, environment.local_rank
+        self.num_processes, self.is_main_process = environment.world_size, environment.rank == 0
+
+
+class BeforeRun(_Early):
+    """Stands for the run in :class:`engine.compat.lightning.trainer_view.TrainerView`."""
+
+    epoch = step = 0
+    validated_step = -1
+    stage = ""
+    evaluating = stopping = interrupted = terminated = False
+    module = datamodule = train_loader = exception = num_train_batches = loaded_from = None
+    optimizers: tuple[Any, ...] = ()
+    schedulers = num_eval_batches = optimizers
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.max_epochs, self.max_steps, self.callbacks = settings.max_epochs, settings.max_steps, settings.callbacks
+        self.window_at, self.state = settings.accumulate_at, TrainState()
+        self._environment = environment = detect(os.environ)
+        self.rank, self.local_rank, self.world_size = environment.rank, environment.local_rank, environment.world_size
+        self.is_main_process = self.rank == 0
+
+    @cached_property
+    def engine(self) -> EngineBeforeRun:
+        """Made when somebody asks, because a device that is not here is an error."""
+        return EngineBeforeRun(self.settings, self._environment)
