@@ -32,7 +32,7 @@ class Argument:
         return self.instead or (called(self.setting) if self.setting else "")
 
     def refuses(self, value: object) -> bool:
-        """Whether the value asks for what there is not."""
+        """Tell whether the value asks for something that has no counterpart."""
         return bool(self.neutral) and self.neutral is not ANY and value not in self.neutral
 
 
