@@ -14,14 +14,6 @@ _WRAPPERS = {
 }
 
 
-def _advice(kind: type) -> str | None:
-    """The remedy for an object of this class; ``None`` if it is no wrapper."""
-    package = kind.__module__.partition(".")[0]
-    if package in BUILT_IN and "step" in vars(kind):  # an engine of the package that this strategy drives
-        return f"strategy={package!r} creates the engine"
-    return _WRAPPERS.get(f"{kind.__module__}.{kind.__qualname__}")
-
-
 def check_plain(model: nn.Module) -> None:
     """Raise if any part of ``model`` is wrapped for distributed training already.
 
@@ -30,7 +22,9 @@ def check_plain(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         for base in type(module).__mro__:
-            advice = _advice(base)
+            advice = _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
+            if advice is None and "step" in vars(base) and (package := base.__module__.partition(".")[0]) in BUILT_IN:
+                advice = f"strategy={package!r} creates the engine"  # of the package that this strategy drives
             if advice is not None:
                 where = f"its part {name!r}" if name else "it"
                 raise ValueError(
