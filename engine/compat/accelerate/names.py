@@ -12,7 +12,7 @@ class AcceleratorArgument(Argument):
     """An argument of ``Accelerator``, which is asked of ``Fit`` (``setting``, ``instead``) and of ``Engine``."""
 
     engine: str = ""
-    """What to do with an ``Engine``, if it is not what to do with ``Fit``."""
+    """The sentence of ``Engine``, if it is not that of ``Fit``."""
 
 
 _DIVIDED = "samples are divided exactly among the ranks; see global_batch_size"

@@ -1,4 +1,4 @@
-"""What stands for Lightning's and Accelerate's names here: a name of ``engine``, one of ``engine.interop``, or an answer."""
+"""Counterparts of Lightning's and Accelerate's names: a name of ``engine``, one of ``engine.interop``, or an answer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ANSWERS = {
 
 @dataclass(frozen=True)
 class Counterpart:
-    """What stands for a name: ``where`` it is, and the object, if there is one.
+    """The counterpart of a name: ``where`` it is, and the object, if there is one.
 
     ``refused``: what to do instead of making an object of a class that can only be named.
     """
@@ -59,7 +59,7 @@ class Counterpart:
 
 @functools.cache
 def counterpart(api: Api) -> Counterpart:
-    """What stands for a class or a function of the libraries."""
+    """Find what stands for a class or a function of the libraries."""
     plain, where = _plain(api)
     ours, place = translated(api)
     if plain is not None:
@@ -74,13 +74,13 @@ def counterpart(api: Api) -> Counterpart:
 
 
 def refused(counterpart: object) -> str:
-    """What to do instead of a class that can only be named, not made; empty for every other object."""
+    """The sentence about a class that can only be named, not made; empty for every other object."""
     return str(vars(counterpart).get("refused", "")).rstrip(".") if inspect.isclass(counterpart) else ""
 
 
 @functools.cache
 def is_package(api: Api) -> bool:
-    """Whether the name is only a part of the library, which says nothing by itself."""
+    """Tell whether the name is only a part of the library, which says nothing by itself."""
     if not api.path or api.name.islower():
         value = translated(api)[0]
         return isinstance(value, ModuleType) or (value is None and (not api.path or api.path in _SAME))
@@ -100,7 +100,7 @@ def _plain(api: Api) -> tuple[Any, str]:
 
 
 def translated(api: Api) -> tuple[Any, str]:
-    """What ``engine.interop`` has of the name, and where."""
+    """Find the object of the name in ``engine.interop``, and where it is."""
     package = INTEROP_OF[api.library]
     *head, name = api.path.split(".")
     for length in range(len(head), -1, -1):  # its own place first, then a shorter one

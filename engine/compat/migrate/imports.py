@@ -1,4 +1,4 @@
-"""What a name in a source stands for: a class of the sources, or something of Lightning's or Accelerate's, through aliases and re-exports."""
+"""Meanings of the names in a source: a class of the sources, or something of Lightning's or Accelerate's, through aliases and re-exports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Api:
 
     @property
     def name(self) -> str:
-        """Its last part."""
+        """The last part of the path."""
         return self.path.rpartition(".")[2]
 
 
@@ -103,7 +103,7 @@ class ClassInfo:
 
 
 Meaning: TypeAlias = "Api | ClassInfo | str | None"
-"""What a name stands for; a ``str`` is a dotted name that belongs to none of the sources and libraries."""
+"""The meaning of a name; a ``str`` is a dotted name that belongs to none of the sources and libraries."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -155,7 +155,7 @@ class Names:
                     reached.append(inner)
 
     def meaning(self, expression: ast.expr, source: Source, depth: int = 0) -> Meaning:
-        """What a dotted expression of ``source`` stands for."""
+        """The meaning of a dotted expression of ``source``."""
         if depth > _DEPTH:
             return None
         if isinstance(expression, ast.Name):
@@ -189,7 +189,7 @@ class Names:
             yield found if isinstance(found, (Api, ClassInfo)) else None
 
     def _table(self, source: Source) -> tuple[dict[str, ast.expr | str | ClassInfo], list[str]]:
-        """What each name at the top of a module is bound to, and the modules of its star imports."""
+        """The values of the names at the top of a module, and the modules of its star imports."""
         table: dict[str, ast.expr | str | ClassInfo] = {}
         stars: list[str] = []
         for node in ast.walk(source.tree):  # imports in functions too: a name has one meaning in nearly every file
@@ -293,7 +293,7 @@ def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def is_named(node: ast.expr, name: str | None) -> bool:
-    """Whether the expression is this name."""
+    """Tell whether the expression is this name."""
     return isinstance(node, ast.Name) and node.id == name
 
 

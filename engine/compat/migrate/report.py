@@ -32,7 +32,7 @@ class ClassReport:
     verdict: str
     uses: list[Use]
     inherited: list[Use]
-    """Those of its base classes and mixins in the sources."""
+    """Uses in its base classes and mixins in the sources."""
 
     @property
     def package(self) -> str:
@@ -51,7 +51,7 @@ class Report:
 
     @property
     def works(self) -> bool:
-        """Whether nothing needs a change, and everything was read."""
+        """Tell whether nothing needs a change, and everything was read."""
         return not self.unread and all(each.verdict != CHANGE for each in self.uses)
 
     def counts(self, kind: str, package: str | None = None) -> dict[str, int]:

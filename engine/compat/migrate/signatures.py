@@ -1,4 +1,4 @@
-"""What a class of ours has, and whether ours take what a source gives and the reverse: asked of the class itself or of its stand-in."""
+"""Members and signatures of our classes, asked of themselves or their stand-ins, and whether they fit what a source has."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def misfit(node: ast.FunctionDef | ast.AsyncFunctionDef, owner: str, cls: type, 
 
 
 def takes(node: ast.FunctionDef | ast.AsyncFunctionDef, call: Signature) -> bool:
-    """Whether a method can be called with what ours of the same name is called with."""
+    """Tell whether a method can be called with what ours of the same name is called with."""
     places = [*node.args.posonlyargs, *node.args.args]
     most = len(places) - (0 if first_argument(node) is None else 1)
     least = most - len(node.args.defaults)

@@ -80,7 +80,7 @@ def _class(key: str) -> type:
 
 
 def _member(name: str, entry: Mapping[str, Any]) -> Any:
-    """What ``engine.compat.migrate.signatures.member`` reads the member from."""
+    """An attribute from which ``engine.compat.migrate.signatures.member`` reads the member."""
     if "raises" in entry:
         return _Raises()
     if entry.get("call") is not None:

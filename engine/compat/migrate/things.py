@@ -39,16 +39,16 @@ class Thing:
     """Attributes that are things themselves, with their key in :func:`things`."""
     library: str = "lightning"
     is_trainer: bool = False
-    """Whether it may be an object of a subclass of ``Trainer`` in the sources, with attributes of its own."""
+    """The object may be one of a subclass of ``Trainer`` in the sources, which has attributes of its own."""
     closed: bool = True
-    """Whether an attribute that neither has is the library's, not one of the user's own class."""
+    """Attributes that neither has are the library's, not those of the user's own class."""
 
     def members(self, name: str) -> tuple[Member | None, Member | None]:
         """The attribute of the plain and of the translated class."""
         return tuple(None if cls is None else member(cls, name) for cls in (self.plain, self.translated))  # type: ignore[return-value]
 
     def answer(self, name: str) -> str:
-        """What to do about an attribute that neither has."""
+        """The sentence about an attribute that neither has."""
         if name in self.answers:
             return self.answers[name]
         public = [
@@ -57,11 +57,11 @@ class Thing:
         return f"there is no {name!r} here{nearest(name, public)}"
 
     def has_as_module(self, name: str) -> bool:
-        """Whether it is an ``nn.Module``, and every one of these has the attribute."""
+        """Tell whether the thing is an ``nn.Module``, and every one of these has the attribute."""
         return self._is_a("torch.nn.Module") and member(stand_in("torch.nn.Module"), name) is not None
 
     def logs(self, name: str) -> bool:
-        """Whether the attribute is a method that logs into a run."""
+        """Tell whether the attribute is a method that logs into a run."""
         return name in ("log", "log_dict") and self._is_a("engine.TrainModule", "engine.Callback")
 
     def _is_a(self, *names: str) -> bool:
@@ -102,7 +102,7 @@ def kind_of(cls: ClassInfo) -> str:
 
 
 def thing_of(cls: ClassInfo) -> Thing | None:
-    """What an object of the user's class is."""
+    """The thing that an object of the user's class is."""
     kind = kind_of(cls)
     if not kind:
         return None

@@ -89,7 +89,7 @@ def constructor(call: ast.Call, classes: Sequence[Any]) -> str:
 
 
 def follows_validation(config: ast.Dict, cls: ClassInfo) -> bool:
-    """Whether a dict in a module configures a ``ReduceLROnPlateau`` that steps with the optimizer and follows what validation logs."""
+    """Tell whether a dict in a module configures a ``ReduceLROnPlateau`` that steps with the optimizer and follows what validation logs."""
     entries = {
         key.value: value for key, value in zip(config.keys, config.values, strict=True) if isinstance(key, ast.Constant)
     }

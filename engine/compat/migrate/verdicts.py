@@ -1,4 +1,4 @@
-"""What each use of the libraries is here: as is, through interop, or a change, with the sentence that says what to do."""
+"""Verdicts about uses of the libraries: as is, through interop, or a change, with the sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.compat.names import ARGUMENTS, NAMES, OTHERWISE
 
 
 class Verdict(NamedTuple):
-    """What a use is here. ``name``: how the report calls the use; ``sentence``: what to do, or where the counterpart is."""
+    """The answer about one use. ``name``: how the report calls the use; ``sentence``: what to do, or where the counterpart is."""
 
     name: str
     verdict: str
@@ -209,7 +209,7 @@ def _misfit(question: Definition, members: Sequence[Member | None]) -> str:
 
 
 def _reads_keys(method: ast.FunctionDef | ast.AsyncFunctionDef, argument: str) -> bool:
-    """Whether a method takes entries of an argument by name: ``outputs["loss"]``, ``outputs.get("loss")``."""
+    """Tell whether a method takes entries of an argument by name: ``outputs["loss"]``, ``outputs.get("loss")``."""
     return any(
         isinstance(node, (ast.Subscript, ast.Attribute))
         and isinstance(node.value, ast.Name)
@@ -255,7 +255,7 @@ def _callee(counterpart: object) -> Callee:
 
 
 def _of_call(name: str, call: ast.Call, callees: Sequence[Callee], where: str = "") -> Iterator[Verdict]:
-    """As is where our function takes the arguments, through interop where that one does, else what to do about each."""
+    """Judge a call: as is where our function takes the arguments, through interop where that one does, else what to do about each."""
     verdict, refused = call_verdict(call, callees)
     for argument, sentence in refused:
         yield Verdict(f"{name}({argument}=)" if argument else f"{name}()", verdict, sentence)
@@ -276,7 +276,7 @@ def call_verdict(call: ast.Call, callees: Sequence[Callee]) -> tuple[str, list[t
 
 
 def _about(name: str, callees: Sequence[Callee]) -> str:
-    """What to do about an argument that a call does not take."""
+    """The sentence about an argument that a call does not take."""
     for callee in callees:
         if name in ARGUMENTS.get(callee.name, {}):
             return ARGUMENTS[callee.name][name]

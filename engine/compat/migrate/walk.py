@@ -1,4 +1,4 @@
-"""What each expression of a source is, and with that each use of the names of Lightning and Accelerate."""
+"""The walk over a source: it knows what each expression is, and finds each use of the names of Lightning and Accelerate."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Walker(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_FunctionDef
 
     def _arguments(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, Known]:
-        """What is known of a function's arguments."""
+        """The arguments of a function that are known."""
         known: dict[str, Known] = {}
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         for argument in arguments:
@@ -146,7 +146,7 @@ class Walker(ast.NodeVisitor):
                 self._known.maps[0].pop(target.id, None)
 
     def _gives(self, node: ast.expr) -> Known | None:
-        """What is known of the value of an expression."""
+        """The value of an expression, if it is known."""
         if isinstance(node, ast.Name):
             return self._known.get(node.id)
         if isinstance(node, ast.Call):
@@ -166,7 +166,7 @@ class Walker(ast.NodeVisitor):
         return None
 
     def _attribute(self, owner: Known, name: str) -> Known | None:
-        """What is known of an attribute of a thing."""
+        """The value of an attribute of a thing, if it is known."""
         if owner.cls is not None and name in owner.cls.own:
             return self._set_attribute(owner.cls, name)
         if name in owner.thing.gives:
@@ -177,7 +177,7 @@ class Walker(ast.NodeVisitor):
         return Known(Thing(f"{owner.thing.label}.{name}", plain, translated, library=owner.thing.library))
 
     def _set_attribute(self, cls: ClassInfo, name: str) -> Known | None:
-        """What an attribute is that a class of the sources sets itself: ``self.accelerator = Accelerator()``."""
+        """The value of an attribute that a class of the sources sets itself: ``self.accelerator = Accelerator()``."""
         for ancestor in cls.family:
             value = ancestor.set_on_self.get(name)
             if isinstance(value, ast.Call):
