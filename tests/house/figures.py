@@ -93,7 +93,7 @@ USERS_CALLABLES = _words(
 DOORS = ("engine.interop", "engine.huggingface", "engine.launch", "engine.cli.main", "engine.compat")
 """Modules with public names beside ``engine`` and ``callbacks``."""
 
-ANNEXES_TESTS = ("compat/", "interop/", "huggingface/", "migrate/", "planning/", "cli/", "strategies/deepspeed/")
+ANNEXES_TESTS = ("compat/", "interop/", "huggingface/", "migrate/", "planning/", "cli/", "strategies/deepspeed_zero/")
 """Folders of tests of the annexes, which may use the annexes' internals."""
 
 
