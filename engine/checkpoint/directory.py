@@ -21,6 +21,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -55,8 +56,11 @@ def draft(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.partial")
 
 
-def begin(directory: Path) -> int:
+def begin(directory: Path, new: bool = True) -> int:
     """Make an empty draft; on one rank.
+
+    Args:
+        new: the folder of ``directory`` may be new, and is not on the disk yet.
 
     Returns:
         A descriptor that protects the draft from :func:`sweep` of other jobs until it is closed (or its process ends).
@@ -64,21 +68,23 @@ def begin(directory: Path) -> int:
     Raises:
         FileExistsError: ``directory`` exists, is not a checkpoint and not empty.
     """
-    free = directory.is_dir() and not any(directory.iterdir())
-    if directory.exists() and not free and not (directory / MANIFEST).is_file():
+    used = directory.exists() and not (directory / MANIFEST).is_file()
+    if used and not (directory.is_dir() and not any(directory.iterdir())):
         raise FileExistsError(
             f"{directory} exists and is not a checkpoint ({MANIFEST} is missing): choose another path, or move it away"
         )
     partial = draft(directory)
-    _delete(partial)
+    if os.path.lexists(partial):
+        _delete(partial)
     descriptor = None
     try:
-        for folder in FOLDERS:
-            (partial / folder).mkdir(parents=True)
+        partial.mkdir(parents=True)
         descriptor = os.open(partial, os.O_RDONLY)
         _flock(descriptor, fcntl.LOCK_EX)
-        sync(directory.parent)
-        sync(directory.parent.parent)  # the root may be new as well
+        for folder in FOLDERS:
+            os.mkdir(f"{partial}/{folder}")
+        if new:
+            sync(directory.parent.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         if descriptor is not None:
@@ -107,14 +113,13 @@ def seal(directory: Path, manifest: Mapping[str, Any], files: Mapping[str, Recor
     """
     partial = draft(directory)
     for name, known in files.items():
-        if not (partial / name).is_file() or (partial / name).stat().st_size != known["bytes"]:
+        if _size(f"{partial}/{name}") != known["bytes"]:
             raise FileNotFoundError(
                 f"{name} was written by its rank and is not in {partial}: all ranks need the same file system there"
             )
     write_json(partial / MANIFEST, manifest)
-    for folder in (*FOLDERS, WEIGHTS, "."):
-        if folder != WEIGHTS or (partial / folder).is_dir():
-            sync(partial / folder)
+    for folder in dict.fromkeys((*FOLDERS, *(name.partition("/")[0] for name in files), ".")):
+        sync(f"{partial}/{folder}")
     old = directory.with_name(f".{directory.name}.replaced")
     if (directory / MANIFEST).is_file():
         _delete(old)
@@ -126,7 +131,8 @@ def seal(directory: Path, manifest: Mapping[str, Any], files: Mapping[str, Recor
             old.rename(directory)
         raise
     sync(directory.parent)
-    _delete(old)
+    if os.path.lexists(old):
+        _delete(old)
 
 
 # -- reading --------------------------------------------------------------------------------------------------------------------------
@@ -139,22 +145,34 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         DamagedCheckpoint: it is incomplete, changed since it was written, or of an unknown form.
         FileNotFoundError: there is no checkpoint at ``directory``; the error lists those in the same folder.
     """
-    path = directory / MANIFEST
-    if not path.is_file():
+    if _size(f"{directory}/{MANIFEST}") is None:
         beside = ", ".join(each.name for each in list_checkpoints(directory.parent)) or "none"
         raise FileNotFoundError(
             f"{directory} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {beside}"
         )
     manifest = check_manifest(directory, read_json(inside(directory, MANIFEST)))
     for name, known in manifest["files"].items():
-        file = inside(directory, name)
-        if not file.is_file():
+        size = _size(inside(directory, name))
+        if size is None:
             raise DamagedCheckpoint(f"{directory}: {name} is missing")
-        if file.stat().st_size != known["bytes"]:
+        if size != known["bytes"]:
             raise DamagedCheckpoint(
-                f"{directory}: {name} has {file.stat().st_size} bytes, and had {known['bytes']} when it was written"
+                f"{directory}: {name} has {size} bytes, and had {known['bytes']} when it was written"
             )
     return manifest
+
+
+def _size(path: Path | str) -> int | None:
+    """The size of a regular file; ``None``: there is none."""
+    try:
+        status = os.stat(path)
+    except ValueError:  # no name of a file
+        return None
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 class Opened:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import weakref
@@ -21,6 +20,7 @@ from engine.checkpoint.files import (
     check_json_size,
     inside,
     is_entry,
+    json_text,
     parse_json,
 )
 from engine.checkpoint.manifest import FOLDERS, MANIFEST, age_of, check_manifest, manifest_of, next_serial
@@ -190,7 +190,7 @@ class Remote:
                 raise OSError(
                     f"{self.path(name)}/{file} has {found} bytes after sending, and {known['bytes']} were written"
                 )
-        self.files.pipe_file(self._at(f"{name}/{MANIFEST}"), json.dumps(manifest, allow_nan=False, indent=1).encode())
+        self.files.pipe_file(self._at(f"{name}/{MANIFEST}"), json_text(manifest))
         self._drop(name)
 
     def _new_serials(self) -> list[int]:

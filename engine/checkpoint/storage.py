@@ -110,6 +110,8 @@ class Local:
         self._lock: int | None = None
         self._serial, self._known = 0, set[tuple[str, int, int]]()
         self._newest: Path | None = None
+        self._new = True
+        """The directory may not be on the disk yet: its maker does not wait for that."""
 
     def path(self, name: str) -> Path:
         return self.directory / name
@@ -119,7 +121,8 @@ class Local:
 
     def begin(self, name: str, first: bool) -> None:
         if first:
-            self._lock = directory.begin(self.path(name))
+            self._lock = directory.begin(self.path(name), self._new)
+            self._new = False
 
     def send(self, name: str, files: Iterable[str]) -> None:
         """Nothing to do: the files are in the draft."""

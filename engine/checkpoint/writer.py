@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from torch import Tensor, nn
@@ -76,8 +77,6 @@ class _Job:
     remove: Sequence[str]
     staging: Staging | None
     future: Future[None] | None = None
-    superseded: threading.Event = field(default_factory=threading.Event)
-    """Another checkpoint takes over the copies' buffers, or they are freed already."""
 
 
 class Saver:
@@ -105,7 +104,9 @@ class Saver:
         self._failures = 0
         self._stuck: set[str] = set()
         self._job: _Job | None = None
-        self._buffered: _Job | None = None  # the latest one with copies
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None  # takes jobs from the queue
+        self._claimed = False  # the next save copies into the buffers: the thread does not free them
         self._lock = threading.Lock()
         self._side: Group | None = None
         self._staging: Staging | None = None
@@ -162,7 +163,8 @@ class Saver:
             # Collectives of another thread need their own process group.
             ranks = self.group.world_size
             self._side = self.group.part([list(range(ranks))]) if ranks > 1 else self.group
-        self._take_buffers(job)
+        with self._lock:
+            self._claimed = True
         if self._staging is None:
             self._staging = Staging(self.group.device)
         loose = {(stem, n): tensor for stem, (_, tensors) in job.trees.items() for n, tensor in tensors.items()}
@@ -170,15 +172,12 @@ class Saver:
         job.staging = self._staging
         job.future, self._job = Future(), job
         _open.add(self)
-        # A daemon: a failing rank exits even when the thread waits for ranks that are gone.
-        threading.Thread(target=self._run, args=(job, job.future, self._side), name="checkpoint", daemon=True).start()
-
-    def _take_buffers(self, job: _Job | None) -> None:
-        """From here on, the thread of the last save does not free them."""
         with self._lock:
-            if self._buffered is not None:
-                self._buffered.superseded.set()
-            self._buffered = job
+            self._queue.put(job)
+            if self._thread is None or not self._thread.is_alive():  # a fork leaves it behind
+                # A daemon: a failing rank exits even when the thread waits for ranks that are gone.
+                self._thread = threading.Thread(target=self._serve, args=(self._side,), name="checkpoint", daemon=True)
+                self._thread.start()
 
     def hold(self) -> None:
         """Wait until tensors may change, because the checkpoint in progress has its copies."""
@@ -232,7 +231,10 @@ class Saver:
                 raise
             logger.error("the checkpoint in progress was abandoned: %s: %s", type(error).__name__, error)
             self._staging = None  # the thread still reads it
-        self._take_buffers(None)
+        with self._lock:
+            if self._thread is not None:
+                self._queue.put(None)
+                self._thread = None
         if self._staging is not None:
             self._staging.close()
         self._staging = self._rows = None
@@ -344,7 +346,29 @@ class Saver:
 
     # -- on the writing thread ----------------------------------------------------------------------------------------------
 
-    def _run(self, job: _Job, future: Future[None], group: Group) -> None:
+    def _serve(self, group: Group) -> None:
+        """Write the jobs of the queue; free the buffers and end when no job has come for :data:`KEEP_S`."""
+        while True:
+            try:
+                job = self._queue.get(timeout=KEEP_S)
+            except Empty:
+                with self._lock:
+                    if self._claimed:
+                        continue
+                    self._thread = None
+                    if self._staging is not None:
+                        self._staging.close()
+                    return
+            if job is None:
+                return
+            self._run(job, group)
+            del job
+
+    def _run(self, job: _Job, group: Group) -> None:
+        assert job.future is not None
+        with self._lock:
+            self._claimed = False
+        future = job.future
         try:
             device_copies.on(group.device, partial(self._write, job, group))
         except BaseException as error:
@@ -352,10 +376,6 @@ class Saver:
         else:
             future.set_result(None)
         job.parts, job.trees = {}, {}
-        if job.staging is not None and not job.superseded.wait(KEEP_S):
-            with self._lock:
-                if not job.superseded.is_set():
-                    job.staging.close()
 
     def _write(self, job: _Job, group: Group) -> None:
         try:
@@ -393,7 +413,8 @@ class Saver:
                 works.append(partial(_tensors, folder, name, some))
         works += [partial(write_tree, folder, stem, tree) for stem, tree in job.trees.items()]
         write = partial(device_copies.on, group.device)  # a blocking save's tensors are on it
-        files = {name: known for found in in_parallel(write, works) for name, known in found.items()}
+        size = sum(part.tensor.nbytes for part in job.parts.values())
+        files = {name: known for found in in_parallel(write, works, size) for name, known in found.items()}
         if job.staging is not None:
             job.staging.check(last=True)
         self.location.send(job.name, files)

@@ -1,7 +1,7 @@
 """What a checkpoint costs: a blocking save, the stall of one in the background, a load, a resume deep in an epoch, and saves of small models.
 
-``python tests/benchmarks/checkpoint.py [--megabytes 400 1200] [--rounds 5] [--dir /tmp] [--small]``. A model with AdamW's state; every round runs each
-contestant once, so that a slow moment of the machine meets all of them; figures are medians, and ratios to ``torch.save`` and ``torch.load``.
+``python tests/benchmarks/checkpoint.py [--megabytes 400 1200] [--rounds 5] [--dir /tmp] [--small]``. A model with AdamW's state; every round runs
+each contestant once, so that a slow moment of the machine meets all of them; figures are medians, and ratios to ``torch.save`` and ``torch.load``.
 Ours waits for the disk (fsync) and checks checksums; ``torch.save`` does neither, so it is shown with an fsync, too. "+MB" is the most
 memory beyond what was there before; pages of a file that is mapped while it is read count.
 Lightning (Fabric) and Accelerate are timed when they are installed. ``--small`` shows only the last part, in processor time: it does not change with
