@@ -12,6 +12,13 @@
         state/shared.json               [+ .safetensors] the same on all ranks: schedulers, scaler, callbacks, counters
         state/rank=00001.json           [+ .safetensors] of each rank: random generators, position in streams
 
+A small checkpoint that one rank writes is joined, since each file, folder and sync costs more than its content (:data:`JOINED_BYTES`,
+:data:`JOINED_TREES`)::
+
+    step=00000120/
+        manifest.json                   as above; "$trees" has what stands above in JSON files, by their names without ".json"
+        rank=00000.safetensors          all tensors, such as "model/<name>", "optim/<name>", "state/shared/<name>"
+
 It is written into the hidden sibling ``.step=00000120.partial``, synced to the disk, given its manifest, and renamed.
 """
 
@@ -22,7 +29,7 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,13 +46,17 @@ from engine.checkpoint.files import (
     write_json,
 )
 from engine.checkpoint.json_tree import unpack
-from engine.checkpoint.manifest import FOLDERS, MANIFEST, WEIGHTS, age_of, check_manifest
+from engine.checkpoint.manifest import FOLDERS, JOINED, MANIFEST, TREES, WEIGHTS, Manifest, age_of, check_manifest
 from engine.checkpoint.tensors import TensorFiles, read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SHARED, RANK = "state/shared", "state/rank={:05d}"
+JOINED_BYTES = 4 << 20
+"""Bytes of tensors up to which a checkpoint of one rank is joined: from here on the joined form would save less than a tenth."""
+JOINED_TREES = 1 << 16
+"""Bytes of JSON up to which it is: whoever lists checkpoints reads all of their manifests."""
 
 
 # -- writing --------------------------------------------------------------------------------------------------------------------------
@@ -56,10 +67,11 @@ def draft(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.partial")
 
 
-def begin(directory: Path, new: bool = True) -> int:
+def begin(directory: Path, new: bool = True, folders: Sequence[str] = FOLDERS) -> int:
     """Make an empty draft; on one rank.
 
     Args:
+        folders: those in it.
         new: the folder of ``directory`` may be new, and is not on the disk yet.
 
     Returns:
@@ -81,7 +93,7 @@ def begin(directory: Path, new: bool = True) -> int:
         partial.mkdir(parents=True)
         descriptor = os.open(partial, os.O_RDONLY)
         _flock(descriptor, fcntl.LOCK_EX)
-        for folder in FOLDERS:
+        for folder in folders:
             os.mkdir(f"{partial}/{folder}")
         if new:
             sync(directory.parent.parent)
@@ -102,11 +114,14 @@ def write_tree(folder: Path, stem: str, tree: tuple[Any, Mapping[str, Tensor]]) 
     return files
 
 
-def seal(directory: Path, manifest: Mapping[str, Any], files: Mapping[str, Record]) -> None:
+def seal(directory: Path, manifest: Mapping[str, Any], files: Mapping[str, Record]) -> Record:
     """Add the manifest to a draft and rename it to ``directory``; on one rank, when all have written.
 
     Args:
         files: all files of the draft.
+
+    Returns:
+        The record of the manifest.
 
     Raises:
         FileNotFoundError: a file is not in the draft: some rank writes to another file system.
@@ -117,9 +132,11 @@ def seal(directory: Path, manifest: Mapping[str, Any], files: Mapping[str, Recor
             raise FileNotFoundError(
                 f"{name} was written by its rank and is not in {partial}: all ranks need the same file system there"
             )
-    write_json(partial / MANIFEST, manifest)
-    for folder in dict.fromkeys((*FOLDERS, *(name.partition("/")[0] for name in files), ".")):
-        sync(f"{partial}/{folder}")
+    record = write_json(partial / MANIFEST, manifest)
+    folders = () if TREES in manifest else (*FOLDERS, WEIGHTS)
+    for folder in (*folders, "."):
+        if folder != WEIGHTS or (partial / folder).is_dir():
+            sync(f"{partial}/{folder}")
     old = directory.with_name(f".{directory.name}.replaced")
     if (directory / MANIFEST).is_file():
         _delete(old)
@@ -133,12 +150,13 @@ def seal(directory: Path, manifest: Mapping[str, Any], files: Mapping[str, Recor
     sync(directory.parent)
     if os.path.lexists(old):
         _delete(old)
+    return record
 
 
 # -- reading --------------------------------------------------------------------------------------------------------------------------
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
+def read_manifest(directory: Path) -> Manifest:
     """The manifest of a checkpoint whose files all exist with the right sizes; their content is not checked.
 
     Raises:
@@ -206,27 +224,40 @@ class Opened:
 
     def tensors(self, folder: str) -> TensorFiles:
         """The tensors of ``model`` or ``optim``."""
+        if self.manifest.trees:
+            return self._joined(folder)
         there = {f"{folder}/{path.name}" for path in (self.directory / folder).glob("*.safetensors")}
         if strange := sorted(there - self.files.keys()):
             raise DamagedCheckpoint(f"{self.directory}: {strange[0]} is not in the manifest")
         return TensorFiles(self.directory / folder, [self.directory / name for name in sorted(there)])
 
     def tree(self, stem: str, tensors: Mapping[str, Any] | None = None) -> Any:
-        """A tree that :func:`write_tree` wrote; ``None`` when there is no such file.
+        """A tree of the checkpoint, such as :data:`SHARED`; ``None``: it has none of this name.
 
         Args:
             tensors: replacements for its tensors; by default they are read to the CPU.
         """
-        if f"{stem}.json" not in self.files:
+        where, name = f"{stem}.json", f"{stem}.safetensors"
+        if trees := self.manifest.trees:
+            if stem not in trees:
+                return None
+            where, value = f"{MANIFEST}, {stem}", trees[stem]
+            if tensors is None:
+                tensors = self._joined(stem).whole()
+        elif where not in self.files:
             return None
-        if tensors is None:
-            name = f"{stem}.safetensors"
-            tensors = read_tensors(inside(self.directory, name)) if name in self.files else {}
-        value = read_json(inside(self.directory, f"{stem}.json"))
+        else:
+            if tensors is None:
+                tensors = read_tensors(inside(self.directory, name)) if name in self.files else {}
+            value = read_json(inside(self.directory, where))
         try:
             return unpack(value, tensors)
         except ValueError as error:
-            raise DamagedCheckpoint(f"{self.directory}: {stem}.json: {error}") from error
+            raise DamagedCheckpoint(f"{self.directory}: {where}: {error}") from error
+
+    def _joined(self, name: str) -> TensorFiles:
+        """The tensors of a folder or a tree of a joined checkpoint."""
+        return TensorFiles(self.directory, [inside(self.directory, file) for file in self.files], f"{name}/")
 
     def close(self) -> None:
         if self._lock is not None:
@@ -258,6 +289,15 @@ def read_manifests(root: Path) -> dict[Path, dict[str, Any]]:
     return {path: manifest for _, _, path, manifest in sorted(found, key=lambda entry: entry[:2])}
 
 
+def is_as_written(path: Path, files: Mapping[str, Record], manifest: Record) -> bool:
+    """Whether the checkpoint that this process has written to ``path`` is still there, with these records of its files and of its manifest."""
+    try:
+        verify(path, {MANIFEST: manifest}, [(MANIFEST, 0)])
+        return all(_size(f"{path}/{name}") == known["bytes"] for name, known in files.items())
+    except (DamagedCheckpoint, OSError):
+        return False
+
+
 def complete(root: Path, without: str = "") -> Iterator[tuple[Path, dict[str, Any]]]:
     """The complete checkpoints directly in ``root``, except for ``without``, with their manifests, each read when it is asked for."""
     with os.scandir(root) if root.is_dir() else nullcontext(()) as entries:
@@ -283,7 +323,7 @@ def new_serials(root: Path, known: set[tuple[str, int, int]]) -> list[int]:
         for entry in entries:
             with suppress(DamagedCheckpoint, OSError):
                 status = entry.stat()
-                key = entry.name, status.st_ino, status.st_mtime_ns
+                key = identity(entry.name, status)
                 if key not in known and not entry.name.startswith("."):
                     known.add(key)
                     manifest = check_manifest(entry.path, read_json(inside(root / entry.name, MANIFEST)))
@@ -291,13 +331,18 @@ def new_serials(root: Path, known: set[tuple[str, int, int]]) -> list[int]:
     return serials
 
 
-def remove(path: Path, newest: Path | None = None) -> bool:
+def identity(name: str, status: os.stat_result) -> tuple[str, int, int]:
+    """What tells a checkpoint from another one of the same name."""
+    return name, status.st_ino, status.st_mtime_ns
+
+
+def remove(path: Path, another: bool = False) -> bool:
     """Delete a checkpoint: it is hidden, then its manifest goes, then the rest; a kill in between leaves nothing that looks like one.
 
     Of a link to one only the link goes.
 
     Args:
-        newest: the one that the caller wrote last; while it is complete, the folder is not searched for another.
+        another: there is another complete one beside it: the folder is not searched for one.
 
     Returns:
         False: it stays, because someone is reading it, or because no other complete one lies beside it.
@@ -310,8 +355,7 @@ def remove(path: Path, newest: Path | None = None) -> bool:
     if path.exists():
         if not (path / MANIFEST).is_file():
             raise ValueError(f"{path} is not a checkpoint ({MANIFEST} is missing): it is not deleted")
-        stays = newest is not None and newest != path and is_readable(newest)
-        if not stays and not any(complete(path.parent, path.name)):
+        if not another and not any(complete(path.parent, path.name)):
             return False
         lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if lock is None:
@@ -365,7 +409,7 @@ def sweep(root: Path) -> None:
     for path in directories(root):
         ours = path.name.startswith(".") and path.suffix in (".partial", ".replaced", ".removed") and path not in whole
         with suppress(OSError):
-            if ours and all(each.name in (*FOLDERS, WEIGHTS, MANIFEST) for each in path.iterdir()):
+            if ours and all(each.name in (*FOLDERS, WEIGHTS, JOINED, MANIFEST) for each in path.iterdir()):
                 descriptor = os.open(path, os.O_RDONLY)
                 try:
                     if _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):

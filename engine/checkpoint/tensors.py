@@ -181,12 +181,13 @@ class TensorFiles:
     Args:
         directory: the folder of the files; errors name it.
         files: by default all of the folder's.
+        prefix: only tensors whose names begin with it count, and their names are without it.
 
     Raises:
         DamagedCheckpoint: a file is not a safetensors file, or shards of a tensor are missing.
     """
 
-    def __init__(self, directory: Path, files: Iterable[Path] | None = None) -> None:
+    def __init__(self, directory: Path, files: Iterable[Path] | None = None, prefix: str = "") -> None:
         self.directory = directory
         self.stored: dict[str, Stored] = {}
         """The tensors by name."""
@@ -196,7 +197,8 @@ class TensorFiles:
         for path in sorted(directory.glob("*.safetensors")) if files is None else files:
             self.metadata[path], stored = _read_header(path)
             for name, part in stored.items():
-                self._parts.setdefault(name, []).append(part)
+                if name.startswith(prefix):
+                    self._parts.setdefault(name.removeprefix(prefix), []).append(part)
         for name, parts in self._parts.items():
             known = _whole(name, parts)
             if isinstance(known, str):

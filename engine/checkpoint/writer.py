@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import sys
 import threading
 import weakref
@@ -16,12 +17,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from engine.checkpoint import other_weights, write_shares
+from engine.checkpoint import directory, other_weights, write_shares
 from engine.checkpoint.directory import RANK, SHARED, write_tree
 from engine.checkpoint.files import DamagedCheckpoint, Record, in_parallel, is_entry
 from engine.checkpoint.host_copies import Staging
 from engine.checkpoint.json_tree import pack
-from engine.checkpoint.manifest import WEIGHTS, packed_facts
+from engine.checkpoint.manifest import FOLDERS, JOINED, WEIGHTS, PackedFacts, packed_facts
 from engine.checkpoint.model_state import _merged, split
 from engine.checkpoint.storage import locate, same
 from engine.checkpoint.storage import split as location_of
@@ -73,9 +74,11 @@ class _Job:
     name: str
     parts: dict[str, Part]
     trees: dict[str, Packed]
-    facts: Mapping[str, Any]
+    facts: PackedFacts
     remove: Sequence[str]
     staging: Staging | None
+    joined: bool
+    """It is small: one file for all tensors, and the trees in the manifest."""
     future: Future[None] | None = None
 
 
@@ -301,15 +304,16 @@ class Saver:
         Returns:
             The job, and the names of its tensors that only an optimizer step changes.
         """
+        facts = PackedFacts()
         parts: dict[str, Part] = {}
         trees: dict[str, Packed] = {}
         later: set[str] = set()
         rows: list[Any] = []
 
         def work() -> list[Any]:
+            facts.update(packed_facts(content.facts))
             tensors, model = split(content.model)
             optim, states = pack(dict(content.optim), is_cut)
-            packed_facts(content.facts)
             trees.update(
                 {
                     "model/model": (model, {}),
@@ -342,7 +346,8 @@ class Saver:
         if self.group.is_main:
             trees |= {stem: (_merged([row[stem] for row in every]), {}) for stem in joined}
         mine = {key: part for key, part in parts.items() if key in self._mine}
-        return _Job(name, mine, trees, content.facts, list(remove), None), later
+        small = self.group.world_size == 1 and _is_small(mine, trees)
+        return _Job(name, mine, trees, facts, list(remove), None, small), later
 
     # -- on the writing thread ----------------------------------------------------------------------------------------------
 
@@ -397,12 +402,25 @@ class Saver:
             if not self._swept:
                 self._swept = True
                 self.location.sweep()
-            self.location.begin(job.name, True)
+            self.location.begin(job.name, True, () if job.joined else FOLDERS)
 
     def _fill(self, job: _Job, group: Group) -> dict[str, Record]:
         if not group.is_main:
             self.location.begin(job.name, False)
-        folder, rank = self.location.draft(job.name), group.rank
+        folder = self.location.draft(job.name)
+        if job.joined:
+            tensors = {key: part.tensor for key, part in job.parts.items()}
+            tensors |= {f"{stem}/{n}": tensor for stem, (_, found) in job.trees.items() for n, tensor in found.items()}
+            files = {JOINED: write_tensors(folder / JOINED, tensors)} if tensors else {}
+        else:
+            files = self._fill_folders(job, group, folder)
+        if job.staging is not None:
+            job.staging.check(last=True)
+        self.location.send(job.name, files)
+        return files
+
+    def _fill_folders(self, job: _Job, group: Group, folder: Path) -> dict[str, Record]:
+        rank = group.rank
         works: list[Callable[[], dict[str, Record]]] = []
         for kind in ("optim", "model", WEIGHTS):
             own = {key.partition("/")[2]: part for key, part in job.parts.items() if key.startswith(f"{kind}/")}
@@ -414,15 +432,15 @@ class Saver:
         works += [partial(write_tree, folder, stem, tree) for stem, tree in job.trees.items()]
         write = partial(device_copies.on, group.device)  # a blocking save's tensors are on it
         size = sum(part.tensor.nbytes for part in job.parts.values())
-        files = {name: known for found in in_parallel(write, works, size) for name, known in found.items()}
-        if job.staging is not None:
-            job.staging.check(last=True)
-        self.location.send(job.name, files)
-        return files
+        return {name: known for found in in_parallel(write, works, size) for name, known in found.items()}
 
     def _seal(self, job: _Job, group: Group, files: list[dict[str, Record]]) -> None:
         self.location.seal(
-            job.name, group.world_size, job.facts, {name: known for own in files for name, known in own.items()}
+            job.name,
+            group.world_size,
+            job.facts,
+            {name: known for own in files for name, known in own.items()},
+            {stem: value for stem, (value, _) in job.trees.items()} if job.joined else None,
         )
         self.noticed("saved", job.name)
 
@@ -434,6 +452,20 @@ def _finish() -> None:
 
 
 atexit.register(_finish)
+
+
+def _is_small(parts: Mapping[str, Part], trees: Mapping[str, Packed]) -> bool:
+    """Whether a checkpoint is written in the joined form."""
+    size = sum(part.tensor.nbytes for part in parts.values())
+    size += sum(tensor.nbytes for _, tensors in trees.values() for tensor in tensors.values())
+    if size > directory.JOINED_BYTES:
+        return False
+    texts = 0
+    for value, _ in trees.values():
+        texts += len(json.dumps(value))
+        if texts > directory.JOINED_TREES:
+            return False
+    return True
 
 
 def stepped(optimizers: Sequence[Any]) -> set[int]:
