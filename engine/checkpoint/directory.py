@@ -80,7 +80,7 @@ def begin(directory: Path, new: bool = True, folders: Sequence[str] = FOLDERS) -
     Raises:
         FileExistsError: ``directory`` exists, is not a checkpoint and not empty.
     """
-    used = directory.exists() and not (directory / MANIFEST).is_file()
+    used = os.path.exists(directory) and _size(f"{directory}/{MANIFEST}") is None
     if used and not (directory.is_dir() and not any(directory.iterdir())):
         raise FileExistsError(
             f"{directory} exists and is not a checkpoint ({MANIFEST} is missing): choose another path, or move it away"
@@ -138,7 +138,7 @@ def seal(directory: Path, manifest: Mapping[str, Any], files: Mapping[str, Recor
         if folder != WEIGHTS or (partial / folder).is_dir():
             sync(f"{partial}/{folder}")
     old = directory.with_name(f".{directory.name}.replaced")
-    if (directory / MANIFEST).is_file():
+    if _size(f"{directory}/{MANIFEST}") is not None:
         _delete(old)
         directory.rename(old)
     try:
@@ -352,8 +352,8 @@ def remove(path: Path, another: bool = False) -> bool:
         OSError: not everything could be deleted; a later call deletes the rest.
     """
     removed = path.with_name(f".{path.name}.removed")
-    if path.exists():
-        if not (path / MANIFEST).is_file():
+    if os.path.exists(path):
+        if _size(f"{path}/{MANIFEST}") is None:
             raise ValueError(f"{path} is not a checkpoint ({MANIFEST} is missing): it is not deleted")
         if not another and not any(complete(path.parent, path.name)):
             return False
@@ -361,10 +361,11 @@ def remove(path: Path, another: bool = False) -> bool:
         if lock is None:
             return False
         try:
-            _delete(removed)
-            path.rename(removed)
-            if not removed.is_symlink():
-                (removed / MANIFEST).unlink()
+            if os.path.lexists(removed):
+                _delete(removed)
+            os.rename(path, removed)
+            if not os.path.islink(removed):
+                os.unlink(f"{removed}/{MANIFEST}")
         finally:
             os.close(lock)
     if os.path.lexists(removed):
@@ -387,6 +388,8 @@ def is_read(path: Path) -> bool:
 def is_one(path: Path) -> bool:
     """Whether there is a checkpoint, usable or not: the manifest or all of its folders exist."""
     try:
+        if not os.path.lexists(path):
+            return False
         return os.path.lexists(path / MANIFEST) or all((path / folder).is_dir() for folder in FOLDERS)
     except OSError:  # no permission for the folder above, or too long a name
         return os.path.lexists(path)
@@ -427,9 +430,13 @@ def directories(root: Path) -> list[Path]:
 
 def _delete(path: Path) -> None:
     """Delete a directory as far as possible; of a link only the link."""
-    if path.is_symlink():
+    if os.path.islink(path):
         path.unlink()
-    else:
+        return
+    try:  # a joined one, without its manifest: a walk through it would take longer
+        os.unlink(f"{path}/{JOINED}")
+        os.rmdir(path)
+    except OSError:
         shutil.rmtree(path, ignore_errors=True)
 
 

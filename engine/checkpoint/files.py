@@ -104,11 +104,15 @@ def write_json(path: Path, value: Any) -> Record:
     return write_file(path, [text])
 
 
+encode_json = json.JSONEncoder(allow_nan=False).encode
+"""A JSON value as text in one line."""
+
+
 def json_text(value: Any) -> bytes:
     """A JSON value as text, an entry of a dict in a line of its own. (``indent`` would read better, but its encoder is ten times as slow.)"""
     if not isinstance(value, dict) or not value:
-        return json.dumps(value, allow_nan=False).encode()
-    lines = [f"{json.dumps(key)}: {json.dumps(entry, allow_nan=False)}" for key, entry in value.items()]
+        return encode_json(value).encode()
+    lines = [f"{encode_json(key)}: {encode_json(entry)}" for key, entry in value.items()]
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 

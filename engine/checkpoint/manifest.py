@@ -196,4 +196,7 @@ def _sums(known: Mapping[str, Any]) -> bool:
 
 def _sum(manifest: Mapping[str, Any]) -> str:
     rest = {name: value for name, value in manifest.items() if name != "crc32"}
-    return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
+    return f"{zlib.crc32(_sorted(rest).encode()):08x}"
+
+
+_sorted = json.JSONEncoder(sort_keys=True).encode

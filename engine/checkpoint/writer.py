@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import sys
 import threading
 import weakref
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from engine.checkpoint import directory, other_weights, write_shares
 from engine.checkpoint.directory import RANK, SHARED, write_tree
-from engine.checkpoint.files import DamagedCheckpoint, Record, in_parallel, is_entry
+from engine.checkpoint.files import DamagedCheckpoint, Record, encode_json, in_parallel, is_entry
 from engine.checkpoint.host_copies import Staging
 from engine.checkpoint.json_tree import pack
 from engine.checkpoint.manifest import FOLDERS, JOINED, WEIGHTS, PackedFacts, packed_facts
@@ -462,7 +461,7 @@ def _is_small(parts: Mapping[str, Part], trees: Mapping[str, Packed]) -> bool:
         return False
     texts = 0
     for value, _ in trees.values():
-        texts += len(json.dumps(value))
+        texts += len(encode_json(value))
         if texts > directory.JOINED_TREES:
             return False
     return True
