@@ -363,7 +363,7 @@ def remove(path: Path, another: bool = False) -> bool:
         try:
             if os.path.lexists(removed):
                 _delete(removed)
-            os.rename(path, removed)
+            path.rename(removed)
             if not os.path.islink(removed):
                 os.unlink(f"{removed}/{MANIFEST}")
         finally:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import ModelCheckpoint
 from engine import Engine, Fit, TrainModule
 from engine.checkpoint.listing import entries
-from engine.checkpoint.manifest import FORMAT, READABLE
+from engine.checkpoint.manifest import JOINED_FORMAT, READABLE
 from engine.checkpoint.storage import locate
 
 STORED = Path(__file__).parent / "format_2"
@@ -79,7 +79,7 @@ def close(one: nn.Module, other: nn.Module) -> bool:
 
 def test_a_run_goes_on_from_the_format_before(tmp_path: Path) -> None:
     """Weights, Adam's moments, schedule, order of the data, dropout's random numbers: what a run without an interruption has at its end."""
-    assert READABLE == (2, FORMAT)
+    assert READABLE == (2, JOINED_FORMAT)
     shutil.copytree(STORED / "fit", tmp_path / "one" / "checkpoints" / "step=00000003")
     resumed, whole = Net(), Net()
     result = run(tmp_path / "one", resumed, "auto")
@@ -88,7 +88,7 @@ def test_a_run_goes_on_from_the_format_before(tmp_path: Path) -> None:
     assert close(resumed, whole)
     assert [entry["step"] for entry in entries(tmp_path / "one")] == [3, 6]
     written = locate(tmp_path / "one" / "checkpoints").manifests()
-    assert [manifest["format"] for manifest in written.values()] == [2, FORMAT]
+    assert [manifest["format"] for manifest in written.values()] == [2, JOINED_FORMAT]
     assert Net.load_from_checkpoint(STORED / "fit").hparams == {"width": 2}
 
 
@@ -106,11 +106,12 @@ def test_of_the_format_before_the_time_tells_which_was_written_last(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("version", "what"), [(FORMAT + 1, "the newer version that wrote it"), (1, "an older version that still reads it")]
+    ("version", "what"),
+    [(JOINED_FORMAT + 1, "the newer version that wrote it"), (1, "an older version that still reads it")],
 )
 def test_other_formats_say_which_version_is_needed(tmp_path: Path, version: int, what: str) -> None:
     shutil.copytree(STORED / "engine", tmp_path / "it")
     manifest = json.loads((tmp_path / "it" / "manifest.json").read_text())
     (tmp_path / "it" / "manifest.json").write_text(json.dumps(resummed(manifest | {"format": version})))
-    with pytest.raises(ValueError, match=f"has format {version}, and this version reads 2 and 3: load it with {what}"):
+    with pytest.raises(ValueError, match=f"has format {version}, and this version reads 2 to 4: load it with {what}"):
         loop(tmp_path / "it", 1)
