@@ -77,10 +77,12 @@ def close(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def test_a_run_goes_on_from_the_format_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_run_goes_on_from_the_format_before(tmp_path: Path, version: int) -> None:
     """Weights, Adam's moments, schedule, order of the data, dropout's random numbers: what a run without an interruption has at its end."""
     assert READABLE == (2, JOINED_FORMAT)
-    shutil.copytree(STORED / "fit", tmp_path / "one" / "checkpoints" / "step=00000003")
+    stored = STORED.with_name(f"format_{version}") / "fit"
+    shutil.copytree(stored, tmp_path / "one" / "checkpoints" / "step=00000003")
     resumed, whole = Net(), Net()
     result = run(tmp_path / "one", resumed, "auto")
     run(tmp_path / "two", whole)
@@ -88,12 +90,13 @@ def test_a_run_goes_on_from_the_format_before(tmp_path: Path) -> None:
     assert close(resumed, whole)
     assert [entry["step"] for entry in entries(tmp_path / "one")] == [3, 6]
     written = locate(tmp_path / "one" / "checkpoints").manifests()
-    assert [manifest["format"] for manifest in written.values()] == [2, JOINED_FORMAT]
-    assert Net.load_from_checkpoint(STORED / "fit").hparams == {"width": 2}
+    assert [manifest["format"] for manifest in written.values()] == [version, JOINED_FORMAT]
+    assert Net.load_from_checkpoint(stored).hparams == {"width": 2}
 
 
-def test_a_loop_goes_on_from_the_format_before() -> None:
-    assert close(loop(STORED / "engine", 3), loop(None, 6))
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_loop_goes_on_from_the_format_before(version: int) -> None:
+    assert close(loop(STORED.with_name(f"format_{version}") / "engine", 3), loop(None, 6))
 
 
 def test_of_the_format_before_the_time_tells_which_was_written_last(tmp_path: Path) -> None:
