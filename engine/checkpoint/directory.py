@@ -290,7 +290,7 @@ def read_manifests(root: Path) -> dict[Path, dict[str, Any]]:
 
 
 def is_as_written(path: Path, files: Mapping[str, Record], manifest: Record) -> bool:
-    """Whether the checkpoint that this process has written to ``path`` is still there, with these records of its files and of its manifest."""
+    """Check that a checkpoint of this process is still at ``path``, with these records of its files and of its manifest."""
     try:
         verify(path, {MANIFEST: manifest}, [(MANIFEST, 0)])
         return all(_size(f"{path}/{name}") == known["bytes"] for name, known in files.items())
@@ -332,7 +332,7 @@ def new_serials(root: Path, known: set[tuple[str, int, int]]) -> list[int]:
 
 
 def identity(name: str, status: os.stat_result) -> tuple[str, int, int]:
-    """What tells a checkpoint from another one of the same name."""
+    """Return a key that differs between checkpoints of the same name."""
     return name, status.st_ino, status.st_mtime_ns
 
 

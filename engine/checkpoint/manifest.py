@@ -52,7 +52,7 @@ class Manifest(dict[str, Any]):
 
 
 class PackedFacts(dict[str, Any]):
-    """Facts that are JSON already."""
+    """Facts of a user in the form of JSON."""
 
 
 def manifest_of(
@@ -153,7 +153,7 @@ def _check_trees(where: Any, manifest: Mapping[str, Any], trees: Any) -> None:
 
 
 def _is_part(name: str) -> bool:
-    """Whether ``name`` is a file or a tree of a checkpoint, in one of its folders."""
+    """Check that ``name`` is a file or a tree in one of the folders of a checkpoint."""
     folder, _, file = name.partition("/")
     return folder in (*FOLDERS, WEIGHTS) and is_entry(file)
 

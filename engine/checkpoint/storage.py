@@ -116,7 +116,7 @@ class _Written:
     manifest: Record
 
     def is_whole(self, root: Path) -> bool:
-        """Whether it is still there as it was written."""
+        """Check that it is still there as it was written."""
         return directory.is_as_written(root / self.name, self.files, self.manifest)
 
 

@@ -77,7 +77,7 @@ class _Job:
     remove: Sequence[str]
     staging: Staging | None
     joined: bool
-    """It is small: one file for all tensors, and the trees in the manifest."""
+    """The checkpoint has one file for all tensors, and the trees in its manifest."""
     future: Future[None] | None = None
 
 
@@ -454,7 +454,7 @@ atexit.register(_finish)
 
 
 def _is_small(parts: Mapping[str, Part], trees: Mapping[str, Packed]) -> bool:
-    """Whether a checkpoint is written in the joined form."""
+    """Check whether a checkpoint is small enough for the joined form."""
     size = sum(part.tensor.nbytes for part in parts.values())
     size += sum(tensor.nbytes for _, tensors in trees.values() for tensor in tensors.values())
     if size > directory.JOINED_BYTES:
