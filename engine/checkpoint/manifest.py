@@ -1,13 +1,11 @@
 """The manifest of a checkpoint: its content, its versions, and the checks before it is used.
 
-A version of this library reads the formats that it writes and the one before. Load and save an older one with a version that
+A version of this library reads the format that it writes and the one before. Load and save an older one with a version that
 reads it; a newer one needs a newer version. Both are errors that say this, and such a checkpoint is never replaced or removed.
-A checkpoint has the lowest format that can express it, so versions that read format 3 read those of large models.
 
 ====== =============================================================================================================================
 format what changed
 ====== =============================================================================================================================
-4      small checkpoints have their trees in the manifest, as ``$trees``, and their tensors in one file
 3      ``serial``; the classes of optimizers and schedulers in ``state/shared.json``
 2      checksums of blocks
 ====== =============================================================================================================================
@@ -18,20 +16,16 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from engine.checkpoint.files import BLOCK, DamagedCheckpoint, Record, is_entry
 from engine.checkpoint.json_tree import pack, unpack
 
-FORMAT, JOINED_FORMAT = 3, 4
-READABLE = (FORMAT - 1, JOINED_FORMAT)
+FORMAT = 3
+READABLE = (FORMAT - 1, FORMAT)
 MANIFEST = "manifest.json"
 FOLDERS = ("model", "optim", "state")
-JOINED = "rank=00000.safetensors"
-"""The file with all tensors of a joined checkpoint; their names begin with the names of the trees or folders that they would be in."""
-TREES = "$trees"
-"""The entry with the trees of a joined checkpoint. No fact of a user has such a name."""
 WEIGHTS = "weights"
 """One more folder, in checkpoints that have other weights besides the trained ones; versions that do not know it call these damaged."""
 SCORED_WITH = "scored_with"
@@ -44,38 +38,19 @@ _LATEST = 253402300800.0
 _MOST_SERIAL = 1 << 62
 
 
-class Manifest(dict[str, Any]):
-    """A manifest that was read and checked, without its trees."""
-
-    trees: dict[str, Any]
-    """The trees of a joined checkpoint, as :func:`engine.checkpoint.json_tree.pack` returns them; empty: they are in files of their own."""
-
-
-class PackedFacts(dict[str, Any]):
-    """Facts of a user in the form of JSON."""
-
-
-def manifest_of(
-    world_size: int,
-    facts: Mapping[str, Any],
-    files: Mapping[str, Record],
-    serial: int,
-    trees: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def manifest_of(world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record], serial: int) -> dict[str, Any]:
     """The manifest of a checkpoint that was just completed.
 
     Args:
         facts: small JSON values by name, such as counters and metrics (NaN is fine).
         serial: see :func:`next_serial`.
-        trees: those of a joined checkpoint, as JSON.
 
     Raises:
         TypeError, ValueError: ``facts`` has something that is not such a value, or has a reserved name.
     """
-    value = facts if isinstance(facts, PackedFacts) else packed_facts(facts)
-    version = JOINED_FORMAT if trees else FORMAT
-    head = {"format": version, "serial": serial, "saved_at": time.time(), "world_size": world_size}
-    manifest = {**head, **value, "files": dict(sorted(files.items())), **({TREES: dict(trees)} if trees else {})}
+    value = packed_facts(facts)
+    head = {"format": FORMAT, "serial": serial, "saved_at": time.time(), "world_size": world_size}
+    manifest = {**head, **value, "files": dict(sorted(files.items()))}
     return {**manifest, "crc32": _sum(manifest)}
 
 
@@ -96,7 +71,7 @@ def age_of(manifest: Mapping[str, Any]) -> tuple[int, float, int, float]:
     return manifest["serial"], 0.0 if manifest["serial"] else saved_at, step if type(step) is int else -1, saved_at
 
 
-def packed_facts(facts: Mapping[str, Any]) -> PackedFacts:
+def packed_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON; errors as of :func:`manifest_of`."""
     if taken := [name for name in _OURS if name in facts]:
         raise ValueError(f"the names {taken} are reserved in the manifest: choose other names")
@@ -105,10 +80,10 @@ def packed_facts(facts: Mapping[str, Any]) -> PackedFacts:
         raise TypeError(
             f"the manifest is for small JSON values by name; found tensors {sorted(tensors)}, names {list(facts)}"
         )
-    return PackedFacts(value)
+    return value
 
 
-def check_manifest(where: Any, manifest: Any) -> Manifest:
+def check_manifest(where: Any, manifest: Any) -> dict[str, Any]:
     """Check a manifest that was read; one of the previous format is converted to the current one.
 
     Raises:
@@ -116,7 +91,7 @@ def check_manifest(where: Any, manifest: Any) -> Manifest:
     """
     if not isinstance(manifest, dict) or type(manifest.get("format")) is not int:
         raise DamagedCheckpoint(f"{where}: {MANIFEST} has no format version")
-    if not READABLE[0] <= manifest["format"] <= READABLE[1]:
+    if manifest["format"] not in READABLE:
         raise DamagedCheckpoint(f"{where}: {_unreadable(manifest['format'])}")
     older = {"serial": 0} if manifest["format"] < FORMAT else {}
     for name, kind in _OURS.items():
@@ -131,37 +106,21 @@ def check_manifest(where: Any, manifest: Any) -> Manifest:
             f"{where}: {MANIFEST} is not what was written: its checksum is {found}, expected {manifest['crc32']!r}"
         )
     manifest = {**manifest, **older}
-    trees = manifest.pop(TREES, {}) if manifest["format"] >= JOINED_FORMAT else {}
-    _check_trees(where, manifest, trees)
-    _check_values(where, manifest, (JOINED,) if trees else ())
+    _check_values(where, manifest)
     try:
         value = unpack(manifest, {})
     except ValueError as error:
         raise DamagedCheckpoint(f"{where}: {MANIFEST}: {error}") from error
     if type(value) is not dict:
         raise DamagedCheckpoint(f"{where}: {MANIFEST} is not a dict")
-    checked = Manifest(value)
-    checked.trees = trees
-    return checked
+    return value
 
 
-def _check_trees(where: Any, manifest: Mapping[str, Any], trees: Any) -> None:
-    """Check the entry of a joined checkpoint: other formats have none, and it is what makes the format 4."""
-    joined = manifest["format"] >= JOINED_FORMAT
-    if not isinstance(trees, dict) or joined != bool(trees) or not all(map(_is_part, trees)):
-        raise DamagedCheckpoint(f"{where}: {MANIFEST} has no usable {TREES!r}")
-
-
-def _is_part(name: str) -> bool:
-    """Check that ``name`` is a file or a tree in one of the folders of a checkpoint."""
-    folder, _, file = name.partition("/")
-    return folder in (*FOLDERS, WEIGHTS) and is_entry(file)
-
-
-def _check_values(where: Any, manifest: Mapping[str, Any], joined: Sequence[str]) -> None:
-    """Check what is used as a path, a size or a loop's end. ``joined``: the files of a joined checkpoint."""
+def _check_values(where: Any, manifest: Mapping[str, Any]) -> None:
+    """Check what is used as a path, a size or a loop's end."""
     for name, known in manifest["files"].items():
-        if not (name in joined if joined else _is_part(name)):
+        folder, _, file = name.partition("/")
+        if folder not in (*FOLDERS, WEIGHTS) or not is_entry(file):
             raise DamagedCheckpoint(
                 f"{where}: {MANIFEST} names the file {name!r}, which leads out of the checkpoint or is not part of one"
             )
@@ -178,8 +137,8 @@ def _check_values(where: Any, manifest: Mapping[str, Any], joined: Sequence[str]
 
 
 def _unreadable(version: int) -> str:
-    here = f"has format {version!s:.20}, and this version reads {READABLE[0]} to {READABLE[1]}"
-    if version > READABLE[1]:
+    here = f"has format {version!s:.20}, and this version reads {READABLE[0]} and {READABLE[1]}"
+    if version > FORMAT:
         return f"{here}: load it with the newer version that wrote it"
     return f"{here}: load it with an older version that still reads it, and save it again"
 
@@ -196,7 +155,4 @@ def _sums(known: Mapping[str, Any]) -> bool:
 
 def _sum(manifest: Mapping[str, Any]) -> str:
     rest = {name: value for name, value in manifest.items() if name != "crc32"}
-    return f"{zlib.crc32(_sorted(rest).encode()):08x}"
-
-
-_sorted = json.JSONEncoder(sort_keys=True).encode
+    return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"

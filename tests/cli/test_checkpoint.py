@@ -28,12 +28,10 @@ NAMES = [f"step={step:08d}" for step in SCORES]
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with three checkpoints, whose files are in folders."""
+    """A run's folder with three checkpoints."""
     root = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.checkpoint.directory.JOINED_BYTES", -1)
-        train_and_save(root, Tied(), [torch.randn(8, 6) for _ in SCORES], scores=SCORES)
+    train_and_save(root, Tied(), [torch.randn(8, 6) for _ in SCORES], scores=SCORES)
     return root / "checkpoints"
 
 
