@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from engine.compat.lightning.argument_names import STRATEGY_NAMES
+from engine.compat.lightning.arguments import STRATEGY_NAMES
 from engine.compat.lightning.names import CHECKPOINT, DATA, MODULE, OF_SETTINGS, VIEW
 from engine.compat.names import ARGUMENTS, ATTRIBUTES, NAMES, OTHERWISE
 from engine.utils.extensions import attribute_error, hint

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from engine.compat.accelerate import names as accelerate
-from engine.compat.lightning import argument_names as lightning
+from engine.compat.lightning import arguments as lightning
 from engine.compat.lightning.names import ATTRIBUTES as LIGHTNING
 from engine.compat.transformers import names as transformers
 

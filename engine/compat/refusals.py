@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from engine.compat.records import Argument
+from engine.compat.table_rows import Argument
 
 
 def translated(call: str, given: Mapping[str, Any], arguments: Mapping[str, Argument]) -> dict[str, Any]:

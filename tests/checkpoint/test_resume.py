@@ -23,7 +23,7 @@ from engine.checkpoint.listing import problems
 from engine.checkpoint.manifest import FORMAT
 from engine.checkpoint.storage import locate
 from engine.cli.checkpoint import main
-from engine.compat.convert.files import DistributedFiles
+from engine.compat.convert.untrusted_files import DistributedFiles
 
 
 def trained(root: Path, steps: int = 8, every: int = 4, **arguments: Any) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.compat.records import Argument, called
+from engine.compat.table_rows import Argument, called
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from engine.checkpoint.remote_storage import without_query
 from engine.checkpoint.storage import Location, split
 from engine.checkpoint.tensors import Stored, TensorFiles, storable, write_tensors
 from engine.checkpoint.user_paths import folder, local_copy
-from engine.compat.convert.files import (
+from engine.compat.convert.optimizer_names import named, nested
+from engine.compat.convert.untrusted_files import (
     METADATA,
     PICKLE,
     DistributedFiles,
@@ -27,7 +28,6 @@ from engine.compat.convert.files import (
     Tensors,
     load_pickle,
 )
-from engine.compat.convert.optimizer_names import named, nested
 
 SHARD = 2 << 30
 """The maximum bytes of tensors in memory at a time, and in one file."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 import engine.callbacks as own
-from engine.compat.lightning.argument_names import CALLBACKS
+from engine.compat.lightning.arguments import CALLBACKS
 from engine.compat.lightning.callback import Callback, listens
 from engine.compat.lightning.ckpt import write_checkpoint
 from engine.compat.lightning.events import EVENTS

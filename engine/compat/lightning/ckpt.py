@@ -20,7 +20,7 @@ from engine.checkpoint.other_weights import weights_folder
 from engine.checkpoint.reader import Source, whole
 from engine.checkpoint.user_paths import opened
 from engine.compat.convert.convert import convert
-from engine.compat.convert.files import check_pickles
+from engine.compat.convert.untrusted_files import check_pickles
 from engine.compat.lightning.plugins import reader
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import engine.callbacks as own
 from callbacks.loggers import ForwardingLogger as AdaptedLogger  # noqa: F401
 from callbacks.loggers import PlainLogger as Logger
-from engine.compat.lightning.argument_names import LOGGERS
+from engine.compat.lightning.arguments import LOGGERS
 from engine.compat.lightning.names import CLASSES
 from engine.compat.refusals import refusing, with_arguments_of
 from engine.distributed.rank_zero import rank_zero_experiment as rank_zero_experiment

@@ -8,7 +8,7 @@ from typing import Any
 from engine.compat.key_file import KeyFile
 from engine.compat.lightning import strategy_arguments as strategies
 from engine.compat.lightning import trainer_settings as arguments
-from engine.compat.lightning.argument_names import TRAINER
+from engine.compat.lightning.arguments import TRAINER
 from engine.config import yaml_reader
 
 _NOTED = {name: argument.in_file for name, argument in TRAINER.items() if argument.in_file}

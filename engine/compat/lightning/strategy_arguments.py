@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.compat.lightning.argument_names import STRATEGIES, STRATEGY_NAMES
+from engine.compat.lightning.arguments import STRATEGIES, STRATEGY_NAMES
 from engine.compat.refusals import translated
 from engine.utils.errors import nearest
 

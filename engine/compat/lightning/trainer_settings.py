@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from engine.compat.lightning.argument_names import TRAINER
+from engine.compat.lightning.arguments import TRAINER
 from engine.compat.lightning.plugins import reader
 from engine.compat.lightning.strategy_arguments import strategy
 from engine.config.duration import NEVER

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.compat.migrate.counterparts import AS_IS, CHANGE, INTEROP
+from engine.compat.migrate.expressions import Use, Walker
 from engine.compat.migrate.imports import ClassInfo, Names
+from engine.compat.migrate.known_objects import kind_of
 from engine.compat.migrate.sources import Unread, read
-from engine.compat.migrate.things import kind_of
-from engine.compat.migrate.walk import Use, Walker
 
 VERDICTS = (AS_IS, INTEROP, CHANGE)
 KINDS = {

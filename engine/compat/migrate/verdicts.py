@@ -10,11 +10,11 @@ from typing import NamedTuple, TypeAlias
 
 from engine.compat.lightning.checks import refused_hook
 from engine.compat.lightning.names import REPLACED
+from engine.compat.migrate.argument_values import constructor, follows_validation, log_options, trainer_arguments
 from engine.compat.migrate.counterparts import AS_IS, CHANGE, INTEROP, Counterpart, counterpart
 from engine.compat.migrate.imports import Api, ClassInfo
+from engine.compat.migrate.known_objects import Thing
 from engine.compat.migrate.signatures import Member, misfit, rejected, signature, with_parameters_of
-from engine.compat.migrate.things import Thing
-from engine.compat.migrate.values import constructor, follows_validation, log_options, trainer_arguments
 from engine.compat.names import ARGUMENTS, NAMES, OTHERWISE
 
 

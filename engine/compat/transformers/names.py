@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.compat.records import Argument
+from engine.compat.table_rows import Argument
 
 NONE: tuple[object, ...] = (None, False, 0, 0.0, "", "no", "none", "false", [], {})
 _RECIPE = "a recipe of a few lines does it: examples/causal_lm.py"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.compat.accelerate import names as accelerate
-from engine.compat.lightning import argument_names as lightning
+from engine.compat.lightning import arguments as lightning
 from engine.compat.lightning.names import ATTRIBUTES as LIGHTNING
 from engine.compat.transformers import names as transformers
 from engine.utils.extensions import answer

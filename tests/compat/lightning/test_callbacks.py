@@ -16,7 +16,7 @@ import torch
 from both import OURS, THEIRS, data, module, quietly, trainer
 
 from engine import Fit
-from engine.compat.lightning.argument_names import CALLBACKS, LOGGERS, STRATEGIES
+from engine.compat.lightning.arguments import CALLBACKS, LOGGERS, STRATEGIES
 from engine.compat.lightning.strategy_arguments import strategy
 from engine.interop.lightning import callbacks, loggers, strategies, utilities
 

@@ -14,7 +14,7 @@ from support.toys import Weight, fit, ones
 from torch import nn
 
 from engine import Callback, DataModule, TrainModule
-from engine.compat.lightning.argument_names import TRAINER
+from engine.compat.lightning.arguments import TRAINER
 from engine.compat.lightning.checks import refuse_replaced
 from engine.compat.lightning.names import DATA, MODULE, REPLACED
 from engine.compat.lightning.trainer import Trainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.compat.migrate.things import things
+from engine.compat.migrate.known_objects import things
 
 
 def test_every_thing_is_a_class_of_ours() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from engine.compat.records import ANY, Argument, called
+from engine.compat.table_rows import ANY, Argument, called
 
 TRAINER = {
     "accelerator": Argument("auto", setting="accelerator"),

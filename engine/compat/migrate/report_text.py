@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from engine.compat.migrate.counterparts import AS_IS, CHANGE, INTEROP
+from engine.compat.migrate.expressions import Use
 from engine.compat.migrate.imports import ClassInfo
 from engine.compat.migrate.report import KINDS, ClassReport, Report
 from engine.compat.migrate.sources import Source
-from engine.compat.migrate.walk import Use
 
 _SAID = {AS_IS: "works as is", INTEROP: "works through engine.interop", CHANGE: "needs a change"}
 

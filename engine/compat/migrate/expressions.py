@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 from engine.compat.migrate.counterparts import is_package
 from engine.compat.migrate.imports import Api, ClassInfo, Names, first_argument
-from engine.compat.migrate.signatures import member
-from engine.compat.migrate.sources import Source
-from engine.compat.migrate.things import (
+from engine.compat.migrate.known_objects import (
     KINDS,
     MADE,
     PASSED,
@@ -23,6 +21,8 @@ from engine.compat.migrate.things import (
     thing_of,
     things,
 )
+from engine.compat.migrate.signatures import member
+from engine.compat.migrate.sources import Source
 from engine.compat.migrate.verdicts import Attribute, Construction, Definition, Named, Question, Schedule, verdicts
 
 

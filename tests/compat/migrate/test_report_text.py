@@ -6,7 +6,7 @@ from pathlib import Path
 
 from reported import report_of
 
-from engine.compat.migrate.text import lines
+from engine.compat.migrate.report_text import lines
 
 TEXT = """\
 import lightning as L
