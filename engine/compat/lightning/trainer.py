@@ -15,6 +15,7 @@ from engine.compat.lightning.before_run import BeforeRun
 from engine.compat.lightning.events import original
 from engine.compat.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
 from engine.compat.lightning.module import LightningModule
+from engine.compat.lightning.trainer_parts import AcceleratorConnector as _AcceleratorConnector  # noqa: F401  # packages import it from there
 from engine.compat.lightning.trainer_translation import translate
 from engine.compat.lightning.trainer_view import TrainerView, Values
 from engine.fit import Fit
