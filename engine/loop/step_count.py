@@ -19,7 +19,7 @@ def total_steps(run: Any) -> int | None:
     """See :attr:`engine.Run.total_steps`."""
     if run.stage not in ("fit", "sanity"):
         return None
-    if run.train_loader is None:
+    if run.train_loader is None and "find_train_loader" in vars(run):  # it is not after the run's end
         run.find_train_loader()
     limit: int | None = run.max_steps
     if run.max_epochs is None or run.num_train_batches is None:

@@ -74,6 +74,8 @@ class Accelerator(Engine):
             handlers["GradScalerKwargs"].tune(self.scaler)
         self._describe(facts)
         self._plugin, self._micro = translation.accumulation(self._given, self.accumulate_grad_batches), 0
+        self._unreduced: list[nn.Module] = []
+        """The models of the :meth:`no_sync` blocks that are open."""
         self.gradient_state = GradientState(self._plugin)
         self.gradient_accumulation_steps = int(self._plugin.num_steps)
         self.checkpoints = Checkpoints(self, self.project_configuration)
@@ -226,10 +228,23 @@ class Accelerator(Engine):
         state.sync_gradients = self.sync_gradients
         if self._plugin.sync_each_batch:
             self.strategy.sync(models or self.models, True)
+        if self._unreduced:
+            self.strategy.sync(self._unreduced, False)
         try:
             yield
         finally:
             self.window.exit(models)
+
+    @contextlib.contextmanager
+    def no_sync(self, *models: nn.Module) -> Iterator[None]:
+        """As :meth:`engine.Engine.no_sync`; also for :meth:`accumulate` inside it, whose last micro-batch reduces nothing then."""
+        before = self._unreduced
+        self._unreduced = [*before, *(models or self.models)]
+        try:
+            with super().no_sync(*models):
+                yield
+        finally:
+            self._unreduced = before
 
     @contextlib.contextmanager
     def trigger_sync_in_backward(self, model: Any) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,24 @@ CALLED = (*EVENTS, "write_on_batch_end", "write_on_epoch_end", "get_metrics")
 """Methods of callbacks that are called with ``(trainer, pl_module, ...)``."""
 
 
+class TrainerFn(StrEnum):
+    """What a trainer was called for: the ``stage`` of ``setup`` and ``teardown``."""
+
+    FITTING, VALIDATING, TESTING, PREDICTING = "fit", "validate", "test", "predict"
+
+
+class RunningStage(StrEnum):
+    """What is under way; a validation within a training is ``"validate"``."""
+
+    TRAINING, SANITY_CHECKING, VALIDATING, TESTING, PREDICTING = "train", "sanity_check", "validate", "test", "predict"
+
+
+class TrainerStatus(StrEnum):
+    """How far a trainer is; a view of a run is ``"running"`` or ``"interrupted"``."""
+
+    INITIALIZING, RUNNING, FINISHED, INTERRUPTED = "initializing", "running", "finished", "interrupted"
+
+
 class Adapter:
     """The base of objects that stand for one of the installed Lightning, ``original``, in a run."""
 
@@ -35,6 +54,8 @@ def lightning_arguments(event: str, run: Any, module: Any, arguments: tuple[Any,
     """The arguments of an event here as Lightning's: ``(trainer, pl_module, ...)``. A subclass that calls its base gives Lightning's already."""
     if event == "on_train_batch_end" and isinstance(run, Run):
         arguments = (step_output(run, arguments[0]), *arguments[1:])
+    elif event in ("setup", "teardown"):
+        arguments = (TrainerFn(arguments[0]), *arguments[1:])
     return getattr(run, "trainer", run), original(module), *arguments
 
 

@@ -12,7 +12,7 @@ from engine.callback import Callback
 from engine.compat.lightning import ckpt
 from engine.compat.lightning.adapters import adapt
 from engine.compat.lightning.before_run import BeforeRun
-from engine.compat.lightning.events import original
+from engine.compat.lightning.events import TrainerStatus, original
 from engine.compat.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
 from engine.compat.lightning.module import LightningModule
 from engine.compat.lightning.trainer_parts import AcceleratorConnector as _AcceleratorConnector  # noqa: F401  # packages import it from there
@@ -204,7 +204,7 @@ class Trainer(TrainerView):
     @property
     def state(self) -> Any:
         found = super().state
-        return found if self._stage or found.stopped else replace(found, status="finished" if found.fn else "initializing")
+        return found if self._stage or found.stopped else replace(found, status=TrainerStatus.FINISHED if found.fn else TrainerStatus.INITIALIZING)
 
 
 def _logger(logger: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from engine.compat.lightning.events import RunningStage, TrainerFn, TrainerStatus
 from engine.compat.lightning.names import OF_STRATEGIES, OF_STRATEGY
 from engine.distributed.collectives import broadcast_object
 from engine.engine import Engine
@@ -20,12 +21,11 @@ from engine.utils.extensions import attribute_error
 class TrainerState:
     """What is under way, in Lightning's words."""
 
-    status: str
-    """``"running"``, or ``"interrupted"``; of a trainer object also ``"initializing"`` and ``"finished"``."""
-    fn: str
-    """``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
-    stage: str
-    """``"train"``, ``"sanity_check"``, ``"validate"``, ``"test"`` or ``"predict"``; a validation within a training is ``"validate"``."""
+    status: TrainerStatus
+    fn: TrainerFn | None
+    """``None``: it has run nothing."""
+    stage: RunningStage | None
+    """``None``: nothing is under way."""
 
     @property
     def finished(self) -> bool:

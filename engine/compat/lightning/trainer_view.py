@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from engine.compat.lightning.events import original
+from engine.compat.lightning.events import RunningStage, TrainerFn, TrainerStatus, original
 from engine.compat.lightning.logged_values import Values, live, live_shown, withheld
 from engine.compat.lightning.loop_view import FitLoopView
 from engine.compat.lightning.names import OF_RUN, VIEW
@@ -245,8 +245,12 @@ class TrainerView:
     def state(self) -> TrainerState:
         """What is under way."""
         fn = "fit" if self._run.stage == "sanity" else str(self._run.stage)
-        status = "interrupted" if self._run.interrupted or self._run.exception is not None else "running"
-        return TrainerState(status, fn, self._stage)
+        interrupted = self._run.interrupted or self._run.exception is not None
+        return TrainerState(
+            TrainerStatus.INTERRUPTED if interrupted else TrainerStatus.RUNNING,
+            TrainerFn(fn) if fn else None,
+            RunningStage(self._stage) if self._stage else None,
+        )
 
     @property
     def _stage(self) -> str:

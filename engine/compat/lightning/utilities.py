@@ -18,6 +18,9 @@ from engine.compat.accelerate.utils.memory import release_memory as garbage_coll
 from engine.compat.lightning.callback import Callback
 from engine.compat.lightning.callbacks import ModelSummary as ModelSummary
 from engine.compat.lightning.ckpt import load as _load  # noqa: F401
+from engine.compat.lightning.events import RunningStage as RunningStage
+from engine.compat.lightning.events import TrainerFn as TrainerFn
+from engine.compat.lightning.events import TrainerStatus as TrainerStatus
 from engine.compat.lightning.names import CLASSES
 from engine.compat.lightning.plugins import CheckpointIO as CheckpointIO
 from engine.compat.refusals import refused_class, refusing
@@ -41,18 +44,7 @@ CUDAAccelerator = refused_class("CUDAAccelerator", "give Trainer(accelerator='cu
 CUDAAccelerator.is_available = staticmethod(lambda: accelerator.present() == "cuda")
 
 
-TrainerFn = StrEnum(
-    "TrainerFn", {"FITTING": "fit", "VALIDATING": "validate", "TESTING": "test", "PREDICTING": "predict"}
-)
 GradClipAlgorithmType = StrEnum("GradClipAlgorithmType", {"VALUE": "value", "NORM": "norm"})
-
-
-class RunningStage(StrEnum):
-    TRAINING, SANITY_CHECKING, VALIDATING, TESTING, PREDICTING = "train", "sanity_check", "validate", "test", "predict"
-
-
-class TrainerStatus(StrEnum):
-    INITIALIZING, RUNNING, FINISHED, INTERRUPTED = "initializing", "running", "finished", "interrupted"
 
 
 def seed_everything(value: int | None = None, workers: bool = False, verbose: bool = True) -> int:

@@ -29,6 +29,11 @@ def step(accelerator: Accelerator, model: Any, optimizer: Any, batch: Any) -> No
     optimizer.zero_grad()
 
 
+def test_trackers_write_into_the_folder_of_the_project() -> None:
+    assert ProjectConfiguration(project_dir="runs").logging_dir == "runs"
+    assert ProjectConfiguration(project_dir="runs", logging_dir="logs").logging_dir == "logs"
+
+
 def test_names_and_limit(tmp_path: Path) -> None:
     project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
     accelerator, model, optimizer, loader = prepared(project_config=project)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,11 @@ from engine.interop import accelerate as ours
 from engine.interop.accelerate.local_sgd import LocalSGD
 
 
-def weights(accelerator: Any, block: type[Any], **options: Any) -> list[list[float]]:
-    """The weights after each of three steps in a block that averages every second one, after the block, and after one more step."""
+def weights(accelerator: Any, block: type[Any], accumulates: bool = False, **options: Any) -> list[list[float]]:
+    """The weights after each of three steps in a block that averages every second one, after the block, and after one more step.
+
+    ``accumulates``: each step stands in a block of ``accumulate``, as in Accelerate's own example.
+    """
     inputs = torch.arange(24.0).reshape(12, 2) / 24
     model = torch.nn.Linear(2, 1)
     torch.nn.init.ones_(model.weight)
@@ -27,9 +31,10 @@ def weights(accelerator: Any, block: type[Any], **options: Any) -> list[list[flo
     batches = iter(loader)
 
     def step() -> None:
-        accelerator.backward(model(next(batches)[0]).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        with accelerator.accumulate(model) if accumulates else nullcontext():
+            accelerator.backward(model(next(batches)[0]).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
 
     def state() -> list[float]:
         return [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
@@ -57,6 +62,14 @@ def rank_theirs() -> list[list[float]]:
     return weights(theirs.Accelerator(cpu=True), their_local_sgd.LocalSGD)
 
 
+def rank_accumulating() -> list[list[float]]:
+    return weights(ours.Accelerator(cpu=True), LocalSGD, accumulates=True)
+
+
+def rank_accumulating_padded() -> list[list[float]]:
+    return weights(ours.Accelerator(cpu=True, rules="accelerate"), LocalSGD, accumulates=True)
+
+
 def rank_disabled() -> list[list[float]]:
     return weights(ours.Accelerator(cpu=True), LocalSGD, enabled=False)
 
@@ -66,7 +79,7 @@ def two() -> dict[str, list[Any]]:
     return ranks_of_file(__file__, 2)
 
 
-@pytest.mark.parametrize("rules", ["ours", "padded"])
+@pytest.mark.parametrize("rules", ["ours", "padded", "accumulating", "accumulating_padded"])
 def test_the_weights_are_those_of_accelerate(two: dict[str, list[Any]], rules: str) -> None:
     torch.testing.assert_close(two[rules], two["theirs"], rtol=1e-6, atol=1e-6)
 

@@ -294,8 +294,27 @@ def test_a_schedule_over_all_steps(tmp_path: Path) -> None:
     make = net.configure_optimizers
     net.configure_optimizers = lambda: (steps.append(net.trainer.estimated_stepping_batches), make())[1]
     type(net).configure_optimizers = lambda self: vars(self)["configure_optimizers"]()
-    trainer(OURS, tmp_path, max_epochs=3, accumulate_grad_batches=4).fit(net, data())
+    fitted = trainer(OURS, tmp_path, max_epochs=3, accumulate_grad_batches=4)
+    fitted.fit(net, data())
     assert steps == [9]
+    assert fitted.estimated_stepping_batches == 9  # also afterwards
+
+
+@pytest.mark.parametrize("library", [THEIRS, OURS])
+def test_callbacks_get_the_stage_as_a_member_of_lightnings_enum(library: Any, tmp_path: Path) -> None:
+    seen = []
+
+    class Tells(library.Callback):  # type: ignore[misc]
+        def setup(self, trainer: Any, pl_module: Any, stage: Any) -> None:
+            seen.append((stage.value, trainer.state.fn.value))
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            seen.append((trainer.state.stage.name, trainer.state.status.name))
+
+    fitted = quietly(trainer, library, tmp_path, max_steps=1, callbacks=[Tells()])
+    assert (fitted.state.fn, fitted.state.stage) == (None, None)
+    quietly(fitted.fit, module(library), data())
+    assert seen == [("fit", "fit"), ("TRAINING", "RUNNING")]
 
 
 # -- the life of a trainer ----------------------------------------------------------------------------------------------------------------

@@ -109,9 +109,24 @@ _Profile: Any = _settings(
     "activities schedule_option on_trace_ready record_shapes=False profile_memory=False with_stack=False with_flops=False "
     "with_modules=False output_trace_dir",
 )
+
+
+class _Directories(KwargsHandler):
+    """The folders of a project; the trackers' is the project's unless it is given."""
+
+    def __post_init__(self) -> None:
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: Any = None) -> None:
+        """Set the folder, and the trackers' if it was not given."""
+        self.project_dir = project_dir
+        self.logging_dir: Any = self.logging_dir or project_dir
+
+
 _Project: Any = _settings(
     "_Project",
     "project_dir logging_dir automatic_checkpoint_naming=False total_limit iteration=0 save_on_each_node=False",
+    _Directories,
 )
 _DDP: Any = _settings(
     "_DDP",
@@ -165,14 +180,6 @@ class ProfileKwargs(_Profile):
 
 class ProjectConfiguration(_Project):
     """Folders, and how checkpoints are named and kept."""
-
-    def __post_init__(self) -> None:
-        self.set_directories(self.project_dir)
-
-    def set_directories(self, project_dir: Any = None) -> None:
-        """Set the folder, and the trackers' if it was not given."""
-        self.project_dir = project_dir
-        self.logging_dir: Any = self.logging_dir or project_dir
 
 
 class DistributedDataParallelKwargs(_DDP):
