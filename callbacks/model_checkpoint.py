@@ -26,7 +26,8 @@ class ModelCheckpoint(Callback):
     Without ``monitor`` a checkpoint is saved as soon as it is due. With ``monitor`` one that is due waits for the end of the next
     validation, because a score counts only if it was measured on exactly the saved weights; give a second ``ModelCheckpoint``
     without ``monitor`` to also save between validations. In a run without validation the score is the last value logged in training, over all
-    ranks: at an epoch's end the epoch's, if there is one, and otherwise that of the latest step, also between log boundaries. Lower scores win with ``mode="min"``; NaN and a missing score lose against every number; among equal ones the earlier wins.
+    ranks: after an epoch the epoch's, if there is one, otherwise the latest step's, also between log boundaries. Lower scores win with
+    ``mode="min"``; NaN and a missing score lose against every number; among equal ones the earlier wins.
 
     Training continues while a checkpoint is written. A failed write is reported as an error in the log, and older checkpoints are kept.
     The checkpoint at the end of training (or at SIGTERM, or Ctrl-C) is saved unless this step is saved already. After an error in a run of

@@ -393,6 +393,14 @@ class Run:
         self.training_metrics.update(values)
         return {**self.metrics, **values}
 
+    def settle_metrics(self) -> None:
+        """Take over into :attr:`metrics` what the steps logged that no log boundary has published, over all ranks. A collective; waits for the
+        device."""
+        values, _ = self.live.training.latest_values(self.live.epoch_windows)
+        self.metrics.update(values)
+        self.training_metrics.update(values)
+        self.live.settled_window = self.live.training.window - 1
+
     def set_optimizers(self, optimizers: list[Any], schedules: list[Schedule], automatic: bool) -> None:
         """The prepared ``optimizers`` and ``schedules``. Without ``automatic`` optimization the module steps the schedulers."""
         self.optimizers, self.schedulers, self.modes = optimizers, schedules, Modes(optimizers)

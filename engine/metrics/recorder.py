@@ -203,8 +203,8 @@ class Recorder:
         return self._step_values(slot for slot in self.slots.values() if slot.on_step and slot.window == window)
 
     def latest_values(self, superseded: Mapping[str, int]) -> tuple[dict[str, float], list[str]]:
-        """Each name's value of the latest step in which some rank logged it, and the names that have an epoch's value too. A collective; waits for the
-        device.
+        """Each name's value of the latest step in which some rank logged it, and the names that have an epoch's value too. A collective; waits
+        for the device once.
 
         Args:
             superseded: by name, the last step that does not count any more; the same on all ranks.
