@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,8 +25,9 @@ class ModelCheckpoint(Callback):
 
     Without ``monitor`` a checkpoint is saved as soon as it is due. With ``monitor`` one that is due waits for the end of the next
     validation, because a score counts only if it was measured on exactly the saved weights; give a second ``ModelCheckpoint``
-    without ``monitor`` to also save between validations. In a run without validation the score is the last value logged in training, at an epoch's
-    end. Lower scores win with ``mode="min"``; NaN and a missing score lose against every number; among equal ones the earlier wins.
+    without ``monitor`` to also save between validations. In a run without validation the score is the last value logged in training, over all
+    ranks: after an epoch the epoch's, if there is one, otherwise the latest step's, also between log boundaries. Lower scores win with
+    ``mode="min"``; NaN and a missing score lose against every number; among equal ones the earlier wins.
 
     Training continues while a checkpoint is written. A failed write is reported as an error in the log, and older checkpoints are kept.
     The checkpoint at the end of training (or at SIGTERM, or Ctrl-C) is saved unless this step is saved already. After an error in a run of
@@ -69,7 +71,7 @@ class ModelCheckpoint(Callback):
         Raises:
             ValueError: an argument is not valid, or nothing would be kept.
         """
-        _check(mode, save_top_k, save_last or keep_every is not None, max_failures, filename)
+        named = _check(mode, save_top_k, save_last or keep_every is not None, max_failures, filename)
         self.every = Every(every)
         self.keep_every = Every(keep_every)
         self.monitor = monitor
@@ -87,6 +89,7 @@ class ModelCheckpoint(Callback):
         self.permanent: set[int] = set()
         """Those of them that are kept forever."""
         self._given_every, self._given_keep = every, keep_every
+        self._reads_metrics = monitor is not None or not named <= {"epoch", "step"}
         self._owed = self._permanent_next = False
         self._due_step = 0  # the first step at which a save can be due
         self._first_step = 0
@@ -180,7 +183,7 @@ class ModelCheckpoint(Callback):
             self._save(run, last=True)
             self._catch_up(run)
             if run.step not in self.names and self.save_last:
-                run.save_checkpoint(self._name(run))  # it was lost: now the error is the run's
+                run.save_checkpoint(self._name(run, run.metrics))  # it was lost: now the error is the run's
         self._training = False
         self._publish(run)
 
@@ -193,7 +196,7 @@ class ModelCheckpoint(Callback):
                 return  # a run cannot continue from the middle of a step
             if run.step > self._first_step and run.step not in self.scores:
                 run.engine.settle()
-                name = self._name(run)
+                name = self._name(run, run.metrics)
                 self.scores[run.step], self.names[run.step] = None, name
                 run.last_checkpoint = run.save_checkpoint(name)
 
@@ -252,8 +255,9 @@ class ModelCheckpoint(Callback):
         """
         self._owed = False
         self._catch_up(run)
+        metrics = run.latest_metrics() if self._reads_metrics else run.metrics
         step, earlier = run.step, (dict(self.scores), dict(self.names))
-        scores = {**self.scores, step: self._score(run)}
+        scores = {**self.scores, step: self._score(run, metrics)}
         if self._permanent_next:
             self.permanent.add(step)
         kept = self._kept(scores) | ({step} if last and run.preempted else set())
@@ -261,7 +265,7 @@ class ModelCheckpoint(Callback):
             return
         self._permanent_next = False
         # Set before saving: the checkpoint's own state then counts the checkpoint itself.
-        self.names[step] = self._name(run)
+        self.names[step] = self._name(run, metrics)
         self.scores = scores
         gone = [self.names[old] for old in scores if old not in kept]
         self._keep_only(kept)
@@ -297,19 +301,19 @@ class ModelCheckpoint(Callback):
         self.names = {step: name for step, name in self.names.items() if step in steps}
         self.permanent &= steps
 
-    def _name(self, run: Run) -> str:
-        values: dict[str, Any] = {**run.metrics, "epoch": run.state.epoch, "step": run.step}
+    def _name(self, run: Run, metrics: Mapping[str, float]) -> str:
+        values: dict[str, Any] = {**metrics, "epoch": run.state.epoch, "step": run.step}
         try:
             name = self.filename.format_map(values).replace("/", "_")
         except (LookupError, AttributeError) as error:
             raise ValueError(
-                f"ModelCheckpoint(filename={self.filename!r}): {error} is not known here; available: epoch, step, {', '.join(sorted(run.metrics))}"
+                f"ModelCheckpoint(filename={self.filename!r}): {error} is not known here; available: epoch, step, {', '.join(sorted(metrics))}"
             ) from error
         _check_name(self.filename, name)
         taken = {other for step, other in self.names.items() if step != run.step}
         return f"{name}-step={run.step}" if name in taken else name
 
-    def _score(self, run: Run) -> float | None:
+    def _score(self, run: Run, metrics: Mapping[str, float]) -> float | None:
         """The value of ``monitor`` for the current weights; ``None``: it was not measured.
 
         Raises:
@@ -317,13 +321,13 @@ class ModelCheckpoint(Callback):
         """
         if self.monitor is None or (_validates(run) and run.validated_step != run.step):
             return None
-        if self.monitor not in run.metrics:
-            there = ", ".join(sorted(run.metrics)) or "none"
+        if self.monitor not in metrics:
+            there = ", ".join(sorted(metrics)) or "none"
             raise ValueError(
                 f"ModelCheckpoint(monitor={self.monitor!r}): this metric was not logged (logged so far: {there}); "
                 f"log it with self.log({self.monitor!r}, value) in validation_step"
             )
-        return run.metrics[self.monitor]
+        return metrics[self.monitor]
 
     def _ranked(self, scores: dict[int, float | None]) -> list[int]:
         """Steps, best first."""
@@ -363,7 +367,8 @@ def _usual_name(step: object) -> str:
     return f"step={step:0>8}"
 
 
-def _check(mode: str, save_top_k: Any, keeps_others: bool, max_failures: Any, filename: str) -> None:
+def _check(mode: str, save_top_k: Any, keeps_others: bool, max_failures: Any, filename: str) -> set[str]:
+    """Check the arguments, and return what ``filename`` names."""
     if mode not in ("min", "max"):
         raise ValueError(f"ModelCheckpoint(mode={mode!r}): mode must be 'min' or 'max'")
     if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
@@ -384,6 +389,7 @@ def _check(mode: str, save_top_k: Any, keeps_others: bool, max_failures: Any, fi
             f"ModelCheckpoint(filename={filename!r}) is not a format ({error}): 'epoch={{epoch}}-{{loss:.2f}}'"
         ) from error
     _check_name(filename, example)
+    return set(names)
 
 
 def _check_name(filename: str, name: str) -> None:

@@ -55,6 +55,8 @@ class LiveMetrics:
         """Values of an evaluation that are not published yet."""
         self.step_window = -1
         """The window whose values were published last as a step's."""
+        self.settled_window = -1
+        """The last window of those whose values are in the run's ``metrics``, published or not."""
         self.epoch_windows: dict[str, int] = {}
         """By name, the last window before the value of an epoch or an evaluation was published."""
 

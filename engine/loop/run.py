@@ -385,6 +385,22 @@ class Run:
         forked = [slot.name for slot in recorder.slots.values() if slot.on_epoch and f"{slot.name}_step" in values]
         return {**self.metrics, **values, **{name: values[f"{name}_step"] for name in forked}}
 
+    def latest_metrics(self) -> dict[str, float]:
+        """:attr:`metrics` with each training value of the latest step that logged it, over all ranks, also between log boundaries; one logged
+        ``on_step`` and ``on_epoch`` without a suffix too. A collective; waits for the device."""
+        values, forked = self.live.training.latest_values(self.live.epoch_windows)
+        values |= {name: values[f"{name}_step"] for name in forked if f"{name}_step" in values}
+        self.training_metrics.update(values)
+        return {**self.metrics, **values}
+
+    def settle_metrics(self) -> None:
+        """Take over into :attr:`metrics` what the steps logged that no log boundary has published, over all ranks. A collective; waits for the
+        device."""
+        values, _ = self.live.training.latest_values(self.live.epoch_windows)
+        self.metrics.update(values)
+        self.training_metrics.update(values)
+        self.live.settled_window = self.live.training.window - 1
+
     def set_optimizers(self, optimizers: list[Any], schedules: list[Schedule], automatic: bool) -> None:
         """The prepared ``optimizers`` and ``schedules``. Without ``automatic`` optimization the module steps the schedulers."""
         self.optimizers, self.schedulers, self.modes = optimizers, schedules, Modes(optimizers)

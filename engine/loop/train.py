@@ -215,6 +215,7 @@ def end_epoch(run: Run) -> None:
     whole = exhausted or not run.stop_reason
     if run.stop_reason or (run.max_epochs is not None and state.epoch + 1 >= run.max_epochs):
         run.publish_last()
+    run.settle_metrics()
     if whole and run.val_loaders and run.val_every.due(state.step, state.epoch + 1, run.elapsed_s, run.epochs):
         validate(run)
         # Otherwise Ctrl-C or SIGTERM has cut it off: the resumed run validates, then ends the epoch.

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.metrics.log_options import Given, Options, check_metric, no_steps, options_of
 from engine.metrics.rank_exchange import RankExchange
@@ -199,15 +200,33 @@ class Recorder:
     def step_values(self, window: int | None = None) -> dict[str, float]:
         """The values of a step (by default the current one), over its micro-batches and all ranks. A collective; waits for the device once."""
         window = self.window if window is None else window
+        return self._step_values(slot for slot in self.slots.values() if slot.on_step and slot.window == window)
+
+    def latest_values(self, superseded: Mapping[str, int]) -> tuple[dict[str, float], list[str]]:
+        """Each name's value of the latest step in which some rank logged it, and the names that have an epoch's value too. A collective; waits
+        for the device once.
+
+        Args:
+            superseded: by name, the last step that does not count any more; the same on all ranks.
+        """
+        mine = {name: (slot.window, slot.on_epoch) for name, slot in self.slots.items() if slot.on_step}
+        latest: dict[str, tuple[int, bool]] = {}
+        for name, (window, on_epoch) in (item for logged in gather_json(self.group, mine) for item in logged.items()):
+            if window > superseded.get(name, -1):
+                latest[name] = max(latest.get(name, (-1, on_epoch)), (window, on_epoch))
+        slots = (self.slots[name] for name, (window, _) in mine.items() if latest.get(name, (-1,))[0] == window)
+        return self._step_values(slots), [name for name, (_, on_epoch) in latest.items() if on_epoch]
+
+    def _step_values(self, slots: Iterable[Slot]) -> dict[str, float]:
+        """The values of the steps in which ``slots`` were logged last."""
         columns: dict[str, Column] = {}
         objects: dict[str, Object] = {}
-        for slot in self.slots.values():
-            if slot.on_step and slot.window == window:
-                name = _step_name(slot)
-                if slot.metric is None:
-                    columns[name] = (slot.reduce, *unzipped(slot.window_values, slot.name))
-                elif (seen := slot.metric.step(window)) is not None:
-                    objects[name] = (slot, seen)
+        for slot in slots:
+            name = _step_name(slot)
+            if slot.metric is None:
+                columns[name] = (slot.reduce, *unzipped(slot.window_values, slot.name))
+            elif (seen := slot.metric.step(slot.window)) is not None:
+                objects[name] = (slot, seen)
         return self._over_ranks(columns, objects, adopt=False)
 
     def epoch_values(self, clear: bool = True) -> dict[str, float]:

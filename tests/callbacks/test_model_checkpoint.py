@@ -135,6 +135,25 @@ def test_without_validation_the_score_is_what_training_logged(make_fit, scripted
     assert result.best_checkpoint == path(tmp_path, 4)
 
 
+@pytest.mark.parametrize("log_every_n_steps", [50, 1, 0])
+def test_between_log_boundaries_the_score_and_the_name_are_those_of_the_step(
+    make_fit, scripted, batches, tmp_path, log_every_n_steps
+):
+    class Falls(scripted):
+        def training_step(self, batch, batch_idx):
+            self.log("falls", 12.0 - self.run.step if self.run.step < 9 else 50.0)
+            if batch_idx % 2 == 0:
+                self.log("even", self.run.step, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    callback = ModelCheckpoint("3 steps", "falls", save_top_k=-1, filename="{step}-{falls:.0f}-{even:.0f}")
+    fit = make_fit(max_epochs=3, log_every_n_steps=log_every_n_steps, callbacks=[callback])
+    result = fit.run(Falls(), batches)
+    assert callback.scores == {3: 10.0, 6: 7.0, 9: 4.0, 12: 50.0}
+    assert list(callback.names.values()) == ["3-10-2", "6-7-4", "9-4-8", "12-50-10"]
+    assert result.best_checkpoint == tmp_path / "checkpoints" / "9-4-8"
+
+
 def test_the_others_come_first(make_fit, scripted, batches, tmp_path):
     class Looks(Callback):
         def on_train_epoch_end(self, run, module):

@@ -59,6 +59,32 @@ def rank_refused() -> str:
     return str(caught.value)
 
 
+class Even(OURS.LightningModule):
+    """Logs in every second of its four steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx % 2 == 0:
+            self.log("even", float(10 * self.global_rank + batch_idx), sync_dist=True)
+        return (self.w * batch).mean()
+
+    def on_train_epoch_end(self) -> None:
+        self.at_the_end = self.trainer.callback_metrics["even"].item()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def rank_even() -> list[float]:
+    net = Even()
+    fitted = trainer(OURS, Path(os.environ["TEST_PLACE"]) / "even", strategy="ddp", max_epochs=1)
+    fitted.fit(net, torch.utils.data.DataLoader(torch.ones(8, 1)))
+    return [net.at_the_end, fitted.callback_metrics["even"].item()]
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("two")
@@ -89,6 +115,10 @@ def test_one_process_reads_the_file_of_two_ranks(found: Any, one: dict[str, Any]
     alone = weights(load(place / "one" / "x.ckpt"))
     for folder in ("ddp_find_unused_parameters_true", "fsdp"):
         torch.testing.assert_close(weights(load(place / folder / "x.ckpt")), alone)
+
+
+def test_a_value_that_not_every_step_logs_is_the_latest_over_all_ranks(found: Any) -> None:
+    assert found["even"] == [[7.0, 7.0], [7.0, 7.0]]
 
 
 def test_loaders_that_are_not_divided_are_refused(found: Any) -> None:
