@@ -71,7 +71,7 @@ class ModelCheckpoint(Callback):
         Raises:
             ValueError: an argument is not valid, or nothing would be kept.
         """
-        named = _check(mode, save_top_k, save_last or keep_every is not None, max_failures, filename)
+        fields = _check(mode, save_top_k, save_last or keep_every is not None, max_failures, filename)
         self.every = Every(every)
         self.keep_every = Every(keep_every)
         self.monitor = monitor
@@ -89,7 +89,7 @@ class ModelCheckpoint(Callback):
         self.permanent: set[int] = set()
         """Those of them that are kept forever."""
         self._given_every, self._given_keep = every, keep_every
-        self._reads_metrics = monitor is not None or not named <= {"epoch", "step"}
+        self._reads_metrics = monitor is not None or not fields <= {"epoch", "step"}
         self._owed = self._permanent_next = False
         self._due_step = 0  # the first step at which a save can be due
         self._first_step = 0

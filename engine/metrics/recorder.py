@@ -211,7 +211,7 @@ class Recorder:
         """
         mine = {name: (slot.window, slot.on_epoch) for name, slot in self.slots.items() if slot.on_step}
         latest: dict[str, tuple[int, bool]] = {}
-        for name, (window, on_epoch) in (item for logged in gather_json(self.group, mine) for item in logged.items()):
+        for name, (window, on_epoch) in (item for row in gather_json(self.group, mine) for item in row.items()):
             if window > superseded.get(name, -1):
                 latest[name] = max(latest.get(name, (-1, on_epoch)), (window, on_epoch))
         slots = (self.slots[name] for name, (window, _) in mine.items() if latest.get(name, (-1,))[0] == window)

@@ -64,8 +64,8 @@ def _of_steps(run: Any, recorder: Recorder) -> Iterator[tuple[Slot, Any]]:
         if not slot.on_step or slot.window <= run.live.epoch_windows.get(slot.name, -1):
             continue
         published = run.metrics.get(f"{slot.name}_step" if slot.on_epoch else slot.name)
-        settled = slot.window == run.live.step_window or slot.window <= run.live.settled_window
-        if settled and published is not None:
+        in_metrics = slot.window == run.live.step_window or slot.window <= run.live.settled_window
+        if in_metrics and published is not None:
             yield slot, published
         elif slot.metric is not None:
             if (seen := slot.metric.step(slot.window)) is not None:
