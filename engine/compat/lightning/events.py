@@ -22,19 +22,19 @@ CALLED = (*EVENTS, "write_on_batch_end", "write_on_epoch_end", "get_metrics")
 
 
 class TrainerFn(StrEnum):
-    """What a trainer was called for: the ``stage`` of ``setup`` and ``teardown``."""
+    """The method of the trainer that was called: the ``stage`` of ``setup`` and ``teardown``."""
 
     FITTING, VALIDATING, TESTING, PREDICTING = "fit", "validate", "test", "predict"
 
 
 class RunningStage(StrEnum):
-    """What is under way; a validation within a training is ``"validate"``."""
+    """The part of a call that is under way; a validation within a training is ``"validate"``."""
 
     TRAINING, SANITY_CHECKING, VALIDATING, TESTING, PREDICTING = "train", "sanity_check", "validate", "test", "predict"
 
 
 class TrainerStatus(StrEnum):
-    """How far a trainer is; a view of a run is ``"running"`` or ``"interrupted"``."""
+    """The state of a trainer; a view of a run is ``"running"`` or ``"interrupted"``."""
 
     INITIALIZING, RUNNING, FINISHED, INTERRUPTED = "initializing", "running", "finished", "interrupted"
 
