@@ -237,7 +237,7 @@ class Accelerator(Engine):
 
     @contextlib.contextmanager
     def no_sync(self, *models: nn.Module) -> Iterator[None]:
-        """Reduce no gradients in this block, as :meth:`engine.Engine.no_sync`: also not in the last micro-batch of an :meth:`accumulate` inside it."""
+        """Reduce no gradients in this block, as :meth:`engine.Engine.no_sync`; nor at the end of a window of :meth:`accumulate` inside it."""
         before = self._unreduced
         self._unreduced = [*before, *(models or self.models)]
         try:
