@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from engine.compat.accelerate import names as accelerate
 from engine.compat.lightning import arguments as lightning
 from engine.compat.lightning.names import ATTRIBUTES as LIGHTNING
-from engine.compat.transformers import names as transformers
+from engine.compat.transformers import arguments as transformers
 
 _SETTINGS = {
     **dict.fromkeys(("num_gpus", "nproc_per_node"), "devices"),

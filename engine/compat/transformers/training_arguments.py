@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.compat.accelerate import config_strategies as strategies
 from engine.compat.key_file import KeyFile, flag
-from engine.compat.transformers.names import ARGUMENTS, LOGGERS, NAMED_AFTER, NONE, OPTIMIZERS
+from engine.compat.transformers.arguments import ARGUMENTS, LOGGERS, NAMED_AFTER, NONE, OPTIMIZERS
 from engine.config import yaml_reader
 
 

@@ -10,7 +10,7 @@ import pytest
 from engine.compat.accelerate import names as accelerate
 from engine.compat.lightning import arguments as lightning
 from engine.compat.lightning.names import ATTRIBUTES as LIGHTNING
-from engine.compat.transformers import names as transformers
+from engine.compat.transformers import arguments as transformers
 from engine.utils.extensions import answer
 
 RECORDED: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("sentences.json").read_text())

@@ -8,7 +8,7 @@ import re
 from transformers import TrainingArguments
 
 import callbacks
-from engine.compat.transformers.names import ARGUMENTS, NONE
+from engine.compat.transformers.arguments import ARGUMENTS, NONE
 
 
 def test_defaults_ask_for_nothing() -> None:
