@@ -42,8 +42,9 @@ class Hooked(Protocol):
 
 
 APART = ("on_train_epoch_end", "on_validation_end")
-"""Events whose last callbacks come a little later, when the state can be saved: schedulers have stepped, and the training's random
-numbers are restored. They are called by the name ``last_<event>``."""
+"""Events whose last callbacks come a little later, when the epoch's values are known and the state can be saved: schedulers have stepped, and the
+training's random numbers are restored. Callbacks that end trainings early come there, before those that save. They are called by the name
+``last_<event>``."""
 
 
 HOLDING = (
@@ -74,9 +75,10 @@ class Hooks:
         self._owners: dict[str, list[str]] = {}  # whose the hooks of each event are
         check(module, module_base)
         named = [(f"[Callback]{c.state_key}", c) for c in callbacks]
-        early, late = ([(name, c) for name, c in named if c.runs_last is last] for last in (False, True))
         owner = f"[TrainModule]{type(module).__name__}"
         for event in _events(base):
+            early, late = ([(name, c) for name, c in named if _is_last(c, event) is last] for last in (False, True))
+            late.sort(key=lambda pair: pair[1].runs_last)
             found = [(name, hook) for name, c in early if (hook := self._of_callback(c, event, base)) is not None]
             if (method := _of_module(module, module_base, event)) is not None:
                 found.append((owner, method))
@@ -169,6 +171,10 @@ def _for_a_logger(method: Hook) -> Hook:
 def _hold(run: Any, *args: Any) -> None:
     """The first of the hooks of an event in :data:`HOLDING`."""
     run.saver.hold()
+
+
+def _is_last(callback: Hooked, event: str) -> bool:
+    return callback.runs_last or (callback.is_early_stopping and event in APART)
 
 
 def _of_module(module: nn.Module, base: type, event: str) -> Hook | None:
