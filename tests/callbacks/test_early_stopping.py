@@ -28,7 +28,11 @@ from callbacks import EarlyStopping
         ({"patience": 9, "mode": "max", "divergence_threshold": 0.2}, [0.5, 0.1, 0.9], 2),
         ({"patience": 3}, [0.6, 0.5, 0.4, 0.3, 0.2, 0.1], 6),  # improves to the end
         ({"patience": 1}, [0.3333333333, 0.333333333, 0.1], 2),  # the same in float32
-        ({"patience": 1, "min_delta": 0.1}, [0.8, 0.7, 0.1], 2),  # so is 0.7 + 0.1; 0.8 - 0.1 is more than 0.7 in float64
+        (
+            {"patience": 1, "min_delta": 0.1},
+            [0.8, 0.7, 0.1],
+            2,
+        ),  # so is 0.7 + 0.1; 0.8 - 0.1 is more than 0.7 in float64
     ],
 )
 def test_number_of_checks_until_the_stop(make_fit, scripted, batches, arguments, scores, checks):
