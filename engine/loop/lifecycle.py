@@ -29,7 +29,21 @@ from engine.utils.seed import seed_everything
 
 
 @contextmanager
-def session(
+def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
+    """:func:`frame` around a run that Ctrl-C and SIGTERM end after a step, with a line about what is saved."""
+    with interruptible(run):
+        try:
+            with frame(run, datamodule):
+                yield
+        finally:
+            if isinstance(run.exception, KeyboardInterrupt):
+                run.exception.args = run.exception.args or (_summary(run, "Ctrl-C"),)
+            elif run.terminated and run.is_main_process:
+                logger.warning("%s", _summary(run, "SIGTERM"))
+
+
+@contextmanager
+def frame(
     run: Run, datamodule: DataModule | None, building: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> Iterator[None]:
     """Set up; at the end, also after an error, tear down. Errors reach every callback and propagate unchanged.
@@ -39,7 +53,7 @@ def session(
     """
     module, environment = run.module, run.engine.group.environment
     failures.show_interrupts_no_longer(environment)  # of an earlier run
-    with switched(run.settings), interruptible(run):
+    with switched(run.settings):
         try:
             module.attach(run)
             _set_up(run, datamodule, building)
@@ -60,10 +74,6 @@ def session(
             raise
         finally:
             _tear_down(run, datamodule)
-            if isinstance(run.exception, KeyboardInterrupt):
-                run.exception.args = run.exception.args or (_summary(run, "Ctrl-C"),)
-            elif run.terminated and run.is_main_process:
-                logger.warning("%s", _summary(run, "SIGTERM"))
 
 
 @contextmanager

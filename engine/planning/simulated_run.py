@@ -26,11 +26,11 @@ from engine.checkpoint.run_folder import RunFolder
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
 from engine.data.prepared_loader import PreparedLoader
-from engine.distributed.agreement import HURRY, Agreement
+from engine.distributed.agreement import Agreement
 from engine.distributed.group import DeviceKind
 from engine.fit import Fit
 from engine.loop import setup
-from engine.loop.lifecycle import session
+from engine.loop.lifecycle import frame
 from engine.loop.run import Run
 from engine.module import TrainModule
 from engine.planning import imported_deepspeed, torch_private
@@ -101,7 +101,7 @@ def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[Sim
         run.home, run.agreement = folder, NoStops(group)
         stack.enter_context(imported_deepspeed.accepting_plans(group))
         run.find_train_loader = partial(setup.training_loader, run, job.train_loader, job.datamodule)
-        stack.enter_context(session(run, job.datamodule, lambda: simulation))
+        stack.enter_context(frame(run, job.datamodule, lambda: simulation))
         setup.training_loader(run, job.train_loader, job.datamodule)
         yield SimulatedRun(run, simulation, missing_values)
 
@@ -124,14 +124,12 @@ def planned_settings(settings: Settings, folder: PlannedFolder) -> Settings:
 
 
 class NoStops(Agreement):
-    """Stands for the ranks' agreement to stop: requests end no plan, but Ctrl-C does, at the end of the step."""
+    """Stands for the ranks' agreement to stop: requests end no plan. Ctrl-C and SIGTERM end it at once."""
 
     __slots__ = ()
 
     def poll(self, level: int, seconds: float) -> bool:
         """Whether the ranks have agreed to stop: they never do."""
-        if level == HURRY:
-            raise KeyboardInterrupt
         return False
 
     def now(self, level: int) -> bool:

@@ -297,17 +297,29 @@ def test_temporary_folders_and_the_runs_folder_are_there_and_go(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_ends_a_plan_with_the_step() -> None:
+def test_ctrl_c_ends_a_plan_at_once() -> None:
     steps: list[int] = []
 
     class Interrupted(Net):
         def on_train_batch_end(self, *args: Any) -> None:
             steps.append(1)
             signal.raise_signal(signal.SIGINT)
+            steps.append(2)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         planned(Interrupted(), 2, "ddp")
-    assert steps == [1]
+    assert (steps, str(caught.value)) == ([1], "")
+
+
+def test_sigterm_ends_a_plan_as_any_program() -> None:
+    handlers: set[Any] = set()
+
+    class Asks(Net):
+        def on_train_batch_end(self, *args: Any) -> None:
+            handlers.add(signal.getsignal(signal.SIGTERM))
+
+    planned(Asks(), 2, "ddp")
+    assert handlers == {signal.SIG_DFL}
 
 
 def test_objects_of_all_ranks_are_those_of_this_one() -> None:
