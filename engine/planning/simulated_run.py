@@ -111,7 +111,7 @@ def planned_settings(settings: Settings, folder: PlannedFolder) -> Settings:
     nothing that reads values."""
     return replace(
         settings,
-        strategy=copy.deepcopy(settings.strategy),
+        strategy=copy_or_share(settings.strategy),
         callbacks=without_effects(own_kind("callbacks", settings.callbacks), folder),
         root_dir=folder.path,
         num_nodes=1,
@@ -313,8 +313,8 @@ def copy_or_share(value: Any) -> Any:
 
 @contextmanager
 def sparing_files() -> Iterator[None]:
-    """Inside the block no file that was there before is truncated or appended to by Python's ``open`` in this thread: the code writes to nowhere
-    instead. New files are written, as in a run; so is all below the folder for temporary files."""
+    """Inside the block no file that was there before is truncated or appended to by ``open`` and ``os.open`` in this thread: the code writes to
+    nowhere instead. New files are written, as in a run; so is all below the folder for temporary files."""
     thread, temporary = threading.get_ident(), os.path.realpath(tempfile.gettempdir())
     written: set[str] = set()
 
@@ -335,7 +335,13 @@ def sparing_files() -> Iterator[None]:
 
         return opened
 
+    def opened_descriptor(file: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        mode = "w" if flags & os.O_TRUNC else "a" if flags & os.O_APPEND else "r"
+        return descriptor(os.devnull if spared(file, mode) else file, flags, *args, **kwargs)
+
+    descriptor = os.open
     with ExitStack() as stack:
         for module in (builtins, io):
             stack.enter_context(patch.object(module, "open", opening(module.open)))
+        stack.enter_context(patch.object(os, "open", opened_descriptor))
         yield
