@@ -75,18 +75,23 @@ class Hooks:
         self._owners: dict[str, list[str]] = {}  # whose the hooks of each event are
         check(module, module_base)
         named = [(f"[Callback]{c.state_key}", c) for c in callbacks]
+        early, late = ([(name, c) for name, c in named if c.runs_last is last] for last in (False, True))
+        stopping = [(name, c) for name, c in early if c.is_early_stopping]
         owner = f"[TrainModule]{type(module).__name__}"
         for event in _events(base):
-            early, late = ([(name, c) for name, c in named if _is_last(c, event) is last] for last in (False, True))
-            late.sort(key=lambda pair: pair[1].runs_last)
-            found = [(name, hook) for name, c in early if (hook := self._of_callback(c, event, base)) is not None]
+            first, last = (
+                ([pair for pair in early if not pair[1].is_early_stopping], stopping + late)
+                if event in APART
+                else (early, late)
+            )
+            found = [(name, hook) for name, c in first if (hook := self._of_callback(c, event, base)) is not None]
             if (method := _of_module(module, module_base, event)) is not None:
                 found.append((owner, method))
-            last = [(name, hook) for name, c in late if (hook := self._of_callback(c, event, base)) is not None]
+            closing = [(name, hook) for name, c in last if (hook := self._of_callback(c, event, base)) is not None]
             if event in APART:
-                self._set(f"last_{event}", last)
+                self._set(f"last_{event}", closing)
             else:
-                found += last
+                found += closing
             self._set(event, found)
 
     def _set(self, name: str, found: list[tuple[str, Hook]]) -> None:
@@ -171,10 +176,6 @@ def _for_a_logger(method: Hook) -> Hook:
 def _hold(run: Any, *args: Any) -> None:
     """The first of the hooks of an event in :data:`HOLDING`."""
     run.saver.hold()
-
-
-def _is_last(callback: Hooked, event: str) -> bool:
-    return callback.runs_last or (callback.is_early_stopping and event in APART)
 
 
 def _of_module(module: nn.Module, base: type, event: str) -> Hook | None:

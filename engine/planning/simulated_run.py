@@ -32,6 +32,7 @@ from engine.fit import Fit
 from engine.loop import setup
 from engine.loop.lifecycle import frame
 from engine.loop.run import Run
+from engine.loop.torch_flags import switched
 from engine.module import TrainModule
 from engine.planning import imported_deepspeed, torch_private
 from engine.planning.fake_tensors import Simulation, fake_module
@@ -101,6 +102,7 @@ def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[Sim
         run.home, run.agreement = folder, NoStops(group)
         stack.enter_context(imported_deepspeed.accepting_plans(group))
         run.find_train_loader = partial(setup.training_loader, run, job.train_loader, job.datamodule)
+        stack.enter_context(switched(settings))
         stack.enter_context(frame(run, job.datamodule, lambda: simulation))
         setup.training_loader(run, job.train_loader, job.datamodule)
         yield SimulatedRun(run, simulation, missing_values)
