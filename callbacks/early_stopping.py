@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from engine import Callback
 
 if TYPE_CHECKING:
@@ -16,9 +18,10 @@ if TYPE_CHECKING:
 class EarlyStopping(Callback):
     """Ask the run to stop when ``monitor`` has not improved for ``patience`` checks in a row.
 
-    It checks at the end of each validation; in a run without validation, at the end of each epoch. The logged value
-    is the same on every rank, so all ranks stop at the same step. It does not check in the sanity check and under ``fast_dev_run``.
-    ``Result.stop_reason`` has the reason. The arguments mean the same as in Lightning.
+    It checks after each validation: of an epoch's end, once the epoch's own values are known; within an epoch, by the latest step's value of a
+    name that training logs. In a run without validation it checks at the end of each epoch. The value is over all ranks, so all ranks stop at the
+    same step. Values are compared in torch's default dtype (float32), as in Lightning: a smaller difference is no improvement. It does not check
+    in the sanity check and under ``fast_dev_run``. ``Result.stop_reason`` has the reason. The arguments mean the same as in Lightning.
     """
 
     is_early_stopping = True
@@ -83,11 +86,12 @@ class EarlyStopping(Callback):
         self._training = False
 
     def on_validation_end(self, run: Run, module: nn.Module) -> None:
-        if self._training:
+        if self._training and not _validates_at_ends(run):
             self._check(run)
 
     def on_train_epoch_end(self, run: Run, module: nn.Module) -> None:
-        if self._training and not any(count != 0 for count in run.num_eval_batches):
+        validates = any(count != 0 for count in run.num_eval_batches) and run.settings.val_every is not None
+        if self._training and (not validates or (_validates_at_ends(run) and run.validated_step == run.step)):
             self._check(run)
 
     @property
@@ -103,15 +107,16 @@ class EarlyStopping(Callback):
         self.stopped_epoch = state["stopped_epoch"]
 
     def _check(self, run: Run) -> None:
-        if self.monitor not in run.metrics:
+        metrics = run.latest_metrics()
+        if self.monitor not in metrics:
             if not self.strict:
                 return
-            there = ", ".join(sorted(run.metrics)) or "none"
+            there = ", ".join(sorted(metrics)) or "none"
             raise ValueError(
                 f"EarlyStopping(monitor={self.monitor!r}): this metric was not logged (logged so far: {there}); "
                 f"log it with self.log({self.monitor!r}, value) in validation_step"
             )
-        reason = self._reason_to_stop(run.metrics[self.monitor])
+        reason = self._reason_to_stop(metrics[self.monitor])
         if reason is not None:
             self.stopped_epoch = run.epoch
             run.stop(reason)
@@ -124,8 +129,7 @@ class EarlyStopping(Callback):
             return f"EarlyStopping: {self.monitor} = {value} reached stopping_threshold = {self.stopping_threshold}"
         if self.divergence_threshold is not None and self._better(self.divergence_threshold, value):
             return f"EarlyStopping: {self.monitor} = {value} is past divergence_threshold = {self.divergence_threshold}"
-        margin = -self.min_delta if self.mode == "min" else self.min_delta
-        if self._better(value, self.best_score + margin):
+        if self._better(value, self.best_score, self.min_delta):
             self.best_score = value
             self.wait_count = 0
             return None
@@ -134,5 +138,13 @@ class EarlyStopping(Callback):
             return None
         return f"EarlyStopping: {self.monitor} did not improve in the last {self.wait_count} checks (best: {self.best_score})"
 
-    def _better(self, a: float, b: float) -> bool:
-        return a < b if self.mode == "min" else a > b
+    def _better(self, value: float, other: float, margin: float = 0.0) -> bool:
+        """Whether ``value`` is better than ``other`` by more than ``margin``."""
+        first, second = torch.tensor([value, other])
+        return bool(first + margin < second if self.mode == "min" else first - margin > second)
+
+
+def _validates_at_ends(run: Run) -> bool:
+    """Whether validation comes at ends of epochs alone."""
+    every = run.settings.val_every
+    return every is not None and every.unit == "epochs" and isinstance(every.value, int)

@@ -89,7 +89,7 @@ class ModelCheckpoint(Callback):
         self.permanent: set[int] = set()
         """Those of them that are kept forever."""
         self._given_every, self._given_keep = every, keep_every
-        self._reads_metrics = monitor is not None or not fields <= {"epoch", "step"}
+        self._names_metrics = not fields <= {"epoch", "step"}
         self._owed = self._permanent_next = False
         self._due_step = 0  # the first step at which a save can be due
         self._first_step = 0
@@ -183,7 +183,7 @@ class ModelCheckpoint(Callback):
             self._save(run, last=True)
             self._catch_up(run)
             if run.step not in self.names and self.save_last:
-                run.save_checkpoint(self._name(run, run.metrics))  # it was lost: now the error is the run's
+                run.save_checkpoint(self._name(run, self._metrics(run)))  # it was lost: now the error is the run's
         self._training = False
         self._publish(run)
 
@@ -196,7 +196,7 @@ class ModelCheckpoint(Callback):
                 return  # a run cannot continue from the middle of a step
             if run.step > self._first_step and run.step not in self.scores:
                 run.engine.settle()
-                name = self._name(run, run.metrics)
+                name = self._name(run, self._metrics(run))
                 self.scores[run.step], self.names[run.step] = None, name
                 run.last_checkpoint = run.save_checkpoint(name)
 
@@ -255,7 +255,7 @@ class ModelCheckpoint(Callback):
         """
         self._owed = False
         self._catch_up(run)
-        metrics = run.latest_metrics() if self._reads_metrics else run.metrics
+        metrics = run.latest_metrics() if self.monitor is not None else self._metrics(run)
         step, earlier = run.step, (dict(self.scores), dict(self.names))
         scores = {**self.scores, step: self._score(run, metrics)}
         if self._permanent_next:
@@ -300,6 +300,10 @@ class ModelCheckpoint(Callback):
         self.scores = {step: score for step, score in self.scores.items() if step in steps}
         self.names = {step: name for step, name in self.names.items() if step in steps}
         self.permanent &= steps
+
+    def _metrics(self, run: Run) -> Mapping[str, float]:
+        """The values that the name may have."""
+        return run.latest_metrics() if self._names_metrics else run.metrics
 
     def _name(self, run: Run, metrics: Mapping[str, float]) -> str:
         values: dict[str, Any] = {**metrics, "epoch": run.state.epoch, "step": run.step}

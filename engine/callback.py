@@ -183,11 +183,11 @@ class Callback:
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to save in checkpoints: a tree of tensors and JSON values."""
+        """The state to save in checkpoints: a tree of tensors and JSON values. All ranks call this together; the checkpoint has rank 0's."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the ``state`` that :meth:`state_dict` returned."""
+        """Restore the ``state`` that :meth:`state_dict` returned on rank 0."""
 
     def other_weights(self, run: Run, module: nn.Module) -> dict[str, dict[str, Any]]:
         """Other weights of the model that this callback keeps, such as averages: ``{"ema": {name in the model: tensor}}``.

@@ -384,8 +384,8 @@ class Fit:
 
         The real strategy and optimizers run some steps of the training on tensors without values in a simulated job. ``module`` and this process's
         random numbers stay as they are, callbacks are copies, loggers, progress bars and checkpoint callbacks are left out, and the run's folder is
-        a temporary one. Otherwise a plan runs your code as a run does: what it writes to paths of its own is written, but Python's ``open``
-        neither truncates nor appends to a file that exists.
+        a temporary one. Otherwise a plan runs your code as a run does: what it writes to paths of its own is written, but ``open`` and ``os.open``
+        neither truncate nor append to a file that exists. Ctrl-C and SIGTERM end a plan at once.
 
         Args:
             module: as in :meth:`run`, or a function that makes it, which is called where tensors have no values and take no memory.

@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -162,6 +162,9 @@ class Saver:
             # Collectives of another thread need their own process group.
             ranks = self.group.world_size
             self._side = self.group.part([list(range(ranks))]) if ranks > 1 else self.group
+        if self.group.world_size > 1:
+            # All of a process's savers share that group: its collectives come in one order on all ranks, one checkpoint after another.
+            wait([saver._job.future for saver in _open if saver._job is not None and saver._job.future is not None])
         self._take_buffers(job)
         if self._staging is None:
             self._staging = Staging(self.group.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def write(predictions: list[Any], several: bool, output: str | None) -> dict[str
     if output is not None and output.endswith(".jsonl"):
         found = ((index, row) for index, batches in enumerate(loaders) for batch in batches for row in _rows(batch))
         rows = [{"loader": index, "prediction": row} if several else row for index, row in found]
-        with Path(output).open("w", encoding="utf-8") as file:
+        with _named(output), Path(output).open("w", encoding="utf-8") as file:
             file.writelines(f"{json.dumps(row)}\n" for row in rows)
         return {"samples": len(rows), "output": output}
     tensors: dict[str, Tensor] = {}
@@ -72,10 +73,20 @@ def write(predictions: list[Any], several: bool, output: str | None) -> dict[str
         }
     parts = serialize_tensors(tensors, {"format": "pt"})
     head = next(parts)  # what cannot be written is an error before the file is touched
-    with Path(output).open("wb") as file:
+    with _named(output), Path(output).open("wb") as file:
         file.write(head)
         file.writelines(parts)
     return {"samples": samples, "output": output}
+
+
+@contextmanager
+def _named(output: str) -> Iterator[None]:
+    """Errors of a full disk name the file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or output
+        raise
 
 
 def _joined(batches: Sequence[Any]) -> dict[tuple[str, ...], Tensor]:

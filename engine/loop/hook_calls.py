@@ -42,8 +42,9 @@ class Hooked(Protocol):
 
 
 APART = ("on_train_epoch_end", "on_validation_end")
-"""Events whose last callbacks come a little later, when the state can be saved: schedulers have stepped, and the training's random
-numbers are restored. They are called by the name ``last_<event>``."""
+"""Events whose last callbacks come a little later, when the epoch's values are known and the state can be saved: schedulers have stepped, and the
+training's random numbers are restored. Callbacks that end trainings early come there, before those that save. They are called by the name
+``last_<event>``."""
 
 
 HOLDING = (
@@ -75,16 +76,22 @@ class Hooks:
         check(module, module_base)
         named = [(f"[Callback]{c.state_key}", c) for c in callbacks]
         early, late = ([(name, c) for name, c in named if c.runs_last is last] for last in (False, True))
+        stopping = [(name, c) for name, c in early if c.is_early_stopping]
         owner = f"[TrainModule]{type(module).__name__}"
         for event in _events(base):
-            found = [(name, hook) for name, c in early if (hook := self._of_callback(c, event, base)) is not None]
+            first, last = (
+                ([pair for pair in early if not pair[1].is_early_stopping], stopping + late)
+                if event in APART
+                else (early, late)
+            )
+            found = [(name, hook) for name, c in first if (hook := self._of_callback(c, event, base)) is not None]
             if (method := _of_module(module, module_base, event)) is not None:
                 found.append((owner, method))
-            last = [(name, hook) for name, c in late if (hook := self._of_callback(c, event, base)) is not None]
+            closing = [(name, hook) for name, c in last if (hook := self._of_callback(c, event, base)) is not None]
             if event in APART:
-                self._set(f"last_{event}", last)
+                self._set(f"last_{event}", closing)
             else:
-                found += last
+                found += closing
             self._set(event, found)
 
     def _set(self, name: str, found: list[tuple[str, Hook]]) -> None:

@@ -29,7 +29,22 @@ from engine.utils.seed import seed_everything
 
 
 @contextmanager
-def session(
+def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
+    """:func:`frame` around a run that Ctrl-C and SIGTERM end after a step, with a line about what is saved."""
+    failures.show_interrupts_no_longer(run.engine.group.environment)  # of an earlier run
+    with switched(run.settings), interruptible(run):
+        try:
+            with frame(run, datamodule):
+                yield
+        finally:
+            if isinstance(run.exception, KeyboardInterrupt):
+                run.exception.args = run.exception.args or (_summary(run, "Ctrl-C"),)
+            elif run.terminated and run.is_main_process:
+                logger.warning("%s", _summary(run, "SIGTERM"))
+
+
+@contextmanager
+def frame(
     run: Run, datamodule: DataModule | None, building: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> Iterator[None]:
     """Set up; at the end, also after an error, tear down. Errors reach every callback and propagate unchanged.
@@ -37,33 +52,27 @@ def session(
     Args:
         building: the context, around the strategy's own, in which the module builds its model.
     """
-    module, environment = run.module, run.engine.group.environment
-    failures.show_interrupts_no_longer(environment)  # of an earlier run
-    with switched(run.settings), interruptible(run):
-        try:
-            module.attach(run)
-            _set_up(run, datamodule, building)
-            with suppress(Preempted):
-                yield
-            _end_early(run)
-        except BaseException as error:
-            if isinstance(error, SystemExit) and run.terminated:
-                raise
-            cause = _cause(run, error)
-            run.exception = cause
-            if run.interrupted:
-                failures.show_interrupts(environment)
-            run.engine.group.failed = not isinstance(cause, CheckError)  # all ranks raise that one together
-            _report(run, cause)
-            if cause is not error:
-                raise cause from error
+    module = run.module
+    try:
+        module.attach(run)
+        _set_up(run, datamodule, building)
+        with suppress(Preempted):
+            yield
+        _end_early(run)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and run.terminated:
             raise
-        finally:
-            _tear_down(run, datamodule)
-            if isinstance(run.exception, KeyboardInterrupt):
-                run.exception.args = run.exception.args or (_summary(run, "Ctrl-C"),)
-            elif run.terminated and run.is_main_process:
-                logger.warning("%s", _summary(run, "SIGTERM"))
+        cause = _cause(run, error)
+        run.exception = cause
+        if run.interrupted:
+            failures.show_interrupts(run.engine.group.environment)
+        run.engine.group.failed = not isinstance(cause, CheckError)  # all ranks raise that one together
+        _report(run, cause)
+        if cause is not error:
+            raise cause from error
+        raise
+    finally:
+        _tear_down(run, datamodule)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ def compare_models(run: Run) -> None:
     """
     if run.settings.check:
         group, strategy = run.engine.group, run.engine.strategy
-        _agree(group, "versions", {"python": platform.python_version(), "torch": torch.__version__})
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "engine and callbacks": _sources()}
+        _agree(group, "versions", versions)
         _agree(group, "models", {name: _parameter_form(strategy, p) for name, p in run.module.named_parameters()})
 
 
@@ -95,6 +97,14 @@ def fingerprint(value: Tensor) -> str:
     """dtype, shape and the checksum of all bits."""
     bits = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return f"{value.dtype}, {list(value.shape)}, checksum {zlib.crc32(bits):08x}"
+
+
+def _sources() -> str:
+    """The checksum of this library's files: ranks with different ones call different collectives."""
+    checksum, root = 0, Path(__file__).parents[2]
+    for path in sorted(path for package in ("engine", "callbacks") for path in (root / package).rglob("*.py")):
+        checksum = zlib.crc32(path.read_bytes(), checksum)
+    return f"checksum {checksum:08x}"
 
 
 def _parameter_form(strategy: Strategy, parameter: Tensor) -> str:

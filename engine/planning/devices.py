@@ -11,6 +11,8 @@ from engine.planning.device_table import Hardware as Hardware
 from engine.planning.rank_trace import KINDS
 from engine.utils.errors import nearest
 
+MOST_RANKS = 131_072
+"""Ranks of a plan: each costs 0.7 ms, since torch's exchanges have a place for every rank."""
 _MEASURED = Reached(1.0, 1.0, 1.0)
 _DESCRIBED = "memory, operations a second and bytes a second, as in 80GiB,1e15,3e12"
 _PREFIX = "measured:"
@@ -96,9 +98,11 @@ def linked(device: Hardware, network: str) -> Hardware:
             follows its link. With ``measured:`` before it, what collectives reach rather than what the vendor states.
 
     Raises:
-        ValueError: it is not such a text.
+        ValueError, TypeError: it is not such a text.
     """
     whole = f"network {network!r}"
+    if not isinstance(network, str):
+        raise TypeError(f"{whole}: give text, such as '450GB/s,50GB/s'")
     parts: list[list[str]] = []
     for part in network.removeprefix(_PREFIX).split(","):
         if "=" in part and parts:
@@ -215,13 +219,18 @@ def machines_for(world_size: int, nodes: int | None, per_node: int) -> int:
         nodes: that were asked for; ``None``: as few as have room for the ranks, where a node has room for ``per_node``.
 
     Raises:
-        ValueError, TypeError: the ranks do not divide evenly over the nodes, or one of them is not a number of at least 1.
+        ValueError, TypeError: the ranks do not divide evenly over the nodes, or one of them is not a number of at least 1;
+            more than :data:`MOST_RANKS` ranks.
     """
-    for name, value in (("world_size", world_size), ("nodes", nodes)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+    for name, value in (("world_size", world_size), ("nodes", 1 if nodes is None else nodes)):
+        if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name}={value!r} must be an int")
-        if value is not None and value < 1:
+        if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
+    if world_size > MOST_RANKS:
+        raise ValueError(
+            f"world_size={world_size}: a plan takes at most {MOST_RANKS} ranks; plan that many: further replicas hardly change what a rank needs"
+        )
     wanted = -(-world_size // per_node) if nodes is None else nodes
     if world_size % wanted:
         given = (

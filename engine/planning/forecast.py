@@ -71,8 +71,8 @@ def checked_costs(price: float | None, storage: float | str | None) -> tuple[flo
     Raises:
         ValueError: one of them is not a number above 0 (a price may be 0).
     """
-    if price is not None and not (isfinite(price) and price >= 0):
-        raise ValueError(f"price={price}: give what one device costs for one hour, at least 0")
+    if price is not None and not (isinstance(price, (int, float)) and isfinite(price) and price >= 0):
+        raise ValueError(f"price={price!r}: give what one device costs for one hour, at least 0")
     return price, None if storage is None else rate(storage, "storage")
 
 
@@ -108,6 +108,8 @@ def search_plans(
     Raises:
         RuntimeError, ValueError, TypeError: as :meth:`engine.Fit.plan`.
     """
+    if seconds is not None and not (isinstance(seconds, (int, float)) and seconds >= 0):
+        raise ValueError(f"seconds={seconds!r}: give after how many seconds no further plan begins, at least 0")
     cluster = cluster_of(world_size, nodes, device, network, memory_limit)
     job = SimulatedJob(fit, module, train_loader, datamodule, cluster.world_size, cluster.nodes)
     users = users_strategy(fit.settings.strategy, fit.origins.get("strategy", "default"), cluster.world_size)

@@ -26,12 +26,13 @@ from engine.checkpoint.run_folder import RunFolder
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
 from engine.data.prepared_loader import PreparedLoader
-from engine.distributed.agreement import HURRY, Agreement
+from engine.distributed.agreement import Agreement
 from engine.distributed.group import DeviceKind
 from engine.fit import Fit
 from engine.loop import setup
-from engine.loop.lifecycle import session
+from engine.loop.lifecycle import frame
 from engine.loop.run import Run
+from engine.loop.torch_flags import switched
 from engine.module import TrainModule
 from engine.planning import imported_deepspeed, torch_private
 from engine.planning.fake_tensors import Simulation, fake_module
@@ -101,7 +102,8 @@ def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[Sim
         run.home, run.agreement = folder, NoStops(group)
         stack.enter_context(imported_deepspeed.accepting_plans(group))
         run.find_train_loader = partial(setup.training_loader, run, job.train_loader, job.datamodule)
-        stack.enter_context(session(run, job.datamodule, lambda: simulation))
+        stack.enter_context(switched(settings))
+        stack.enter_context(frame(run, job.datamodule, lambda: simulation))
         setup.training_loader(run, job.train_loader, job.datamodule)
         yield SimulatedRun(run, simulation, missing_values)
 
@@ -111,7 +113,7 @@ def planned_settings(settings: Settings, folder: PlannedFolder) -> Settings:
     nothing that reads values."""
     return replace(
         settings,
-        strategy=copy.deepcopy(settings.strategy),
+        strategy=copy_or_share(settings.strategy),
         callbacks=without_effects(own_kind("callbacks", settings.callbacks), folder),
         root_dir=folder.path,
         num_nodes=1,
@@ -124,14 +126,12 @@ def planned_settings(settings: Settings, folder: PlannedFolder) -> Settings:
 
 
 class NoStops(Agreement):
-    """Stands for the ranks' agreement to stop: requests end no plan, but Ctrl-C does, at the end of the step."""
+    """Stands for the ranks' agreement to stop: requests end no plan. Ctrl-C and SIGTERM end it at once."""
 
     __slots__ = ()
 
     def poll(self, level: int, seconds: float) -> bool:
         """Whether the ranks have agreed to stop: they never do."""
-        if level == HURRY:
-            raise KeyboardInterrupt
         return False
 
     def now(self, level: int) -> bool:
@@ -315,8 +315,8 @@ def copy_or_share(value: Any) -> Any:
 
 @contextmanager
 def sparing_files() -> Iterator[None]:
-    """Inside the block no file that was there before is truncated or appended to by Python's ``open`` in this thread: the code writes to nowhere
-    instead. New files are written, as in a run; so is all below the folder for temporary files."""
+    """Inside the block no file that was there before is truncated or appended to by ``open`` and ``os.open`` in this thread: the code writes to
+    nowhere instead. New files are written, as in a run; so is all below the folder for temporary files."""
     thread, temporary = threading.get_ident(), os.path.realpath(tempfile.gettempdir())
     written: set[str] = set()
 
@@ -337,7 +337,13 @@ def sparing_files() -> Iterator[None]:
 
         return opened
 
+    def opened_descriptor(file: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        mode = "w" if flags & os.O_TRUNC else "a" if flags & os.O_APPEND else "r"
+        return descriptor(os.devnull if spared(file, mode) else file, flags, *args, **kwargs)
+
+    descriptor = os.open
     with ExitStack() as stack:
         for module in (builtins, io):
             stack.enter_context(patch.object(module, "open", opening(module.open)))
+        stack.enter_context(patch.object(os, "open", opened_descriptor))
         yield

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.toys import Weight, fit, ones
@@ -25,6 +27,12 @@ from callbacks import EarlyStopping
         ({"patience": 9, "mode": "max", "stopping_threshold": 0.9}, [0.1, 0.95, 0.96], 2),
         ({"patience": 9, "mode": "max", "divergence_threshold": 0.2}, [0.5, 0.1, 0.9], 2),
         ({"patience": 3}, [0.6, 0.5, 0.4, 0.3, 0.2, 0.1], 6),  # improves to the end
+        ({"patience": 1}, [0.3333333333, 0.333333333, 0.1], 2),  # the same in float32
+        (
+            {"patience": 1, "min_delta": 0.1},
+            [0.8, 0.7, 0.1],
+            2,
+        ),  # so is 0.7 + 0.1; 0.8 - 0.1 is more than 0.7 in float64
     ],
 )
 def test_number_of_checks_until_the_stop(make_fit, scripted, batches, arguments, scores, checks):
@@ -52,6 +60,36 @@ def test_without_validation_it_checks_at_the_end_of_each_epoch(make_fit, scripte
     stopping = EarlyStopping("train/weight", mode="max", patience=1)
     result = make_fit(max_epochs=5, log_every_n_steps=1, callbacks=[stopping]).run(scripted(), batches)
     assert result.step == 8
+
+
+class Falls(Weight):
+    """Logs the number of the step, from 0 on; ``options`` are those of ``log``."""
+
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        self.options = options
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("number", float(len(self.losses)), **self.options)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("on_step", [False, True])
+def test_it_checks_the_value_of_the_epoch_that_ends(tmp_path: Path, on_step: bool, validates: bool) -> None:
+    # Means of 0 to 3, 4 to 7: the second is more than 4.
+    stopping = EarlyStopping("number", divergence_threshold=4.0, patience=9)
+    module, val = Falls(on_step=on_step, on_epoch=True), ones(1) if validates else None
+    result = fit(tmp_path, max_epochs=5, callbacks=[stopping]).run(module, ones(4), val)
+    assert (result.step, stopping.best_score) == (8, 1.5)
+
+
+@pytest.mark.parametrize("on_epoch", [False, True])
+def test_within_an_epoch_it_checks_the_latest_step(tmp_path: Path, on_epoch: bool) -> None:
+    stopping = EarlyStopping("number", divergence_threshold=2.5, patience=9)
+    settings = fit(tmp_path, max_epochs=5, val_every="2 steps", log_every_n_steps=50, callbacks=[stopping])
+    result = settings.run(Falls(on_step=True, on_epoch=on_epoch), ones(40), ones(1))
+    assert (result.step, stopping.best_score) == (4, 1.0)
 
 
 def test_the_sanity_check_does_not_count(make_fit, scripted, batches):

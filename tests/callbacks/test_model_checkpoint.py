@@ -194,6 +194,18 @@ def test_an_error_leaves_the_last_step(make_fit, scripted, batches, tmp_path, er
     assert weight_in(path(tmp_path, 6)) == -6.0
 
 
+def test_the_checkpoint_of_an_error_has_the_name_of_its_step(make_fit, scripted, batches, tmp_path):
+    class Falls(scripted):
+        def training_step(self, batch, batch_idx):
+            self.log("falls", 12.0 - self.run.step)
+            return super().training_step(batch, batch_idx)
+
+    saving = ModelCheckpoint(filename="{step}-{falls:.0f}")
+    with pytest.raises(RuntimeError, match="as planned"):
+        make_fit(callbacks=[saving, Failing(RuntimeError("as planned"))], max_epochs=3).run(Falls(), batches)
+    assert sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir()) == ["4-9", "6-7"]
+
+
 @pytest.mark.parametrize(("step", "saved"), [(6, [6]), (0, [])])
 def test_an_error_where_nothing_is_new_saves_nothing(make_fit, scripted, batches, tmp_path, step, saved):
     saves = Saves()

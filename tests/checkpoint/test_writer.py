@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.checkpoints import read
 from support.internals import group_of_one, new_content
-from support.ranks import PATIENCE_S, run_script
+from support.ranks import PATIENCE_S, ranks_of, run_script
 from support.toys import LINEAR_BATCHES, Linear, linear_fit
 from torch import nn
 
@@ -296,6 +296,25 @@ def test_an_engine_loop_saves_what_was_there(tmp_path: Path, monkeypatch: pytest
     engine.wait_for_checkpoint()
     assert torch.equal(read(tmp_path / "a").model["weight"], before)
     assert not torch.equal(model.weight, before)
+
+
+class StatesToo(Callback):
+    """Saves beside ``ModelCheckpoint``, without waiting either."""
+
+    def on_train_batch_end(self, run: Any, *args: Any) -> None:
+        run.engine.save_state(run.settings.root_dir / "states" / str(run.step), wait=False)
+
+
+def ranks_save_through_both_doors(root: str) -> list[Any]:
+    saves = ModelCheckpoint("1 steps", save_top_k=-1)
+    fit = linear_fit(Path(root), StatesToo(), saves, devices="auto", max_epochs=6)
+    fit.run(Linear(), LINEAR_BATCHES)
+    return list(saves.names)
+
+
+def test_saves_of_several_savers_do_not_mix_their_collectives(tmp_path: Path) -> None:
+    assert ranks_of(ranks_save_through_both_doors, 2, tmp_path) == [list(range(1, 13))] * 2
+    assert len(list((tmp_path / "states").glob("*/manifest.json"))) == 12
 
 
 def test_tied_tensors_are_kept_once() -> None:

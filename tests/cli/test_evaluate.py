@@ -98,6 +98,14 @@ def test_predictions_as_lines(fit, here: Path) -> None:
     ]  # nan, inf and inf
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("ending", predictions.ENDINGS)
+def test_a_full_disk_names_the_file(tmp_path: Path, ending: str) -> None:
+    (output := tmp_path / f"full{ending}").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"No space left on device: .*full{ending}"):
+        predictions.write([torch.ones(2)], False, str(output))
+
+
 def test_predictions_without_a_file_are_described(fit) -> None:
     assert fit("predict", *DATA).out == "samples: 8\npredictions: float32 [8, 1]\n"
     several = json.loads(fit("predict", *DATA, "--set", "data.several=true", "--json").out)

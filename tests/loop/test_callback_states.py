@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.ranks import ranks_of
 from support.toys import Weight, fit, ones
 
 from callbacks import EarlyStopping, ModelCheckpoint
@@ -55,6 +58,29 @@ def test_a_state_finds_its_callback_among_others_of_its_class(
         resumed(tmp_path, [Keyed(1), Keyed(10)], [*after])
     assert {each.by: each.count for each in after} == {by: by * (2 if by == 100 else 4) for by in order}
     assert not caplog.records
+
+
+class Total(Counter):
+    """The batches of all ranks."""
+
+    def on_train_start(self, run: Any, module: Any) -> None:
+        self.run = run
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.run.engine.reduce(torch.tensor(self.count)).item()}
+
+
+def ranks_count(root: str) -> list[int]:
+    by = 1 + 9 * int(os.environ["RANK"])
+    count, total = Counter(by), Total(by)
+    fit(root, devices="auto", callbacks=[count, total, Saves()]).run(Weight(), ones(4))
+    count, total = Counter(by), Total(by)
+    fit(root, devices="auto", callbacks=[count, total]).run(Weight(), ones(4), resume="last")
+    return [count.count, total.count]
+
+
+def test_every_rank_gets_the_state_of_rank_0(tmp_path: Path) -> None:
+    assert ranks_of(ranks_count, 2, tmp_path) == [[2, 22], [2, 22]]
 
 
 def test_a_state_that_nobody_takes_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from shutil import copytree, ignore_patterns
 from typing import Any
 
 import pytest
 import torch
-from support.ranks import ranks_of_file
+from support.ranks import ROOT, ranks_of_file, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -124,6 +126,27 @@ def test_two_ranks(by_rank: dict[str, list[str]], name: str, parts: list[str]) -
     for text in by_rank[name]:  # every rank reports it
         for part in parts:
             assert part in text
+
+
+OTHER_VERSION = """
+import os, sys
+if os.environ["RANK"] == "1" and not os.environ["PYTHONPATH"].startswith(sys.argv[1]):
+    path = os.pathsep.join([sys.argv[1], os.environ["PYTHONPATH"]])
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONPATH": path})
+sys.path.insert(0, sys.argv[2])
+import test_rank_checks
+report(test_rank_checks.attempt())
+"""
+
+
+def test_another_version_of_this_library(tmp_path: Path) -> None:
+    for package in ("engine", "callbacks"):
+        copytree(ROOT / package, tmp_path / package, ignore=ignore_patterns("__pycache__"))
+    with (tmp_path / "engine" / "loop" / "train.py").open("a") as file:
+        file.write("# a later version\n")
+    for ran in run_ranks(OTHER_VERSION, 2, tmp_path, Path(__file__).parent):
+        assert "the versions differ" in ran.value
+        assert "engine and callbacks: rank 0 has checksum" in ran.value
 
 
 def test_alone() -> None:

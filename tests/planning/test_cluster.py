@@ -29,6 +29,7 @@ def test_nodes() -> None:
     [
         ({"world_size": 0}, "world_size=0 must be at least 1"),
         ({"world_size": -4}, "world_size=-4 must be at least 1"),
+        ({"world_size": 10**6}, "world_size=1000000: a plan takes at most 131072 ranks"),
         ({"world_size": 8, "nodes": 0}, "nodes=0 must be at least 1"),
         ({"world_size": 8, "nodes": 3}, "world_size=8 ranks do not divide evenly over nodes=3"),
         ({"world_size": 8, "nodes": 16}, "world_size=8 ranks do not divide evenly over nodes=16"),
@@ -42,7 +43,12 @@ def test_what_is_no_cluster(arguments: dict[str, Any], words: str) -> None:
         cluster_of(**arguments)
 
 
-@pytest.mark.parametrize("wrong", [8.0, "8", True])
+@pytest.mark.parametrize("wrong", [8.0, "8", True, None])
 def test_ranks_are_whole_numbers(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"world_size=.* must be an int"):
         cluster_of(wrong)
+
+
+def test_a_network_is_text() -> None:
+    with pytest.raises(TypeError, match="network 5: give text, such as '450GB/s,50GB/s'"):
+        cluster_of(8, network=5)  # type: ignore[arg-type]

@@ -77,8 +77,12 @@ def test_the_command_line_and_python_take_the_same_texts() -> None:
     )
     assert (plan.memory_bytes, plan.storage, plan.fits) == (1000, 1000.0, False)
     assert plan.device.within.bandwidth == 1e9
-    with pytest.raises(ValueError, match="price=inf: give what one device costs"):
-        Fit().plan(Net(), rows(8, 4), world_size=1, price=float("inf"))
+    for price in (float("inf"), "much"):
+        with pytest.raises(ValueError, match=f"price={price!r}: give what one device costs"):
+            Fit().plan(Net(), rows(8, 4), world_size=1, price=price)  # type: ignore[arg-type]
+    for seconds in (float("nan"), "long"):
+        with pytest.raises(ValueError, match=f"seconds={seconds!r}: give after how many seconds"):
+            Fit().search_plans(Net(), rows(8, 4), world_size=1, seconds=seconds)  # type: ignore[arg-type]
 
 
 def test_a_search_is_over_its_own_ranks() -> None:

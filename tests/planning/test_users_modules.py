@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import CSVLogger
 from engine import Callback, Fit, TrainModule
 from engine.planning.plan import RankTrace
+from engine.strategies.ddp import DDP
 
 WIDTH, ROWS, CLASSES = 6, 8, 5
 
@@ -46,7 +47,7 @@ def data(samples: int = 64) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.ones(samples, WIDTH), torch.arange(samples) % CLASSES), batch_size=ROWS)
 
 
-def planned(module: TrainModule, world_size: int = 1, strategy: str = "single", **settings: Any) -> RankTrace:
+def planned(module: TrainModule, world_size: int = 1, strategy: str | DDP = "single", **settings: Any) -> RankTrace:
     fit = Fit(**{"max_steps": 2, "strategy": strategy, **settings})
     return fit.plan(module, data(), world_size=world_size, device="cpu").traces[0]
 
@@ -246,6 +247,18 @@ class Logs(Net):
         return loss
 
 
+class Locked(DDP):
+    """Holds what cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_a_strategy_may_hold_a_lock() -> None:
+    assert planned(Net(), 2, Locked()).missing == ()
+
+
 def test_loggers_write_nothing_and_callbacks_are_copies(tmp_path: Path) -> None:
     given = Writes(tmp_path / "given")
     planned(Logs(tmp_path), callbacks=[given, CSVLogger(tmp_path / "logged")], root_dir=tmp_path / "root")
@@ -256,7 +269,7 @@ def test_loggers_write_nothing_and_callbacks_are_copies(tmp_path: Path) -> None:
 
 def test_files_that_exist_keep_what_is_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))  # below it all may be written
-    for name in ("rewritten.txt", "appended.txt"):
+    for name in ("rewritten.txt", "appended.txt", "descriptor.txt"):
         (tmp_path / name).write_text("as before")
 
     def step(module: Any, batch: Any) -> Tensor:
@@ -265,11 +278,14 @@ def test_files_that_exist_keep_what_is_in_them(tmp_path: Path, monkeypatch: pyte
             file.write("more")
         with open(tmp_path / "made.txt", "a") as file:
             file.write("step ")
+        with os.fdopen(os.open(tmp_path / "descriptor.txt", os.O_WRONLY | os.O_TRUNC), "w") as file:
+            file.write("new")
         return module.net(batch[0]).square().mean()
 
     planned(with_step(step))
     texts = {path.name: path.read_text() for path in tmp_path.glob("*.txt")}
-    assert texts == {"rewritten.txt": "as before", "appended.txt": "as before", "made.txt": texts["made.txt"]}
+    kept = dict.fromkeys(("rewritten.txt", "appended.txt", "descriptor.txt"), "as before")
+    assert texts == {**kept, "made.txt": texts["made.txt"]}
     assert texts["made.txt"].startswith("step step ")
     (tmp_path / "rewritten.txt").write_text("after the plan")
     assert (tmp_path / "rewritten.txt").read_text() == "after the plan"
@@ -297,17 +313,29 @@ def test_temporary_folders_and_the_runs_folder_are_there_and_go(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_ends_a_plan_with_the_step() -> None:
+def test_ctrl_c_ends_a_plan_at_once() -> None:
     steps: list[int] = []
 
     class Interrupted(Net):
         def on_train_batch_end(self, *args: Any) -> None:
             steps.append(1)
             signal.raise_signal(signal.SIGINT)
+            steps.append(2)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         planned(Interrupted(), 2, "ddp")
-    assert steps == [1]
+    assert (steps, str(caught.value)) == ([1], "")
+
+
+def test_sigterm_ends_a_plan_as_any_program() -> None:
+    handlers: set[Any] = set()
+
+    class Asks(Net):
+        def on_train_batch_end(self, *args: Any) -> None:
+            handlers.add(signal.getsignal(signal.SIGTERM))
+
+    planned(Asks(), 2, "ddp")
+    assert handlers == {signal.SIG_DFL}
 
 
 def test_objects_of_all_ranks_are_those_of_this_one() -> None:
