@@ -100,7 +100,7 @@ def listener(owner: OwnCallback, event: str, function: Callable[..., Any]) -> Ca
     return _with_trainer(event, function, bound=True)
 
 
-class AdaptedCallback(Callback, Adapter):
+class AdaptedCallback(OwnCallback, Adapter):
     """A callback of the installed Lightning, ``original``, as one of :class:`engine.Fit`; its trainer is ``run.trainer``."""
 
     def __init__(self, original: Any) -> None:

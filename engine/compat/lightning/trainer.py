@@ -12,6 +12,7 @@ from engine.callback import Callback
 from engine.compat.lightning import ckpt
 from engine.compat.lightning.adapters import adapt
 from engine.compat.lightning.before_run import BeforeRun
+from engine.compat.lightning.callback import Callback as NamedCallback
 from engine.compat.lightning.events import TrainerStatus, original
 from engine.compat.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
 from engine.compat.lightning.module import LightningModule
@@ -41,7 +42,7 @@ class Trainer(TrainerView):
     def __init__(
         self, *, accelerator: str = "auto", strategy: Any = "auto", devices: list[int] | str | int = "auto", num_nodes: int = 1,
         precision: str | int | None = None, logger: Logger | list[Logger] | bool | None = None,
-        callbacks: list[Callback] | Callback | None = None, fast_dev_run: int | bool = False,
+        callbacks: list[NamedCallback | Callback] | NamedCallback | Callback | None = None, fast_dev_run: int | bool = False,
         max_epochs: int | None = None, min_epochs: int | None = None, max_steps: int = -1, min_steps: int | None = None,
         max_time: str | timedelta | dict[str, int] | None = None, limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None, limit_test_batches: int | float | None = None,
