@@ -64,7 +64,7 @@ class Trainer(TrainerView):
         active = [*found.others, *(each for each in found.callbacks if not getattr(each, "idle", False))]
         self._fit = Fit(**found.settings, callbacks=[*map(_logger, found.loggers), *map(adapt, active)])
         self._module: Any = None
-        self._trained: Any = None
+        self._trained: Run | None = None
         self._datamodule: Any = None
         super().__init__(BeforeRun(self._fit.settings))
 
@@ -193,6 +193,10 @@ class Trainer(TrainerView):
     model = lightning_module = property(lambda self: original(self._module), doc="The module.")
     datamodule = property(lambda self: original(self._datamodule), doc="The data module, or ``None``.")
     default_root_dir = property(lambda self: str(self._given["default_root_dir"] or "."), doc="As given.")
+
+    @property
+    def _training(self) -> Run | BeforeRun:
+        return self._trained or self._run
 
     @property
     def callback_metrics(self) -> Values:
