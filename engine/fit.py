@@ -529,6 +529,10 @@ class Fit:
     ) -> Iterator[Run]:
         """Meet the other processes and make the run."""
         module = _train_module(module)
+        if module.attached:
+            raise RuntimeError(
+                f"{type(module).__name__} is in a run, which another one inside it would end: give that one a copy, copy.deepcopy(module)"
+            )
         settings, callbacks = self.settings, own_kind("callbacks", self.settings.callbacks)
         if any(map(is_not, callbacks, settings.callbacks)):  # another library's
             settings = replace(settings, callbacks=callbacks)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.distributed.collectives import gather_json
 from engine.loop.run import Run
-from engine.module import TrainModule
+from engine.module import TrainModule, overrides
 from engine.step.gradients import Loss
 from engine.utils.errors import nearest
 from engine.utils.log import logger, warn_once
@@ -86,8 +86,8 @@ def misspelled(cls: type, base: type) -> dict[str, str]:
 
 
 def _written_for(cls: type) -> Iterator[FunctionType]:
-    """The functions of ``cls`` that are neither this library's nor torch's."""
-    for part in cls.__mro__:
+    """The functions of ``cls`` that are neither this library's nor torch's. A class that stands for a user's has his as ``user_classes``."""
+    for part in getattr(cls, "user_classes", cls.__mro__):
         if part in TrainModule.__mro__:
             continue
         for value in vars(part).values():
@@ -226,7 +226,7 @@ def check_monitors(run: Run) -> None:
 
 def _may_log(run: Run, monitor: str | None, names: set[str]) -> bool:
     """Whether something that has not run yet may log the metric. ``names``: those that were logged so far."""
-    if type(run.module).on_train_epoch_end is not TrainModule.on_train_epoch_end:
+    if overrides(run.module, "on_train_epoch_end"):
         return True
     functions = list(_written_for(type(run.module)))
     for callback in run.callbacks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.utils.overrides import overridden
@@ -27,8 +27,8 @@ _BY_NAME = ("configure_gradient_clipping", "clip_gradients")
 _INDEX = "dataloader_idx"
 
 
-def fitted(method: Method, owner: object, event: str, base: type) -> Method:
-    """``method`` as a run calls it, with the arguments that ``base`` has for this ``event``.
+def fitted(method: Method, owner: object, event: str, base: type, first: Sequence[str] = ()) -> Method:
+    """``method`` as a run calls it, with the arguments that ``base`` has for this ``event``; ``first``: other names of the first ones.
 
     ``method`` itself in the usual case. A ``setup()`` or ``teardown()`` without an argument, arguments that can only be given by name, and a batch
     event that needs a ``dataloader_idx``, or has none, are called as they are defined; with one loader the index is 0.
@@ -42,7 +42,7 @@ def fitted(method: Method, owner: object, event: str, base: type) -> Method:
         return method
     if event not in vars(base):
         return method
-    given = _given(base, event)
+    given = [*first, *_given(base, event)[len(first) :]]
     short = given[:-1] if given[-1:] == [_INDEX] and vars(base)[event].__defaults__ else given
     if event in _BY_NAME and _binds(takes, given[:1], given[1:]):
         return lambda first, *args: method(first, **dict(zip(given[1:], args, strict=True)))

@@ -134,7 +134,7 @@ def limit(loader: PreparedLoader, name: str, value: int | float | None) -> None:
 def training(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModule | None) -> None:
     """Prepare a training: model, loaders, optimizers. The model is compiled and distributed before the optimizers are created."""
     module = run.module
-    if type(module).training_step is TrainModule.training_step:
+    if getattr(module.training_step, "__func__", None) is TrainModule.training_step:
         raise TypeError(f"{type(module).__name__} must define training_step(self, batch, batch_idx)")
     run.training_step = fitted_step(module, "training_step", module.training_step, training=True)
     manual_checks(run)
@@ -183,7 +183,7 @@ def validation_loaders(run: Run, given: Any, datamodule: DataModule | None) -> l
     if settings.limit_val_batches == 0 or settings.val_every is None:
         return []
     found = loaders_for(run, "validation", given, datamodule)
-    if found and type(module).validation_step is TrainModule.validation_step and "validation_step" not in vars(module):
+    if found and not overrides(module, "validation_step"):
         _warn(run, f"{type(module).__name__} has no validation_step: the validation data is not used")
         return []
     for loader in found:
@@ -343,8 +343,7 @@ def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Automatic:
 def evaluation(run: Run, kind: str, given: Any, datamodule: DataModule | None, step: str) -> list[PreparedLoader]:
     """Prepare ``validate``, ``test`` or ``predict``. No loaders means that the limit is 0."""
     module = run.module
-    base = getattr(TrainModule, step)
-    if step != "predict_step" and getattr(type(module), step) is base and step not in vars(module):
+    if step != "predict_step" and not overrides(module, step):
         raise TypeError(f"{type(module).__name__} must define {step}(self, batch, batch_idx)")
     name = LIMITS[kind]
     value = getattr(run.settings, name)

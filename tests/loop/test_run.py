@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from cProfile import Profile
@@ -27,6 +28,14 @@ class Calls(Callback):
 
     def on_train_batch_end(self, run: Run, *args: Any) -> None:
         self.then(run)
+
+
+def test_a_run_within_a_run_of_its_module_is_an_error(tmp_path: Path) -> None:
+    nests = Calls(lambda run: fit(tmp_path).run(run.module, ones(3)))
+    with pytest.raises(RuntimeError, match=r"Weight is in a run.*give that one a copy"):
+        fit(tmp_path, callbacks=nests).run(Weight(), ones(3))
+    copies = Calls(lambda run: fit(tmp_path).run(copy.deepcopy(run.module), ones(3)))
+    assert fit(tmp_path, callbacks=copies).run(Weight(), ones(3)).step == 3
 
 
 def test_counters_count_steps_and_micro_batches(tmp_path: Path) -> None:

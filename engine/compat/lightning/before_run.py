@@ -54,10 +54,10 @@ class BeforeRun(_Early):
     """Stands for the run in :class:`engine.compat.lightning.trainer_view.TrainerView`."""
 
     epoch = step = 0
-    validated_step = -1
-    stage = ""
+    validated_step, due_step = -1, 0
+    stage = stop_reason = ""
     evaluating = stopping = interrupted = terminated = False
-    module = datamodule = train_loader = exception = num_train_batches = loaded_from = None
+    module = datamodule = train_loader = exception = num_train_batches = loaded_from = stop_wish = None
     optimizers: tuple[Any, ...] = ()
     schedulers = num_eval_batches = optimizers
 

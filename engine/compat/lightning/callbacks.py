@@ -12,7 +12,7 @@ import torch
 
 import engine.callbacks as own
 from engine.compat.lightning.arguments import CALLBACKS
-from engine.compat.lightning.callback import Callback, listens
+from engine.compat.lightning.callback import Callback
 from engine.compat.lightning.ckpt import write_checkpoint
 from engine.compat.lightning.events import EVENTS
 from engine.compat.lightning.names import CLASSES, OF_CHECKPOINTS
@@ -281,4 +281,4 @@ class LambdaCallback(Callback):
             if event not in EVENTS:
                 raise TypeError(f"LambdaCallback: {event!r} is not an event; events: {', '.join(EVENTS)}")
             if function is not None:
-                listens(self, event, function)
+                setattr(self, event, function)

@@ -27,7 +27,8 @@ def refuse_replaced(*owners: Any) -> None:
         TypeError: an owner defines one; the message says what to define instead.
     """
     for owner in owners:
-        for name in REPLACED:
-            method = getattr(type(owner), name, None)
-            if callable(method) and (instead := refused_hook(name, method)):
+        classes = getattr(type(owner), "user_classes", type(owner).__mro__)
+        methods = {name: method for base in reversed(classes) for name, method in vars(base).items()}
+        for name in [name for name in REPLACED if callable(methods.get(name))]:
+            if instead := refused_hook(name, methods[name]):
                 raise TypeError(f"{type(owner).__name__} defines {name}, which is not called: define {instead}")

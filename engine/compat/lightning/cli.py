@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, class_from_function
+import yaml
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, class_from_function, get_loader, set_loader
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedulers
 
 from engine.compat.lightning.callback import Callback
 from engine.compat.lightning.module import LightningDataModule, LightningModule
+from engine.compat.lightning.names import MODULES
 from engine.compat.lightning.trainer import Trainer
 from engine.compat.lightning.utilities import seed_everything
 from engine.module import overrides
@@ -24,6 +29,10 @@ ArgsType = Any
 OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
 _DATA = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders"}
 _AUTOMATIC = "AUTOMATIC"
+_PATH = re.compile(r"(--[^=]+=)?(?:lightning\.pytorch|pytorch_lightning)\.([\w.]+)\.(\w+)")
+"""Lightning's own path of a class, in a configuration or as an argument."""
+_MODE = "lightning"
+"""jsonargparse's name of the way in which configurations are read."""
 
 
 class ReduceLROnPlateau(schedulers.ReduceLROnPlateau):
@@ -39,17 +48,48 @@ LRSchedulerTypeUnion = schedulers.LRScheduler | ReduceLROnPlateau
 LRSchedulerCallable = Callable[[Optimizer], LRSchedulerTypeUnion]
 
 
-class LightningArgumentParser(ArgumentParser):
-    """A parser of arguments of classes."""
+def with_our_paths(value: Any) -> Any:
+    """A configuration or arguments with the paths of our classes where those of Lightning's stand.
 
-    def __init__(self, *args: Any, env_prefix: str = "PL", **kwargs: Any) -> None:
-        super().__init__(*args, env_prefix=env_prefix, **kwargs)
+    Raises:
+        ValueError: a class has no counterpart; the message says what to use.
+    """
+    if isinstance(value, Mapping):
+        return {name: with_our_paths(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [*map(with_our_paths, value)]
+    match = _PATH.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return value
+    option, module, name = match.groups(default="")
+    part = next((part for part, paths in MODULES.items() if module in paths.split()), "")
+    file = "module" if part == "core" else part
+    kind = getattr(importlib.import_module(f"engine.compat.lightning.{file}"), name, None) if part else None
+    if instead := getattr(kind, "refused", ""):
+        raise ValueError(f"{value} has no counterpart: {instead}")
+    return f"{option}{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else value
+
+
+set_loader(_MODE, lambda text: with_our_paths(get_loader("yaml")(text)), (yaml.YAMLError,))
+
+
+class LightningArgumentParser(ArgumentParser):
+    """A parser of arguments of classes. A ``class_path`` of Lightning's own is that of the class here."""
+
+    def __init__(self, *args: Any, env_prefix: str = "PL", parser_mode: str = _MODE, **kwargs: Any) -> None:
+        super().__init__(*args, env_prefix=env_prefix, parser_mode=parser_mode, **kwargs)
         self.callback_keys: list[str] = []
         """Where the arguments of callbacks are that every run gets."""
         self.optimizers: dict[str, tuple[Any, str]] = {}
         """Class, or classes, and destination of the arguments of optimizers, by where they are."""
         self.lr_schedulers: dict[str, tuple[Any, str]] = {}
         """The same of learning rate schedulers."""
+
+    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **options: Any) -> Namespace:  # type: ignore[override]
+        return super().parse_args(with_our_paths(sys.argv[1:] if args is None else [*args]), *others, **options)
+
+    def parse_object(self, obj: Namespace | dict[str, Any], *others: Any, **options: Any) -> Namespace:
+        return super().parse_object(with_our_paths(obj), *others, **options)
 
     def add_lightning_class_args(
         self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
 from engine.callback import Callback
 from engine.loop.run import Run
 from engine.step.gradients import Loss, nonzero
+from engine.utils.overrides import overridden
 
 _OURS = ("on_before_log", "on_log", "on_media", "on_checkpoint_saved", "on_checkpoint_removed")
 EVENTS = tuple(
@@ -19,6 +21,9 @@ EVENTS = tuple(
 """Those that Lightning has too."""
 CALLED = (*EVENTS, "write_on_batch_end", "write_on_epoch_end", "get_metrics")
 """Methods of callbacks that are called with ``(trainer, pl_module, ...)``."""
+_PACKAGES = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
+WITH_STAGE = ("setup", "teardown")
+"""Events that get a :class:`TrainerFn`."""
 
 
 class TrainerFn(StrEnum):
@@ -39,10 +44,34 @@ class TrainerStatus(StrEnum):
     INITIALIZING, RUNNING, FINISHED, INTERRUPTED = "initializing", "running", "finished", "interrupted"
 
 
+def is_lightnings(kind: type) -> bool:
+    """A class is the installed Lightning's own."""
+    return kind.__module__.startswith(_PACKAGES)
+
+
 class Adapter:
     """The base of objects that stand for one of the installed Lightning, ``original``, in a run."""
 
     original: Any
+    user_classes: tuple[type, ...]
+    """The user's classes behind it, in their order."""
+
+    @classmethod
+    def standing_for(cls, kind: type, **space: Any) -> type[Self]:
+        """The subclass for objects of ``kind``, whose name messages have."""
+        users = tuple(base for base in kind.__mro__ if not is_lightnings(base))
+        return type(kind.__name__, (cls,), {"__module__": kind.__module__, "user_classes": users, **space})
+
+    def forward_overrides(self, base: type, names: Iterable[str]) -> None:
+        """Let this object have the methods of these names that ``original`` or its class has in place of those of Lightning's class ``base``."""
+        for name in names:
+            vars(self).pop(name, None)
+            if overridden(self.original, name, base):
+                vars(self)[name] = self.translated(name, getattr(self.original, name))
+
+    def translated(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The ``method`` of the user's object with the arguments that a run gives."""
+        return method
 
 
 def original(value: Any) -> Any:
@@ -54,9 +83,23 @@ def lightning_arguments(event: str, run: Any, module: Any, arguments: tuple[Any,
     """The arguments of an event here as Lightning's: ``(trainer, pl_module, ...)``. A subclass that calls its base gives Lightning's already."""
     if event == "on_train_batch_end" and isinstance(run, Run):
         arguments = (step_output(run, arguments[0]), *arguments[1:])
-    elif event in ("setup", "teardown"):
+    elif event in WITH_STAGE and arguments:
         arguments = (TrainerFn(arguments[0]), *arguments[1:])
     return getattr(run, "trainer", run), original(module), *arguments
+
+
+def with_stage(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``setup`` or ``teardown`` of a data module that gets its stage as a :class:`TrainerFn`, which is a text too."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(*map(_as_stage, args), **{name: _as_stage(value) for name, value in kwargs.items()})
+
+    return call
+
+
+def _as_stage(value: Any) -> Any:
+    return TrainerFn(value) if isinstance(value, str) and value in list(TrainerFn) else value
 
 
 def run_of(trainer: Any) -> Any:

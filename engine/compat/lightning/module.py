@@ -8,14 +8,14 @@ from typing import Any, Self, TypeVar
 from torch import nn
 
 from engine.compat.lightning import ckpt
-from engine.compat.lightning.events import lightning_arguments
+from engine.compat.lightning.events import WITH_STAGE, lightning_arguments, with_stage
 from engine.data.datamodule import DataModule
 from engine.loop.run import Run
 from engine.module import TrainModule, overrides
 from engine.step.wrappers import PreparedOptimizer as LightningOptimizer  # noqa: F401
 
 T = TypeVar("T")
-_STEP_END = "on_train_batch_end"
+_TRANSLATED = ("on_train_batch_end", *WITH_STAGE)
 
 
 class LightningModule(TrainModule):
@@ -52,7 +52,7 @@ class LightningModule(TrainModule):
             self._trainer.joins(context)
         super().attach(context)
         if isinstance(context, Run) and context.module is self:
-            context.hooks.wrap(_with_step_output)
+            context.hooks.wrap(_with_lightnings_arguments)
         for part in parts_that_log(self, LightningModule)[1:]:
             if context is not None:
                 part.trainer = self.trainer
@@ -82,13 +82,12 @@ def parts_that_log(module: nn.Module, kind: type[T]) -> list[T]:
     return [part for part in module.modules() if isinstance(part, kind)]
 
 
-def _with_step_output(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The module's ``on_train_batch_end`` with Lightning's ``outputs``; other hooks unchanged."""
-    if not (name.startswith("[TrainModule]") and name.endswith(f".{_STEP_END}")):
+def _with_lightnings_arguments(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The module's own hooks whose arguments are others in Lightning, with those; other hooks unchanged."""
+    owner, _, event = name.rpartition(".")
+    if event not in _TRANSLATED or not owner.startswith("[TrainModule]"):
         return hook
-    return lambda run, module, outputs, *args: hook(
-        run, module, *lightning_arguments(_STEP_END, run, module, (outputs, *args))[2:]
-    )
+    return lambda run, module, *args: hook(run, module, *lightning_arguments(event, run, module, args)[2:])
 
 
 class LightningDataModule(DataModule):
@@ -100,6 +99,11 @@ class LightningDataModule(DataModule):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in vars(cls).keys() & WITH_STAGE:
+            setattr(cls, name, with_stage(vars(cls)[name]))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "trainer": None}

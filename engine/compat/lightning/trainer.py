@@ -12,6 +12,7 @@ from engine.callback import Callback
 from engine.compat.lightning import ckpt
 from engine.compat.lightning.adapters import adapt
 from engine.compat.lightning.before_run import BeforeRun
+from engine.compat.lightning.callback import Callback as NamedCallback
 from engine.compat.lightning.events import TrainerStatus, original
 from engine.compat.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
 from engine.compat.lightning.module import LightningModule
@@ -41,7 +42,7 @@ class Trainer(TrainerView):
     def __init__(
         self, *, accelerator: str = "auto", strategy: Any = "auto", devices: list[int] | str | int = "auto", num_nodes: int = 1,
         precision: str | int | None = None, logger: Logger | list[Logger] | bool | None = None,
-        callbacks: list[Callback] | Callback | None = None, fast_dev_run: int | bool = False,
+        callbacks: list[NamedCallback | Callback] | NamedCallback | Callback | None = None, fast_dev_run: int | bool = False,
         max_epochs: int | None = None, min_epochs: int | None = None, max_steps: int = -1, min_steps: int | None = None,
         max_time: str | timedelta | dict[str, int] | None = None, limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None, limit_test_batches: int | float | None = None,
@@ -63,7 +64,7 @@ class Trainer(TrainerView):
         active = [*found.others, *(each for each in found.callbacks if not getattr(each, "idle", False))]
         self._fit = Fit(**found.settings, callbacks=[*map(_logger, found.loggers), *map(adapt, active)])
         self._module: Any = None
-        self._trained: Any = None
+        self._trained: Run | None = None
         self._datamodule: Any = None
         super().__init__(BeforeRun(self._fit.settings))
 
@@ -192,6 +193,10 @@ class Trainer(TrainerView):
     model = lightning_module = property(lambda self: original(self._module), doc="The module.")
     datamodule = property(lambda self: original(self._datamodule), doc="The data module, or ``None``.")
     default_root_dir = property(lambda self: str(self._given["default_root_dir"] or "."), doc="As given.")
+
+    @property
+    def _training(self) -> Run | BeforeRun:
+        return self._trained or self._run
 
     @property
     def callback_metrics(self) -> Values:

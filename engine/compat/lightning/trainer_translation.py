@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.callbacks import BatchValidation
+import engine.callbacks as own
 from engine.compat.lightning import callbacks as named
 from engine.compat.lightning import trainer_settings as config
 from engine.compat.lightning.callback import lightnings
@@ -19,6 +19,8 @@ _DEFAULTS = {
     "ModelSummary": named.ModelSummary,
     "Checkpoint": named.ModelCheckpoint,
 }
+_MARKS = {"ProgressBar": "shows_progress", "Checkpoint": "is_checkpoint"}
+"""Attributes of callbacks that are of these kinds."""
 
 
 @dataclass
@@ -44,7 +46,7 @@ def translate(given: Mapping[str, Any]) -> Translated:
     if isinstance(profiler, str):
         profiler = _PROFILERS[profiler]()
     others = [] if profiler is None else [profiler]
-    others += [] if batches is None else [BatchValidation(*batches)]
+    others += [] if batches is None else [own.BatchValidation(*batches)]
     return Translated(settings, loggers, callbacks, others)
 
 
@@ -61,11 +63,7 @@ def _loggers(given: Mapping[str, Any]) -> list[Any]:
 def _callbacks(given: Mapping[str, Any], settings: dict[str, Any]) -> list[Any]:
     asked, bare = given["callbacks"], given["barebones"]
     mine = [] if asked is None else list(asked) if isinstance(asked, (list, tuple)) else [asked]
-    kinds = {
-        kind
-        for kind in _DEFAULTS
-        if any(isinstance(each, getattr(named, kind)) or lightnings(type(each), kind) for each in mine)
-    }
+    kinds = {kind for kind in _DEFAULTS if any(_is_of(callback, kind) for callback in mine)}
     config.check_callbacks(given, kinds)
     for name, kind in config.DEFAULT_CALLBACKS.items():
         if kind not in kinds and given[name] is not False and not bare:
@@ -74,6 +72,10 @@ def _callbacks(given: Mapping[str, Any], settings: dict[str, Any]) -> list[Any]:
         if given["accumulate_grad_batches"] != 1:
             raise ValueError("accumulate_grad_batches and a GradientAccumulationScheduler were given: leave one out")
         settings["accumulate_grad_batches"] = each.scheduling
-    return sorted(
-        mine, key=lambda each: isinstance(each, named.Checkpoint) or bool(lightnings(type(each), "Checkpoint"))
-    )
+    return sorted(mine, key=lambda callback: _is_of(callback, "Checkpoint"))
+
+
+def _is_of(callback: Any, kind: str) -> bool:
+    """A callback of this library, under its own or Lightning's name, or of the installed Lightning is of a kind of :data:`_DEFAULTS`."""
+    ours = isinstance(callback, own.ModelSummary) if kind == "ModelSummary" else getattr(callback, _MARKS[kind], False)
+    return bool(ours or isinstance(callback, getattr(named, kind)) or lightnings(type(callback), kind))

@@ -8,12 +8,15 @@ from typing import Any, NoReturn
 
 import torch
 
+from engine.compat.lightning.before_run import BeforeRun
 from engine.compat.lightning.events import RunningStage, TrainerFn, TrainerStatus, original
 from engine.compat.lightning.logged_values import Values, live, live_shown, withheld
 from engine.compat.lightning.loop_view import FitLoopView
 from engine.compat.lightning.names import OF_RUN, VIEW
 from engine.compat.lightning.rank_loaders import shared_out
 from engine.compat.lightning.trainer_parts import AcceleratorConnector, StrategyView, TrainerState
+from engine.loop.result import status_of
+from engine.loop.run import Run
 from engine.utils.extensions import attribute_error
 
 
@@ -24,7 +27,7 @@ class TrainerView:
     ``-1`` and lengths that are not known infinite, as in Lightning. Nothing here costs anything in a step that does not read it.
     """
 
-    _run: Any
+    _run: Run | BeforeRun
 
     def __init__(self, run: Any) -> None:
         object.__setattr__(self, "_run", run)
@@ -40,6 +43,11 @@ class TrainerView:
         super().__setattr__(name, value)
 
     run = property(lambda self: self._run, doc="The :class:`engine.Run`.")
+
+    @property
+    def _training(self) -> Run | BeforeRun:
+        """The training, under way or the latest, that evaluations since then do not hide."""
+        return self._run
 
     # -- counters and limits ----------------------------------------------------------------------------------------------------
 
@@ -99,7 +107,7 @@ class TrainerView:
     @property
     def num_training_batches(self) -> int | float:
         """Micro-batches of this rank in an epoch, limits included; infinite: not known."""
-        return _length(self._run.num_train_batches)
+        return _length(self._training.num_train_batches)
 
     @property
     def num_val_batches(self) -> list[int | float]:
@@ -127,14 +135,14 @@ class TrainerView:
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the training's micro-batch under way is the epoch's last.
+        """Whether the training's micro-batch, under way or the latest, is the epoch's last.
 
         Raises:
             ValueError: the training loader has no length.
         """
-        loader = self._run.train_loader
+        loader = self._training.train_loader
         if loader is None:
-            return False
+            return self._training.state.epoch_done
         if loader.length is None:
             raise ValueError(
                 f"is_last_batch: {type(loader.loader).__name__} has no length; do what is due at an epoch's end in on_train_epoch_end"
@@ -219,20 +227,21 @@ class TrainerView:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the training was asked to end. Set it to True to ask: ``run.stop()``."""
-        return bool(self._run.stopping)
+        """Whether the training was asked to end before its planned end. Set it to True to ask: ``run.stop()``."""
+        training = self._training
+        return training.stop_wish is not None or status_of(training.stop_reason) == "stopped"
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
         if value:
             self._run.stop("trainer.should_stop was set")
-        elif self._run.stopping:
+        elif self.should_stop:
             raise ValueError("trainer.should_stop = False: the training was asked to end, which cannot be taken back")
 
     @property
     def interrupted(self) -> bool:
-        """Ctrl-C has reached this rank."""
-        return bool(self._run.interrupted)
+        """Ctrl-C or an error has reached this rank."""
+        return self._run.interrupted or self._run.exception is not None
 
     @property
     def received_sigterm(self) -> bool:
@@ -245,9 +254,8 @@ class TrainerView:
     def state(self) -> TrainerState:
         """What is under way."""
         fn = "fit" if self._run.stage == "sanity" else str(self._run.stage)
-        interrupted = self._run.interrupted or self._run.exception is not None
         return TrainerState(
-            TrainerStatus.INTERRUPTED if interrupted else TrainerStatus.RUNNING,
+            TrainerStatus.INTERRUPTED if self.interrupted else TrainerStatus.RUNNING,
             TrainerFn(fn) if fn else None,
             RunningStage(self._stage) if self._stage else None,
         )

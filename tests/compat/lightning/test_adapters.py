@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import io
+import pickle
 from configparser import ConfigParser
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -10,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 from both import OURS, THEIRS, data, module, quietly, trainer, watcher, weights
+from lightning.pytorch.trainer.states import TrainerFn
 
-from engine import Fit
+from engine import Callback, Fit, Run, TrainModule
+from engine.config.hyperparameters import for_loggers
 from engine.utils import extensions
 
 
@@ -73,6 +79,223 @@ def test_a_state_of_a_callback_is_resumed(tmp_path: Path) -> None:
     counts = Counts()
     trainer(OURS, tmp_path, max_epochs=2, callbacks=[counts]).fit(module(OURS), data(), ckpt_path=path)
     assert counts.steps == 20
+
+
+def noting(kind: type, names: tuple[str, ...]) -> Any:
+    """A module of a subclass of ``kind`` that overrides the methods of these names; each notes its name and calls that of the base class."""
+
+    def override(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self.seen.append(name)
+            return getattr(super(Noting, self), name)(*args, **kwargs)
+
+        return method
+
+    Noting: Any = type("Noting", (kind,), {name: override(name) for name in names})
+    torch.manual_seed(7)
+    return Noting()
+
+
+class Automatic(type(module(THEIRS))):  # type: ignore[misc]
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log_dict({"x": 1.0, "y": self.all_gather(torch.ones(()))})
+        self.print("step", batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}]
+
+
+class ByHand(type(module(THEIRS, False))):  # type: ignore[misc]
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        with self.toggled_optimizer(optimizer):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+        self.lr_schedulers().step()
+
+
+_ASKS = {
+    Automatic: (
+        *(
+            "training_step",
+            "log",
+            "log_dict",
+            "print",
+            "all_gather",
+            "backward",
+            "optimizer_step",
+            "optimizer_zero_grad",
+        ),
+        *("configure_gradient_clipping", "clip_gradients", "lr_scheduler_step"),
+    ),
+    ByHand: (
+        "optimizers",
+        "toggle_optimizer",
+        "untoggle_optimizer",
+        "manual_backward",
+        "clip_gradients",
+        "lr_schedulers",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", _ASKS)
+def test_a_users_overrides_are_called_and_reach_the_run_with_super(kind: Any, tmp_path: Path) -> None:
+    clips = {"gradient_clip_val": 0.1} if kind is Automatic else {}
+    expected, net = noting(kind, _ASKS[kind]), noting(kind, _ASKS[kind])
+    quietly(trainer(THEIRS, tmp_path, max_epochs=1, **clips).fit, expected, data())
+    result = Fit(max_epochs=1, accelerator="cpu", root_dir=tmp_path, **clips).run(net, data())
+    assert net.seen == expected.seen
+    assert set(_ASKS[kind]) <= set(net.seen)
+    torch.testing.assert_close(weights(net), weights(expected), rtol=0, atol=1e-6)
+    assert kind is ByHand or result.metrics["y"] == 1.0
+
+
+def test_methods_set_on_an_object_are_called(tmp_path: Path) -> None:
+    seen = {}
+    for library in (THEIRS, OURS):
+        net = module(THEIRS)
+        net.seen, step = [], net.training_step
+        net.training_step = lambda batch, batch_idx, net=net, step=step: (
+            net.seen.append("step") or step(batch, batch_idx)
+        )
+        net.on_train_start = functools.partial(net.seen.append, "start")
+        net.on_fit_start = None
+        quietly(trainer(library, tmp_path, max_epochs=1).fit, net, data(8))
+        net.on_train_end = functools.partial(net.seen.append, "end")
+        quietly(trainer(library, tmp_path, max_epochs=1).fit, net, data(8))
+        seen[library.__name__ if library is OURS else "theirs"] = net.seen
+    [theirs, ours] = seen.values()
+    assert ours == theirs
+    assert ours.count("step") == 4
+
+
+def test_hyperparameters_are_those_of_the_moment(tmp_path: Path) -> None:
+    class Quiet(THEIRS.LightningModule):  # type: ignore[misc]
+        def __init__(self, secret: int = 1) -> None:
+            super().__init__()
+            self.save_hyperparameters(logger=False)
+
+    net, quiet = module(THEIRS), Quiet()
+    assert OURS.adapt(net).hparams["lr"] == 0.05
+    net.hparams.lr = 0.1
+    adapted = OURS.adapt(net)
+    assert adapted.hparams["lr"] == 0.1
+    assert for_loggers(adapted) == {"width": 5, "lr": 0.1}
+    assert for_loggers(OURS.adapt(quiet)) == {}
+
+
+class Plain(THEIRS.LightningModule):  # type: ignore[misc]
+    """Has names of ours as its own: an attribute and two submodules."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.layer, self._context, self._toggled = torch.nn.Linear(3, 1), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+        self._adapted, self.fails = "words", fails
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.fails:
+            raise KeyError("step")
+        self.log("a", 1.0)
+        return self._context(self._toggled(self.layer(batch[0]))).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_module_is_copied_and_pickled_after_a_run_as_before(fails: bool, tmp_path: Path) -> None:
+    net, pickles = Plain(fails), []
+
+    class Pickles(Callback):
+        def on_train_start(self, run: Run, module: TrainModule) -> None:
+            pickles.append(pickle.dumps(net))
+
+    fit, file = Fit(max_epochs=1, accelerator="cpu", root_dir=tmp_path, callbacks=Pickles()), io.BytesIO()
+    if fails:
+        with pytest.raises(KeyError, match="step"):
+            fit.run(net, data())
+    else:
+        fit.run(net, data())
+    torch.save(net, file)
+    file.seek(0)
+    copies = [pickle.loads(text) for text in (*pickles, pickle.dumps(net))]
+    for other in (copy.deepcopy(net), torch.load(file, weights_only=False), *copies):
+        assert type(other) is Plain
+        assert (other._adapted, type(other._context), list(other.state_dict())) == (
+            "words",
+            torch.nn.Linear,
+            list(net.state_dict()),
+        )
+        before, other.fails = weights(other), False
+        assert fit.run(other, data()).step == 10
+        assert not torch.equal(weights(other), before)
+    adapted = copy.deepcopy(OURS.adapt(net))
+    assert adapted.original is not net
+    assert adapted.global_step == (0 if fails else 10)
+
+
+def test_a_run_within_a_run_of_the_same_module_is_an_error(tmp_path: Path) -> None:
+    class Nests(THEIRS.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            Fit(max_epochs=1, accelerator="cpu", root_dir=tmp_path).run(pl_module, data())
+
+    with pytest.raises(RuntimeError, match=r"Plain is in a run.*copy\.deepcopy"):
+        Fit(max_epochs=1, accelerator="cpu", root_dir=tmp_path, callbacks=Nests()).run(Plain(), data())
+
+
+@pytest.mark.parametrize("library", [OURS, THEIRS])
+def test_setup_and_teardown_get_lightnings_stage(library: Any, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Net(type(module(library))):  # type: ignore[misc]
+        def setup(self, stage: Any) -> None:
+            seen.append(stage)
+
+        teardown = setup
+
+    class Data(library.LightningDataModule):  # type: ignore[misc]
+        def setup(self, stage: Any) -> None:
+            seen.append(stage)
+
+        def teardown(self, stage: Any = None) -> None:
+            seen.append(stage)
+
+        def train_dataloader(self) -> Any:
+            return data()
+
+    Fit(max_epochs=1, accelerator="cpu", root_dir=tmp_path).run(Net(), datamodule=Data())
+    assert [stage.value for stage in seen] == ["fit"] * 4
+    assert all(stage == TrainerFn.FITTING for stage in seen)
+
+
+def test_hooks_that_are_never_called_are_errors_or_named(tmp_path: Path) -> None:
+    class Old(type(module(THEIRS))):  # type: ignore[misc]
+        def training_epoch_end(self, outputs: Any) -> None: ...
+
+    class Misspelled(THEIRS.Callback):  # type: ignore[misc]
+        def on_train_batchend(self, *args: Any) -> None: ...
+
+    with pytest.raises(
+        TypeError, match="Old defines training_epoch_end, which is not called: define on_train_epoch_end"
+    ):
+        Fit(max_epochs=1, accelerator="cpu", root_dir=tmp_path).run(Old(), data())
+    with pytest.warns(
+        UserWarning, match=r"Misspelled\.on_train_batchend is never called: the hook is on_train_batch_end"
+    ):
+        Fit(max_epochs=1, accelerator="cpu", root_dir=tmp_path, callbacks=Misspelled()).run(module(THEIRS), data())
+
+
+def test_a_module_without_optimizers_is_an_error(tmp_path: Path) -> None:
+    class Trains(THEIRS.LightningModule):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any: ...
+
+    with pytest.raises(TypeError, match="Trains must define configure_optimizers"):
+        Fit(max_epochs=1, accelerator="cpu", root_dir=tmp_path).run(Trains(), data())
 
 
 def test_what_is_not_honoured_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

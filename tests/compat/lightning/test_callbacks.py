@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import functools
 import inspect
+import types
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,69 @@ def test_a_callback_that_extends_one_of_ours_gets_a_trainer(tmp_path: Path) -> N
         module(OURS), data(), data()
     )
     assert again.checked == 2
+
+
+@pytest.mark.parametrize("library", [OURS, THEIRS])
+def test_hooks_of_every_kind_are_called_with_a_trainer(library: Any, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Hooks(library.Callback):  # type: ignore[misc]
+        @staticmethod
+        def on_fit_start(trainer: Any, pl_module: Any) -> None:
+            seen.append(("static", trainer.max_epochs, pl_module.automatic_optimization))
+
+        @classmethod
+        def on_train_start(cls, trainer: Any, pl_module: Any) -> None:
+            seen.append((cls.__name__, trainer.max_epochs))
+
+        def note(self, what: str, trainer: Any, pl_module: Any) -> None:
+            seen.append((what, trainer.max_epochs))
+
+        on_train_epoch_start = functools.partialmethod(note, "partial")
+        on_train_end = None
+
+        def setup(self, trainer: Any, pl_module: Any, stage: Any) -> None:
+            super().setup(trainer, pl_module, stage=stage)
+
+    hooks = Hooks()
+    hooks.on_train_epoch_end = lambda trainer, pl_module: seen.append(("object", trainer.max_epochs))
+    hooks.on_fit_end = types.MethodType(
+        lambda self, trainer, pl_module: seen.append((type(self), trainer.max_epochs)), hooks
+    )
+    fit = Fit(max_epochs=3, accelerator="cpu", callbacks=[hooks], root_dir=tmp_path)
+    for run in (trainer(library, tmp_path, max_epochs=3, callbacks=[hooks]).fit, fit.run):
+        seen.clear()
+        quietly(run, module(library), data(4))
+        epochs = [("partial", 3), ("object", 3)] * 3
+        assert seen == [("static", 3, True), ("Hooks", 3), *epochs, (Hooks, 3)]
+
+
+class Fewer(THEIRS.Callback):  # type: ignore[misc]
+    def on_train_end(self, trainer: Any) -> None: ...
+
+
+class StaticFewer(OURS.Callback):  # type: ignore[misc]
+    @staticmethod
+    def on_train_end(trainer: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Fewer,
+        StaticFewer,
+        lambda: OURS.callbacks.LambdaCallback(on_train_end=lambda trainer: None),
+        lambda: THEIRS.callbacks.LambdaCallback(on_train_end=lambda trainer: None),
+    ],
+)
+def test_a_hook_that_takes_other_arguments_is_an_error_before_the_first_step(make: Any, tmp_path: Path) -> None:
+    net = module(OURS)
+    with pytest.raises(
+        TypeError,
+        match=r"on_train_end\(trainer\) cannot be called: a run gives it \((trainer, pl_module|run, module)\)",
+    ):
+        Fit(max_epochs=1, accelerator="cpu", callbacks=[make()], root_dir=tmp_path).run(net, data())
+    assert net.seen == []
 
 
 def test_averages_are_lightnings(tmp_path: Path) -> None:

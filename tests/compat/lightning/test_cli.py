@@ -104,6 +104,50 @@ def test_callbacks_and_loggers_by_class_path_have_arguments(name: str, tmp_path:
     assert list(mine.parameters) == [each for each in theirs.parameters if "summarize" not in each]
 
 
+@pytest.mark.parametrize(
+    "prefix", ["", "lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.model_checkpoint."]
+)
+@pytest.mark.parametrize("in_file", [True, False])
+def test_a_class_path_of_lightnings_or_a_short_name_is_that_of_our_class(
+    prefix: str, in_file: bool, tmp_path: Path
+) -> None:
+    path, config = f"{prefix}ModelCheckpoint", tmp_path / "config.yaml"
+    entry = {"class_path": path, "init_args": {"save_top_k": 2}}
+    config.write_text(json.dumps({"trainer": {"callbacks": [entry], "default_root_dir": str(tmp_path)}}))
+    options = [
+        f"--trainer.callbacks={path}",
+        "--trainer.callbacks.save_top_k=2",
+        f"--trainer.default_root_dir={tmp_path}",
+    ]
+    args = [f"--config={config}"] if in_file else options
+    cli = LightningCLI(
+        Net,
+        Data,
+        args=[*args, "--trainer.logger=lightning.pytorch.loggers.CSVLogger", "--trainer.logger.save_dir=x"],
+        run=False,
+    )
+    [saves] = [callback for callback in cli.trainer.callbacks if callback.is_checkpoint]
+    assert type(saves) is OURS.callbacks.ModelCheckpoint
+    assert saves.save_top_k == 2
+    assert type(cli.trainer.logger) is OURS.loggers.CSVLogger
+
+
+def test_a_callback_without_a_counterpart_says_what_to_use(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.ModelPruning}]}")
+    for option in (f"--config={config}", "--trainer.callbacks=lightning.pytorch.callbacks.ModelPruning"):
+        with pytest.raises(ValueError, match=r"ModelPruning has no counterpart: use callbacks\.Pruning"):
+            LightningCLI(Net, Data, args=[option], run=False)
+
+
+def test_a_callback_of_our_own_replaces_the_default_one(tmp_path: Path) -> None:
+    own = ["--trainer.callbacks+=callbacks.ModelCheckpoint", "--trainer.callbacks+=callbacks.ModelSummary"]
+    cli = LightningCLI(Net, Data, args=[*own, f"--trainer.default_root_dir={tmp_path}"], run=False)
+    kinds = [type(callback).__name__ for callback in cli.trainer.callbacks]
+    assert sorted(kinds) == ["ModelCheckpoint", "ModelSummary", "RichProgressBar", "SaveConfigCallback"]
+    assert kinds[-1] == "ModelCheckpoint"
+
+
 def test_an_optimizer_from_the_command_line(tmp_path: Path) -> None:
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--trainer.max_epochs=2"]
     options = ["--optimizer=Adam", "--optimizer.lr=0.2", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"]

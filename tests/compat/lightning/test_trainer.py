@@ -317,6 +317,35 @@ def test_callbacks_get_the_stage_as_a_member_of_lightnings_enum(library: Any, tm
     assert seen == [("fit", "fit"), ("TRAINING", "RUNNING")]
 
 
+_AFTER = ("should_stop", "is_last_batch", "num_training_batches", "current_epoch", "global_step", "interrupted")
+
+
+@pytest.mark.parametrize("end", ["max_epochs", "max_steps", "stopped", "early", "failed", "validated"])
+def test_a_trainer_after_a_training_says_what_lightnings_does(end: str, tmp_path: Path) -> None:
+    seen = []
+    for library in (THEIRS, OURS):
+        net = module(library)
+
+        def ends(net: Any = net) -> None:
+            if net.global_step == 3 and end == "stopped":
+                net.trainer.should_stop = True
+            if net.global_step == 3 and end == "failed":
+                raise KeyError("batch")
+
+        net.on_after_backward = ends
+        early = [library.callbacks.EarlyStopping("val", patience=1, min_delta=100.0)] if end == "early" else []
+        limit = {"max_steps": 3} if end == "max_steps" else {"max_epochs": 9 if end == "early" else 2}
+        fitted = trainer(library, tmp_path, callbacks=early, **limit)
+        try:
+            quietly(fitted.fit, net, data(), data())
+        except KeyError:
+            assert end == "failed"
+        if end == "validated":
+            quietly(fitted.validate, net, data(8), verbose=False)
+        seen.append({name: getattr(fitted, name) for name in _AFTER})
+    assert seen[1] == seen[0]
+
+
 # -- the life of a trainer ----------------------------------------------------------------------------------------------------------------
 
 
