@@ -30,7 +30,7 @@ class EarlyStopping(Callback):
         self,
         monitor: str,
         min_delta: float = 0.0,
-        patience: int = 3,
+        patience: int | float = 3,
         mode: Literal["min", "max"] = "min",
         check_finite: bool = True,
         stopping_threshold: float | None = None,
@@ -53,7 +53,7 @@ class EarlyStopping(Callback):
         """
         if mode not in ("min", "max"):
             raise ValueError(f"EarlyStopping(mode={mode!r}): mode must be 'min' or 'max'")
-        if patience < 0:
+        if not patience >= 0:
             raise ValueError(f"EarlyStopping(patience={patience}): patience must be 0 or more checks")
         if not min_delta >= 0:
             raise ValueError(f"EarlyStopping(min_delta={min_delta}): min_delta must be 0 or more")

@@ -43,8 +43,10 @@ class SWA(WeightAveraging):
         use_buffers: bool = True,
         name: str = "swa",
     ) -> None:
-        rates = [] if swa_lrs is None else list(swa_lrs) if isinstance(swa_lrs, Sequence) else [swa_lrs]
-        if not all(type(rate) in (int, float) and rate > 0 for rate in rates) or (swa_lrs is not None and not rates):
+        self._several = isinstance(swa_lrs, Sequence) and not isinstance(swa_lrs, bytes)
+        rates: list[Any] = [] if swa_lrs is None else list(swa_lrs) if self._several else [swa_lrs]  # type: ignore[arg-type]
+        numbers = all(isinstance(rate, (int, float)) and not isinstance(rate, bool) for rate in rates)
+        if not numbers or not all(0 < rate < math.inf for rate in rates) or (swa_lrs is not None and not rates):
             raise ValueError(f"SWA(swa_lrs={swa_lrs!r}): it must be a positive number, a list of them, or None")
         whole = isinstance(swa_epoch_start, int) and not isinstance(swa_epoch_start, bool) and swa_epoch_start >= 1
         if not whole and not (isinstance(swa_epoch_start, float) and 0 <= swa_epoch_start <= 1):
@@ -58,7 +60,6 @@ class SWA(WeightAveraging):
         super().__init__(avg_fn=avg_fn, use_buffers=use_buffers, name=name)
         self.swa_lrs, self.swa_epoch_start = swa_lrs, swa_epoch_start
         self.annealing_epochs, self.annealing_strategy = annealing_epochs, annealing_strategy
-        self._several = isinstance(swa_lrs, Sequence)
         self._rates = rates
         self._start = 0
         self._from: int | None = None

@@ -99,6 +99,7 @@ def hints(make: Callable[..., Any]) -> dict[str, Any]:
 
 
 _NO: Any = object()  # "not of this type"
+_NULL, _QUOTES = " (null in YAML)", "; in YAML, write it in quotes"
 _MADE = (tuple, set, frozenset)
 _LISTS = (*_MADE, list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
@@ -110,13 +111,15 @@ def converted(hint: Any, value: Any, name: str) -> Any:
     """``value`` as the type ``hint``.
 
     Text becomes a path, an enum's member, or what jsonargparse reads it as for a type without a YAML form (``timedelta``); a whole
-    number a float; a list a tuple or a set; a mapping a dataclass.
+    number a float; a scalar of numpy or torch Python's; a list a tuple or a set; a mapping a dataclass.
 
     Raises:
         TypeError: it is of another type.
         ValueError: it has the type, but is not a possible value.
     """
     members = typing.get_args(hint) if typing.get_origin(hint) in _UNIONS else (hint,)
+    if getattr(value, "shape", None) == () and not {bool, int, float}.isdisjoint(members):
+        value = value.item()
     failed: Exception | None = None
     # Those of its exact type first, so that 1 stays an int where ints are allowed.
     for member in sorted(members, key=lambda member: member is not type(value)):
@@ -129,8 +132,24 @@ def converted(hint: Any, value: Any, name: str) -> Any:
             continue
         if found is not _NO:
             return found
-    quotes = "; in YAML, write it in quotes" if str in members and isinstance(value, (bool, int, float)) else ""
+    quotes = _QUOTES if str in members and isinstance(value, (bool, int, float)) else ""
+    others = [each for each in members if typing.get_origin(each) is not typing.Literal and each is not type(None)]
+    if failed is not None and 0 < len(others) < len(members) - (type(None) in members):
+        failed = _kind(failed)(f"{failed}, or {', '.join(map(describe, others))}")
     raise failed or wrong_type(name, value, f"{describe(hint)}{quotes}")
+
+
+def checked(call: str, known: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a Python ``call`` in their types, which ``known`` has by name.
+
+    Raises:
+        TypeError, ValueError: as :func:`converted`.
+    """
+    try:
+        return {name: converted(known.get(name, Any), value, name) for name, value in values.items()}
+    except (ValueError, TypeError) as error:
+        message = str(error).replace(_NULL, "").replace(_QUOTES, "")
+        raise _kind(error)(f"{call}: {message}") from None
 
 
 def _converted(hint: Any, value: Any, name: str) -> Any:
@@ -184,7 +203,9 @@ def _list(kind: Any, arguments: tuple[Any, ...], value: Any, name: str) -> Any:
         raise ValueError(f"{name}={value!r} has {len(value)} values: give {len(arguments)}")
     inner = arguments if fixed else (*arguments, Any)[:1] * len(value)
     items = [converted(inner[i], each, f"{name}.{i}") for i, each in enumerate(value)]
-    return kind(items) if kind in _MADE else items
+    if kind in _MADE:
+        return kind(items)
+    return tuple(items) if isinstance(value, tuple) and kind is not list else items
 
 
 def _dataclass(kind: Any, value: Mapping[Any, Any], name: str) -> Any:
@@ -241,7 +262,7 @@ def describe(hint: Any) -> str:
     if kind is typing.Literal:
         return " or ".join(map(repr, arguments))
     if kind is type(None):
-        return "None (null in YAML)"
+        return f"None{_NULL}"
     if kind in _LISTS:
         return f"a list of {describe(arguments[0])}" if arguments else "a list"
     if not isinstance(kind, type):

@@ -13,7 +13,7 @@ from engine.config.masked import fields_of
 from engine.config.name_and_options import Named
 from engine.config.settings import check
 from engine.strategies.base import Single, Strategy
-from engine.utils.extensions import hint
+from engine.utils.extensions import hint, load
 
 _SHORT: dict[str, Any] = {
     "ddp_find_unused_parameters_true": {"name": "ddp", "find_unused_parameters": True},
@@ -56,8 +56,7 @@ def _maker(name: object, where: str) -> Callable[..., Any]:
         return ours
     others = {each.name: each for each in entry_points(group=strategy_names.GROUP)}
     if name in others:
-        theirs: Callable[..., Any] = others[str(name)].load()
-        return theirs
+        return load(others[str(name)])
     known = ["auto", *(n for n, p in strategy_names.BUILT_IN.items() if strategy_names.is_there(p)), *others]
     possible = f"possible: {', '.join(known)}, or a Strategy object"
     if point is not None:

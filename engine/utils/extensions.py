@@ -102,12 +102,32 @@ def _extensions(group: str) -> tuple[tuple[str, Callable[..., Any]], ...]:
 
 
 def _loaded(point: EntryPoint) -> Callable[..., Any] | None:
-    """The function of an entry point; ``None`` if its module is not in this copy."""
+    """The function of an entry point; ``None`` if it is one of ours, whose module is not in this copy."""
     try:
-        function: Callable[..., Any] = point.load()
-    except ModuleNotFoundError as error:
-        absent = error.name is not None and f"{point.module}.".startswith(f"{error.name}.")
-        if not absent:
+        return load(point)
+    except ImportError as error:
+        cause = error.__cause__
+        absent = isinstance(cause, ModuleNotFoundError) and f"{point.module}.".startswith(f"{cause.name}.")
+        if not (absent and point.module.startswith("engine.")):
             raise
         return None
+
+
+def load(point: EntryPoint) -> Callable[..., Any]:
+    """The function or class of an entry point.
+
+    Raises:
+        ImportError: it cannot be imported, or it cannot be called; the message names the package that registers it.
+    """
+    try:
+        function: Callable[..., Any] = point.load()
+        if not callable(function):
+            raise TypeError(f"it is of type {type(function).__name__}, not a function or a class")
+    except (Exception, SystemExit) as error:
+        package = DISTRIBUTION if point.dist is None else point.dist.name
+        raise ImportError(
+            f"the installed package {package!r} registers the entry point '{point.name} = {point.value}' in the group {point.group!r}, and it "
+            f"cannot be loaded ({type(error).__name__}: {error}): update or uninstall {package!r}",
+            name=error.name if isinstance(error, ImportError) else None,
+        ) from error
     return function

@@ -12,7 +12,7 @@ import pytest
 from support.toys import Weight, fit, ones
 
 import engine
-from engine import Callback
+from engine import Callback, strategies
 from engine.utils import extensions
 
 
@@ -64,8 +64,46 @@ def test_an_annex_that_lacks_a_package_says_so(
     (tmp_path / "broken_annex.py").write_text("import a_package_that_is_not_installed\n")
     monkeypatch.syspath_prepend(tmp_path)
     registered(("engine.hints", "broken", "broken_annex:find"))
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_installed"):
+    with pytest.raises(ImportError, match=r"'broken = broken_annex:find'.*a_package_that_is_not_installed"):
         extensions.hint("setting", "gpus")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("adapters_not_there:adapt", "ModuleNotFoundError: No module named 'adapters_not_there'"),
+        ("third_adapters:nothing", "AttributeError: module 'third_adapters' has no attribute 'nothing'"),
+        ("third_adapters:number", "TypeError: it is of type int, not a function or a class"),
+        ("third_raises:adapt", "RuntimeError: boom"),
+        ("third_ends:adapt", "SystemExit: 3"),
+        ("third_adapters:a b", "AttributeError: "),
+    ],
+)
+def test_a_broken_entry_point_names_its_package(
+    value: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = tmp_path / "third_party-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        f"[engine.adapters]\nthird_library = {value}\n[engine.strategies]\nthird = {value}\n"
+    )
+    (tmp_path / "third_adapters.py").write_text("number = 3\n")
+    (tmp_path / "third_raises.py").write_text("raise RuntimeError('boom')\n")
+    (tmp_path / "third_ends.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    foreign = type("Foreign", (), {"__module__": "third_library.models"})()
+    for group, name, ask in (
+        ("adapters", "third_library", lambda: extensions.adapted(foreign)),
+        ("strategies", "third", lambda: strategies.get("third")),
+    ):
+        with pytest.raises(ImportError) as caught:
+            ask()
+        assert str(caught.value).startswith(
+            f"the installed package 'third-party' registers the entry point '{name} = {value}' in the group 'engine.{group}'"
+        )
+        assert reason in str(caught.value)
+        assert str(caught.value).endswith("update or uninstall 'third-party'")
 
 
 def test_a_copy_that_is_not_installed_has_no_annexes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from engine.compat.accelerate.scheduler import AcceleratedScheduler
 from engine.compat.accelerate.state import AcceleratorState, GradientState, PartialState
 from engine.compat.accelerate.tracking import trackers_for
 from engine.compat.accelerate.utils import dataclasses as settings
+from engine.compat.checked_arguments import checking_arguments
 from engine.distributed.collectives import broadcast_object
 from engine.engine import Engine
 from engine.step.share import Share
@@ -54,16 +55,16 @@ class Accelerator(Engine):
     project_configuration: Any = None
     trackers: list[Any] = []
 
+    @checking_arguments()
     def __init__(
         self, device_placement: bool = True, split_batches: bool | None = None, mixed_precision: Any = None,
         gradient_accumulation_steps: int = 1, cpu: bool = False, dataloader_config: Any = None, deepspeed_plugin: Any = None,
         fsdp_plugin: Any = None, torch_tp_plugin: Any = None, megatron_lm_plugin: Any = None, rng_types: list[Any] | None = None,
         log_with: Any = None, project_dir: Any = None, project_config: Any = None, gradient_accumulation_plugin: Any = None,
         step_scheduler_with_optimizer: bool = True, kwargs_handlers: list[Any] | None = None, dynamo_backend: Any = None,
-        dynamo_plugin: Any = None, deepspeed_plugins: Any = None, parallelism_config: Any = None, *, rules: str = "exact",
+        dynamo_plugin: Any = None, deepspeed_plugins: Any = None, parallelism_config: Any = None, *,
+        rules: Literal["exact", "accelerate"] = "exact",
     ) -> None:  # fmt: skip
-        if rules not in ("exact", "accelerate"):
-            raise ValueError(f"rules={rules!r} is unknown; possible: 'exact', 'accelerate'")
         self._given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         handlers = self.handlers = translation.handlers_by_name(kwargs_handlers or [])
         process_group = handlers.get("InitProcessGroupKwargs") or settings.InitProcessGroupKwargs()

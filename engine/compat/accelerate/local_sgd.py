@@ -8,16 +8,21 @@ from typing import Any, Self
 import torch
 
 from engine.compat.accelerate.accelerator import Accelerator
+from engine.compat.checked_arguments import checking_arguments
+from engine.config.checks import an_int
 
 
 class LocalSGD:
     """A block in which each rank steps with its own gradients; every ``local_sgd_steps`` calls of :meth:`step`, and at its end, weights are averaged.
 
     Raises:
+        ValueError, TypeError: an argument is not possible.
         NotImplementedError: the strategy divides the model over the ranks.
     """
 
+    @checking_arguments(but=("accelerator",))  # its strategy is what counts
     def __init__(self, accelerator: Accelerator, model: Any, local_sgd_steps: int, enabled: bool = True) -> None:
+        self.local_sgd_steps = an_int(1)("LocalSGD: local_sgd_steps", local_sgd_steps)
         kind = str(accelerator.distributed_type)
         if kind != "NO" and not kind.startswith("MULTI_"):
             raise NotImplementedError(
@@ -25,7 +30,7 @@ class LocalSGD:
             )
         self.enabled = enabled and kind != "NO"
         self.num_steps = 0
-        self.accelerator, self.model, self.local_sgd_steps = accelerator, model, local_sgd_steps
+        self.accelerator, self.model = accelerator, model
         self._block = ExitStack()
 
     def __enter__(self) -> Self:

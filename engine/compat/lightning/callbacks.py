@@ -5,18 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from datetime import timedelta
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 import engine.callbacks as own
+from engine.compat.checked_arguments import as_device, checking_arguments, with_arguments_of
 from engine.compat.lightning.arguments import CALLBACKS
 from engine.compat.lightning.callback import Callback
 from engine.compat.lightning.ckpt import write_checkpoint
 from engine.compat.lightning.events import EVENTS
 from engine.compat.lightning.names import CLASSES, OF_CHECKPOINTS
-from engine.compat.refusals import refusing, with_arguments_of
+from engine.compat.refusals import refusing
+from engine.config.checks import an_int
+from engine.config.duration import NEVER
+from engine.config.settings import check
 from engine.utils.log import logger
 
 Device = torch.device | str | int | None
@@ -75,7 +80,8 @@ class StochasticWeightAveraging(Callback, own.SWA):
         self, swa_lrs: float | list[float], swa_epoch_start: int | float = 0.8, annealing_epochs: int = 10,
         annealing_strategy: Literal["cos", "linear"] = "cos", avg_fn: Callable[..., Any] | None = None,
         device: torch.device | str | None = "cpu",
-    ) -> None: ...  # fmt: skip
+    ) -> None:  # fmt: skip
+        as_device("StochasticWeightAveraging", device)
 
 
 class BasePredictionWriter(Callback, own.BasePredictionWriter):
@@ -140,7 +146,7 @@ class SimpleProfiler(Callback, own.SimpleProfiler):
 
     @with_arguments_of(own.SimpleProfiler, CALLBACKS)
     def __init__(
-        self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True
+        self, dirpath: str | PathLike[str] | None = None, filename: str | None = None, extended: bool = True
     ) -> None: ...
 
 
@@ -149,7 +155,7 @@ class PyTorchProfiler(Callback, own.Profiler):
 
     @with_arguments_of(own.Profiler, CALLBACKS)
     def __init__(
-        self, dirpath: str | Path | None = None, filename: str | None = None, group_by_input_shapes: bool = False,
+        self, dirpath: str | PathLike[str] | None = None, filename: str | None = None, group_by_input_shapes: bool = False,
         emit_nvtx: bool = False, export_to_chrome: bool = True, row_limit: int = 20, sort_by_key: str | None = None,
         record_module_names: bool = True, table_kwargs: dict[str, Any] | None = None, **profiler_kwargs: Any,
     ) -> None: ...  # fmt: skip
@@ -169,16 +175,20 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
     """With ``ModelCheckpoint.pickles = True`` each checkpoint that is left at a training's end is also a file beside its folder: weights and
     hyperparameters in Lightning's form. The paths then are those of the files, for programs that ``torch.load`` them."""
 
+    @checking_arguments()
     def __init__(
-        self, dirpath: Any = None, filename: str | None = None, monitor: str | None = None, verbose: bool = False,
-        save_last: bool | str | None = None, save_top_k: int = 1, save_on_exception: bool = False,
-        save_weights_only: bool = False, mode: Any = "min", auto_insert_metric_name: bool = True,
+        self, dirpath: str | PathLike[str] | None = None, filename: str | None = None, monitor: str | None = None,
+        verbose: bool = False, save_last: bool | Literal["link"] | None = None, save_top_k: int = 1,
+        save_on_exception: bool = False, save_weights_only: bool = False, mode: Literal["min", "max"] = "min", auto_insert_metric_name: bool = True,
         every_n_train_steps: int | None = None, train_time_interval: timedelta | None = None,
         every_n_epochs: int | None = None, save_on_train_epoch_end: bool | None = None, enable_version_counter: bool = True,
     ) -> None:  # fmt: skip
         if save_weights_only:
             said = "ModelCheckpoint(save_weights_only=True): checkpoints are complete; 'fit checkpoint export' writes weights only"
             logger.warning(said)
+        count = an_int(0, none="never", most=NEVER)
+        every_n_train_steps = count("ModelCheckpoint: every_n_train_steps", every_n_train_steps)
+        every_n_epochs = count("ModelCheckpoint: every_n_epochs", every_n_epochs)
         default = all(each is None for each in (every_n_train_steps, train_time_interval, every_n_epochs))
         epochs = f"{1 if default else every_n_epochs} epochs" if default or every_n_epochs else None
         every: list[Any] = [each for each in (every_n_train_steps, train_time_interval, epochs) if each]
@@ -189,7 +199,8 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         self.idle = not save_top_k and not save_last
         self._names_last, self._trains_last = save_last, save_on_train_epoch_end
         self._files: dict[int, Path] = {}
-        kept = (monitor, mode, save_top_k, bool(save_last) or self.idle, None, dirpath, name + self.FILE_EXTENSION)
+        folder = Path(dirpath) if isinstance(dirpath, PathLike) else dirpath
+        kept = (monitor, mode, save_top_k, bool(save_last) or self.idle, None, folder, name + self.FILE_EXTENSION)
         # Not asynchronous: a path is there when it is named.
         own.ModelCheckpoint.__init__(self, next(iter(every), None), *kept, asynchronous=False)
 
@@ -245,8 +256,9 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
 class EarlyStopping(Callback, own.EarlyStopping):
     """Lightning's arguments of :class:`callbacks.EarlyStopping`."""
 
+    @checking_arguments()
     def __init__(
-        self, monitor: str, min_delta: float = 0.0, patience: int = 3, verbose: bool = False, mode: Literal["min", "max"] = "min",
+        self, monitor: str, min_delta: float = 0.0, patience: int | float = 3, verbose: bool = False, mode: Literal["min", "max"] = "min",
         strict: bool = True, check_finite: bool = True, stopping_threshold: float | None = None,
         divergence_threshold: float | None = None, check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
@@ -265,8 +277,13 @@ class EarlyStopping(Callback, own.EarlyStopping):
 class GradientAccumulationScheduler(Callback):
     """A schedule ``{first epoch: micro-batches}``, which ``Trainer`` gives to ``Fit(accumulate_grad_batches=...)``."""
 
+    @checking_arguments()
     def __init__(self, scheduling: dict[int, int]) -> None:
-        self.scheduling = dict(scheduling)
+        self.scheduling = scheduling
+        try:
+            check("accumulate_grad_batches", scheduling)
+        except ValueError as error:
+            raise ValueError(f"GradientAccumulationScheduler(scheduling={scheduling}): {error}") from None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if trainer.run.settings.accumulate_grad_batches != self.scheduling:
@@ -276,7 +293,8 @@ class GradientAccumulationScheduler(Callback):
 class LambdaCallback(Callback):
     """Functions as a callback: ``LambdaCallback(on_train_start=lambda trainer, pl_module: ...)``."""
 
-    def __init__(self, **functions: Any) -> None:
+    @checking_arguments()
+    def __init__(self, **functions: Callable[..., Any] | None) -> None:
         for event, function in functions.items():
             if event not in EVENTS:
                 raise TypeError(f"LambdaCallback: {event!r} is not an event; events: {', '.join(EVENTS)}")

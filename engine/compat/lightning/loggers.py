@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
 import engine.callbacks as own
 from callbacks.loggers import ForwardingLogger as AdaptedLogger  # noqa: F401
 from callbacks.loggers import PlainLogger as Logger
+from engine.compat.checked_arguments import with_arguments_of
 from engine.compat.lightning.arguments import LOGGERS
 from engine.compat.lightning.names import CLASSES
-from engine.compat.refusals import refusing, with_arguments_of
+from engine.compat.refusals import refusing
 from engine.distributed.rank_zero import rank_zero_experiment as rank_zero_experiment
 from engine.utils.log import logger
 
-Folder = str | Path | None
+Folder = str | PathLike[str] | None
 
 
 class WrappedLogger(Logger):

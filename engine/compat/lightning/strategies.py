@@ -2,26 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
+from engine.compat.checked_arguments import as_device, checking_arguments
 from engine.compat.lightning import strategy_arguments as strategies
 from engine.compat.lightning.names import CLASSES
 from engine.compat.refusals import refusing
+from engine.config.construct import checked, hints
+from engine.distributed.group import Group
 from engine.strategies.base import Single, Strategy
 from engine.strategies.ddp import DDP
 from engine.strategies.fsdp import FSDP
 
 
-class DDPStrategy(DDP, metaclass=strategies.AsBase):
+class AsBase(type):
+    """A class of Lightning's whose objects are those of its base here; ``given`` translates the arguments."""
+
+    given: Callable[[Any], dict[str, Any]]
+
+    def __init__(cls, name: str, bases: tuple[type, ...], content: dict[str, Any]) -> None:
+        super().__init__(name, bases, content)
+        if isinstance(bases[0], AsBase):
+            raise TypeError(
+                f"class {name}({bases[0].__name__}): subclass engine.{bases[0].__bases__[0].__name__}, whose methods differ"
+            )
+
+    def __call__(cls, **options: Any) -> Any:
+        base = cls.__bases__[0]
+        return base(**checked(cls.__name__, hints(base), cls.given(options)))
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.__bases__[0])
+
+
+class DDPStrategy(DDP, metaclass=AsBase):
     given = staticmethod(strategies.ddp)
 
 
-class FSDPStrategy(FSDP, metaclass=strategies.AsBase):
+class FSDPStrategy(FSDP, metaclass=AsBase):
     given = staticmethod(strategies.fsdp)
 
 
-def SingleDeviceStrategy(device: Any = None, **options: Any) -> Single:
-    return Single(**strategies.single(options))
+class SingleDeviceStrategy(Single):
+    """One process on ``device``: ``Trainer`` computes there."""
+
+    @checking_arguments()
+    def __init__(self, device: torch.device | str | int | None = None, **options: Any) -> None:
+        super().__init__(**strategies.single(options))
+        self.device = as_device("SingleDeviceStrategy", device)
+
+    def trainer_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of ``Trainer`` that ask for the device.
+
+        Raises:
+            ValueError: the ``given`` ones ask for another.
+        """
+        if self.device is None:
+            return {"strategy": "single_device"}
+        kind, index = self.device.type, self.device.index
+        same = given["accelerator"] in ("auto", kind) or (kind != "cpu" and given["accelerator"] == "gpu")
+        if not same or given["devices"] not in ("auto", 1, "1", index, [index]):
+            raise ValueError(
+                f"SingleDeviceStrategy(device='{self.device}') contradicts Trainer(accelerator={given['accelerator']!r}, "
+                f"devices={given['devices']!r}): leave these two out"
+            )
+        devices = 1 if index is None or kind == "cpu" else [index]
+        return {"strategy": "single_device", "accelerator": kind, "devices": devices}
+
+    def connect(self, group: Group) -> None:
+        super().connect(group)
+        wanted = self.device or group.device
+        if wanted.type != group.device.type or wanted.index not in (None, group.device.index or 0):
+            raise ValueError(
+                f"SingleDeviceStrategy(device='{wanted}'), but this process computes on {group.device}: give Fit(accelerator={wanted.type!r}, "
+                f"devices=[{wanted.index or 0}])"
+            )
 
 
 ParallelStrategy = Strategy

@@ -13,25 +13,6 @@ _HOOKS = {"fp16_compress_hook": "fp16", "bf16_compress_hook": "bf16", "powerSGD_
 _KEEPS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "_HYBRID_SHARD_ZERO2": False}
 
 
-class AsBase(type):
-    """A class of Lightning's whose objects are those of its base here; ``given`` translates the arguments."""
-
-    given: Callable[[Any], dict[str, Any]]
-
-    def __init__(cls, name: str, bases: tuple[type, ...], content: dict[str, Any]) -> None:
-        super().__init__(name, bases, content)
-        if isinstance(bases[0], AsBase):
-            raise TypeError(
-                f"class {name}({bases[0].__name__}): subclass engine.{bases[0].__bases__[0].__name__}, whose methods differ"
-            )
-
-    def __call__(cls, **options: Any) -> Any:
-        return cls.__bases__[0](**cls.given(options))
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, cls.__bases__[0])
-
-
 def strategy(asked: str) -> Any:
     """The setting for a strategy of Lightning's name.
 

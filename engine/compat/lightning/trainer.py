@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.callback import Callback
+from engine.compat.checked_arguments import checking_arguments
 from engine.compat.lightning import ckpt
 from engine.compat.lightning.adapters import adapt
 from engine.compat.lightning.before_run import BeforeRun
@@ -39,20 +40,21 @@ class Trainer(TrainerView):
     """Of the latest training."""
 
     # fmt: off
+    @checking_arguments(but=("callbacks", "logger"))  # objects of other classes are adapted
     def __init__(
         self, *, accelerator: str = "auto", strategy: Any = "auto", devices: list[int] | str | int = "auto", num_nodes: int = 1,
         precision: str | int | None = None, logger: Logger | list[Logger] | bool | None = None,
         callbacks: list[NamedCallback | Callback] | NamedCallback | Callback | None = None, fast_dev_run: int | bool = False,
         max_epochs: int | None = None, min_epochs: int | None = None, max_steps: int = -1, min_steps: int | None = None,
-        max_time: str | timedelta | dict[str, int] | None = None, limit_train_batches: int | float | None = None,
+        max_time: str | timedelta | dict[str, float] | None = None, limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None, limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None, overfit_batches: int | float = 0.0,
-        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
+        val_check_interval: int | float | str | timedelta | dict[str, float] | None = None,
         check_val_every_n_epoch: int | None = 1, num_sanity_val_steps: int | None = None, log_every_n_steps: int | None = None,
         enable_checkpointing: bool | None = None, enable_progress_bar: bool | None = None,
         enable_model_summary: bool | None = None, accumulate_grad_batches: int = 1, gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None, deterministic: bool | str | None = None, benchmark: bool | None = None,
-        inference_mode: bool = True, use_distributed_sampler: bool = True, profiler: Any = None, detect_anomaly: bool = False,
+        inference_mode: bool = True, use_distributed_sampler: bool = True, profiler: Callback | str | None = None, detect_anomaly: bool = False,
         barebones: bool = False, plugins: Any = None, sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0, default_root_dir: str | os.PathLike[str] | None = None,
         enable_autolog_hparams: bool = True, model_registry: str | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -86,7 +87,7 @@ def _validation(given: Mapping[str, Any]) -> tuple[Any, tuple[int | float, int |
     if (
         (in_time and epochs not in (None, 1))
         or (epochs is None and not in_time and not isinstance(interval, int))
-        or interval == 0
+        or (isinstance(interval, (int, float)) and not 0 < interval < math.inf)
     ):
         raise ValueError(
             f"Trainer(val_check_interval={interval!r}, check_val_every_n_epoch={epochs}): give a time without epochs, with None a number of "

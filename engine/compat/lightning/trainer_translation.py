@@ -12,6 +12,8 @@ from engine.compat.lightning import callbacks as named
 from engine.compat.lightning import trainer_settings as config
 from engine.compat.lightning.callback import lightnings
 from engine.compat.lightning.loggers import CSVLogger, TensorBoardLogger
+from engine.compat.lightning.strategies import SingleDeviceStrategy
+from engine.config.checks import wrong_type
 
 _PROFILERS = {"simple": named.SimpleProfiler, "pytorch": named.PyTorchProfiler}
 _DEFAULTS = {
@@ -37,6 +39,8 @@ class Translated:
 
 def translate(given: Mapping[str, Any]) -> Translated:
     """The ``given`` arguments of ``Trainer``; an error names one that has no counterpart or contradicts another, and what to use."""
+    if isinstance(given["strategy"], SingleDeviceStrategy):
+        given = {**given, **given["strategy"].trainer_arguments(given)}
     settings, batches = config.settings(given)
     loggers, profiler = _loggers(given), given["profiler"]
     placed = next((each.root_dir for each in loggers if getattr(each, "root_dir", None) is not None), None)
@@ -57,7 +61,13 @@ def _loggers(given: Mapping[str, Any]) -> list[Any]:
     if asked is None or asked is True:
         there = any(map(importlib.util.find_spec, ("tensorboard", "tensorboardX")))
         return [TensorBoardLogger(save_dir=None) if there else CSVLogger(save_dir=None)]
-    return list(asked) if isinstance(asked, (list, tuple, set)) else [asked]
+    loggers = list(asked) if isinstance(asked, (list, tuple, set)) else [asked]
+    for each in loggers:
+        if not hasattr(each, "log_metrics"):
+            raise wrong_type(
+                "Trainer: logger", each, "True, False, a Logger, an object with log_metrics, or a list of these"
+            )
+    return loggers
 
 
 def _callbacks(given: Mapping[str, Any], settings: dict[str, Any]) -> list[Any]:

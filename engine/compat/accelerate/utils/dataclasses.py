@@ -7,10 +7,12 @@ import enum
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import field, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from typing import Any, ClassVar
 
 import torch
+
+from engine.config.construct import checked
 
 
 def _names(name: str, values: str) -> Any:
@@ -30,6 +32,10 @@ RNGType = _names("RNGType", "torch cuda mlu sdaa musa npu xla xpu hpu neuron gen
 
 class KwargsHandler:
     """The base of objects for ``kwargs_handlers``."""
+
+    def __post_init__(self) -> None:
+        types = {each.name: each.type for each in fields(self)}  # type: ignore[arg-type]
+        vars(self).update(checked(type(self).__name__, types, vars(self)))
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""
@@ -77,11 +83,12 @@ def _wrapping(policy: Any) -> dict[str, Any]:
 
 
 def _settings(name: str, fields: str, base: type = KwargsHandler, **said: Any) -> Any:
-    """A dataclass with these fields, written as ``name=default``; without one it is ``None``."""
+    """A dataclass with these fields, written as ``name=default``; without one it is ``None``. Flags and numbers are checked."""
     made: list[Any] = []
     for key, _, text in (each.partition("=") for each in fields.split()):
         value = ast.literal_eval(text or "None")
-        made.append((key, Any, field(default_factory=dict) if value == {} else value))
+        kind = type(value) if isinstance(value, (bool, int, float)) else Any
+        made.append((key, kind, field(default_factory=dict) if value == {} else value))
     return make_dataclass(name, made, bases=(base,), namespace={"__module__": __name__, **said})
 
 
@@ -115,6 +122,7 @@ class _Directories(KwargsHandler):
     """The folders of a project; the trackers' is the project's unless it is given."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: Any = None) -> None:

@@ -1,0 +1,112 @@
+"""Decorators of drop-in constructors: arguments are checked against their annotations, and given to our class."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from engine.compat.refusals import translated
+from engine.compat.table_rows import Argument
+from engine.config.construct import checked, hints
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+class Constructor:
+    """An ``__init__`` with another trainer's signature.
+
+    What it takes by ``**`` has the types of the arguments of the class ``of``. Arguments in ``but`` are not checked.
+    """
+
+    def __init__(self, init: Callable[..., None], of: type | None = None, but: Collection[str] = ()) -> None:
+        self.init, self.of, self.but = init, of, but
+        self.call, parameters = init.__qualname__.partition(".")[0], inspect.signature(init).parameters
+        self.signature = inspect.signature(init)
+        self.keywords = next((name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD), "")
+
+    @functools.cached_property
+    def types(self) -> Mapping[str, Any]:
+        """The annotations, which are read at the first call: they may name what the module defines later."""
+        return {name: hint for name, hint in typing.get_type_hints(self.init).items() if name not in self.but}
+
+    def bound(self, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+        """The arguments of a call, each in the type of its annotation.
+
+        Raises:
+            TypeError, ValueError: an argument does not exist, or its value is not possible.
+        """
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.call}() {error}") from None
+        bound.arguments.update(checked(self.call, self.types, self._named(bound)))
+        if more := bound.arguments.get(self.keywords):
+            types = dict.fromkeys(more, self.types[self.keywords]) | ({} if self.of is None else hints(self.of))
+            bound.arguments[self.keywords] = checked(self.call, types, more)
+        return bound
+
+    def given(self, bound: inspect.BoundArguments) -> dict[str, Any]:
+        """The arguments that differ from their defaults."""
+        usual = self.signature.parameters
+        named = {name: value for name, value in self._named(bound).items() if not _same(value, usual[name].default)}
+        return named | bound.arguments.get(self.keywords, {})
+
+    def _named(self, bound: inspect.BoundArguments) -> dict[str, Any]:
+        return {name: value for name, value in bound.arguments.items() if name not in ("self", self.keywords)}
+
+
+def _same(value: object, usual: object) -> bool:
+    """Whether a program that names all defaults, as parsers of command lines do, gave this one's."""
+    return value is usual or (type(value) is type(usual) and value == usual)
+
+
+def checking_arguments(*, but: Collection[str] = ()) -> Callable[[Init], Init]:
+    """Decorator of an ``__init__``, whose body gets the arguments, all ``but`` these, in the types of their annotations."""
+
+    def decorate(init: Init) -> Init:
+        constructor = Constructor(init, but=but)
+
+        @functools.wraps(init)
+        def checked_init(*args: Any, **kwargs: Any) -> None:
+            bound = constructor.bound(*args, **kwargs)
+            init(*bound.args, **bound.kwargs)
+
+        return checked_init  # type: ignore[return-value]
+
+    return decorate
+
+
+def with_arguments_of(of: type, rows: Mapping[str, Mapping[str, Argument]], **fixed: Any) -> Callable[[Init], Init]:
+    """Decorator of an ``__init__`` that has another trainer's signature: before its body runs, the arguments that differ from the defaults are
+    given to that of the class ``of``, with our ``fixed`` ones. ``rows``: by class, the arguments without a counterpart.
+    """
+
+    def decorate(init: Init) -> Init:
+        constructor = Constructor(init, of)
+
+        @functools.wraps(init)
+        def of_both(self: object, *args: Any, **kwargs: Any) -> None:
+            bound, call = constructor.bound(self, *args, **kwargs), constructor.call
+            of.__init__(self, **translated(call, constructor.given(bound), rows.get(call, {})), **fixed)  # type: ignore[misc]
+            init(*bound.args, **bound.kwargs)
+
+        return of_both  # type: ignore[return-value]
+
+    return decorate
+
+
+def as_device(call: str, device: torch.device | str | int | None) -> torch.device | None:
+    """The argument ``device`` of a ``call`` as torch's object.
+
+    Raises:
+        ValueError: torch knows no device of this name.
+    """
+    try:
+        return None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{call}(device={device!r}): {str(error).partition(chr(10))[0]}") from None
