@@ -26,7 +26,6 @@ from engine.metrics.recorder import Recorder
 from engine.prepared.registry import Registry
 from engine.prepared.snapshot import Snapshot
 from engine.step import gradients
-from engine.step.gradient_norms import named_norms
 from engine.step.gradients import Loss
 from engine.step.optimizer_step import Optimizers, Then
 from engine.step.precision import Precision
