@@ -140,7 +140,9 @@ class Stepper:
         """
         chosen = {id(p) for p in parameters_of(optimizers)}
         named = {
-            name: p for name, p in model.named_parameters() if p.grad is not None and (not optimizers or id(p) in chosen)
+            name: p
+            for name, p in model.named_parameters()
+            if p.grad is not None and (not optimizers or id(p) in chosen)
         }
         self.readable(list(named.values()))
         return self.strategy.norms({name: gradients.gradients([p])[0] for name, p in named.items()}, norm_type)
