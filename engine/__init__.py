@@ -18,8 +18,8 @@ _NAMES = {
     "Callback": "engine.callback",
     "Resume": "engine.checkpoint.resume",
     "Run": "engine.loop.run",
-    "Result": "engine.loop.result",
-    "TrainState": "engine.loop.result",
+    "Result": "engine.loop.state",
+    "TrainState": "engine.loop.state",
     "Settings": "engine.config.settings",
     "Strategy": "engine.strategies.base",
     "Single": "engine.strategies.base",
@@ -70,9 +70,9 @@ if TYPE_CHECKING:
     from engine.distributed.rank_zero import rank_zero_only as rank_zero_only
     from engine.engine import Engine as Engine
     from engine.fit import Fit as Fit
-    from engine.loop.result import Result as Result
-    from engine.loop.result import TrainState as TrainState
     from engine.loop.run import Run as Run
+    from engine.loop.state import Result as Result
+    from engine.loop.state import TrainState as TrainState
     from engine.module import TrainModule as TrainModule
     from engine.planning.plan import Plan as Plan
     from engine.step.gradients import Loss as Loss

@@ -26,7 +26,6 @@ from engine.metrics.recorder import Recorder
 from engine.prepared.registry import Registry
 from engine.prepared.snapshot import Snapshot
 from engine.step import gradients
-from engine.step.gradient_norms import named_norms
 from engine.step.gradients import Loss
 from engine.step.optimizer_step import Optimizers, Then
 from engine.step.precision import Precision
@@ -333,7 +332,7 @@ class Engine:
         ``optimizer``: only of its parameters. All ranks call this together.
         """
         own = [] if optimizer is None else [raw(optimizer)]
-        return named_norms(self._stepper, self.unwrap_model(model), norm_type, own) if self.sync_gradients else {}
+        return self._stepper.named_norms(self.unwrap_model(model), norm_type, own) if self.sync_gradients else {}
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp each gradient element to [-clip_value, clip_value]."""

@@ -34,15 +34,13 @@ from engine.loop.hook_calls import Hooks
 from engine.loop.lifecycle import housed, log_start, session
 from engine.loop.out_of_memory import noting_what_finds_a_fit
 from engine.loop.rank_checks import compare, compare_models
-from engine.loop.result import Result
+from engine.loop.replay import LeftOut, ReplayedStep, StepWatch, starting_point
 from engine.loop.run import Run
+from engine.loop.state import Result
 from engine.loop.train import of_the_epoch, train
 from engine.loop.watching import collected, watched
 from engine.loop.whole_weights import holding, whole_state
 from engine.module import TrainModule
-from engine.replay.replayed_step import ReplayedStep
-from engine.replay.starting_point import starting_point
-from engine.replay.step_watch import LeftOut, StepWatch
 from engine.step.precision import Precision
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8

@@ -28,8 +28,7 @@ from engine.config.yaml_values import KINDS
 from engine.config.yaml_writer import flow
 from engine.data.datamodule import DataModule
 from engine.distributed.environment import detect
-from engine.replay.starting_point import StartingPoint, starting_point
-from engine.replay.step_watch import LeftOut
+from engine.loop.replay import LeftOut, StartingPoint, starting_point
 from engine.utils.log import logger
 from engine.utils.text import terminal_text
 

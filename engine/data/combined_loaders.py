@@ -11,7 +11,7 @@ from engine.data.sampler import Deal, mixed, repeated
 from engine.data.stream import Stream
 from engine.data.stream_position import presharded
 from engine.distributed.group import Group
-from engine.step.share import Share, shares
+from engine.step.window import Share, shares
 from engine.utils.errors import nearest
 from engine.utils.tree import batch_size
 

@@ -14,7 +14,7 @@ from engine.data.sampler_order import Order, is_a, order_for
 from engine.data.stream_position import altered, end_workers, presharded
 from engine.distributed.collectives import gather_object, gather_row
 from engine.distributed.group import Group
-from engine.step.share import Share, shares
+from engine.step.window import Share, shares
 from engine.utils.tree import batch_size
 
 Micro = tuple[Any, Share]

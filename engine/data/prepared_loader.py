@@ -11,8 +11,7 @@ import torch
 from engine.data.device_prefetch import SideStream, ahead
 from engine.data.feed import feed_for
 from engine.distributed.group import Group
-from engine.step.share import ALONE
-from engine.step.window import Window
+from engine.step.window import ALONE, Window
 from engine.utils import accelerator
 from engine.utils.seed import isolated
 from engine.utils.tree import move

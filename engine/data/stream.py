@@ -14,7 +14,7 @@ from engine.data.sampler import mixed
 from engine.data.stream_position import Source, end_workers, presharded, source_for
 from engine.distributed.collectives import gather_json, gather_row
 from engine.distributed.group import Group
-from engine.step.share import shares
+from engine.step.window import shares
 from engine.utils.log import warn_once
 from engine.utils.seed import isolated
 from engine.utils.tree import batch_size

@@ -33,7 +33,7 @@ _WAITS = (
     str(Path(__file__).resolve().parent),
 )
 _LOADERS = {
-    "engine.loop.epoch_clock": "training",
+    "engine.loop.timing": "training",
     "engine.loop.train": "training",
     "engine.loop.evaluate": "evaluation",
 }

@@ -14,7 +14,7 @@ from engine.loop.run import Run
 from engine.metrics.torchmetrics_states import unchanged
 from engine.module import overrides
 from engine.step.gradients import Loss, check_held, loss_in
-from engine.step.share import Share
+from engine.step.window import Share
 from engine.utils.log import warn_once
 
 

@@ -19,7 +19,7 @@ from engine.loop.hook_arguments import fitted
 from engine.loop.run import Run
 from engine.metrics.torchmetrics_states import unchanged
 from engine.module import TrainModule, overrides
-from engine.step.share import Share
+from engine.step.window import Share
 from engine.step.wrappers import PreparedOptimizer
 from engine.utils import accelerator
 from engine.utils.parameters import is_sharded, parameters_of

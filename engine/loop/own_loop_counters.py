@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.loop.result import TrainState
+from engine.loop.state import TrainState
 
 
 def state_of_loop(

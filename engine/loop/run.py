@@ -27,15 +27,14 @@ from engine.data.prepared_loader import PreparedLoader
 from engine.distributed.agreement import HURRY, STOP, TERMINATE, Agreement
 from engine.distributed.collectives import gather_json
 from engine.engine import Engine
-from engine.health.garbage import Collector
 from engine.loop import module_calls
 from engine.loop.compatibility import shown
+from engine.loop.garbage import Collector
 from engine.loop.hook_calls import Hooked, Hooks
 from engine.loop.live_metrics import LiveMetrics
-from engine.loop.phases import Phases, phase
-from engine.loop.result import Result, Times, TrainState, status_of
+from engine.loop.state import Result, Tally, Times, TrainState, status_of
 from engine.loop.step_count import total_steps
-from engine.loop.tally import Tally
+from engine.loop.timing import Phases, phase
 from engine.metrics.recorder import Recorder
 from engine.module import TrainModule
 from engine.step.optimizers import Modes, Schedule

@@ -36,9 +36,8 @@ from engine.distributed.all_or_none import together
 from engine.distributed.collectives import gather_json
 from engine.loop.callback_states import load_states, states, weights
 from engine.loop.own_loop_counters import state_of_loop
-from engine.loop.result import TrainState
 from engine.loop.run import Run
-from engine.loop.tally import Tally
+from engine.loop.state import Tally, TrainState
 from engine.metrics.recorder import named
 from engine.metrics.torchmetrics_states import load_metric_states, metric_states
 from engine.step.optimizers import counters

@@ -9,11 +9,11 @@ from typing import Any
 from engine.config.duration import NEVER
 from engine.health.watchdog import collective_limit
 from engine.loop.checkpoint_events import announce, finish
-from engine.loop.epoch_clock import EpochClock
 from engine.loop.evaluate import unreported, validate
 from engine.loop.first_checks import check_monitors, report_endless, report_nan
 from engine.loop.rank_checks import checked
 from engine.loop.run import Run
+from engine.loop.timing import EpochClock
 from engine.utils.log import logger
 
 

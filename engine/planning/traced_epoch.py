@@ -17,7 +17,7 @@ from engine.planning.rank_trace import Collective
 from engine.planning.simulated_run import SimulatedRun
 from engine.planning.step_observer import StepObserver
 from engine.planning.strategy_facts import strategy_facts
-from engine.step.share import Share
+from engine.step.window import Share
 from engine.utils.tree import leaves
 
 MOST_MICRO_BATCHES = 64

@@ -24,7 +24,7 @@ from engine.planning.simulated_run import SimulatedJob, SimulatedRun, first_batc
 from engine.planning.step_observer import StepObserver
 from engine.planning.strategy_facts import strategy_facts
 from engine.planning.traced_epoch import trace_epoch
-from engine.step.share import shares
+from engine.step.window import shares
 from engine.strategies.mesh_parallel import MeshParallel
 
 EACH_STAGE = 4

@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.distributed.group import Group
 from engine.step import gradients
-from engine.step.gathered_gradients import SCALAR, Gathered
 from engine.step.precision import Scaler
-from engine.step.window import Window
+from engine.step.window import SCALAR, Gathered, Window
 from engine.utils import accelerator, torch_private
 from engine.utils.parameters import parameters_of
 
@@ -133,6 +132,20 @@ class Stepper:
         ids = {id(p) for p in parameters}
         self.prepare([o for o in self.known if any(id(p) in ids for p in parameters_of([o]))])
         return gradients.gradients(parameters)
+
+    def named_norms(self, model: nn.Module, norm_type: float, optimizers: Sequence[Any]) -> dict[str, Tensor]:
+        """The norm of each gradient of ``model``, divided and unscaled, by the parameter's name. Shapes ``()``, on the device.
+
+        ``optimizers``: only of their parameters; if empty, of all.
+        """
+        chosen = {id(p) for p in parameters_of(optimizers)}
+        named = {
+            name: p
+            for name, p in model.named_parameters()
+            if p.grad is not None and (not optimizers or id(p) in chosen)
+        }
+        self.readable(list(named.values()))
+        return self.strategy.norms({name: gradients.gradients([p])[0] for name, p in named.items()}, norm_type)
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
         """Clip the norm of these parameters' gradients; return the norm before, if it is known now. Shape ``()``."""

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine.step.gathered_gradients import Gathered
 from engine.step.optimizer_step import Guard, Stepper
 from engine.step.precision import Precision
-from engine.step.window import Window
+from engine.step.window import Gathered, Window
 from engine.utils.tree import map_tensors
 
 

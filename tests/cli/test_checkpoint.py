@@ -20,7 +20,7 @@ from support.checkpoints import Tied, record_of, resummed, train_and_save
 from engine.checkpoint import directory
 from engine.checkpoint.listing import entries
 from engine.cli.main import main
-from engine.replay.starting_point import starting_point
+from engine.loop.replay import starting_point
 
 SCORES = {1: 0.5, 2: 0.1, 3: 0.3}
 NAMES = [f"step={step:08d}" for step in SCORES]

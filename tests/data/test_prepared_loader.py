@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from engine import Engine
 from engine.data.prepared_loader import PreparedLoader
-from engine.step.share import ALONE
+from engine.step.window import ALONE
 
 
 def prepared(data: Any = None, seed: int = 3, **settings: Any) -> tuple[Engine, PreparedLoader]:

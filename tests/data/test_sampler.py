@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.data.sampler import Deal, mixed, permutation
-from engine.step.share import shares
+from engine.step.window import shares
 
 
 def dealt(deal: Deal, start: int = 0) -> list[list[list[int]]]:

@@ -23,8 +23,7 @@ from engine.data.sampler import Deal
 from engine.distributed.environment import Environment, detect
 from engine.distributed.group import Group, join
 from engine.metrics.recorder import Recorder
-from engine.step.share import Share
-from engine.step.window import Window
+from engine.step.window import Share, Window
 from engine.utils import log
 
 

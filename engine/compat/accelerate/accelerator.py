@@ -30,7 +30,7 @@ from engine.compat.accelerate.utils import dataclasses as settings
 from engine.compat.checked_arguments import checking_arguments
 from engine.distributed.collectives import broadcast_object
 from engine.engine import Engine
-from engine.step.share import Share
+from engine.step.window import Share
 from engine.step.wrappers import PreparedScheduler
 from engine.utils.tree import leaves, map_tensors
 

@@ -183,6 +183,10 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         every_n_train_steps: int | None = None, train_time_interval: timedelta | None = None,
         every_n_epochs: int | None = None, save_on_train_epoch_end: bool | None = None, enable_version_counter: bool = True,
     ) -> None:  # fmt: skip
+        # Not when the class is defined: packages that define one are imported for other things, too.
+        for name in OF_CHECKPOINTS:
+            if hasattr(type(self), name):
+                raise TypeError(f"{type(self).__name__} defines {name}, which is not called: {OF_CHECKPOINTS[name]}")
         if save_weights_only:
             said = "ModelCheckpoint(save_weights_only=True): checkpoints are complete; 'fit checkpoint export' writes weights only"
             logger.warning(said)
@@ -228,11 +232,6 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
     @property
     def best_k_models(self) -> dict[str, Any]:
         return {path: None if score is None else torch.tensor(score) for path, score in super().best_k_models.items()}
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        for name in OF_CHECKPOINTS.keys() & vars(cls).keys():
-            raise TypeError(f"{cls.__name__} defines {name}, which is not called: {OF_CHECKPOINTS[name]}")
 
     @property
     def kth_best_model_path(self) -> str:

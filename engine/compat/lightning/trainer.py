@@ -22,9 +22,9 @@ from engine.compat.lightning.trainer_translation import translate
 from engine.compat.lightning.trainer_view import TrainerView, Values
 from engine.fit import Fit
 from engine.loop.module_calls import save_file
-from engine.loop.result import Result, TrainState
 from engine.loop.run import Run
 from engine.loop.snapshot import content
+from engine.loop.state import Result, TrainState
 from engine.utils.extensions import hint
 from engine.utils.log import logger
 from engine.utils.text import terminal_text

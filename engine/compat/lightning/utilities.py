@@ -67,7 +67,7 @@ def is_overridden(method_name: str, instance: Any, parent: type | None = None) -
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Tensor]:
     """The norm of each parameter's gradient as it is now, in this process, and of all together; names as in Lightning.
 
-    :func:`engine.step.gradient_norms.named_norms` is for gradients that are still sharded, scaled or not divided by their window.
+    :meth:`engine.Engine.grad_norms` is for gradients that are still sharded, scaled or not divided by their window.
     """
     kind = float(norm_type)
     each = {n: p.grad.detach().norm(kind) for n, p in module.named_parameters() if p.grad is not None}

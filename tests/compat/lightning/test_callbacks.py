@@ -199,9 +199,10 @@ def test_scores_of_checkpoints_are_lightnings(tmp_path: Path) -> None:
     assert found[1] == found[0]
 
 
-def test_a_checkpoint_callback_that_saves_by_itself_is_refused() -> None:
+def test_a_checkpoint_callback_that_saves_by_itself_is_refused_when_it_is_made_not_when_a_package_defines_it() -> None:
+    Own = type("Own", (callbacks.ModelCheckpoint,), {"_save_checkpoint": lambda self, trainer, filepath: None})
     with pytest.raises(TypeError, match="Own defines _save_checkpoint, which is not called: on_checkpoint_saved"):
-        type("Own", (callbacks.ModelCheckpoint,), {"_save_checkpoint": lambda self, trainer, filepath: None})
+        Own()
 
 
 def test_predictions_are_written(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``run.samples``, ``run.tokens`` and ``run.example_batch``: counts over all ranks that survive resumes, and a batch that costs the data nothing."""
+"""A result as text; ``run.samples``, ``run.tokens`` and ``run.example_batch``: counts over all ranks that survive resumes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,21 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from callbacks import ModelCheckpoint
-from engine import Callback, Fit, Loss, Run, TrainModule
-from engine.loop.tally import MANY, Tally
+from engine import Callback, Fit, Loss, Result, Run, TrainModule
+from engine.loop.state import MANY, Tally
+
+
+def test_a_result_as_text():
+    result = Result("completed", "max_steps=20 reached", 2, 20, {"train/loss": 0.12345678, "val/accuracy": 1.0})
+    assert str(result).splitlines() == [
+        "completed (max_steps=20 reached): 2 epochs, 20 steps",
+        "train/loss 0.123457",
+        "val/accuracy 1",
+    ]
+    result = Result("interrupted", "", 0, 3, {}, best_checkpoint="s3://bucket/best", last_checkpoint=Path("runs/last"))
+    assert (
+        str(result) == "interrupted: 0 epochs, 3 steps\nlast checkpoint: runs/last\nbest checkpoint: s3://bucket/best"
+    )
 
 
 class Tokens(TrainModule):

@@ -14,8 +14,8 @@ from support.toys import Weight, fit, ones
 
 from callbacks import EMA, CSVLogger, EarlyStopping, ModelCheckpoint
 from engine import Callback
-from engine.health import garbage
-from engine.health.garbage import EVERYTHING_S, FULL, Collector
+from engine.loop import garbage
+from engine.loop.garbage import EVERYTHING_S, FULL, Collector
 
 
 class Node:

@@ -1,20 +1,129 @@
-"""Watches one step of a training."""
+"""Running one step of a training again: where it can start, what is watched, and what it shows."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.callback import Callback
+from engine.checkpoint.user_paths import find
 from engine.distributed.collectives import gather_json
 from engine.loop.run import Run
-from engine.replay.replayed_step import ReplayedStep
 from engine.step.gradients import Loss, loss_in, nonzero
+from engine.utils.text import terminal_text
 from engine.utils.tree import leaves, whole
+
+
+@dataclass(slots=True)
+class ReplayedStep:
+    """One optimizer step, run again from a checkpoint before it. ``str()`` gives it as text."""
+
+    step: int
+    """Its number: the optimizer steps done after it."""
+    epoch: int
+    checkpoint: str
+    """The checkpoint that the run was repeated from; empty: from its start."""
+    ranks: int
+    """Processes that ran it now."""
+    recorded_ranks: int
+    """Processes of the run."""
+    samples: list[int] | None = None
+    """Indices of its samples in the dataset, in order (of ready batches: their numbers); ``None`` for a stream."""
+    losses: list[list[float]] = field(default_factory=list)
+    """The loss of each micro-batch, by rank; of a :class:`engine.Loss` sum / count."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the step logged, over all ranks."""
+    grad_norm: float | None = None
+    """The 2-norm of its gradients before clipping; ``None`` if the strategy keeps them to itself."""
+    grad_norms: dict[str, float] = field(default_factory=dict)
+    """The same by parameter."""
+    recorded: dict[str, float] | None = None
+    """The values of :attr:`metrics` that the run itself has logged at this step; ``None``: nobody looked for them."""
+    nonfinite: str | None = None
+    """The first place where a number was not finite, in the order of the computation; ``None``: all were finite."""
+
+    def __str__(self) -> str:
+        return self.text(per_layer=False)
+
+    def text(self, per_layer: bool) -> str:
+        """Lines for people. ``per_layer``: with the norm of each parameter's gradient."""
+        of = f"{self.recorded_ranks} rank(s)" + ("" if self.ranks == self.recorded_ranks else f", now on {self.ranks}")
+        lines = [f"step {self.step} (epoch {self.epoch}) from {self.checkpoint or 'the start'}, {of}"]
+        shown = "a stream: not known" if self.samples is None else ", ".join(map(str, self.samples))
+        lines.append(f"samples: {shown}")
+        for rank, losses in enumerate(self.losses):
+            lines += [f"rank {rank}, micro-batch {index}: loss {loss!r}" for index, loss in enumerate(losses)]
+        lines += [f"logged: {name} = {value!r}{self._compared(name, value)}" for name, value in self.metrics.items()]
+        if self.recorded == {}:
+            lines.append("recorded: nothing at this step, so the values above are not compared with the run's")
+        lines.append(f"gradient norm: {'not known' if self.grad_norm is None else repr(self.grad_norm)}")
+        if per_layer:
+            width = max(map(len, self.grad_norms), default=0)
+            lines += [f"  {name.ljust(width)}  {norm:.6g}" for name, norm in self.grad_norms.items()]
+        lines.append(f"first number that is not finite: {self.nonfinite or 'none'}")
+        return "\n".join(terminal_text(line, one_line=True) for line in lines)
+
+    def _compared(self, name: str, value: float) -> str:
+        if self.recorded is None or name not in self.recorded:
+            return ""
+        recorded = self.recorded[name]
+        same = value == recorded or (math.isnan(value) and math.isnan(recorded))
+        return ", as recorded" if same else f", recorded: {recorded!r} (differs by {abs(value - recorded):.2g})"
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """Where a run's step can be repeated from, and what the run was like at that step."""
+
+    checkpoint: str
+    """The newest complete checkpoint from before the step."""
+    described_by: str
+    """The checkpoint whose process ran the step: the first one from the step on, or the newest. A resumed run may have other settings and another
+    number of ranks than :attr:`checkpoint`, from which it was resumed."""
+    manifest: dict[str, Any]
+    """The manifest of :attr:`described_by`."""
+
+
+def starting_point(run: str | Path, step: int) -> StartingPoint:
+    """The checkpoints for a replay of ``step``.
+
+    Args:
+        run: a run's folder, its folder of checkpoints, or one of these; a directory or a URL.
+        step: the number of the step, from 1.
+
+    Raises:
+        ValueError: ``step`` is not above 0.
+        FileNotFoundError: the run has no checkpoint from before it.
+        DamagedCheckpoint: it has only incomplete ones.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+        raise ValueError(f"replay(step={step!r}): steps are numbered from 1")
+    location, names = find(run)
+    manifests = location.manifests()
+    steps = {name: at for name, manifest in manifests.items() if (at := _step(manifest)) is not None}
+    before = [name for name, at in steps.items() if name in names and at < step]
+    if not before:
+        has = ", ".join(str(at) for name, at in steps.items() if name in names) or "none"
+        raise FileNotFoundError(
+            f"{run} has no checkpoint from before step {step} (it has those of steps: {has}): save more of them with ModelCheckpoint"
+        )
+    later = [name for name, at in steps.items() if at >= step]
+    described_by = min(later, key=steps.__getitem__) if later else max(steps, key=steps.__getitem__)
+    checkpoint = max(before, key=steps.__getitem__)
+    return StartingPoint(str(location.path(checkpoint)), str(location.path(described_by)), manifests[described_by])
+
+
+def _step(manifest: dict[str, Any]) -> int | None:
+    counters = manifest.get("counters")
+    step = counters.get("step") if isinstance(counters, dict) else None
+    return step if type(step) is int else None
 
 
 class LeftOut(Callback):

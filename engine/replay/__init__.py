@@ -1,1 +1,0 @@
-"""Running one step of a training again."""
