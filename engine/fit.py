@@ -575,8 +575,8 @@ class Fit:
             for c in (with_own(module, settings.callbacks) if callbacks is None else callbacks)
             if not (settings.fast_dev_run and c.runs_last)
         )
-        check_keys(callbacks, Callback)
-        hooks = Hooks(callbacks, module, Callback, TrainModule)
+        check_keys(callbacks)
+        hooks = Hooks(callbacks, module)
         if engine.is_main_process:
             report_misspelled((module, *callbacks), Callback)
         return Run(settings, engine, module, callbacks, hooks, stage, origins, self.sections, snapshot.content)

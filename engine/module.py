@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,10 @@ from engine.utils.log import warn_once
 from engine.utils.model_export import to_onnx, to_torchscript
 from engine.utils.overrides import overridden
 from engine.utils.parameters import frozen_except
-from engine.utils.run_context import Context
 from engine.utils.tree import move
+
+if TYPE_CHECKING:
+    from engine.loop.run import Run
 
 
 @completed
@@ -59,7 +61,7 @@ class TrainModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._context: Context | None = None
+        self._context: Run | None = None
         self._record_logged: Any = None
         self._toggled: list[Tensor] = []
         self.sharded_root: list[nn.Module] = []
@@ -407,12 +409,12 @@ class TrainModule(nn.Module):
         """Whether the module is in a run."""
         return self._context is not None
 
-    def _attached(self, what: str) -> Context:
+    def _attached(self, what: str) -> Run:
         if self._context is None:
             raise RuntimeError(f"{what} is only possible during a Fit run")
         return self._context
 
-    def attach(self, context: Context | None) -> None:
+    def attach(self, context: Run | None) -> None:
         """Enter a run (leave it: ``context`` is ``None``); called by it."""
         if context is None and self._context is not None:
             self._reached = (self._context.step, self._context.epoch, self._context.samples)

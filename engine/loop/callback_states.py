@@ -7,31 +7,28 @@ from typing import Any
 
 from torch import nn
 
+from engine.callback import Callback
 from engine.checkpoint.manifest import TRAINED
-from engine.loop.hook_calls import Hooked
 from engine.utils.log import logger
 from engine.utils.overrides import overridden
 from engine.utils.text import terminal_text
 
 
-def check_keys(callbacks: Sequence[Hooked], base: type) -> None:
+def check_keys(callbacks: Sequence[Callback]) -> None:
     """Check that the states of these callbacks have distinct keys.
-
-    Args:
-        base: the class whose ``state_dict`` is that of a callback without a state.
 
     Raises:
         TypeError: a ``state_key`` is not text.
         ValueError: two callbacks with a state have the same key.
     """
-    known: dict[str, Hooked] = {}
+    known: dict[str, Callback] = {}
     for callback in callbacks:
         key: object = callback.state_key
         if not isinstance(key, str):
             raise TypeError(
                 f"{type(callback).__name__}.state_key is {key!r} of type {type(key).__name__}: return a str"
             )
-        if not overridden(callback, "state_dict", base):
+        if not overridden(callback, "state_dict", Callback):
             continue
         if key in known:
             raise ValueError(
@@ -41,7 +38,7 @@ def check_keys(callbacks: Sequence[Hooked], base: type) -> None:
         known[key] = callback
 
 
-def states(callbacks: Sequence[Hooked]) -> dict[str, Any]:
+def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
     """The callbacks' states, by key; without those that fail and are not critical."""
     found = {}
     for callback in callbacks:
@@ -54,7 +51,7 @@ def states(callbacks: Sequence[Hooked]) -> dict[str, Any]:
     return found
 
 
-def weights(callbacks: Sequence[Hooked], run: Any, module: nn.Module) -> dict[str, dict[str, Any]]:
+def weights(callbacks: Sequence[Callback], run: Any, module: nn.Module) -> dict[str, dict[str, Any]]:
     """The other weights that callbacks keep, by name.
 
     Raises:
@@ -72,7 +69,7 @@ def weights(callbacks: Sequence[Hooked], run: Any, module: nn.Module) -> dict[st
 
 
 def load_states(
-    callbacks: Sequence[Hooked], saved: Mapping[str, Any], where: object, give: Callable[[str, Any, Any], None]
+    callbacks: Sequence[Callback], saved: Mapping[str, Any], where: object, give: Callable[[str, Any, Any], None]
 ) -> None:
     """Restore the callbacks from what :func:`states` returned; a state without a callback is a warning.
 
@@ -97,11 +94,11 @@ def load_states(
         )  # fmt: skip
 
 
-def _key(callback: Hooked) -> str:
+def _key(callback: Callback) -> str:
     return callback.state_key
 
 
-def _stem(callback: Hooked) -> str:
+def _stem(callback: Callback) -> str:
     return _stem_of(callback.state_key)
 
 
@@ -109,10 +106,10 @@ def _stem_of(key: str) -> str:
     return key.partition("; ")[0]
 
 
-def _earlier_key(callbacks: Sequence[Hooked]) -> Callable[[Hooked], str]:
+def _earlier_key(callbacks: Sequence[Callback]) -> Callable[[Callback], str]:
     """The keys in checkpoints of versions without ``state_key``: the class, numbered among those of the same class."""
 
-    def key(callback: Hooked) -> str:
+    def key(callback: Callback) -> str:
         same = [each for each in callbacks if type(each) is type(callback)]
         name = type(callback).__qualname__
         return name if len(same) == 1 else f"{name}.{next(i for i, each in enumerate(same) if each is callback)}"

@@ -4,41 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
+from engine.callback import Callback
 from engine.loop.hook_arguments import check, fitted
+from engine.module import TrainModule
 from engine.utils.errors import HangError
 from engine.utils.log import logger
 from engine.utils.overrides import overridden
 
 Hook = Callable[..., Any]
-
-
-class Hooked(Protocol):
-    """What a run needs of a callback."""
-
-    runs_last: bool
-    critical: bool
-    is_logger: bool
-    is_checkpoint: bool
-    is_early_stopping: bool
-    validates_with: str | None
-    takes: frozenset[str]
-    shows_progress: bool
-
-    @property
-    def finds_best(self) -> bool: ...
-
-    @property
-    def state_key(self) -> str: ...
-    @property
-    def checkpoints_in(self) -> str | Path | None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-    def other_weights(self, run: Any, module: nn.Module) -> dict[str, dict[str, Any]]: ...
 
 
 APART = ("on_train_epoch_end", "on_validation_end")
@@ -66,28 +43,26 @@ class Hooks:
     Args:
         callbacks: in the user's order.
         module: its methods named after events are called without the run and the module.
-        base: the class that defines callbacks' events (``setup``, ``teardown``, ``on_*``); methods that are not overridden are not called.
-        module_base: the same for the module.
     """
 
-    def __init__(self, callbacks: Sequence[Hooked], module: nn.Module, base: type, module_base: type) -> None:
+    def __init__(self, callbacks: Sequence[Callback], module: TrainModule) -> None:
         self._failed: dict[int, set[str]] = {}  # by id of a callback: the events in which it failed
         self._owners: dict[str, list[str]] = {}  # whose the hooks of each event are
-        check(module, module_base)
+        check(module, TrainModule)
         named = [(f"[Callback]{c.state_key}", c) for c in callbacks]
         early, late = ([(name, c) for name, c in named if c.runs_last is last] for last in (False, True))
         stopping = [(name, c) for name, c in early if c.is_early_stopping]
         owner = f"[TrainModule]{type(module).__name__}"
-        for event in _events(base):
+        for event in _events():
             first, last = (
                 ([pair for pair in early if not pair[1].is_early_stopping], stopping + late)
                 if event in APART
                 else (early, late)
             )
-            found = [(name, hook) for name, c in first if (hook := self._of_callback(c, event, base)) is not None]
-            if (method := _of_module(module, module_base, event)) is not None:
+            found = [(name, hook) for name, c in first if (hook := self._of_callback(c, event)) is not None]
+            if (method := _of_module(module, event)) is not None:
                 found.append((owner, method))
-            closing = [(name, hook) for name, c in last if (hook := self._of_callback(c, event, base)) is not None]
+            closing = [(name, hook) for name, c in last if (hook := self._of_callback(c, event)) is not None]
             if event in APART:
                 self._set(f"last_{event}", closing)
             else:
@@ -123,16 +98,16 @@ class Hooks:
             wrapped = (wrapper(f"{owner}.{event}", hook) for owner, hook in zip(owners, hooks, strict=True))
             setattr(self, name, tuple(wrapped))
 
-    def _of_callback(self, callback: Hooked, event: str, base: type) -> Hook | None:
+    def _of_callback(self, callback: Callback, event: str) -> Hook | None:
         method: Hook | None = getattr(callback, event, None)
-        if method is None or getattr(method, "__func__", None) is getattr(base, event):
+        if method is None or getattr(method, "__func__", None) is getattr(Callback, event):
             return None
-        method = fitted(method, callback, event, base)
+        method = fitted(method, callback, event, Callback)
         if event == "on_log" and callback.is_logger:
             method = _for_a_logger(method)
         return method if callback.critical or event == "setup" else self._surviving(callback, event, method)
 
-    def _surviving(self, callback: Hooked, event: str, method: Hook) -> Hook:
+    def _surviving(self, callback: Callback, event: str, method: Hook) -> Hook:
         """A hook whose errors do not end the run."""
 
         failed = self._failed.setdefault(id(callback), set())
@@ -157,9 +132,9 @@ class Hooks:
 
 
 @functools.cache
-def _events(base: type) -> tuple[str, ...]:
-    """The names of the events that the class ``base`` defines."""
-    return tuple(name for name in vars(base) if name.startswith("on_") or name in ("setup", "teardown"))
+def _events() -> tuple[str, ...]:
+    """The names of the events, which :class:`engine.Callback` defines."""
+    return tuple(name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown"))
 
 
 def _for_a_logger(method: Hook) -> Hook:
@@ -178,11 +153,11 @@ def _hold(run: Any, *args: Any) -> None:
     run.saver.hold()
 
 
-def _of_module(module: nn.Module, base: type, event: str) -> Hook | None:
+def _of_module(module: TrainModule, event: str) -> Hook | None:
     """The module's own hook with a callback's signature."""
-    if not overridden(module, event, base):
+    if not overridden(module, event, TrainModule):
         return None
-    method = fitted(getattr(module, event), module, event, base)
+    method = fitted(getattr(module, event), module, event, TrainModule)
 
     def hook(run: Any, module: nn.Module, *args: Any) -> Any:
         return method(*args)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from engine.callback import Callback
 from engine.checkpoint.resume import name_of
 from engine.checkpoint.run_folder import RunFolder
 from engine.checkpoint.storage import same, split
@@ -30,7 +31,7 @@ from engine.engine import Engine
 from engine.loop import module_calls
 from engine.loop.compatibility import shown
 from engine.loop.garbage import Collector
-from engine.loop.hook_calls import Hooked, Hooks
+from engine.loop.hook_calls import Hooks
 from engine.loop.live_metrics import LiveMetrics
 from engine.loop.state import Result, Tally, Times, TrainState, status_of
 from engine.loop.step_count import total_steps
@@ -137,7 +138,7 @@ class Run:
         settings: Settings,
         engine: Engine,
         module: TrainModule,
-        callbacks: tuple[Hooked, ...],
+        callbacks: tuple[Callback, ...],
         hooks: Hooks,
         stage: str,
         origins: Mapping[str, str],

@@ -54,6 +54,12 @@ DOORS_TO_ANNEXES = {
 }
 """The imports by which users reach an annex: lazy public names, and ``Fit``'s two methods that plan, when they are called."""
 
+TYPES_FROM_ABOVE = {
+    *((f"engine.{module}", "engine.loop.run") for module in ("module", "callback", "data.datamodule")),
+    ("engine.callback", "engine.module"),
+}
+"""Imports for types only, by which users' classes name the run that they are given."""
+
 ROWS_OF_ANNEXES = (
     "__init__.py",
     "config/name_and_options.py",
@@ -259,7 +265,10 @@ def layers(tree: Tree) -> Figure:
     top = max(tree.layers.values(), default=0)
     for name in tree.engine:
         layer = tree.layers.get(place(name), top + 1)
+        hints = _lines_for_type_checkers(tree.nodes[name])
         for target, line in tree.imports[name].items():
+            if line in hints and (name, target) in TYPES_FROM_ABOVE:
+                continue
             above = layer < top if target == "engine" else tree.layers.get(place(target), 0) >= layer
             if place(name) and above and place(name) != place(target) and (name, target) not in DOORS_TO_ANNEXES:
                 places.append(f"{tree.path(name)}:{line} imports {target}")
@@ -280,7 +289,7 @@ def callbacks(tree: Tree) -> Figure:
 
 
 def cycles(tree: Tree) -> Figure:
-    """No import cycle, imports for type checkers included: groups of modules that import each other (Tarjan)."""
+    """No import cycle, imports for type checkers included (but those that name the run): groups of modules that import each other (Tarjan)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -290,7 +299,7 @@ def cycles(tree: Tree) -> Figure:
         index[node] = low[node] = len(index)
         stack.append(node)
         for target in tree.imports[node]:
-            if (node, target) in DOORS_TO_ANNEXES:
+            if (node, target) in DOORS_TO_ANNEXES | TYPES_FROM_ABOVE:
                 continue
             if target not in PACKAGES and target not in index:
                 visit(target)

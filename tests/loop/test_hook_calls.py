@@ -16,7 +16,7 @@ class Counts(Callback):
 
 
 def table(*callbacks: Callback, module: TrainModule | None = None) -> Hooks:
-    return Hooks(callbacks, module or Weight(), Callback, TrainModule)
+    return Hooks(callbacks, module or Weight())
 
 
 def test_only_overridden_hooks_are_in_the_table() -> None:

@@ -41,7 +41,7 @@ class LightningModule(TrainModule):
             return self._trainer
         if self._context is None:
             raise RuntimeError(f"{type(self).__qualname__} is not attached to a `Trainer`.")
-        return self._context.trainer  # type: ignore[attr-defined]
+        return self._context.trainer
 
     @trainer.setter
     def trainer(self, trainer: Any) -> None:

@@ -15,8 +15,8 @@ from engine.compat.lightning.loop_view import FitLoopView
 from engine.compat.lightning.names import OF_RUN, VIEW
 from engine.compat.lightning.rank_loaders import shared_out
 from engine.compat.lightning.trainer_parts import AcceleratorConnector, StrategyView, TrainerState
-from engine.loop.state import status_of
 from engine.loop.run import Run
+from engine.loop.state import status_of
 from engine.utils.extensions import attribute_error
 
 
