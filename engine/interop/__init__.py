@@ -16,10 +16,14 @@ class Moved(MetaPathFinder, Loader):
 
     packages: dict[str, str] = {}
     """By package that users import: the package that has its modules."""
+    absent: dict[str, str] = {}
+    """By path of a module that is not here: what to use instead."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if name in self.absent:
+            raise ModuleNotFoundError(f"No module named {name!r}: {self.absent[name]}", name=name)
         package, _, last = name.rpartition(".")
         if package not in self.packages:
             return None

@@ -72,8 +72,8 @@ def _function(method: Any) -> Callable[..., Any]:
 
     if not isinstance(method, property):
         takes = inspect.signature(bound(object()))
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        call.__signature__ = takes.replace(parameters=[own, *takes.parameters.values()])  # type: ignore[attr-defined]
+        receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        call.__signature__ = takes.replace(parameters=[receiver, *takes.parameters.values()])  # type: ignore[attr-defined]
     return call
 
 

@@ -15,7 +15,7 @@ import engine.callbacks as own
 from engine.compat.checked_arguments import as_device, checking_arguments, with_arguments_of
 from engine.compat.lightning.arguments import CALLBACKS
 from engine.compat.lightning.callback import Callback
-from engine.compat.lightning.ckpt import write_checkpoint
+from engine.compat.lightning.ckpt import FILE, write_checkpoint
 from engine.compat.lightning.events import EVENTS
 from engine.compat.lightning.names import CLASSES, OF_CHECKPOINTS
 from engine.compat.refusals import refusing
@@ -172,8 +172,9 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
 
     FILE_EXTENSION = ".ckpt"
     pickles = False
-    """With ``ModelCheckpoint.pickles = True`` each checkpoint that is left at a training's end is also a file beside its folder: weights and
-    hyperparameters in Lightning's form. The paths then are those of the files, for programs that ``torch.load`` them."""
+    """With ``ModelCheckpoint.pickles = True`` each checkpoint that is left at a training's end is also a file beside its folder: weights,
+    hyperparameters and counters in Lightning's form, without optimizers. The paths then are those of the files, for programs that ``torch.load``
+    them; a training continues from the folder."""
 
     @checking_arguments()
     def __init__(
@@ -222,7 +223,7 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         if self.pickles:
-            files = {step: Path(f"{self._path(step)}.pt") for step in self.names}
+            files = {step: Path(FILE.format(self._path(step))) for step in self.names}
             if trainer.is_global_zero:
                 for step, file in files.items():
                     write_checkpoint(file, self._path(step))

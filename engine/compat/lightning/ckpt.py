@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.directory import SHARED
+from engine.checkpoint.directory import MANIFEST, SHARED
 from engine.checkpoint.files import held
 from engine.checkpoint.one_file import is_one_file
 from engine.checkpoint.other_weights import weights_folder
@@ -27,6 +27,23 @@ from engine.compat.lightning.plugins import reader
 def is_pickle(path: Any) -> bool:
     """Whether ``path`` is a file, and none of this library's."""
     return path is not None and "://" not in str(path) and Path(path).is_file() and not is_one_file(path)
+
+
+FILE = "{}.pt"
+"""The file beside a checkpoint's folder that ``ModelCheckpoint.pickles`` asks for."""
+
+
+def check_complete(path: Any) -> None:
+    """Refuse to train on from a file beside its checkpoint.
+
+    Raises:
+        ValueError: the file at ``path`` has no optimizers; the message names the folder that has them.
+    """
+    folder = Path(str(path).removesuffix(FILE.format("")))
+    if is_pickle(path) and str(folder) != str(path) and (folder / MANIFEST).is_file():
+        raise ValueError(
+            f"fit(ckpt_path={str(path)!r}): this file has weights, hyperparameters and counters, no optimizers; give the whole checkpoint, {folder}"
+        )
 
 
 @contextmanager

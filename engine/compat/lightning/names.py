@@ -258,6 +258,10 @@ error: what to use instead."""
 
 TOP = {"Fabric": "use engine.Engine"}
 """Names of the package ``lightning`` itself that ours does not have."""
+ABSENT = {
+    "demos": "lightning.pytorch.demos of the installed Lightning has its toys, which Fit and this Trainer take as they are"
+}
+"""Lightning's modules that ours does not have: what to import instead."""
 MODULES = {
     "callbacks": """callbacks profilers serve serve.servable_module serve.servable_module_validator callbacks.callback callbacks.checkpoint
         callbacks.device_stats_monitor callbacks.early_stopping callbacks.finetuning callbacks.gradient_accumulation_scheduler

@@ -82,6 +82,7 @@ class Trainer(TrainerView):
     ) -> None:  # fmt: skip
         """Train ``model``. ``ckpt_path``: resume from this checkpoint; ``"last"``: the newest, if there is one."""
         model, loaders, datamodule = self._enter(model, train_dataloaders, datamodule)
+        ckpt.check_complete(ckpt_path)
         with ckpt.readable("auto" if ckpt_path == "last" else ckpt_path, self._given["plugins"]) as resume:
             self.result = self._fit.run(model, loaders, val_dataloaders, datamodule=datamodule, resume=resume)
 

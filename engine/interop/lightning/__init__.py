@@ -20,16 +20,17 @@ from engine.compat.lightning.adapters import adapt as adapt
 from engine.compat.lightning.callback import Callback as Callback
 from engine.compat.lightning.module import LightningDataModule as LightningDataModule
 from engine.compat.lightning.module import LightningModule as LightningModule
-from engine.compat.lightning.names import MODULES, TOP
+from engine.compat.lightning.names import ABSENT, MODULES, TOP
 from engine.compat.lightning.trainer import Trainer as Trainer
 from engine.compat.lightning.utilities import seed_everything as seed_everything
 from engine.data.combined_loaders import CombinedLoader as CombinedLoader
-from engine.interop import moved
+from engine.interop import Moved, moved
 
 pytorch = sys.modules[__name__]
 profilers = serve = callbacks
 tuner = accelerators = loops = plugins = utilities
 moved(__name__, "engine.compat.lightning")
+Moved.absent |= {f"{__name__}.{prefix}{name}": ABSENT[name] for name in ABSENT for prefix in ("", "pytorch.")}
 sys.modules[f"{__name__}.pytorch"] = pytorch
 for _part, _paths in MODULES.items():
     _file = globals()[_part]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -126,8 +127,11 @@ def test_checkpoints_are_files_beside_their_folders_where_pickles_were_asked_for
     theirs = quietly(type(module(THEIRS)).load_from_checkpoint, saved.last_model_path)
     torch.testing.assert_close(weights(theirs), weights(net))
     assert len(fitted.test(ckpt_path="best", dataloaders=data())) == 1
+    folder = saved.last_model_path.removesuffix(".pt")
+    with pytest.raises(ValueError, match=rf"no optimizers; give the whole checkpoint, {re.escape(folder)}"):
+        trainer(OURS, tmp_path, max_epochs=4).fit(module(OURS), data(), ckpt_path=saved.last_model_path)
     longer = trainer(OURS, tmp_path, max_epochs=4)  # the folders are still what a training goes on from
-    longer.fit(module(OURS), data(), data(), ckpt_path=saved.last_model_path.removesuffix(".pt"))
+    longer.fit(module(OURS), data(), data(), ckpt_path=folder)
     assert longer.global_step == 40
 
 
