@@ -50,6 +50,7 @@ def member(cls: Any, name: str) -> Member | None:
     return member(wrapped, name) if isinstance(wrapped, type) else None
 
 
+@functools.cache
 def signature(function: Any) -> inspect.Signature | None:
     """The parameters of a function or a class that a caller may give; ``None`` where Python cannot tell."""
     try:
@@ -65,19 +66,19 @@ def signature(function: Any) -> inspect.Signature | None:
 
 def rejected(call: inspect.Signature, positional: int, keywords: Sequence[str]) -> tuple[list[str], bool]:
     """The keywords of a call that ``call`` does not take, and whether it takes fewer positional arguments."""
-    parameters = call.parameters.values()
-    takes = {
-        parameter.name
-        for parameter in parameters
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        takes.update(keywords)
-    by_place = sum(
-        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters
-    )
-    unlimited = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
-    return [name for name in keywords if name not in takes], positional > by_place and not unlimited
+    taken_names: set[str] = set()
+    by_place, unlimited = 0, False
+    for parameter in call.parameters.values():
+        kind = parameter.kind
+        if kind is Parameter.VAR_KEYWORD:
+            taken_names.update(keywords)
+        elif kind is Parameter.VAR_POSITIONAL:
+            unlimited = True
+        else:
+            by_place += kind is not Parameter.KEYWORD_ONLY
+            if kind is not Parameter.POSITIONAL_ONLY:
+                taken_names.add(parameter.name)
+    return [name for name in keywords if name not in taken_names], positional > by_place and not unlimited
 
 
 def _without_first(parameters: inspect.Signature | None, skipped: int) -> inspect.Signature | None:

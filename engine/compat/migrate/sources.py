@@ -13,20 +13,23 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from operator import itemgetter
 from pathlib import Path
 
 from engine.checkpoint.files import open_file
 
 SKIPPED = ("__pycache__", "node_modules", "site-packages")
-LARGEST = (16 << 20, 256 << 20)
-"""Bytes of a file, and of a notebook, which may hold pictures. A syntax tree takes a hundred times the memory of its text."""
+LARGEST = 1 << 20
+"""Bytes of a file, and of a notebook's code. Its syntax tree takes a hundred times the memory of the text, and of ``a;a;a;`` 900 times (0.94 GB)."""
+LARGEST_NOTEBOOK = 32 << 20
+"""Bytes of a notebook, which may hold pictures. Its JSON takes at most 30 times the memory of the text (1 GB)."""
 _SHELL = re.compile(r"^([^\S\n]*)(?:[%!?]|\w+[^\S\n]*=[^\S\n]*[%!]|\w[\w.]*\?+[^\S\n]*$).*$", re.MULTILINE)
 """Lines of a notebook that are IPython's, not Python's. Each is matched alone: the time grows with the text, not with its square."""
 _LINE_END = re.compile(r"\r\n|\r|\n")
 """Python's own, which are fewer than those of ``str.splitlines``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a key of mappings: the hash of all cells for each use is quadratic
 class Source:
     """One file.
 
@@ -45,7 +48,7 @@ class Source:
         """The cell, counted from 1 over all cells (``None`` in a ``.py`` file), and the line in it."""
         if not self.cells:
             return None, line
-        number, first = self.cells[max(0, bisect_right([start for _, start in self.cells], line) - 1)]
+        number, first = self.cells[max(0, bisect_right(self.cells, line, key=itemgetter(1)) - 1)]
         return number, line - first + 1
 
 
@@ -63,31 +66,41 @@ def read(paths: Sequence[Path], exclude: Iterable[str] = ()) -> tuple[list[Sourc
     sources: dict[Path, Source] = {}
     unread: list[Unread] = []
     for top in paths:
-        for path in _files(top, tuple(exclude)):
-            real = path.resolve()
-            if real not in sources:
-                name, is_package, above = _module_name(path, top)
-                try:
+        for path in _files(top, tuple(exclude), unread):
+            try:
+                real = path.resolve()
+                if real not in sources:
+                    name, is_package, above = _module_name(path, top)
                     tree, cells = _parsed(path, unread)
-                except (OSError, SyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
-                    unread.append(Unread(path, getattr(error, "lineno", None) or 0, _message(error)))
-                else:
                     sources[real] = Source(path, name, is_package, tree, cells, above)
+            except (OSError, SyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
+                unread.append(Unread(path, getattr(error, "lineno", None) or 0, _message(error)))
     return list(sources.values()), unread
 
 
-def _files(top: Path, exclude: Sequence[str]) -> Iterator[Path]:
-    if not top.is_dir():
+def _files(top: Path, exclude: Sequence[str], unread: list[Unread]) -> Iterator[Path]:
+    if not os.path.isdir(top):
         yield top
         return
-    for path in sorted(top.iterdir()):
-        if path.name.startswith(".") or path.name in SKIPPED or any(fnmatch(path.name, each) for each in exclude):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            if not (path / "pyvenv.cfg").exists():
-                yield from _files(path, exclude)
+    waiting = [(top, True)]  # no recursion: folders may be nested a thousand deep
+    while waiting:
+        path, is_folder = waiting.pop()
+        if is_folder:
+            try:
+                with os.scandir(path) as folder:
+                    inner = {entry.name: entry.is_dir(follow_symlinks=False) for entry in folder}
+            except OSError as error:
+                unread.append(Unread(path, 0, _message(error)))
+                continue
+            if path == top or "pyvenv.cfg" not in inner:
+                names = sorted((name for name in inner if not _is_skipped(name, exclude)), reverse=True)
+                waiting += [(path / name, inner[name]) for name in names]
         elif path.suffix in (".py", ".ipynb") and path.is_file():
             yield path
+
+
+def _is_skipped(name: str, exclude: Sequence[str]) -> bool:
+    return name.startswith(".") or name in SKIPPED or any(fnmatch(name, each) for each in exclude)
 
 
 def _module_name(path: Path, top: Path) -> tuple[str, bool, tuple[str, ...]]:
@@ -100,23 +113,26 @@ def _module_name(path: Path, top: Path) -> tuple[str, bool, tuple[str, ...]]:
     parts = [] if is_package else [path.stem]
     folder = path.parent
     regular = (folder / "__init__.py").exists()
-    while (folder / "__init__.py").exists() or (not regular and folder != top and top in folder.parents):
+    if not regular and folder.is_relative_to(top):
+        parts += reversed(folder.relative_to(top).parts)
+        folder = top
+    while (folder / "__init__.py").exists():
         parts.append(folder.name)
         folder = folder.parent
-    above = folder.relative_to(top).parts if regular and top in folder.parents else ()
+    above = folder.relative_to(top).parts if regular and folder.is_relative_to(top) else ()
     return ".".join(reversed(parts)) or path.parent.name, is_package, above
 
 
 def _parsed(path: Path, unread: list[Unread]) -> tuple[ast.Module, tuple[tuple[int, int], ...]]:
     if not path.is_file():  # a FIFO would wait for a writer
         raise ValueError("not a regular file")
-    limit = LARGEST[path.suffix == ".ipynb"]
+    limit, what = (LARGEST_NOTEBOOK, "JSON") if path.suffix == ".ipynb" else (LARGEST, "syntax tree")
     with os.fdopen(open_file(path), "rb") as file:  # never waits, as /proc/kmsg would
         content = file.read(limit + 1)
     if content is None:
         raise ValueError("not a regular file")
     if len(content) > limit:
-        raise ValueError(f"larger than {limit >> 20} MiB")
+        raise ValueError(f"larger than {limit >> 20} MiB: its {what} can take more than 1 GB of memory")
     if path.suffix == ".ipynb":
         return _notebook(path, content, unread)
     encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)  # the file's own
@@ -137,12 +153,17 @@ def _notebook(path: Path, content: bytes, unread: list[Unread]) -> tuple[ast.Mod
     if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
         raise ValueError("not a notebook of format 4: it has no list of cells")
     lines: list[str] = []
-    cells = []
+    cells, size = [], 0
     for number, cell in enumerate(notebook["cells"], 1):
         try:
             text = _code(cell)
             if text is None:
                 continue
+            size += len(text)
+            if size > LARGEST:
+                raise ValueError(
+                    f"more than {LARGEST >> 20} MiB of code: its syntax tree can take more than 1 GB of memory"
+                )
             _tree(text, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             unread.append(Unread(path, 0, f"cell {number}: {_message(error)}"))
@@ -173,4 +194,6 @@ def _code(cell: object) -> str | None:
 def _message(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"not valid Python: {error.msg}"
+    if isinstance(error, MemoryError):  # what Python's parser raises, without a text
+        return "MemoryError: an expression is nested too deeply, or memory is short"
     return f"{type(error).__name__}: {error}"

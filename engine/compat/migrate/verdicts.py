@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from inspect import Signature
@@ -247,6 +248,7 @@ class Callee:
         return [*refused, *([""] if too_many else [])]
 
 
+@functools.cache
 def _callee(counterpart: object) -> Callee:
     """A class or a function as what may take a call."""
     name = getattr(counterpart, "__name__", "")

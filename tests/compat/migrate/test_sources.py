@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from engine.compat.migrate.sources import read
 
@@ -132,3 +135,62 @@ def test_empty_lines_of_a_notebook_take_no_time(tmp_path: Path) -> None:
     began = time.process_time()
     assert [len(found) for found in read([tmp_path])] == [1, 0]
     assert time.process_time() - began < 10  # 0.1 s; 60 s where the time grew with its square
+
+
+def test_what_would_take_more_than_a_gigabyte_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "large.py").write_text("a;" * (600 << 10))
+    cell = {"cell_type": "code", "source": "a\n" * (300 << 10)}
+    (tmp_path / "code.ipynb").write_text(json.dumps({"cells": [cell, cell, {**cell, "source": "a"}]}))
+    with (tmp_path / "pictures.ipynb").open("wb") as file:
+        file.truncate((32 << 20) + 1)
+    sources, unread = read([tmp_path])
+    assert [each.path.name for each in sources] == ["code.ipynb"]
+    assert [(each.path.name, each.message) for each in unread] == [
+        (
+            "code.ipynb",
+            "cell 2: ValueError: more than 1 MiB of code: its syntax tree can take more than 1 GB of memory",
+        ),
+        (
+            "code.ipynb",
+            "cell 3: ValueError: more than 1 MiB of code: its syntax tree can take more than 1 GB of memory",
+        ),
+        ("large.py", "ValueError: larger than 1 MiB: its syntax tree can take more than 1 GB of memory"),
+        ("pictures.ipynb", "ValueError: larger than 32 MiB: its JSON can take more than 1 GB of memory"),
+    ]
+
+
+def test_folders_of_any_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last ones of the second line are deeper than a path may be long."""
+    for name, depth in (("d", 1200), ("x" * 200, 30)):
+        monkeypatch.chdir(tmp_path)
+        for _ in range(depth):
+            os.mkdir(name)
+            os.chdir(name)
+        Path("a.py").write_text("")
+    sources, unread = read([tmp_path])
+    assert [each.module for each in sources] == ["d." * 1200 + "a"]
+    assert [each.message.partition("/")[0] for each in unread] == ["OSError: [Errno 36] File name too long: '"]
+    monkeypatch.chdir(tmp_path)
+    shutil.rmtree(tmp_path / ("x" * 200))  # by relative paths: pytest's own cleaning takes whole ones
+    for depth in range(1200, 0, -1):
+        if depth % 400 == 0:
+            shutil.rmtree(tmp_path.joinpath(*["d"] * depth))
+
+
+def test_a_lack_of_memory_has_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = " + "not " * 20_000 + "1")
+    (unread,) = read([tmp_path])[1]
+    assert unread.message in (
+        "MemoryError: an expression is nested too deeply, or memory is short",
+        "not valid Python: too many nested parentheses",  # later versions of Python
+    ) or unread.message.startswith("RecursionError: ")
+
+
+def test_places_in_a_notebook_take_time_that_grows_with_its_cells(tmp_path: Path) -> None:
+    cells = [{"cell_type": "code", "source": "x = 1"}] * 10_000
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    ((source,), _) = read([tmp_path])
+    began = time.process_time()
+    assert [source.place(line) for line in range(1, 10_001)] == [(number, 1) for number in range(1, 10_001)]
+    assert len({source for _ in range(10_000)}) == 1
+    assert time.process_time() - began < 1  # 0.02 s; 9 s where each place and each hash walked over all cells
