@@ -27,7 +27,7 @@ class Constructor:
         self.init, self.of, self.but = init, of, but
         self.call, parameters = init.__qualname__.partition(".")[0], inspect.signature(init).parameters
         self.signature = inspect.signature(init)
-        self.keywords = next((name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD), "")
+        self.keywords = next((name for name, item in parameters.items() if item.kind is item.VAR_KEYWORD), "")
 
     @functools.cached_property
     def types(self) -> Mapping[str, Any]:
@@ -50,7 +50,7 @@ class Constructor:
             bound.arguments[self.keywords] = checked(self.call, types, more)
         return bound
 
-    def given(self, bound: inspect.BoundArguments) -> dict[str, Any]:
+    def differing(self, bound: inspect.BoundArguments) -> dict[str, Any]:
         """The arguments that differ from their defaults."""
         usual = self.signature.parameters
         named = {name: value for name, value in self._named(bound).items() if not _same(value, usual[name].default)}
@@ -92,7 +92,7 @@ def with_arguments_of(of: type, rows: Mapping[str, Mapping[str, Argument]], **fi
         @functools.wraps(init)
         def of_both(self: object, *args: Any, **kwargs: Any) -> None:
             bound, call = constructor.bound(self, *args, **kwargs), constructor.call
-            of.__init__(self, **translated(call, constructor.given(bound), rows.get(call, {})), **fixed)  # type: ignore[misc]
+            of.__init__(self, **translated(call, constructor.differing(bound), rows.get(call, {})), **fixed)  # type: ignore[misc]
             init(*bound.args, **bound.kwargs)
 
         return of_both  # type: ignore[return-value]

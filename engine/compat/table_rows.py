@@ -23,6 +23,8 @@ class Argument:
     """What to do here: the end of the errors of ``Fit``, of our class and of the drop-in class, and the line of ``fit migrate``."""
     drop_in: str = ""
     """The end of the drop-in class's error, if ``instead`` names what that class does not have."""
+    with_validation: str = ""
+    """Why ``True`` is an error in a training with validation, and what to do."""
     in_file: str = ""
     """The note of a converted file about an argument that is not read there."""
 

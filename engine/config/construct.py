@@ -133,7 +133,7 @@ def converted(hint: Any, value: Any, name: str) -> Any:
         if found is not _NO:
             return found
     quotes = _QUOTES if str in members and isinstance(value, (bool, int, float)) else ""
-    others = [each for each in members if typing.get_origin(each) is not typing.Literal and each is not type(None)]
+    others = [kind for kind in members if typing.get_origin(kind) is not typing.Literal and kind is not type(None)]
     if failed is not None and 0 < len(others) < len(members) - (type(None) in members):
         failed = _kind(failed)(f"{failed}, or {', '.join(map(describe, others))}")
     raise failed or wrong_type(name, value, f"{describe(hint)}{quotes}")

@@ -56,7 +56,9 @@ def _maker(name: object, where: str) -> Callable[..., Any]:
         return ours
     others = {each.name: each for each in entry_points(group=strategy_names.GROUP)}
     if name in others:
-        return load(others[str(name)])
+        theirs = load(others[str(name)])
+        assert theirs is not None  # only a module of ours may be absent
+        return theirs
     known = ["auto", *(n for n, p in strategy_names.BUILT_IN.items() if strategy_names.is_there(p)), *others]
     possible = f"possible: {', '.join(known)}, or a Strategy object"
     if point is not None:

@@ -30,7 +30,7 @@ def adapted(value: Any) -> Any:
     if "engine" in packages:
         return value
     for point in entry_points(group=ADAPTERS):
-        if point.name in packages and (adapter := _loaded(point)) is not None:
+        if point.name in packages and (adapter := load(point)) is not None:
             return adapter(value)
     return value
 
@@ -97,24 +97,12 @@ def _extensions(group: str) -> tuple[tuple[str, Callable[..., Any]], ...]:
         points = [point for point in distribution(DISTRIBUTION).entry_points if point.group == group]
     except PackageNotFoundError:  # a copy that is not installed
         return ()
-    functions = ((point.name, _loaded(point)) for point in points)
+    functions = ((point.name, load(point)) for point in points)
     return tuple((name, function) for name, function in functions if function is not None)
 
 
-def _loaded(point: EntryPoint) -> Callable[..., Any] | None:
-    """The function of an entry point; ``None`` if it is one of ours, whose module is not in this copy."""
-    try:
-        return load(point)
-    except ImportError as error:
-        cause = error.__cause__
-        absent = isinstance(cause, ModuleNotFoundError) and f"{point.module}.".startswith(f"{cause.name}.")
-        if not (absent and point.module.startswith("engine.")):
-            raise
-        return None
-
-
-def load(point: EntryPoint) -> Callable[..., Any]:
-    """The function or class of an entry point.
+def load(point: EntryPoint) -> Callable[..., Any] | None:
+    """The function or class of an entry point; ``None`` if it is one of ours, whose module is not in this copy.
 
     Raises:
         ImportError: it cannot be imported, or it cannot be called; the message names the package that registers it.
@@ -124,10 +112,13 @@ def load(point: EntryPoint) -> Callable[..., Any]:
         if not callable(function):
             raise TypeError(f"it is of type {type(function).__name__}, not a function or a class")
     except (Exception, SystemExit) as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and point.module.startswith("engine.") and f"{point.module}.".startswith(f"{absent}."):
+            return None
         package = DISTRIBUTION if point.dist is None else point.dist.name
         raise ImportError(
             f"the installed package {package!r} registers the entry point '{point.name} = {point.value}' in the group {point.group!r}, and it "
             f"cannot be loaded ({type(error).__name__}: {error}): update or uninstall {package!r}",
-            name=error.name if isinstance(error, ImportError) else None,
+            name=absent,
         ) from error
     return function

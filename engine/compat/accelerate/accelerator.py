@@ -54,6 +54,8 @@ class Accelerator(Engine):
     gradient_state: GradientState = None  # type: ignore[assignment]
     project_configuration: Any = None
     trackers: list[Any] = []
+    step: int = 0  # type: ignore[assignment]
+    """Blocks of :meth:`accumulate` since the latest end of a loader; :meth:`engine.Engine.step` is not there: call ``optimizer.step()``."""
 
     @checking_arguments()
     def __init__(
@@ -74,7 +76,7 @@ class Accelerator(Engine):
         if "GradScalerKwargs" in handlers and self.scaler is not None:
             handlers["GradScalerKwargs"].tune(self.scaler)
         self._describe(facts)
-        self._plugin, self._micro = translation.accumulation(self._given, self.accumulate_grad_batches), 0
+        self._plugin, self.step = translation.accumulation(self._given, self.accumulate_grad_batches), 0
         self._unreduced: list[nn.Module] = []
         """The models of the :meth:`no_sync` blocks that are open."""
         self.gradient_state = GradientState(self._plugin)
@@ -209,7 +211,7 @@ class Accelerator(Engine):
         return super().unwrap_model(model)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        self._micro = 0
+        self.step = 0
         self.checkpoints.forget()
         return super().free_memory(*objects)
 
@@ -221,10 +223,9 @@ class Accelerator(Engine):
     def accumulate(self, *models: Any) -> Iterator[None]:
         """As :meth:`engine.Engine.accumulate`; under Accelerate's rule each loss is divided by the full window."""
         state, steps = self.gradient_state, self.gradient_accumulation_steps
+        self.step = 0 if self._plugin.sync_with_dataloader and state.end_of_dataloader else self.step + 1
         if self.rules == "accelerate":
-            ends = self._plugin.sync_with_dataloader and state.end_of_dataloader
-            self._micro = 0 if ends else self._micro + 1
-            self.window.share = Share(-1, float(steps), float(steps), last=self._micro % steps == 0)
+            self.window.share = Share(-1, float(steps), float(steps), last=self.step % steps == 0)
         self.enter_window(models)
         state.sync_gradients = self.sync_gradients
         if self._plugin.sync_each_batch:

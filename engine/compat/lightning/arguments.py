@@ -175,7 +175,8 @@ CALLBACKS: dict[str, dict[str, Argument]] = {
         "train_time_interval": Argument(instead="here it is every='10 min'"),
         "every_n_epochs": Argument(instead="here it is every='1 epochs'"),
         "save_on_train_epoch_end": Argument(
-            instead="with monitor a checkpoint waits for the next validation, without it is saved when due"
+            instead="with monitor a checkpoint waits for the next validation, without it is saved when due",
+            with_validation="with validation, a score is taken after it; leave it out",
         ),
         "enable_version_counter": Argument(instead="a second checkpoint of one name gets '-step=N': leave it out"),
         "save_best_only": Argument(instead="here it is save_top_k=1, save_last=False"),
@@ -186,7 +187,8 @@ CALLBACKS: dict[str, dict[str, Argument]] = {
             Argument(instead="Result.stop_reason says why a run has stopped: leave it out"),
         ),
         "check_on_train_epoch_end": Argument(
-            instead="it checks after each validation, or without validation after each epoch: leave it out"
+            instead="it checks after each validation, or without validation after each epoch: leave it out",
+            with_validation="with validation it checks after it; leave it out",
         ),
     },
     "WeightAveraging": {"device": _AVERAGES_DEVICE},

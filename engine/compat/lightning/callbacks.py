@@ -217,7 +217,8 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._trains_last and self.monitor is not None and trainer.run.val_loaders:
-            raise ValueError("ModelCheckpoint(save_on_train_epoch_end=True): with validation, a score is taken after it; leave it out")  # fmt: skip
+            said = CALLBACKS["ModelCheckpoint"]["save_on_train_epoch_end"].with_validation
+            raise ValueError(f"ModelCheckpoint(save_on_train_epoch_end=True): {said}")
         own.ModelCheckpoint.on_train_start(self, trainer.run, pl_module)
         self._files = {}
 
@@ -269,7 +270,7 @@ class EarlyStopping(Callback, own.EarlyStopping):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._trains_last and trainer.run.val_loaders:
-            said = "with validation it checks after it; leave it out"
+            said = CALLBACKS["EarlyStopping"]["check_on_train_epoch_end"].with_validation
             raise ValueError(f"EarlyStopping(check_on_train_epoch_end=True): {said}")
         own.EarlyStopping.on_train_start(self, trainer.run, pl_module)
 

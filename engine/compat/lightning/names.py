@@ -191,6 +191,11 @@ CHECKPOINT = {
     "pytorch-lightning_version": "this is not a checkpoint of Lightning",
 }
 """Entries that Lightning's checkpoints have and these do not: why, and what to do."""
+FILES = {
+    "last.ckpt": "ModelCheckpoint writes no file of this name: resume with ckpt_path='last' (in Fit: resume='last'); ModelCheckpoint.last_model_path "
+    "has the newest one's path"
+}
+"""Files that Lightning writes and a run does not: what to use instead."""
 
 _SAVES = (
     "on_checkpoint_saved(self, run, module, path, score) comes after each save, on_checkpoint_removed(self, run, module, path) after each removal; "

@@ -54,31 +54,31 @@ class SingleDeviceStrategy(Single):
         super().__init__(**strategies.single(options))
         self.device = as_device("SingleDeviceStrategy", device)
 
-    def trainer_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of ``Trainer`` that ask for the device.
+    def trainer_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """``Trainer``'s ``arguments`` that ask for the device.
 
         Raises:
-            ValueError: the ``given`` ones ask for another.
+            ValueError: they ask for another.
         """
         if self.device is None:
             return {"strategy": "single_device"}
         kind, index = self.device.type, self.device.index
-        same = given["accelerator"] in ("auto", kind) or (kind != "cpu" and given["accelerator"] == "gpu")
-        if not same or given["devices"] not in ("auto", 1, "1", index, [index]):
+        same = arguments["accelerator"] in ("auto", kind) or (kind != "cpu" and arguments["accelerator"] == "gpu")
+        if not same or arguments["devices"] not in ("auto", 1, "1", index, [index]):
             raise ValueError(
-                f"SingleDeviceStrategy(device='{self.device}') contradicts Trainer(accelerator={given['accelerator']!r}, "
-                f"devices={given['devices']!r}): leave these two out"
+                f"SingleDeviceStrategy(device='{self.device}') contradicts Trainer(accelerator={arguments['accelerator']!r}, "
+                f"devices={arguments['devices']!r}): leave these two out"
             )
         devices = 1 if index is None or kind == "cpu" else [index]
         return {"strategy": "single_device", "accelerator": kind, "devices": devices}
 
     def connect(self, group: Group) -> None:
         super().connect(group)
-        wanted = self.device or group.device
-        if wanted.type != group.device.type or wanted.index not in (None, group.device.index or 0):
+        device = self.device or group.device
+        if device.type != group.device.type or device.index not in (None, group.device.index or 0):
             raise ValueError(
-                f"SingleDeviceStrategy(device='{wanted}'), but this process computes on {group.device}: give Fit(accelerator={wanted.type!r}, "
-                f"devices=[{wanted.index or 0}])"
+                f"SingleDeviceStrategy(device='{device}'), but this process computes on {group.device}: give Fit(accelerator={device.type!r}, "
+                f"devices=[{device.index or 0}])"
             )
 
 

@@ -62,10 +62,10 @@ def _loggers(given: Mapping[str, Any]) -> list[Any]:
         there = any(map(importlib.util.find_spec, ("tensorboard", "tensorboardX")))
         return [TensorBoardLogger(save_dir=None) if there else CSVLogger(save_dir=None)]
     loggers = list(asked) if isinstance(asked, (list, tuple, set)) else [asked]
-    for each in loggers:
-        if not hasattr(each, "log_metrics"):
+    for entry in loggers:
+        if not hasattr(entry, "log_metrics"):
             raise wrong_type(
-                "Trainer: logger", each, "True, False, a Logger, an object with log_metrics, or a list of these"
+                "Trainer: logger", entry, "True, False, a Logger, an object with log_metrics, or a list of these"
             )
     return loggers
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from engine.compat.lightning.names import BOUND
 from engine.compat.migrate.imports import Api
 from engine.compat.migrate.stand_ins import module, stand_in
 from engine.compat.names import ATTRIBUTES, OTHERWISE
@@ -60,8 +61,10 @@ class Counterpart:
 @functools.cache
 def counterpart(api: Api) -> Counterpart:
     """Find what stands for a class or a function of the libraries."""
-    plain, where = _plain(api)
+    plain, where = plain_counterpart(api)
     ours, place = translated(api)
+    if api.library == "lightning" and api.path.startswith("callbacks.") and api.name in BOUND and ours is not None:
+        return Counterpart(INTEROP, f"{place}, or {BOUND[api.name]}", None, ours, refused(ours))
     if plain is not None:
         return Counterpart(AS_IS, where, plain, ours)
     if ours is not None:
@@ -87,7 +90,8 @@ def is_package(api: Api) -> bool:
     return False
 
 
-def _plain(api: Api) -> tuple[Any, str]:
+def plain_counterpart(api: Api) -> tuple[Any, str]:
+    """Find the object of ``engine`` or ``callbacks`` that stands for the name, and where it is."""
     head, _, name = api.path.rpartition(".")
     if name in RENAMED:
         return stand_in(f"engine.{RENAMED[name]}"), f"engine.{RENAMED[name]}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from engine.compat.migrate.counterparts import is_package
 from engine.compat.migrate.imports import Api, ClassInfo, Names, first_argument
 from engine.compat.migrate.known_objects import (
+    CHECKPOINT,
     KINDS,
     MADE,
     PASSED,
@@ -23,7 +24,17 @@ from engine.compat.migrate.known_objects import (
 )
 from engine.compat.migrate.signatures import member
 from engine.compat.migrate.sources import Source
-from engine.compat.migrate.verdicts import Attribute, Construction, Definition, Named, Question, Schedule, verdicts
+from engine.compat.migrate.verdicts import (
+    Attribute,
+    Construction,
+    Definition,
+    Entry,
+    FileName,
+    Named,
+    Question,
+    Schedule,
+    verdicts,
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,8 @@ class Walker(ast.NodeVisitor):
             hook = [argument.arg for argument in node.args.args[1:3]]
             roles = ("trainer of a callback", "module")
             known.update({name: Known(things()[role]) for name, role in zip(hook, roles, strict=False)})
+        if method and self._self is not None and node.name in ("on_save_checkpoint", "on_load_checkpoint"):
+            known.update({argument.arg: Known(CHECKPOINT) for argument in node.args.args[1:][-1:]})
         if method and self._class is not None and (first := first_argument(node)) is not None:
             known[first] = self._self or Known(PLAIN, self._class)
         return known
@@ -202,6 +215,21 @@ class Walker(ast.NodeVisitor):
         if owner is not None:
             self._member(node, owner, None)
         self.visit(node.value)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str):
+            self._ask(node, FileName(node.value.replace("\\", "/").rpartition("/")[2]))
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        self.generic_visit(node)
+        owner, key = self._gives(node.value), node.slice
+        if (
+            owner is not None
+            and owner.thing is CHECKPOINT
+            and isinstance(key, ast.Constant)
+            and isinstance(node.ctx, ast.Load)
+        ):
+            self._ask(node, Entry(str(key.value)))
 
     def visit_Dict(self, node: ast.Dict) -> None:
         self.generic_visit(node)

@@ -37,6 +37,8 @@ class Thing:
     """Methods that a class of the sources may define and that nothing calls: what to do instead."""
     gives: Mapping[str, str] = field(default_factory=dict)
     """Attributes that are things themselves, with their key in :func:`things`."""
+    differing: tuple[str, ...] = ()
+    """Attributes that mean something else in ``plain``."""
     library: str = "lightning"
     is_trainer: bool = False
     """The object may be one of a subclass of ``Trainer`` in the sources, which has attributes of its own."""
@@ -45,7 +47,8 @@ class Thing:
 
     def members(self, name: str) -> tuple[Member | None, Member | None]:
         """The attribute of the plain and of the translated class."""
-        return tuple(None if cls is None else member(cls, name) for cls in (self.plain, self.translated))  # type: ignore[return-value]
+        plain = None if self.plain is None or name in self.differing else member(self.plain, name)
+        return plain, None if self.translated is None else member(self.translated, name)
 
     def answer(self, name: str) -> str:
         """The sentence about an attribute that neither has."""
@@ -78,6 +81,8 @@ class Known:
 
 PLAIN = Thing("object", closed=False)
 """An object of a class without a base of the libraries: only what it keeps is of interest."""
+CHECKPOINT = Thing("checkpoint", closed=False)
+"""What ``on_save_checkpoint`` and ``on_load_checkpoint`` get."""
 _UNCALLED = {name: f"it is never called: define {hooks}" for name, hooks in REPLACED.items()}
 _OF_CLASSES = {
     "Trainer": Thing(
@@ -143,6 +148,6 @@ def things() -> Mapping[str, Thing]:
         "trainer of a callback": replace(run, answers=ATTRIBUTES["Run"]),
         "trainer": replace(trainer, answers=ATTRIBUTES["Fit"]),
         "strategy": Thing("trainer.strategy", answers=OF_STRATEGIES, closed=False),
-        "accelerator": replace(of_class(Api("accelerate", "Accelerator")), answers=engine),
+        "accelerator": replace(of_class(Api("accelerate", "Accelerator")), answers=engine, differing=("step",)),
         "fabric": replace(of_class(Api("fabric", "Fabric")), answers=engine, library="lightning"),
     }

@@ -100,7 +100,7 @@ def _files(top: Path, exclude: Sequence[str], unread: list[Unread]) -> Iterator[
 
 
 def _is_skipped(name: str, exclude: Sequence[str]) -> bool:
-    return name.startswith(".") or name in SKIPPED or any(fnmatch(name, each) for each in exclude)
+    return name.startswith(".") or name in SKIPPED or any(fnmatch(name, pattern) for pattern in exclude)
 
 
 def _module_name(path: Path, top: Path) -> tuple[str, bool, tuple[str, ...]]:

@@ -10,9 +10,15 @@ from inspect import Signature
 from typing import NamedTuple, TypeAlias
 
 from engine.compat.lightning.checks import refused_hook
-from engine.compat.lightning.names import REPLACED
-from engine.compat.migrate.argument_values import constructor, follows_validation, log_options, trainer_arguments
-from engine.compat.migrate.counterparts import AS_IS, CHANGE, INTEROP, Counterpart, counterpart
+from engine.compat.lightning.names import CHECKPOINT, FILES, REPLACED
+from engine.compat.migrate.argument_values import (
+    after_validation,
+    constructor,
+    follows_validation,
+    log_options,
+    trainer_arguments,
+)
+from engine.compat.migrate.counterparts import AS_IS, CHANGE, INTEROP, Counterpart, counterpart, plain_counterpart
 from engine.compat.migrate.imports import Api, ClassInfo
 from engine.compat.migrate.known_objects import Thing
 from engine.compat.migrate.signatures import Member, misfit, rejected, signature, with_parameters_of
@@ -61,6 +67,22 @@ class Attribute:
 
 
 @dataclass(frozen=True)
+class Entry:
+    """A hook reads an entry of Lightning's checkpoint."""
+
+    key: str
+    library = "lightning"
+
+
+@dataclass(frozen=True)
+class FileName:
+    """A text ends with the name of a file."""
+
+    name: str
+    library = "lightning"
+
+
+@dataclass(frozen=True)
 class Construction:
     """A class of the sources calls the constructor of its base."""
 
@@ -101,7 +123,7 @@ class Schedule:
         return self.thing.library
 
 
-Question: TypeAlias = Named | Attribute | Construction | Definition | Schedule
+Question: TypeAlias = Named | Attribute | Entry | FileName | Construction | Definition | Schedule
 PLATEAU = (
     "it steps before the validation that is due at its step, where Lightning's steps after it: the first step needs 'strict': False, "
     "and each one follows the validation before; 'interval': 'epoch' follows the epoch's own validation"
@@ -123,6 +145,10 @@ def verdicts(question: Question) -> Iterator[Verdict]:
                 if any(callee.exists for callee in callees)
                 else iter(())
             )
+        case Entry(key):
+            return iter([Verdict(f"checkpoint[{key!r}]", CHANGE, CHECKPOINT[key])] if key in CHECKPOINT else ())
+        case FileName(name):
+            return iter([Verdict(repr(name), CHANGE, FILES[name])] if name in FILES else ())
         case Definition():
             return _of_definition(question)
         case Schedule(thing, cls, config):
@@ -148,7 +174,9 @@ def _refused_values(api: Api, call: ast.Call, match: Counterpart) -> str:
     if api.name == "Trainer" and (parameters := signature(match.translated)) is not None:
         return trainer_arguments(call, parameters)
     if api.path.startswith("callbacks."):
-        return constructor(call, [cls for cls in (match.translated, match.plain) if cls])
+        if (parameters := signature(match.translated)) and (reason := after_validation(api.name, call, parameters)):
+            return reason
+        return constructor(call, [cls for cls in (match.translated, plain_counterpart(api)[0]) if cls])
     return ""
 
 

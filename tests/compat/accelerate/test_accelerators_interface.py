@@ -255,3 +255,27 @@ def test_versions_are_compared() -> None:
     assert u.compare_versions("torch", ">", "1.0")
     with pytest.raises(ValueError, match=r"operation='~='.*possible are >"):
         u.is_torch_version("~=", "2.0")
+
+
+def steps(accelerator: Any) -> list[int]:
+    """``accelerator.step`` in each micro-batch of two epochs of five, with windows of two."""
+    model = torch.nn.Linear(1, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), torch.utils.data.DataLoader(torch.ones(5, 1))
+    )
+    numbers = []
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                numbers.append(accelerator.step)
+                accelerator.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    return numbers
+
+
+@pytest.mark.parametrize("rules", ["exact", "accelerate"])
+def test_step_counts_micro_batches_as_there(rules: str) -> None:
+    expected = steps(theirs.Accelerator(cpu=True, gradient_accumulation_steps=2))
+    assert expected == [1, 2, 3, 4, 0] * 2
+    assert steps(Accelerator(cpu=True, gradient_accumulation_steps=2, rules=rules)) == expected

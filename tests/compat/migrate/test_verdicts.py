@@ -8,6 +8,8 @@ from textwrap import dedent
 import pytest
 from reported import changes, report_of, uses_of
 
+from engine.compat.lightning.names import BOUND, CHECKPOINT
+
 AS_IS, INTEROP, CHANGE = "as is", "interop", "change"
 HEAD = "import lightning.pytorch as pl\n"
 
@@ -179,3 +181,50 @@ def test_a_plateau_of_steps_that_follows_validation_is_foreseen(
     sentences = changes(tmp_path, HEAD + dedent(text))
     assert list(sentences) == (["ReduceLROnPlateau"] if is_foreseen else [])
     assert all("before the validation" in sentence for sentence in sentences.values())
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("EarlyStopping('val', check_on_train_epoch_end=True)", "with validation it checks after it; leave it out"),
+        ("ModelCheckpoint(monitor=name, save_on_train_epoch_end=True)", "with validation, a score is taken after it"),
+        (
+            "ModelCheckpoint(None, None, 'val', save_on_train_epoch_end=True)",
+            "with validation, a score is taken after it",
+        ),
+        ("EarlyStopping('val', check_on_train_epoch_end=False)", ""),
+        ("ModelCheckpoint(save_on_train_epoch_end=True)", ""),
+    ],
+)
+def test_callbacks_that_fail_with_validation(tmp_path: Path, call: str, said: str) -> None:
+    found = changes(tmp_path, f"from lightning.pytorch.callbacks import *\n{call}\n")
+    assert (len(found), said in "".join(found.values())) == (bool(said), True)
+
+
+def test_entries_of_checkpoints_and_names_of_files(tmp_path: Path) -> None:
+    text = f"""{HEAD}class Net(pl.LightningModule):
+    def on_load_checkpoint(self, checkpoint):
+        checkpoint["optimizer_states"], checkpoint["mine"]
+    def other(self, checkpoint):
+        checkpoint["state_dict"]
+class Mine(pl.Callback):
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        checkpoint["state_dict"] = checkpoint["loops"]
+pl.Trainer().fit(Net(), ckpt_path="runs/last.ckpt")
+"""
+    found = changes(tmp_path, text)
+    assert list(found) == ["checkpoint['optimizer_states']", "checkpoint['loops']", "'last.ckpt'"]
+    assert found["checkpoint['loops']"] == CHECKPOINT["loops"]
+    assert "ckpt_path='last'" in found["'last.ckpt'"]
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_callbacks_of_lightning_that_fit_refuses_are_not_as_is(tmp_path: Path, name: str) -> None:
+    report = report_of(tmp_path, net=f"from lightning.pytorch.callbacks import {name} as C\nC\nC()\n")
+    assert AS_IS not in [use.verdict for use in report.uses]
+    assert BOUND[name] in report.uses[0].sentence
+
+
+def test_a_step_of_an_accelerator_is_its_number(tmp_path: Path) -> None:
+    text = "from accelerate import Accelerator\na = Accelerator()\na.step % 2\n"
+    assert uses_of(tmp_path, text)[-1] == (3, "Accelerator.step", INTEROP)

@@ -34,7 +34,7 @@ class KwargsHandler:
     """The base of objects for ``kwargs_handlers``."""
 
     def __post_init__(self) -> None:
-        types = {each.name: each.type for each in fields(self)}  # type: ignore[arg-type]
+        types = {item.name: item.type for item in fields(self)}  # type: ignore[arg-type]
         vars(self).update(checked(type(self).__name__, types, vars(self)))
 
     def to_kwargs(self) -> dict[str, Any]:
