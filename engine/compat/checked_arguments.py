@@ -61,7 +61,7 @@ class Constructor:
 
 
 def _same(value: object, usual: object) -> bool:
-    """Whether a program that names all defaults, as parsers of command lines do, gave this one's."""
+    """Tell whether a value is the default, which parsers of command lines also name."""
     return value is usual or (type(value) is type(usual) and value == usual)
 
 

@@ -82,7 +82,7 @@ class Known:
 PLAIN = Thing("object", closed=False)
 """An object of a class without a base of the libraries: only what it keeps is of interest."""
 CHECKPOINT = Thing("checkpoint", closed=False)
-"""What ``on_save_checkpoint`` and ``on_load_checkpoint`` get."""
+"""The dict that ``on_save_checkpoint`` and ``on_load_checkpoint`` get."""
 _UNCALLED = {name: f"it is never called: define {hooks}" for name, hooks in REPLACED.items()}
 _OF_CLASSES = {
     "Trainer": Thing(
