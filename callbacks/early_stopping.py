@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from engine import Callback
 
 if TYPE_CHECKING:
@@ -140,6 +138,8 @@ class EarlyStopping(Callback):
 
     def _better(self, value: float, other: float, margin: float = 0.0) -> bool:
         """Whether ``value`` is better than ``other`` by more than ``margin``."""
+        import torch  # fit migrate looks at this class without it
+
         first, second = torch.tensor([value, other])
         return bool(first + margin < second if self.mode == "min" else first - margin > second)
 

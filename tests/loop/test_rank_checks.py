@@ -133,7 +133,7 @@ import os, sys
 if os.environ["RANK"] == "1" and not os.environ["PYTHONPATH"].startswith(sys.argv[1]):
     path = os.pathsep.join([sys.argv[1], os.environ["PYTHONPATH"]])
     os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONPATH": path})
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = sys.argv[2:]
 import test_rank_checks
 report(test_rank_checks.attempt())
 """
@@ -144,7 +144,7 @@ def test_another_version_of_this_library(tmp_path: Path) -> None:
         copytree(ROOT / package, tmp_path / package, ignore=ignore_patterns("__pycache__"))
     with (tmp_path / "engine" / "loop" / "train.py").open("a") as file:
         file.write("# a later version\n")
-    for ran in run_ranks(OTHER_VERSION, 2, tmp_path, Path(__file__).parent):
+    for ran in run_ranks(OTHER_VERSION, 2, tmp_path, Path(__file__).parents[1], Path(__file__).parent):
         assert "the versions differ" in ran.value
         assert "engine and callbacks: rank 0 has checksum" in ran.value
 
