@@ -301,7 +301,12 @@ class Fit:
         (``PredictionWriter``), and return empty lists.
         """
         datamodule, loaders = _datamodule(datamodule, loaders)
-        with self._start(module, "predict") as run, housed(run, checkpoint, self._trained), session(run, datamodule):
+        with (
+            _train_module(module).lent(),
+            self._start(module, "predict") as run,
+            housed(run, checkpoint, self._trained),
+            session(run, datamodule),
+        ):
             prepared = setup.evaluation(run, "predict", loaders, datamodule, "predict_step")
             if not prepared:
                 return []
@@ -501,7 +506,12 @@ class Fit:
         name: str,
     ) -> list[dict[str, float]]:
         datamodule, loaders = _datamodule(datamodule, loaders)
-        with self._start(module, stage) as run, housed(run, checkpoint, self._trained), session(run, datamodule):
+        with (
+            _train_module(module).lent(),
+            self._start(module, stage) as run,
+            housed(run, checkpoint, self._trained),
+            session(run, datamodule),
+        ):
             prepared = setup.evaluation(run, name, loaders, datamodule, f"{name}_step")
             if not prepared:
                 return []

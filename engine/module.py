@@ -422,6 +422,32 @@ class TrainModule(nn.Module):
         if context is None:
             self._record_logged = None
 
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Inside the block the module, if it is in a run, is out of it: for an evaluation that a hook of the run starts.
+
+        Raises:
+            RuntimeError: the run's strategy owns the weights and allows no other run beside its own.
+        """
+        if self._context is None:
+            yield
+            return
+        run = self._context
+        if run.engine.strategy.owns_weights:
+            raise RuntimeError(
+                f"{type(self).__name__} is in a run whose strategy owns its weights, so nothing else can evaluate it inside that run: give the run "
+                "val_loaders, or evaluate after it"
+            )
+        self._reached = (run.step, run.epoch, run.samples)
+        parts = [(part, part._context, part._record_logged) for part in self.modules() if isinstance(part, TrainModule)]
+        for part, _, _ in parts:
+            part._context = None
+        try:
+            yield
+        finally:
+            for part, context, record in parts:
+                part._context, part._record_logged = context, record
+
     def log_with(self, record: Callable[..., None]) -> None:
         """Set the function ``record`` that records logged values; called by the run."""
         self._record_logged = record

@@ -206,6 +206,10 @@ class StepWatch(Callback):
         if self._handles:  # the step was left out
             self._end(run)
 
+    def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
+        if self._handles:  # an error ended the step
+            self._unwatch()
+
     def _begin(self, run: Run, module: nn.Module) -> None:
         self.seen = True
         step, state = self.step, run.state
@@ -219,11 +223,14 @@ class StepWatch(Callback):
         if self.detect_anomaly:
             torch.autograd.set_detect_anomaly(True)
 
-    def _end(self, run: Run) -> None:
+    def _unwatch(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
         torch.autograd.set_detect_anomaly(self._outer_anomaly)
+
+    def _end(self, run: Run) -> None:
+        self._unwatch()
         rows = gather_json(run.engine.group, [list(map(repr, self._losses)), self.step.nonfinite])
         self.step.losses = [list(map(float, losses)) for losses, _ in rows]
         several = len(rows) > 1

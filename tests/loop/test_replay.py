@@ -122,8 +122,12 @@ def test_the_first_number_that_is_not_finite_is_named(tmp_path: Path) -> None:
 
     found = made.replay(Breaks(), data(), run=tmp_path, step=4)
     assert found.nonfinite == "the output of layers.2 (Linear) in micro-batch 0"
+    broken = Breaks()
     with pytest.raises(RuntimeError, match="nan"):
-        made.replay(Breaks(), data(), run=tmp_path, step=4, detect_anomaly=True)
+        made.replay(broken, data(), run=tmp_path, step=4, detect_anomaly=True)
+    assert not torch.is_anomaly_enabled()
+    assert not broken._forward_hooks
+    assert not any(layer._forward_hooks for layer in broken.layers[:2])
 
 
 def test_what_cannot_be_replayed_is_said(tmp_path: Path) -> None:

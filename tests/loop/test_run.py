@@ -38,6 +38,25 @@ def test_a_run_within_a_run_of_its_module_is_an_error(tmp_path: Path) -> None:
     assert fit(tmp_path, callbacks=copies).run(Weight(), ones(3)).step == 3
 
 
+def test_an_evaluation_in_a_hook_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    class Evaluates(Weight):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            again = fit(tmp_path / "inner")
+            assert again.validate(self, ones(2)) == [{"val": -float(self.global_step)}]
+            seen.append(
+                (len(again.predict(self, ones(2))), self.attached, self.global_step, self.run.stage, self.training)
+            )
+            self.log("after", float(self.global_step))
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch
+
+    seen: list[Any] = []
+    result = fit(tmp_path).run(Evaluates(), ones(2))
+    assert seen == [(2, True, 1, "fit", True), (2, True, 2, "fit", True)]
+    assert result.metrics["after"] == 2.0
+
+
 def test_counters_count_steps_and_micro_batches(tmp_path: Path) -> None:
     seen = []
 
