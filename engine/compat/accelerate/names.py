@@ -133,6 +133,8 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     },
 }
 """Attributes of ``Accelerator``: what to use instead."""
+RENAMED = {"Accelerator": "Engine", "set_seed": "seed_everything"}
+"""Names that ``engine`` has, and how they are called there."""
 FUNCTIONS = {
     **dict.fromkeys(
         (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from engine.compat.lightning.arguments import OTHERWISE
 from engine.config.settings import Settings
 
 _RESULT = "use the Result that run(...) returns, or the list that validate(...) and test(...) return"
@@ -260,6 +261,28 @@ BOUND = {
 }
 """Callbacks of the installed Lightning that need private parts of its ``Trainer``, the weights in its checkpoints, or its order of events after an
 error: what to use instead."""
+
+RENAMED = {
+    "LightningModule": "TrainModule",
+    "LightningDataModule": "DataModule",
+    "Trainer": "Fit",
+    "Callback": "Callback",
+    "CombinedLoader": "CombinedLoader",
+    "Fabric": "Engine",
+    "seed_everything": "seed_everything",
+}
+"""Names that ``engine`` has, and how they are called there."""
+SAME_PARTS = {"callbacks": "callbacks", "loggers": "callbacks.loggers"}
+"""Parts of Lightning, and our packages whose names mean the same there."""
+PARTS = {
+    "strategies": "give Fit(strategy=...) a name, or an object such as DDP, FSDP, DeepSpeed or MeshParallel of engine",
+    "plugins": OTHERWISE["plugins"],
+    "profilers": OTHERWISE["profiler"],
+    "loggers": OTHERWISE["loggers"],
+    "tuner": ATTRIBUTES["Fit"]["tune"],
+    "cli": "fit run builds a module, its data and its callbacks from a file of settings and the command line",
+}
+"""By part of Lightning, what to do about names that have no counterpart."""
 
 TOP = {"Fabric": "use engine.Engine"}
 """Names of the package ``lightning`` itself that ours does not have."""

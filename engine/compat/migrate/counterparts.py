@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from engine.compat.lightning.names import BOUND
+from engine.compat.accelerate import names as accelerate
+from engine.compat.lightning import names as lightning
 from engine.compat.migrate.imports import Api
 from engine.compat.migrate.stand_ins import module, stand_in
-from engine.compat.names import ATTRIBUTES, OTHERWISE
 
 AS_IS, INTEROP, CHANGE = "as is", "interop", "change"
 """The verdicts, from the best to the worst: works with ``engine``, works through ``engine.interop``, needs a change."""
@@ -19,29 +19,8 @@ INTEROP_OF = {
     **dict.fromkeys(("lightning", "fabric"), "engine.interop.lightning"),
     "accelerate": "engine.interop.accelerate",
 }
-RENAMED = {
-    "LightningModule": "TrainModule",
-    "LightningDataModule": "DataModule",
-    "Trainer": "Fit",
-    "Callback": "Callback",
-    "CombinedLoader": "CombinedLoader",
-    "Fabric": "Engine",
-    "Accelerator": "Engine",
-    "set_seed": "seed_everything",
-    "seed_everything": "seed_everything",
-}
+RENAMED = lightning.RENAMED | accelerate.RENAMED
 """Names of the libraries, and what ``engine`` has in their place."""
-_SAME = {"callbacks": "callbacks", "loggers": "callbacks.loggers"}
-"""Parts of Lightning, and our packages whose names mean the same there."""
-_ANSWERS = {
-    "strategies": "give Fit(strategy=...) a name, or an object such as DDP, FSDP, DeepSpeed or MeshParallel of engine",
-    "plugins": OTHERWISE["plugins"],
-    "profilers": OTHERWISE["profiler"],
-    "loggers": OTHERWISE["loggers"],
-    "tuner": ATTRIBUTES["Fit"]["tune"],
-    "cli": "fit run builds a module, its data and its callbacks from a file of settings and the command line",
-}
-"""By part of Lightning, for names that we have nothing of."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +42,13 @@ def counterpart(api: Api) -> Counterpart:
     """Find what stands for a class or a function of the libraries."""
     plain, where = plain_counterpart(api)
     ours, place = translated(api)
-    if api.library == "lightning" and api.path.startswith("callbacks.") and api.name in BOUND and ours is not None:
-        return Counterpart(INTEROP, f"{place}, or {BOUND[api.name]}", None, ours, refused(ours))
+    if (
+        api.library == "lightning"
+        and api.path.startswith("callbacks.")
+        and api.name in lightning.BOUND
+        and ours is not None
+    ):
+        return Counterpart(INTEROP, f"{place}, or {lightning.BOUND[api.name]}", None, ours, refused(ours))
     if plain is not None:
         return Counterpart(AS_IS, where, plain, ours)
     if ours is not None:
@@ -73,7 +57,7 @@ def counterpart(api: Api) -> Counterpart:
     sentence = (
         "it is private there" if api.name.startswith("_") else f"{INTEROP_OF[api.library]} has nothing of this name"
     )
-    return Counterpart(CHANGE, _ANSWERS.get(part, sentence))
+    return Counterpart(CHANGE, lightning.PARTS.get(part, sentence))
 
 
 def refused(counterpart: object) -> str:
@@ -86,7 +70,7 @@ def is_package(api: Api) -> bool:
     """Tell whether the name is only a part of the library, which says nothing by itself."""
     if not api.path or api.name.islower():
         value = translated(api)[0]
-        return isinstance(value, ModuleType) or (value is None and (not api.path or api.path in _SAME))
+        return isinstance(value, ModuleType) or (value is None and (not api.path or api.path in lightning.SAME_PARTS))
     return False
 
 
@@ -95,7 +79,7 @@ def plain_counterpart(api: Api) -> tuple[Any, str]:
     head, _, name = api.path.rpartition(".")
     if name in RENAMED:
         return stand_in(f"engine.{RENAMED[name]}"), f"engine.{RENAMED[name]}"
-    package = _SAME.get(head.split(".")[0]) if api.library == "lightning" else None
+    package = lightning.SAME_PARTS.get(head.split(".")[0]) if api.library == "lightning" else None
     if package is not None:
         owner = module(package)
         if name in getattr(owner, "__all__", ()):
