@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -13,27 +14,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from engine import strategies
 from engine.checkpoint.export import export_tensors
 from engine.config.settings import check
+from engine.data.combined_loaders import CombinedLoader
 from engine.data.prepared_loader import PreparedLoader
 from engine.distributed import collectives
 from engine.distributed.environment import Environment
 from engine.distributed.group import Group, join_here, own_environment
 from engine.distributed.per_process import F, Trigger, before_others, only, part
 from engine.metrics.recorder import Recorder
-from engine.prepared.registry import Registry
-from engine.prepared.snapshot import Snapshot
+from engine.prepared import Prepared
+from engine.snapshot import EngineSnapshot
 from engine.step import gradients
 from engine.step.gradients import Loss
 from engine.step.optimizer_step import Optimizers, Then
 from engine.step.precision import Precision
 from engine.step.window import Window
-from engine.step.wrappers import PreparedOptimizer, PreparedScheduler, raw
+from engine.step.wrappers import AutocastForward, PreparedOptimizer, PreparedScheduler, raw
 from engine.strategies.base import Strategy
-from engine.transforms.float8 import FP8
+from engine.strategies.foreign_wrappers import check_plain
+from engine.transforms import batch_norm
+from engine.transforms.float8 import FP8, Layers
 from engine.transforms.order import Transforms
+from engine.utils import accelerator
 from engine.utils.extensions import completed
 from engine.utils.parameters import parameters_of
 
@@ -114,11 +121,16 @@ class Engine:
         self._passes = self.strategy.passes(self.scaler)
         data_seed = collectives.gather_json(self.group, torch.initial_seed() if seed is None else seed)[0]
         check("sync_batchnorm", sync_batchnorm)
-        self._prepared = Registry(self.strategy, self.precision, self._stepper, data_seed, sync_batchnorm)
-        self.models: Sequence[nn.Module] = self._prepared.models
+        self.precision.check(self.group.device)
+        self.prepared = Prepared(self.strategy, self._stepper, data_seed)
+        """What this engine has prepared."""
+        self.models: Sequence[nn.Module] = self.prepared.models
         """Every prepared model, as :meth:`prepare` returned it."""
-        self._stepper.describe = self._prepared.where_nonfinite
-        self.snapshot = Snapshot(self._prepared, self.scaler)
+        window = self.window
+        self._float8_layers = Layers(self.precision.fp8, self.group)
+        self._batch_norms = batch_norm.Layers(sync_batchnorm, self.data_group, lambda: window.share.size != 0)
+        self._stepper.describe = self.prepared.where_nonfinite
+        self.snapshot = EngineSnapshot(self.prepared, self.scaler)
         """What is saved in checkpoints, also in those of :class:`engine.Fit`."""
         self.window.agree = partial(collectives.largest, self.group)
         self.window.traces = lambda optimizers: self.strategy.traces(optimizers, self.models)
@@ -127,11 +139,11 @@ class Engine:
     @property
     def seed(self) -> int:
         """The seed of the data order."""
-        return self._prepared.seed
+        return self.prepared.seed
 
     @seed.setter
     def seed(self, value: int) -> None:
-        self._prepared.seed = value
+        self.prepared.seed = value
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -151,8 +163,21 @@ class Engine:
 
         Objects of other kinds, and objects that are prepared already, are returned unchanged. A subclass's ``prepare_model``, ... are called.
         """
-        done = tuple(self._prepared.prepare(item, self) for item in objects)
+        done = tuple(map(self._prepare_one, objects))
         return done[0] if len(done) == 1 else done
+
+    def _prepare_one(self, item: Any) -> Any:
+        if isinstance(item, (PreparedLoader, PreparedOptimizer, PreparedScheduler)):
+            return item
+        if isinstance(item, nn.Module):
+            return self.prepare_model(item)
+        if isinstance(item, Optimizer):
+            return self.prepare_optimizer(item)
+        if isinstance(item, LRScheduler) or _is_scheduler(item):
+            return self.prepare_scheduler(item)
+        if isinstance(item, (DataLoader, CombinedLoader)):
+            return self.prepare_data_loader(item)
+        return item
 
     def prepare_model(self, model: nn.Module, *, autocast: bool = True) -> nn.Module:
         """The model on its device, wrapped by the strategy.
@@ -161,19 +186,45 @@ class Engine:
             autocast: under mixed precision, run the forward pass in autocast and return half-precision outputs as fp32.
                 Without it, use :meth:`autocast` yourself.
         """
-        return self._prepared.model(model, autocast)
+        known = self.prepared.known(model)
+        if known is not None:
+            return known
+        check_plain(model)
+        self.strategy.place(self._with_own_layers(model))
+        if autocast and self.precision.autocast is not None:
+            AutocastForward(self.precision, self.device).attach(model)
+        prepared = self.strategy.setup(model)
+        self.prepared.models.append(prepared)
+        self.window.lockstep = self.group.world_size > 1
+        for optimizer in self.prepared.optimizers:
+            self.strategy.repoint(optimizer)
+        return prepared
 
     def place_model(self, model: nn.Module) -> nn.Module:
         """The model on its device and in its dtype, the same on every rank, but not wrapped: for evaluation and manual optimization."""
-        return self._prepared.place(model)
+        check_plain(model)
+        self.precision.convert(self._with_own_layers(model))
+        model.to(self.device)
+        self.strategy.share_parameters(model)
+        return model
+
+    def _with_own_layers(self, model: nn.Module) -> nn.Module:
+        """The model with fp8's linear layers and with batch norms over all ranks, as the settings say."""
+        return self._float8_layers.convert(self._batch_norms.convert(model))
 
     def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """An optimizer that steps with exact gradients at the end of each window."""
-        return self._prepared.optimizer(optimizer)
+        if not parameters_of([optimizer]):
+            raise ValueError(f"{type(optimizer).__name__} has no parameters: give it model.parameters()")
+        self.strategy.repoint(optimizer)
+        self._stepper.add(optimizer)
+        return PreparedOptimizer(optimizer, self._stepper, self.window)
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """A scheduler that steps when the optimizer did."""
-        return self._prepared.scheduler(scheduler)
+        prepared = PreparedScheduler(scheduler, self._stepper, self.window)
+        self.prepared.schedulers.append(prepared)
+        return prepared
 
     def prepare_data_loader(self, loader: Any, *, place: bool = True) -> PreparedLoader:
         """A loader that gives this process its share of the data, on the device. Takes any iterable, also a list of batches.
@@ -181,7 +232,14 @@ class Engine:
         Args:
             place: move the batches to the device (and floating point inputs to a ``*-true`` precision's dtype).
         """
-        return self._prepared.loader(loader, place)
+        if isinstance(loader, PreparedLoader):
+            return loader
+        dtype, seed = self.precision.parameters, self.prepared.seed
+        prepared = PreparedLoader(
+            loader, group=self.data_group, window=self.window, seed=seed, dtype=dtype, place=place
+        )
+        self.prepared.loaders.append(prepared)
+        return prepared
 
     def skip_first_batches(self, loader: Any, num_batches: int = 0) -> PreparedLoader:
         """A loader that continues in the middle of an epoch: its first pass skips ``num_batches`` micro-batches on each process.
@@ -196,11 +254,12 @@ class Engine:
         Raises:
             ValueError: ``num_batches`` is negative.
         """
-        return self._prepared.loader(loader).skipping(num_batches)
+        # Not a subclass's method: it may wrap the loader.
+        return Engine.prepare_data_loader(self, loader).skipping(num_batches)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The user's module that was passed to :meth:`prepare`."""
-        return self._prepared.unwrap(model)
+        return self.prepared.unwrap(model)
 
     def share_buffers(self, model: nn.Module) -> None:
         """Give every rank the buffers of rank 0, which are saved in checkpoints, before an evaluation in your own loop; all ranks call this."""
@@ -208,14 +267,19 @@ class Engine:
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Release everything that was prepared and empty the device's cache; return one ``None`` per object, to assign to their names."""
-        self._stepped = [], []
-        self._prepared.free()
+        Engine.release(self)
+        gc.collect()
+        accelerator.empty_cache(self.device)
         return [None] * len(objects)
 
     def release(self) -> None:
         """Release every prepared model and optimizer."""
         self._stepped = [], []
-        self._prepared.release()
+        self.strategy.release()
+        self._float8_layers.restore()
+        self._batch_norms.restore()
+        self._stepper.leave()
+        self.prepared.forget()
 
     # -- a step ---------------------------------------------------------------------------------------------------------------------------
 
@@ -296,7 +360,7 @@ class Engine:
 
     def backward_nothing(self) -> None:
         """This micro-batch has no loss. Alone, its samples do not count; among several ranks they count with a zero gradient."""
-        self._prepared.refuse_none()
+        self._batch_norms.refuse_none()
         window = self.window
         window.drop(self.data_group.world_size, self.scaler is not None)
         if self.group.world_size > 1:
@@ -308,7 +372,10 @@ class Engine:
 
     def discard_window(self) -> None:
         """End the window without a step: discard its gradients and losses' weights, on all ranks. For loops that stop inside a window."""
-        self._prepared.discard()
+        for optimizer in self.prepared.optimizers:
+            optimizer.zero_grad()
+        self.strategy.discard(self.models)
+        self.window.discard()
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Make the gradients readable before ``optimizer.step()``: divided by the loss scale and the window's weight."""
@@ -605,3 +672,9 @@ class Engine:
     def before_step(self, function: Callable[[], None]) -> None:
         """Call ``function`` once, before the next optimizer step, besides others that wait for it."""
         self._stepper.before_step(function)
+
+
+def _is_scheduler(item: Any) -> bool:
+    """Whether it is a scheduler that is not torch's, such as timm's."""
+    refers = hasattr(item, "optimizer") and not hasattr(item, "zero_grad")
+    return refers and all(callable(getattr(item, name, None)) for name in ("step", "state_dict", "load_state_dict"))

@@ -196,7 +196,7 @@ class Accelerator(Engine):
             raise ValueError(
                 "dispatch_batches: every process reads its own samples, unless Accelerator(rules='accelerate') is given"
             )
-        if not self._prepared.loaders:  # the seed may have been set after the Accelerator was made
+        if not self.prepared.loaders:  # the seed may have been set after the Accelerator was made
             own = torch.initial_seed() if config.data_seed is None else config.data_seed
             self.seed = broadcast_object(self.group, own)
         if config.split_batches:

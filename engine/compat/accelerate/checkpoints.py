@@ -139,7 +139,7 @@ class Checkpoints:
         left_out = [model for model in engine.models if not any(model is each for each in remaining)]
         manifest = engine.snapshot.load(input_dir, strict, left_out)
         if not within_epochs:
-            for loader in engine.snapshot.loaders:
+            for loader in engine.prepared.loaders:
                 loader.restart()
             for loader in self._following:
                 loader.restart()

@@ -13,23 +13,18 @@ from engine.checkpoint.resume import Loaded, check_optimizers, check_samples, de
 from engine.checkpoint.storage import split
 from engine.checkpoint.writer import Content, Saver, stepped
 from engine.distributed.all_or_none import together
-from engine.prepared.registry import Registry
+from engine.prepared import Prepared
+from engine.step.precision import Scaler
 from engine.utils.log import logger
 from engine.utils.seed import capture, restore
 
 
-class Snapshot:
-    """Saves the objects of a :class:`Registry` and restores them."""
+class EngineSnapshot:
+    """Saves the objects that an engine has prepared, and restores them."""
 
-    def __init__(self, prepared: Registry, scaler: Any) -> None:
+    def __init__(self, prepared: Prepared, scaler: Scaler | None) -> None:
         self._prepared, self._scaler = prepared, scaler
-        self._registered: list[Any] = []
         self._saver: Saver | None = None
-
-    @property
-    def loaders(self) -> list[Any]:
-        """The prepared loaders, whose positions are saved."""
-        return list(self._prepared.loaders)
 
     def register(self, objects: Sequence[Any]) -> None:
         """As :meth:`engine.Engine.register_for_checkpointing`."""
@@ -38,7 +33,7 @@ class Snapshot:
                 raise TypeError(
                     f"register_for_checkpointing got {type(item).__name__}: it needs state_dict() and load_state_dict(state)"
                 )
-        self._registered += objects
+        self._prepared.registered += objects
 
     def save(
         self, output_dir: str | Path, wait: bool, facts: dict[str, Any], left_out: Sequence[nn.Module] = ()
@@ -77,8 +72,8 @@ class Snapshot:
         prepared, strategy = self._prepared, self._prepared.strategy
         location, _ = split(input_dir)
         with opening(prepared.group, location, str(input_dir)) as loaded:
-            source, module, shared = loaded.source, self._whole_module(), loaded.shared
-            if report := strategy.load_model(self._without(left_out), source, strict):
+            source, module, shared = loaded.source, prepared.whole_module(), loaded.shared
+            if report := strategy.load_model(prepared.without(left_out), source, strict):
                 logger.warning("%s fits in part: %s", input_dir, report)
             together(prepared.group, partial(self._check, loaded, strict))
             for index, optimizer in enumerate(prepared.optimizers):
@@ -113,7 +108,7 @@ class Snapshot:
             "schedulers": [each.scheduler.state_dict() for each in schedulers],
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "window": self._prepared.window.state_dict(),
-            "registered": [item.state_dict() for item in self._registered],
+            "registered": [item.state_dict() for item in self._prepared.registered],
             "loaders": list(loaders),
             "kinds": describe(optimizers, [each.scheduler for each in schedulers]),
         }
@@ -137,18 +132,18 @@ class Snapshot:
 
     def position_among_ranks(self) -> list[int]:
         """This rank's index among those that see different data, and whether it saves for its data."""
-        group = self._prepared.data_group
+        group = self._prepared.strategy.data_group
         return [group.world_size, group.rank, int(self._prepared.strategy.speaks)]
 
     # -- parts of the above ---------------------------------------------------------------------------------------------------------------
 
     def _content(self, facts: dict[str, Any], left_out: Sequence[nn.Module]) -> Content:
         prepared, strategy = self._prepared, self._prepared.strategy
-        module = self._whole_module()
+        module = prepared.whole_module()
         loaders = [{**loader.state_dict(), "samples": loader.samples} for loader in prepared.loaders]
         positions = [{name: value for name, value in state.items() if name != "stream"} for state in loaders]
         return Content(
-            model=strategy.model_parts(self._without(left_out)),
+            model=strategy.model_parts(prepared.without(left_out)),
             optim={str(i): strategy.optimizer_parts(o, module) for i, o in enumerate(prepared.optimizers)},
             shared=self.shared(prepared.optimizers, prepared.schedulers, positions),
             own=self.own([state["stream"] for state in loaders]),
@@ -187,35 +182,10 @@ class Snapshot:
             loader.load_state_dict({**state, "stream": stream})
 
     def _load_registered(self, states: list[Any]) -> None:
-        if len(states) != len(self._registered):
+        if len(states) != len(self._prepared.registered):
             raise ValueError(
-                f"the checkpoint has {len(states)} object(s) of register_for_checkpointing, and {len(self._registered)} are registered: "
+                f"the checkpoint has {len(states)} object(s) of register_for_checkpointing, and {len(self._prepared.registered)} are registered: "
                 "register the same ones before loading"
             )
-        for item, state in zip(self._registered, states, strict=True):
+        for item, state in zip(self._prepared.registered, states, strict=True):
             item.load_state_dict(state)
-
-    def _whole_module(self) -> nn.Module:
-        """The prepared model; several as submodules of one module."""
-        prepared = self._prepared
-        models = [prepared.unwrap(model) for model in prepared.models]
-        if len(models) == 1:
-            return models[0]
-        if prepared.strategy.fused and models:
-            raise ValueError(
-                f"save_state of {len(models)} models under {type(prepared.strategy).__name__}: it takes one model"
-            )
-        return nn.ModuleList(models)
-
-    def _without(self, left_out: Sequence[nn.Module]) -> nn.Module:
-        """:meth:`_whole_module` without some models; the others keep their names."""
-        module = self._whole_module()
-        if not left_out:
-            return module
-        own = [self._prepared.unwrap(model) for model in left_out]
-        kept = nn.Module()
-        if not any(module is each for each in own):
-            for name, child in module.named_children():
-                if not any(child is each for each in own):
-                    kept.add_module(name, child)
-        return kept

@@ -1,1 +1,0 @@
-"""Objects that ``Engine.prepare`` has prepared, and their checkpoints."""
