@@ -248,8 +248,8 @@ class Fit:
             run.finish_checkpoints()
             call_all(run, run.hooks.on_fit_end)
             snapshot.reload_best(run)
-            run.best_weights = snapshot.best_weights(run)
-        return run.result()
+            best_weights = snapshot.best_weights(run)
+        return run.result(best_weights)
 
     def validate(
         self,
@@ -526,7 +526,7 @@ class Fit:
         run.stage = "sanity"
         call_all(run, run.hooks.on_sanity_check_start)
         with watched(run):
-            run.sanity_names = set().union(*validate(run, None if count < 0 else count))
+            run.live.sanity_names = set().union(*validate(run, None if count < 0 else count))
         call_all(run, run.hooks.on_sanity_check_end)
         run.stage = "fit"
 
@@ -543,9 +543,7 @@ class Fit:
             settings = replace(settings, callbacks=callbacks)
         environment = detect(os.environ)
         with StartLog(environment.rank == 0) as start_log, crew(settings, environment) as group:
-            run = self.new_run(module, stage, group, settings, data)
-            run.start_log = start_log
-            yield run
+            yield self.new_run(module, stage, group, settings, data, start_log=start_log)
 
     def new_run(
         self,
@@ -555,6 +553,7 @@ class Fit:
         settings: Settings,
         data: RunData,
         callbacks: Sequence[Callback] | None = None,
+        start_log: StartLog | None = None,
     ) -> Run:
         """The run of ``module`` on these processes, not yet set up.
 
@@ -565,6 +564,7 @@ class Fit:
             settings: of the run.
             data: the user's.
             callbacks: in the place of the settings' and the module's.
+            start_log: shows the log on an attached terminal until the first step is done.
         """
         engine = Engine(
             strategy=settings.strategy,
@@ -587,7 +587,19 @@ class Fit:
         hooks = Hooks(callbacks, module)
         if engine.is_main_process:
             report_misspelled((module, *callbacks), Callback)
-        return Run(settings, engine, module, callbacks, hooks, stage, data, origins, self.sections, snapshot.content)
+        return Run(
+            settings,
+            engine,
+            module,
+            callbacks,
+            hooks,
+            stage,
+            data,
+            origins,
+            self.sections,
+            snapshot.content,
+            start_log or StartLog(False),
+        )
 
 
 def _planned(

@@ -147,12 +147,12 @@ def report_nan(run: Run, outputs: Any) -> None:
     Args:
         outputs: of the step's last ``training_step`` on this rank.
     """
-    if run.nan_reported or run.settings.on_nonfinite is not None:
+    if "nan" in run.warned or run.settings.on_nonfinite is not None:
         return
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     value = loss.sum if isinstance(loss, Loss) else loss
     if isinstance(value, Tensor) and value.numel() == 1 and value.isnan().item():
-        run.nan_reported = True
+        run.warned.add("nan")
         logger.warning(
             "the loss is NaN at step %d, and weights that such a step has changed stay NaN. Fit(on_nonfinite='raise') ends the run at the first such "
             "step and names the parameters, 'skip' leaves such steps out, detect_anomaly=True finds the operation; look for NaN in the data, log(0), "
@@ -164,7 +164,7 @@ def report_nan(run: Run, outputs: Any) -> None:
 def report_endless(run: Run) -> None:
     """Warn when no epoch has ended for a while, and only the number of epochs ends the training."""
     if (
-        not run.endless_reported
+        "endless" not in run.warned
         and run.num_train_batches is None
         and run.train_loader is not None
         and run.train_loader.limit is None
@@ -174,7 +174,7 @@ def report_endless(run: Run) -> None:
         and run.elapsed_s >= ENDLESS_S
         and run.is_main_process
     ):
-        run.endless_reported = True
+        run.warned.add("endless")
         logger.warning(
             "no epoch has ended after %.0f s: the training data (%s) has no length, and only max_epochs=%s ends this training. If the data never "
             "ends, give max_steps, max_time or limit_train_batches",
@@ -193,7 +193,7 @@ def check_monitors(run: Run) -> None:
     Raises:
         ValueError: the message names who follows the metric, and those that were logged.
     """
-    if run.settings.fast_dev_run or (run.val_loaders and run.sanity_names is None):
+    if run.settings.fast_dev_run or (run.val_loaders and run.live.sanity_names is None):
         return
     followed = [
         (f"{type(callback).__name__}(monitor={callback.monitor!r})", callback.monitor)
@@ -210,7 +210,7 @@ def check_monitors(run: Run) -> None:
         ]
     if not followed:
         return
-    logged = {*run.live.training.slots, *run.metrics, *(run.sanity_names or ())}
+    logged = {*run.live.training.slots, *run.metrics, *(run.live.sanity_names or ())}
     names = set().union(*gather_json(run.engine.group, sorted(logged)))
     forms = {f"{name}{ending}" for name in names for ending in ("", "_step", "_epoch")}
     forms |= {name.removesuffix("_epoch") for name in names}

@@ -81,11 +81,11 @@ def in_folder(run: Run, wanted: str | Path | Resume | None, earlier: Trained | N
     """Give a run its folder while it runs; arguments as of :class:`RunFolder`."""
     kept = next((c.checkpoints_in for c in run.callbacks if c.checkpoints_in is not None), None)
     try:
-        run.home = RunFolder(run.engine.group, run.settings.root_dir, kept, run.stage, wanted, earlier)
+        folder = RunFolder(run.engine.group, run.settings.root_dir, kept, run.stage, wanted, earlier)
     except BaseException:
         run.release()
         raise
-    run.keep_in(run.home.checkpoints)
+    run.live_in(folder)
     failed = True
     try:
         yield

@@ -53,6 +53,8 @@ class LiveMetrics:
         """The training's recorder, also while an evaluation logs to another."""
         self.pending: Pending | None = None
         """Values of an evaluation that are not published yet."""
+        self.sanity_names: set[str] | None = None
+        """The metrics that validation has logged in the sanity check; ``None``: there was none."""
         self.step_window = -1
         """The window whose values were published last as a step's."""
         self.settled_window = -1

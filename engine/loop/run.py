@@ -67,10 +67,6 @@ class Run:
     saved: tuple[tuple[int, int, int, int], str] | None = None
     """Position (step, epoch, batch, validated step) and name of the checkpoint that this run has saved last."""
     _chosen: str | None = None
-    sanity_names: set[str] | None = None
-    """The metrics that validation has logged in the sanity check; ``None``: there was none."""
-    nan_reported = endless_reported = False
-    """The user was warned that the loss is not a number, and that the data may never end."""
     modes = Modes()
     """Train and eval modes of the optimizers; none have been created yet."""
     over = False
@@ -80,8 +76,6 @@ class Run:
     withheld: frozenset[str] = frozenset()
     """Of the values that ``on_log`` gets now, those logged with ``logger=False``: loggers do not get them."""
     best_checkpoint: Path | str | None = None
-    best_weights: str | None = None
-    """As of :class:`engine.Result`, once the training is over."""
     last_checkpoint: Path | str | None = None
     roll_back: Callable[[Path | str], None]
     """Takes weights, optimizers and schedulers of a checkpoint; the rest continues."""
@@ -90,8 +84,6 @@ class Run:
     exception: BaseException | None = None
     items: Tally
     """The counts of the :class:`engine.Loss` objects, over all ranks."""
-    start_log = StartLog(False)
-    """Shows the log on an attached terminal until the first step is done."""
     loaded_from: Path | str | None = None
     """The checkpoint that this run resumed from, or took its weights from."""
     evaluating = False
@@ -110,10 +102,11 @@ class Run:
         origins: Mapping[str, str],
         sections: Mapping[str, Any],
         content: Callable[[Run, Mapping[str, Any] | None], Content],
+        start_log: StartLog,
     ) -> None:
         self.settings, self.engine, self.module = settings, engine, module
         self.callbacks, self.hooks, self.stage, self.datamodule = callbacks, hooks, stage, data.datamodule
-        self._origins, self._sections = origins, sections
+        self._origins, self._sections, self.start_log = origins, sections, start_log
         self._content = content  # this rank's, of a checkpoint at this moment
         self.state = TrainState()
         """The counters: one object for the whole run, which resuming fills in place."""
@@ -139,6 +132,8 @@ class Run:
         intervals = settings.val_every, settings.log_every_n_steps or None, settings.gc_every_n_steps or None
         self.val_every, self._log_every, self.gc_every = map(Every, intervals)
         self.garbage, self.phases = Collector(), Phases()
+        self.warned: set[str] = set()
+        """The warnings that this run has given: ``"nan"``, ``"endless"``."""
         self.logs_itself = not any(callback.shows_progress for callback in callbacks)
         """Whether no progress bar shows the steps."""
 
@@ -468,6 +463,11 @@ class Run:
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------
 
+    def live_in(self, folder: RunFolder) -> None:
+        """Make ``folder`` this run's."""
+        self.home = folder
+        self.keep_in(folder.checkpoints)
+
     def keep_in(self, location: Path | str) -> None:
         """Keep checkpoints at ``location``, a folder or a URL, from now on."""
         self.saver = Saver(self.engine.group, location)
@@ -731,14 +731,15 @@ class Run:
 
     # -- the end ----------------------------------------------------------------------------------------------------------------
 
-    def result(self) -> Result:
-        """The result that ``Fit.run`` returns."""
+    def result(self, best_weights: str | None = None) -> Result:
+        """The result that ``Fit.run`` returns. ``best_weights``: as of :class:`engine.Result`."""
         status, epochs = status_of(self.stop_reason), self.state.finished_epochs
         end, times, metrics = "interrupted" if self.interrupted else status, self.times, dict(self.metrics)
         times.other = max(0.0, self.control.stopwatch.seconds_here() - times.compute - times.apart)
         checkpoints = self.best_checkpoint, self.last_checkpoint
-        path, best = self.home.path, self.best_weights
-        return Result(end, self.stop_reason, epochs, self.step, metrics, *checkpoints, times, path, best)
+        return Result(
+            end, self.stop_reason, epochs, self.step, metrics, *checkpoints, times, self.home.path, best_weights
+        )
 
 
 def _with_tensors(tree: Any, device: torch.device) -> Any:

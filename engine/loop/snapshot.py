@@ -37,7 +37,7 @@ from engine.distributed.collectives import gather_json
 from engine.loop.callback_states import load_states, states, weights
 from engine.loop.own_loop_counters import state_of_loop
 from engine.loop.run import Run
-from engine.loop.state import Tally, TrainState
+from engine.loop.state import TrainState
 from engine.metrics.recorder import named
 from engine.metrics.torchmetrics_states import load_metric_states, metric_states
 from engine.step.optimizers import counters
@@ -269,7 +269,7 @@ def _go_on_with_run(run: Run, loaded: Loaded, shared: Any) -> None:
     loaded.give("the counters", run.state.restore, shared["state"])
     run.metrics.update(shared["metrics"])
     run.control.stopwatch.seconds_before = shared["elapsed_s"]
-    run.items = Tally(shared.get("items"))
+    run.items.restore(shared.get("items"))
     loaded.give("val_every", run.val_every.load_state_dict, shared["val_every"])
     if run.datamodule is not None and shared["datamodule"] is not None:
         loaded.give(type(run.datamodule).__name__, run.datamodule.load_state_dict, shared["datamodule"])

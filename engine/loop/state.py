@@ -147,10 +147,13 @@ class Tally:
 
     __slots__ = ("_sum", "_waiting")
 
-    def __init__(self, total: float | None = None) -> None:
-        """``total``: so far; ``None``: nothing was ever added."""
-        self._sum = total
+    def __init__(self) -> None:
+        self._sum: float | None = None
         self._waiting: list[Tensor] = []
+
+    def restore(self, total: float | None) -> None:
+        """Continue with the sum of an earlier run; ``None``: nothing was ever added."""
+        self._sum, self._waiting = total, []
 
     def add(self, number: Tensor | float) -> None:
         """Add a number; a tensor has one element and is not changed afterwards."""
