@@ -7,7 +7,6 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,8 @@ class Engine:
         transforms = Transforms(check("activation_checkpointing", activation_checkpointing), check("compile", compile))
         self.strategy.transform_by(transforms)
         self.data_group = self.strategy.data_group
-        self.window = Window()
+        models: list[nn.Module] = []
+        self.window = Window(sync=self.strategy, models=models)
         self.accumulate_grad_batches = accumulate_grad_batches
         self.strategy.window = self.window
         self.scaler = self.strategy.scaler()
@@ -122,18 +122,15 @@ class Engine:
         data_seed = collectives.gather_json(self.group, torch.initial_seed() if seed is None else seed)[0]
         check("sync_batchnorm", sync_batchnorm)
         self.precision.check(self.group.device)
-        self.prepared = Prepared(self.strategy, self._stepper, data_seed)
-        """What this engine has prepared."""
-        self.models: Sequence[nn.Module] = self.prepared.models
+        self.prepared = Prepared(self.strategy, self._stepper, data_seed, models)
+        """The objects that this engine has prepared."""
+        self.models: Sequence[nn.Module] = models
         """Every prepared model, as :meth:`prepare` returned it."""
         window = self.window
         self._float8_layers = Layers(self.precision.fp8, self.group)
         self._batch_norms = batch_norm.Layers(sync_batchnorm, self.data_group, lambda: window.share.size != 0)
-        self._stepper.describe = self.prepared.where_nonfinite
         self.snapshot = EngineSnapshot(self.prepared, self.scaler)
         """What is saved in checkpoints, also in those of :class:`engine.Fit`."""
-        self.window.agree = partial(collectives.largest, self.group)
-        self.window.traces = lambda optimizers: self.strategy.traces(optimizers, self.models)
         self._trigger = Trigger(self.group)
 
     @property

@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from engine.checkpoint.module_loading import load_module
 from engine.config.hyperparameters import HParams, initial, save, saved_by
@@ -356,7 +357,7 @@ class TrainModule(nn.Module):
 
     # -- the other ranks --------------------------------------------------------------------------------------------------------
 
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: Any, group: ProcessGroup | None = None, sync_grads: bool = False) -> Any:
         """The tensors in ``data`` of all ranks, stacked along a new dim 0 of ``world_size``, and its numbers as tensors; on one process tensors
         as they are. All ranks call this together.
 

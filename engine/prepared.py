@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from engine.data.prepared_loader import PreparedLoader
 from engine.distributed.group import Group
-from engine.step import gradients
 from engine.step.optimizer_step import Stepper
 from engine.step.window import Window
 from engine.step.wrappers import PreparedScheduler
@@ -85,12 +84,6 @@ class Prepared:
                 if not any(child is each for each in own):
                     kept.add_module(name, child)
         return kept
-
-    def where_nonfinite(self) -> str:
-        """The names of parameters whose gradients are not finite, as the end of a message. Waits for the device."""
-        named = ((name, p) for model in self.models for name, p in self.unwrap(model).named_parameters())
-        names = gradients.where_nonfinite(named, self.strategy.local)
-        return f"; first in: {', '.join(names[:5])}" if names else ""
 
     def forget(self) -> None:
         """Forget models, schedulers and loaders."""

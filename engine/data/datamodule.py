@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -16,6 +16,9 @@ from engine.checkpoint.module_loading import load_datamodule
 from engine.config.hyperparameters import HParams, initial, save, saved_by
 from engine.utils.extensions import missing
 from engine.utils.tree import move
+
+if TYPE_CHECKING:
+    from engine.loop.run import Run
 
 
 class DataModule:
@@ -49,7 +52,7 @@ class DataModule:
     prepare_data_per_node: bool = True
     """Whether :meth:`prepare_data` runs on one process of each machine, or on rank 0 alone."""
 
-    def attach(self, run: Any) -> None:
+    def attach(self, run: Run | None) -> None:
         """Enter a ``run`` (leave it: ``None``); called by it."""
         self._attached_run = run
 

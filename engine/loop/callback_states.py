@@ -9,6 +9,7 @@ from torch import nn
 
 from engine.callback import Callback
 from engine.checkpoint.manifest import TRAINED
+from engine.loop.run import Run
 from engine.utils.log import logger
 from engine.utils.overrides import overridden
 from engine.utils.text import terminal_text
@@ -51,7 +52,7 @@ def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
     return found
 
 
-def weights(callbacks: Sequence[Callback], run: Any, module: nn.Module) -> dict[str, dict[str, Any]]:
+def weights(callbacks: Sequence[Callback], run: Run, module: nn.Module) -> dict[str, dict[str, Any]]:
     """The other weights that callbacks keep, by name.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -328,29 +328,23 @@ class HookedTransfer(BatchTransfer):
     """Transfers batches with hooks of the module or the data module.
 
     Args:
-        before, transfer, after: the hooks, those that are overridden.
+        owners: whose ``on_before_batch_transfer``, ``transfer_batch_to_device`` and ``on_after_batch_transfer`` are called; ``None``: nobody's.
         index: the loader's index, passed to the hooks.
     """
 
-    def __init__(
-        self,
-        before: Callable[[Any, int], Any] | None,
-        transfer: Callable[[Any, torch.device, int], Any] | None,
-        after: Callable[[Any, int], Any] | None,
-        index: int,
-    ) -> None:
-        self._before, self._transfer, self._after, self._index = before, transfer, after, index
+    def __init__(self, owners: Sequence[TrainModule | DataModule | None], index: int) -> None:
+        (self._before, self._transfer, self._after), self._index = owners, index
 
     def move(self, batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
         """See :meth:`engine.data.prepared_loader.BatchTransfer.move`."""
         index = self._index
         if self._before is not None:
-            batch = self._before(batch, index)
+            batch = self._before.on_before_batch_transfer(batch, index)
         if self._transfer is None:
             batch = move(batch, device, dtype)
         else:  # it may leave tensors on the host: only the dtype is changed here
-            batch = self._transfer(cast(batch, dtype), device, index)
-        return batch if self._after is None else self._after(batch, index)
+            batch = self._transfer.transfer_batch_to_device(cast(batch, dtype), device, index)
+        return batch if self._after is None else self._after.on_after_batch_transfer(batch, index)
 
 
 def hooked_transfer(module: TrainModule, datamodule: DataModule | None, index: int) -> HookedTransfer | None:
@@ -367,10 +361,5 @@ def hooked_transfer(module: TrainModule, datamodule: DataModule | None, index: i
         )
     if not of_module and not of_data:
         return None
-    owners: list[Any] = [
-        datamodule if name in of_data else module if name in of_module else None for name in TRANSFER_HOOKS
-    ]
-    before, transfer, after = [
-        owner and getattr(owner, name) for owner, name in zip(owners, TRANSFER_HOOKS, strict=True)
-    ]
-    return HookedTransfer(before, transfer, after, index)
+    owners = [datamodule if name in of_data else module if name in of_module else None for name in TRANSFER_HOOKS]
+    return HookedTransfer(owners, index)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
@@ -24,7 +25,9 @@ from engine.planning.simulated_run import SimulatedJob, SimulatedRun, first_batc
 from engine.planning.step_observer import StepObserver
 from engine.planning.strategy_facts import strategy_facts
 from engine.planning.traced_epoch import trace_epoch
+from engine.step.gradient_sync import GradientSync
 from engine.step.window import shares
+from engine.strategies.base import Strategy
 from engine.strategies.mesh_parallel import MeshParallel
 
 EACH_STAGE = 4
@@ -104,6 +107,20 @@ def trace_rank(job: SimulatedJob, rank: int, facts: JobFacts, places: PipelinePl
         return replace(trace, missing=(*trace.missing, *missing))
 
 
+class _AlikeRanks(GradientSync):
+    """The other ranks of a plan: all are like this one.
+
+    Args:
+        strategy: the plan's, which knows when a backward pass has reached parameters.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def traces(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[tuple[Any, int]]:
+        return self._strategy.traces(optimizers, models)
+
+
 def _steps(
     job: SimulatedJob, simulated: SimulatedRun, batch: Any, samples: int, facts: JobFacts, places: PipelinePlaces
 ) -> RankTrace:
@@ -125,7 +142,7 @@ def _steps(
         if isinstance(engine.strategy, MeshParallel) and engine.strategy.pipeline is not None:
             engine.strategy.pipeline.weighted = places.weighted
         facts.from_run(run, batch, compiled=bool(job.fit.settings.compile))
-        engine.window.agree = list  # all ranks are like this one
+        engine.window.sync = _AlikeRanks(engine.strategy)
         end = trace_epoch(simulated, batch, weights, observer)
     memory = observer.memory
     away = memory.move_to_host(strategy_facts(engine.strategy).on_host) if job.kind.is_accelerator else {}

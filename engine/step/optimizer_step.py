@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine.distributed.group import Group
 from engine.step import gradients
+from engine.step.gradient_sync import GradientSync
 from engine.step.precision import Scaler
 from engine.step.window import SCALAR, Gathered, Window
 from engine.utils import accelerator, torch_private
@@ -19,20 +19,6 @@ from engine.utils.parameters import parameters_of
 Optimizers = Sequence[Any]
 """Prepared ones or plain ones."""
 Then = Callable[[bool], None]
-
-
-class Sharing(Protocol):
-    """What a stepper needs of a strategy: how the ranks share gradients. :class:`engine.Strategy` documents each method."""
-
-    group: Group
-    data_group: Group
-
-    def drop_repeated(self, parameters: Sequence[Tensor]) -> None: ...
-    def sum(self, value: Tensor | float) -> Tensor | float: ...
-    def local(self, grads: list[Tensor]) -> list[Tensor]: ...
-    def norm(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor: ...
-    def norms(self, grads: Mapping[str, Tensor], norm_type: float = 2.0) -> dict[str, Tensor]: ...
-    def agree(self, found: Tensor) -> Tensor: ...
 
 
 class Guard(Protocol):
@@ -56,7 +42,7 @@ class Stepper:
     read at the next step, after that step's kernels are queued, or by :meth:`settle`.
     """
 
-    def __init__(self, window: Window, strategy: Sharing, scaler: Scaler | None, on_nonfinite: str | None) -> None:
+    def __init__(self, window: Window, strategy: GradientSync, scaler: Scaler | None, on_nonfinite: str | None) -> None:
         self.window, self.strategy, self.scaler, self.on_nonfinite = window, strategy, scaler, on_nonfinite
         self.known: list[Optimizer] = []
         """Every optimizer of this engine."""
@@ -64,7 +50,6 @@ class Stepper:
         """The global norm of the latest step's gradients before clipping; ``None`` when it was not needed. Shape ``()``."""
         self.skipped = False
         """Whether the latest step with a known verdict was skipped."""
-        self.describe: Callable[[], str] = lambda: ""
         self.before_next: list[Callable[[], None]] = []
         """Functions to call once, before the next step: a run's save and one of ``Engine.save_state`` may both wait for it."""
         self.guard: Guard | None = None
@@ -370,9 +355,16 @@ class Stepper:
         if guarded and self.guard is not None:
             self.guard.left_out()
 
+    def _where_nonfinite(self) -> str:
+        """The names of parameters whose gradients are not finite, as the end of a message. Waits for the device."""
+        modules = map(self.strategy.unwrap, self.window.models)
+        named = ((name.removeprefix("_orig_mod."), p) for module in modules for name, p in module.named_parameters())
+        names = gradients.where_nonfinite(named, self.strategy.local)
+        return f"; first in: {', '.join(names[:5])}" if names else ""
+
     def _fail(self) -> None:
         raise FloatingPointError(
-            f"a gradient is not finite (on_nonfinite='raise'){self.describe()}; the parameters are those from before this step. "
+            f"a gradient is not finite (on_nonfinite='raise'){self._where_nonfinite()}; the parameters are those from before this step. "
             "Lower the learning rate, set gradient_clip_val, look at the batch, or continue with on_nonfinite='skip'"
         )
 

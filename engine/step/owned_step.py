@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from engine.step.optimizer_step import Guard, Sharing, Stepper, Then
+from engine.step.gradient_sync import GradientSync
+from engine.step.optimizer_step import Guard, Stepper, Then
 
 
-class OwnsStep(Sharing, Protocol):
-    """What the step needs of a strategy that divides, clips, checks and applies gradients by itself."""
+class OwnsStep(GradientSync):
+    """A strategy that divides, clips, checks and applies gradients by itself."""
 
     def step(
         self,
@@ -26,9 +27,11 @@ class OwnsStep(Sharing, Protocol):
 
         ``checked``: a step whose norm is not finite must not be applied.
         """
+        raise NotImplementedError
 
     def clip_at_step(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> None:
         """Clip the norm of these gradients in the next step."""
+        raise NotImplementedError
 
 
 class OwnedStepper(Stepper):

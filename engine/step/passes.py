@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.distributed.group import Group
 from engine.step.gradients import Loss
+from engine.step.precision import Scaler
 from engine.step.window import Window
 from engine.utils import accelerator
 from engine.utils.tree import batch_size, map_tensors
@@ -45,7 +46,7 @@ class Passes:
         scaler: the loss scaler under fp16, or ``None``.
     """
 
-    def __init__(self, window: Window, group: Group, scaler: Any) -> None:
+    def __init__(self, window: Window, group: Group, scaler: Scaler | None) -> None:
         self._window, self._group, self._scaler = window, group, scaler
 
     def by(self, loss: Tensor | Loss, function: Callable[[Tensor], Any]) -> Tensor:
@@ -84,7 +85,7 @@ class Passes:
 class PipelinedPasses(Passes):
     """For strategies whose forward and backward passes run together, in parts of the micro-batch."""
 
-    def __init__(self, window: Window, strategy: Pipelines, scaler: Any) -> None:
+    def __init__(self, window: Window, strategy: Pipelines, scaler: Scaler | None) -> None:
         super().__init__(window, strategy.data_group, scaler)
         self._strategy = strategy
         window.join()  # there is one model, and one loss

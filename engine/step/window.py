@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.distributed.group import Group
-from engine.step.gradients import Loss, nonzero, scalar, traces
+from engine.step.gradient_sync import GradientSync
+from engine.step.gradients import Loss, nonzero, scalar
 from engine.utils import accelerator
 from engine.utils.parameters import parameters_of
 from engine.utils.tree import whole
@@ -134,14 +135,18 @@ def packed(count: Tensor | float | None, fed: bool, device: torch.device) -> Ten
     return torch.tensor([count or 0.0, float(fed)], dtype=accelerator.wide(device)).to(device, non_blocking=True)
 
 
-Agree = Callable[[Sequence[float]], list[float]]
-"""The largest of each number over all ranks."""
 Sum = Callable[[Tensor], Any]
 """The sum over the ranks that saw different data."""
 
 
 class Window:
-    """The gradient state that loaders, backward passes and optimizer steps of one engine share."""
+    """The gradient state that loaders, backward passes and optimizer steps of one engine share.
+
+    Args:
+        size: micro-batches in a full window.
+        sync: how the ranks share gradients; by default the single process.
+        models: the engine's, as they are called.
+    """
 
     __slots__ = (
         "_entered",
@@ -156,23 +161,24 @@ class Window:
         "_unit",
         "_watched",
         "accumulating",
-        "agree",
         "complete",
         "fed",
         "groups",
         "held",
         "items",
         "lockstep",
+        "models",
         "only",
         "reference",
         "scalars",
         "share",
         "size",
-        "traces",
+        "sync",
         "watching",
     )  # fmt: skip
 
-    def __init__(self, size: int = 1) -> None:
+    def __init__(self, size: int = 1, sync: GradientSync | None = None, models: Sequence[nn.Module] = ()) -> None:
+        self.sync, self.models = sync or GradientSync(), models
         self.size = size
         """Micro-batches in a full window (``accumulate_grad_batches``)."""
         self.share: Share = ALONE
@@ -185,10 +191,6 @@ class Window:
         """One per optimizer that steps by itself."""
         self.only: Gathered | None = self.groups[0]
         """The only group; ``None`` when there are several."""
-        self.agree: Agree = list
-        """Set by the engine."""
-        self.traces: Callable[[Sequence[Optimizer]], list[Any]] = traces
-        """Set by the engine: detects whether a backward pass has reached these optimizers' parameters."""
         self.lockstep = False
         """Whether all ranks run their backward passes together, as those of prepared models."""
         self.reference: float | None = None
@@ -266,7 +268,7 @@ class Window:
             self.share = Share(1, float(self.size), -1.0, last=self._unfed % self.size == 0)
         self.accumulating, self.complete = True, False
         if self.only is None and self.share.last:
-            self._entered = [self.traces(group.optimizers) for group in self.groups]
+            self._entered = [self.sync.traces(group.optimizers, self.models) for group in self.groups]
 
     def exit(self, models: Sequence[nn.Module]) -> None:
         """An ``accumulate`` block about these models ends; without any, about all."""
@@ -326,7 +328,7 @@ class Window:
 
     def _empty(self, group: Gathered) -> bool:
         """Whether something other than the optimizer's ``zero_grad`` set the gradients to ``None``."""
-        found = self.traces(group.optimizers)
+        found = self.sync.traces(group.optimizers, self.models)
         return bool(found) and all(grad is None for grad, _ in found)
 
     def _watch(self, always: bool = False) -> None:
@@ -335,7 +337,7 @@ class Window:
             group.altered or (group.count is not None and group is not self._newest) for group in self.groups
         )
         if self.watching:
-            self._watched = [self.traces(group.optimizers) for group in self.groups]
+            self._watched = [self.sync.traces(group.optimizers, self.models) for group in self.groups]
 
     def _weighted(self, loss: Loss, share: Share, world_size: int, fp16: bool) -> tuple[Tensor, float]:
         newest = self._newest
@@ -367,7 +369,7 @@ class Window:
 
     def _meet(self, count: float) -> None:
         """Agree on :attr:`reference`, once: this waits for the device. ``count``: -1 for a scalar loss, -2 for none."""
-        most = self.agree([count])[0]
+        most = self.sync.largest([count])[0]
         self._met = most > -2.0
         if most >= 0.0:
             self.reference = 2.0 ** math.ceil(math.log2(max(most, 1.0) * self.size))
@@ -413,7 +415,7 @@ class Window:
 
     def reached(self, before: Sequence[list[Any]]) -> list[int]:
         """The indices of the groups whose gradients differ from ``before``."""
-        now = [self.traces(group.optimizers) for group in self.groups]
+        now = [self.sync.traces(group.optimizers, self.models) for group in self.groups]
         pairs = [zip(old, new, strict=True) for old, new in zip(before, now, strict=True)]
         return [i for i, pair in enumerate(pairs) if any(a[0] is not b[0] or a[1] != b[1] for a, b in pair)]
 
@@ -492,7 +494,7 @@ class Window:
             TypeError: the ranks' losses are of different kinds (on all ranks).
         """
         mine = (group.scalars, group.count is not None, self.scalars)
-        scalars, weighted, any_scalar = self.agree([float(flag) for flag in mine])
+        scalars, weighted, any_scalar = self.sync.largest([float(flag) for flag in mine])
         self.scalars = bool(any_scalar)
         if scalars and weighted:
             raise TypeError("a scalar loss on one rank and Loss(sum, count) on another in one window: return one kind")

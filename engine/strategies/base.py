@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from engine.checkpoint.reader import Report, Source, own_state, whole
 from engine.checkpoint.tensors import Stored
 from engine.config.settings import Settings
-from engine.distributed.collectives import all_reduce
+from engine.distributed.collectives import all_reduce, largest
 from engine.distributed.group import Group
-from engine.step.gradients import joins, traces
+from engine.step.gradient_sync import GradientSync
+from engine.step.gradients import joins
 from engine.step.optimizer_step import Stepper
 from engine.step.passes import Passes
 from engine.step.precision import Precision, Scaler
@@ -30,7 +31,7 @@ from engine.utils import accelerator
 
 
 @dataclass(kw_only=True)
-class Strategy:
+class Strategy(GradientSync):
     """How several processes train one model. Subclass it, override what differs, and pass an instance or register its name.
 
     Arguments have the same names in all methods:
@@ -52,7 +53,6 @@ class Strategy:
     """What the strategy does in one call, so that nobody can call, or replace, a part of it alone; ``None``: nothing. Completes "which ..."."""
     group: Group = field(init=False, repr=False)
     data_group: Group = field(init=False, repr=False)
-    """The group of ranks that see different data, including this one: all ranks, unless several ranks hold parts of one model."""
     owns_weights: bool = field(default=False, init=False, repr=False)
     """Whether the strategy keeps master copies of the weights and their gradients, which the module does not have, and trains only the
     parameters that are trained when it sets up the model."""
@@ -131,15 +131,15 @@ class Strategy:
         """The context in which ``TrainModule.configure_model`` runs; it may change how modules create their parameters."""
         return nullcontext()
 
-    def scaler(self) -> Any:
+    def scaler(self) -> Scaler | None:
         """The loss scaler under fp16; ``None`` under other precisions."""
         return Scaler(self.group.device) if self.precision.scaled else None
 
-    def stepper(self, scaler: Any, on_nonfinite: str | None) -> Stepper:
+    def stepper(self, scaler: Scaler | None, on_nonfinite: str | None) -> Stepper:
         """What finishes windows and steps optimizers."""
         return Stepper(self.window, self, scaler, on_nonfinite)
 
-    def passes(self, scaler: Any) -> Passes:
+    def passes(self, scaler: Scaler | None) -> Passes:
         """What runs backward passes that are not plain ones."""
         return Passes(self.window, self.data_group, scaler)
 
@@ -164,10 +164,6 @@ class Strategy:
 
     def repoint(self, optimizer: Optimizer) -> None:
         """Give an optimizer that was created before ``setup`` the parameters that ``setup`` replaced, and their state."""
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """The module that was passed to ``setup``."""
-        return model
 
     def release(self) -> None:
         """Called when the engine releases its models; undo what ``setup`` has changed outside them."""
@@ -196,18 +192,14 @@ class Strategy:
         self.expect(models, root)
         root.backward()
 
-    def traces(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[tuple[Any, int]]:
-        """Objects (``None``: no gradient yet) and versions that change when a backward pass reaches these optimizers' parameters."""
-        return traces(optimizers)
+    def largest(self, values: Sequence[float]) -> list[float]:
+        return largest(self.group, values)
 
     def settle(self) -> None:
         """Raise if the latest backward pass has left something undone; called between steps, when something is due."""
 
     def discard(self, models: Sequence[nn.Module]) -> None:
         """Discard gradients kept outside the parameters' ``grad``: their window ends without a step."""
-
-    def drop_repeated(self, parameters: Sequence[Tensor]) -> None:
-        """At the end of a window in which some rank repeats a micro-batch, clear gradients that only repeats reach. All ranks call this."""
 
     def share_parameters(self, model: nn.Module) -> None:
         """Broadcast rank 0's parameters and buffers, for a model that is trained without ``setup`` (manual optimization)."""
@@ -220,14 +212,6 @@ class Strategy:
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Average gradients over the ranks now, for loops that decide when to step (manual optimization)."""
 
-    def sum(self, value: Tensor | float) -> Tensor | float:
-        """The sum of a scalar over all ranks that saw different data."""
-        return value
-
-    def local(self, grads: list[Tensor]) -> list[Tensor]:
-        """This rank's shards of these gradients or parameters, sharing their memory, to scale and clamp in place."""
-        return grads
-
     def whole_shape(self, parameter: Tensor) -> torch.Size:
         """The shape of a whole parameter, of which this rank may have a part. Not a collective, also inside :meth:`building`."""
         return parameter.shape
@@ -238,20 +222,6 @@ class Strategy:
         ``None``: it has the parameter's dimensions, as ``DTensor``s have. The elements come first in its :meth:`local` part; padding may follow.
         """
         return None
-
-    def norm(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-        """The norm of the whole model's gradients. Shape ``()``."""
-        if not grads:
-            return torch.zeros(())
-        return torch.nn.utils.get_total_norm(grads, norm_type)
-
-    def norms(self, grads: Mapping[str, Tensor], norm_type: float = 2.0) -> dict[str, Tensor]:
-        """The norm of each parameter's gradient, by name. Shapes ``()``; all ranks call this together."""
-        return {name: torch.nn.utils.get_total_norm([grad], norm_type) for name, grad in grads.items()}
-
-    def agree(self, found: Tensor) -> Tensor:
-        """The maximum over all ranks of a flag (1.0: a gradient is not finite)."""
-        return found
 
     # -- checkpoints: by names, so that each strategy reads what another wrote ----------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from engine.config.settings import Settings
 from engine.distributed.group import Group
 from engine.distributed.mesh import data_group
 from engine.step.passes import Passes, PipelinedPasses
+from engine.step.precision import Scaler
 from engine.strategies import dtensors, tensor_parallel
 from engine.strategies.fsdp import FSDP
 from engine.strategies.pipeline import SCHEDULES, Pipeline, Step
@@ -152,7 +153,7 @@ class MeshParallel(FSDP):
         self.has_loss = stage == self.loss_stage
         self.speaks = self.has_loss and group.rank % tp == 0
 
-    def passes(self, scaler: Any) -> Passes:
+    def passes(self, scaler: Scaler | None) -> Passes:
         return PipelinedPasses(self.window, self, scaler) if self.pipelined else super().passes(scaler)
 
     def setup(self, model: nn.Module) -> nn.Module:

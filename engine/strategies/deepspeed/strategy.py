@@ -18,8 +18,8 @@ from engine.checkpoint.reader import Report, Source, whole
 from engine.config.settings import Settings
 from engine.distributed.group import Group
 from engine.step.optimizer_step import Stepper
-from engine.step.owned_step import OwnedStepper
-from engine.step.precision import Precision
+from engine.step.owned_step import OwnedStepper, OwnsStep
+from engine.step.precision import Precision, Scaler
 from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
 from engine.strategies.deepspeed import configuration, shards
 from engine.strategies.deepspeed.configuration import Asked
@@ -43,7 +43,7 @@ from engine.utils.parameters import parameters_of
 
 
 @dataclass(kw_only=True)
-class DeepSpeed(Strategy):
+class DeepSpeed(Strategy, OwnsStep):
     """``deepspeed.initialize`` with its settings as fields, a configuration (file or dict), or both.
 
     The engine is created when a model and its optimizer have both been prepared, and steps that optimizer. It reduces and accumulates
@@ -183,7 +183,7 @@ class DeepSpeed(Strategy):
     def scaler(self) -> Any:
         return LossScale(self._models) if self._half == "fp16" else None
 
-    def stepper(self, scaler: Any, on_nonfinite: str | None) -> Stepper:
+    def stepper(self, scaler: Scaler | None, on_nonfinite: str | None) -> Stepper:
         return OwnedStepper(self.window, self, scaler, on_nonfinite)
 
     def train_with(self, loader: Any) -> None:

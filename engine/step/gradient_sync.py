@@ -1,0 +1,59 @@
+"""The ranks' shares of gradients, as windows and optimizer steps need them. The base class is the single process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from engine.distributed.group import Group
+from engine.step.gradients import traces
+
+
+class GradientSync:
+    """Says how ranks share gradients; :class:`engine.Strategy` overrides what differs from one process."""
+
+    group: Group
+    """All processes of the job."""
+    data_group: Group
+    """The group of ranks that see different data, including this one: all ranks, unless several ranks hold parts of one model."""
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The module that was passed to ``setup``."""
+        return model
+
+    def traces(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[tuple[Any, int]]:
+        """Objects (``None``: no gradient yet) and versions that change when a backward pass reaches these optimizers' parameters."""
+        return traces(optimizers)
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """The maximum of each number over all ranks. Waits for them."""
+        return list(values)
+
+    def drop_repeated(self, parameters: Sequence[Tensor]) -> None:
+        """At the end of a window in which some rank repeats a micro-batch, clear gradients that only repeats reach. All ranks call this."""
+
+    def sum(self, value: Tensor | float) -> Tensor | float:
+        """The sum of a scalar over all ranks that saw different data."""
+        return value
+
+    def local(self, grads: list[Tensor]) -> list[Tensor]:
+        """This rank's shards of these gradients or parameters, sharing their memory, to scale and clamp in place."""
+        return grads
+
+    def norm(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+        """The norm of the whole model's gradients. Shape ``()``."""
+        if not grads:
+            return torch.zeros(())
+        return torch.nn.utils.get_total_norm(grads, norm_type)
+
+    def norms(self, grads: Mapping[str, Tensor], norm_type: float = 2.0) -> dict[str, Tensor]:
+        """The norm of each parameter's gradient, by name. Shapes ``()``; all ranks call this together."""
+        return {name: torch.nn.utils.get_total_norm([grad], norm_type) for name, grad in grads.items()}
+
+    def agree(self, found: Tensor) -> Tensor:
+        """The maximum over all ranks of a flag (1.0: a gradient is not finite)."""
+        return found
