@@ -210,7 +210,7 @@ class RunLoaders:
         """The first batch of the training, or of the first other loader, on the device; ``None`` without a loader. All ranks read it together."""
         if self._example is None and not self._closed:
             every = [loader for loaders in self.prepared.values() for loader in loaders]
-            first = self.train or next(iter(every), None)
+            first = self.train if self.train is not None else next(iter(every), None)
             self._example = None if first is None else first.first()
         return self._example
 

@@ -239,7 +239,7 @@ def check_limits(found: dict[str, Any], stop: list[str]) -> None:
         assert 7 <= step < 500
     for name in ("time", "time with all"):
         step, weight, _, status, reason = found[name]
-        assert (status, weight, reason) == ("stopped", -step, "max_time=1.0 seconds reached")
+        assert (status, weight, reason) == ("stopped", -step, "max_time=1 seconds reached")
         assert 1 <= step <= 150
 
 

@@ -117,7 +117,7 @@ def test_a_nonfinite_step_is_skipped(scaled: bool, on_nonfinite: str | None, max
 @pytest.mark.parametrize("bad", [INF, float("nan")])
 def test_raise_names_the_gradient_and_keeps_the_parameters(bad: float) -> None:
     bench = Bench(on_nonfinite="raise")
-    bench.stepper.describe = lambda: "; first in: head.weight"
+    bench.window.models = [torch.nn.ModuleDict({"head": torch.nn.ParameterDict({"weight": bench.p})})]
     bench.backward(bad)
     with pytest.raises(
         FloatingPointError, match=r"not finite \(on_nonfinite='raise'\); first in: head.weight; .*on_nonfinite='skip'"
