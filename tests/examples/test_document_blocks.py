@@ -18,7 +18,7 @@ RUNNER = documents.__code__.co_filename
 DOCUMENTS = {str(path.relative_to(ROOT)): path for path in documents()}
 BLOCKS = {name: blocks_of(path.read_text()) for name, path in DOCUMENTS.items() if not name.startswith(".github")}
 RUN = [name for name, blocks in BLOCKS.items() if any(block.language != "text" for block in blocks)]
-_SLOW_CHAPTERS = ("checkpoint", "config", "launch", "strategies")
+_SLOW_CHAPTERS = ("checkpoint", "config", "launch", "planning", "strategies")
 SLOW = (
     "README.md",
     "callbacks/README.md",

@@ -12,8 +12,8 @@ from engine import Fit
 from engine.planning.devices import hardware
 
 MEMORY_WITHIN, SPEED_WITHIN = 0.10, 1.5
-PLANNED = [point for point in POINTS if point.model != "405B"]
-"""A plan of the largest model's pipeline takes longer than all others together: ``python tests/benchmarks/planning.py --published`` has them."""
+PLANNED = [point for point in POINTS if point.model == "8B"]
+"""Plans of the larger models take longer than all others together: ``python tests/benchmarks/planning.py --published`` has them."""
 
 
 @pytest.mark.parametrize("name", SHAPES)
