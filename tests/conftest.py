@@ -1,6 +1,8 @@
 """Shared by all tests; its place makes the helpers beside it (``support``) importable."""
 
+import contextlib
 import gc
+import glob
 import os
 import signal
 import sys
@@ -18,6 +20,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Before torch is loaded, here and in the processes that tests start.
 if bf16_ends_the_process():
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
+
+
+def pytest_configure() -> None:
+    """Remove locks of torch's extension builds (DeepSpeed's optimizers) that no process holds: whoever was killed in a build left one, and every
+    later build would wait for it."""
+    cache = os.environ.get("TORCH_EXTENSIONS_DIR", os.path.expanduser("~/.cache/torch_extensions"))
+    locks = glob.glob(f"{cache}/**/lock", recursive=True)
+    held = set()
+    for file in glob.glob("/proc/[0-9]*/fd/*") if locks else ():
+        with contextlib.suppress(OSError):
+            held.add(os.readlink(file))
+    for lock in set(locks) - held:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(lock)
 
 
 def pytest_collection_finish() -> None:

@@ -649,7 +649,7 @@ def alone_quiet() -> Any:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
-    return ranks_of_file(__file__, 2, timeout=300)
+    return ranks_of_file(__file__, 2, timeout=900)
 
 
 def test_each_rank_holds_its_part(found: Any) -> None:
@@ -797,7 +797,7 @@ def test_refusals(found: Any, name: str) -> None:
 
 
 def test_alone_and_quiet() -> None:
-    ran = ranks_of_file(__file__, 1, "alone_", timeout=300)
+    ran = ranks_of_file(__file__, 1, "alone_", timeout=900)
     assert all(distance < 1e-6 for distance in ran["one"][0])
     assert ran["quiet"] == [[]]
 
