@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.distributed import collectives, process_groups
-from engine.distributed.agreement import STOP, Agreement
+from engine.distributed.agreement import STOP, Agreement, Stopwatch
 from engine.distributed.group import Group
 
 
@@ -48,7 +48,7 @@ def _objects(group: Group) -> None:
     _same("gather_json", collectives.gather_json(group, group.rank), everybody)
     _same("gather_object", collectives.gather_object(group, group.rank), everybody)
     _same("broadcast_object", collectives.broadcast_object(group, group.rank, group.world_size - 1), everybody[-1])
-    agreement = Agreement(group)
+    agreement = Agreement(group, Stopwatch())
     assert agreement.now(STOP if group.is_main else 0), "the ranks did not agree to stop"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from typing import Any
 
 import torch
@@ -19,11 +19,34 @@ STOP, HURRY, TERMINATE = 1, 2, 3
 """Requests: stop when the minimum is reached; at the next batch (Ctrl-C); at the next batch and end the process (SIGTERM)."""
 
 
+class Stopwatch:
+    """Measures the seconds of a training on this rank, with those before a resume."""
+
+    __slots__ = ("_started", "seconds_before")
+
+    def __init__(self) -> None:
+        self.seconds_before = 0.0
+        """Seconds of the training before it was resumed here."""
+        self._started = time.monotonic()
+
+    def seconds_here(self) -> float:
+        """Seconds since the run began or resumed in this process."""
+        return time.monotonic() - self._started
+
+    def seconds(self) -> float:
+        """Seconds of the training."""
+        return self.seconds_before + time.monotonic() - self._started
+
+
 class Agreement:
     """Flags that become true on every rank at the same call after any rank has set them: a request to stop, with its urgency, and news.
 
     All ranks make the same calls in the same order. The interval between two checks follows the slowest rank's steps, from
     values that the check itself has reduced, so that all ranks compute the same one.
+
+    Args:
+        group: the ranks.
+        stopwatch: this rank's seconds of training.
     """
 
     __slots__ = (
@@ -34,18 +57,16 @@ class Agreement:
         "_posted",
         "_slowest_s",
         "_stop",
-        "clock",
+        "_stopwatch",
         "elapsed_s",
         "level",
         "news",
     )
 
-    def __init__(self, group: Group) -> None:
-        self._cpu = group.cpu
-        self.clock: Callable[[], float] = lambda: 0.0
-        """This rank's seconds of training."""
+    def __init__(self, group: Group, stopwatch: Stopwatch) -> None:
+        self._cpu, self._stopwatch = group.cpu, stopwatch
         self.elapsed_s = 0.0
-        """The maximum of the ranks' clocks at the last check: a time that is the same on all ranks."""
+        """The maximum of the ranks' seconds of training at the last check: a time that is the same on all ranks."""
         self.level = 0
         """The highest request at the last check: :data:`STOP`, :data:`HURRY`, :data:`TERMINATE`, or 0."""
         self.news = False
@@ -120,7 +141,7 @@ class Agreement:
         assert self._posted is None
         # An infinite duration would make the interval's division meaningless; NaN never passes poll's comparison.
         news, self._news = float(self._news), False  # news of another thread that comes now are for the next check
-        mine = [float(self._stop), min(self._slowest_s, 1e6), self.clock(), news]
+        mine = [float(self._stop), min(self._slowest_s, 1e6), self._stopwatch.seconds(), news]
         flags = torch.tensor(mine, dtype=torch.float64)
         work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._cpu, async_op=True)
         self._posted = work, flags

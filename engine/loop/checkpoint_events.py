@@ -8,7 +8,7 @@ from engine.loop.run import Run
 
 def announce(run: Run) -> None:
     """Call the events of what the main process has noticed; all ranks call this together."""
-    run.agreement.news = False
+    run.control.agreement.news = False
     mine = [run.checkpoint_news.popleft() for _ in range(len(run.checkpoint_news))]
     for event, name in gather_json(run.engine.group, mine)[0]:
         path = run.checkpoint_path(name)

@@ -17,6 +17,7 @@ from engine.distributed.collectives import gather_object
 from engine.loop.live_metrics import Pending
 from engine.loop.run import Run
 from engine.loop.step_arguments import fitted_step
+from engine.loop.stopping import Preempted
 from engine.metrics.recorder import Recorder
 from engine.metrics.torchmetrics_states import unchanged
 from engine.metrics.torchmetrics_values import put_back
@@ -47,8 +48,8 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
         run.state.validated_step, results = before, []
         run.val_every.keep_due()
     run.times.validation += time.perf_counter() - began - (run.times.checkpoint - saving)
-    if run.stage == "fit" and run.agreement.now(run.stop_level):
-        run.accept_stop()
+    if run.stage == "fit":
+        run.control.agree_now()
     return results
 
 
@@ -145,10 +146,6 @@ def unreported(when: str, instead: str, name: Any, *args: Any) -> None:
 _NOTHING = object()
 
 
-class Preempted(Exception):
-    """Ctrl-C or SIGTERM during an evaluation: all ranks leave it at the same batch, without results."""
-
-
 def batches(
     run: Run, loader: PreparedLoader, name: str, step: Callable[..., Any], index: int | None, limit: int | None
 ) -> Iterator[Any]:
@@ -157,20 +154,20 @@ def batches(
     Raises:
         Preempted: Ctrl-C or SIGTERM on some rank.
     """
-    engine, module = run.engine, run.module
+    engine, module, control = run.engine, run.module, run.control
     starts, ends = getattr(run.hooks, f"on_{name}_batch_start"), getattr(run.hooks, f"on_{name}_batch_end")
     loader_index = () if index is None else (index,)
     autocast = engine.autocast()
-    run.agreement.restart()
+    control.agreement.restart()
     began = time.perf_counter()
     number = -1
     for batch in loader if limit is None else itertools.islice(loader, limit):  # enumerate keeps the last batch
         number += 1
         began, waited = time.perf_counter(), time.perf_counter() - began
         run.pulse += 1
-        if run.agreement.poll(run.stop_level, waited):
-            run.accept_stop()
-            if run.preempted:
+        if control.agreement.poll(control.urgency, waited):
+            control.accept()
+            if control.preempted:
                 raise Preempted
         size = engine.window.share.size
         if not size and not engine.strategy.matched_forward:

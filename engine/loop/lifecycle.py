@@ -17,10 +17,9 @@ from engine.data.datamodule import DataModule
 from engine.data.sampler import mixed
 from engine.distributed import failures, relaunch
 from engine.loop.checkpoint_events import announce
-from engine.loop.evaluate import Preempted
 from engine.loop.hook_arguments import fitted
 from engine.loop.run import Run
-from engine.loop.signals import interruptible
+from engine.loop.stopping import Preempted
 from engine.loop.torch_flags import switched
 from engine.module import TrainModule, overrides
 from engine.utils.errors import TERMINATED, CheckError, RankError
@@ -32,7 +31,7 @@ from engine.utils.seed import seed_everything
 def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
     """:func:`frame` around a run that Ctrl-C and SIGTERM end after a step, with a line about what is saved."""
     failures.show_interrupts_no_longer(run.engine.group.environment)  # of an earlier run
-    with switched(run.settings), interruptible(run):
+    with switched(run.settings), run.control.signals():
         try:
             with frame(run, datamodule):
                 yield
@@ -116,8 +115,8 @@ def log_start(run: Run) -> None:
 
 def _end_early(run: Run) -> None:
     """After Ctrl-C or SIGTERM, when everything is saved and closed: pass the signal on to the caller."""
-    if run.stage == "fit" and run.world_size > 1 and not run.preempted and run.agreement.now(run.stop_level):
-        run.accept_stop()  # the signal came after the last step, on some ranks
+    if run.stage == "fit" and run.world_size > 1 and not run.control.preempted:
+        run.control.agree_now()  # the signal came after the last step, on some ranks
     if run.interrupted:
         raise KeyboardInterrupt
     if run.terminated:

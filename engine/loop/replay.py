@@ -196,7 +196,7 @@ class StepWatch(Callback):
         run.engine.settle()
         if run.step != self.step.step - 1:
             self._end(run)
-            run.stop_reason = f"step {self.step.step} was replayed"  # on all ranks now: nothing to agree on
+            run.control.reason = f"step {self.step.step} was replayed"  # on all ranks now: nothing to agree on
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         if self.seen and step == self.step.step and not self.step.metrics:

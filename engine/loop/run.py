@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -25,7 +24,7 @@ from engine.config.settings import Settings
 from engine.config.yaml_writer import as_yaml
 from engine.data.datamodule import DataModule
 from engine.data.prepared_loader import PreparedLoader
-from engine.distributed.agreement import HURRY, STOP, TERMINATE, Agreement
+from engine.distributed.agreement import STOP
 from engine.distributed.collectives import gather_json
 from engine.engine import Engine
 from engine.loop import module_calls
@@ -35,6 +34,7 @@ from engine.loop.hook_calls import Hooks
 from engine.loop.live_metrics import LiveMetrics
 from engine.loop.state import Result, Tally, Times, TrainState, status_of
 from engine.loop.step_count import total_steps
+from engine.loop.stopping import StopControl
 from engine.loop.timing import Phases, phase
 from engine.metrics.recorder import Recorder
 from engine.module import TrainModule
@@ -71,18 +71,10 @@ class Run:
     """Inside an optimizer step: the state is not consistent and cannot be saved."""
     stride = 1
     """What a full window adds to the data position."""
-    due_step = 0
-    """The next step after which something besides the step may be due."""
     modes = Modes()
     """Train and eval modes of the optimizers; none have been created yet."""
-    _postponed: str | None = None
-    """Why the run will stop once ``min_epochs`` and ``min_steps`` are reached."""
-    below_minimum = False
-    """``min_steps`` is not reached yet, on all ranks."""
     over = False
     """The training has ended."""
-    started = False
-    """A step is done: from now on ``timeout`` applies instead of ``start_timeout``."""
     optimization: Any = None
     """How each micro-batch and each window is processed, an :class:`engine.loop.automatic_step.Automatic`; in trainings only."""
     training_step: Callable[..., Any]
@@ -104,15 +96,6 @@ class Run:
     num_train_batches: int | None = None
     """Micro-batches of this rank in an epoch; ``None`` when the loader has no length."""
     exception: BaseException | None = None
-    interrupted = False
-    """Ctrl-C has reached some rank."""
-    terminated = False
-    """SIGTERM has reached some rank."""
-    preempted = False
-    """The ranks have agreed to end early, by Ctrl-C or SIGTERM."""
-    stop_reason = ""
-    stop_wish: str | None = None
-    """Why this rank wants to stop; the ranks agree on it."""
     items: Tally
     """The counts of the :class:`engine.Loss` objects, over all ranks."""
     _example: Any = None
@@ -128,9 +111,6 @@ class Run:
     """All loaders that this run has prepared."""
     given_loaders: dict[str, tuple[Any, list[PreparedLoader]]]
     """Of each kind, the loaders in the form in which they were given, and prepared."""
-    stop_level = 0
-    """How urgent it is, see :mod:`engine.distributed.agreement`."""
-    elapsed_before = 0.0
     _logged_step = -1
 
     def __init__(
@@ -150,6 +130,8 @@ class Run:
         self._origins, self._sections = origins, sections
         self._content = content  # this rank's, of a checkpoint at this moment
         self.state = TrainState()
+        """The counters: one object for the whole run, which resuming fills in place."""
+        self.control = StopControl(settings, self.state, engine.group)
         if stage != "fit":
             self.state.step, self.state.epoch, self.state.samples = module._reached
         self.live = LiveMetrics(engine.recorder(on_step=True, on_epoch=False))
@@ -170,13 +152,9 @@ class Run:
         self.val_loaders: list[PreparedLoader] = []
         self.given_loaders, self.loaders = {}, []
         self.num_eval_batches: list[int | None] = []
-        self.max_steps: int | None = settings.max_steps
-        self.max_epochs: int | None = settings.max_epochs
         self.times, self.items = Times(), Tally()
         intervals = settings.val_every, settings.log_every_n_steps or None, settings.gc_every_n_steps or None
         self.val_every, self._log_every, self.gc_every = map(Every, intervals)
-        self.agreement = Agreement(engine.group)
-        self.agreement.clock = self.clock
         self.max_norm = settings.gradient_clip_val if settings.gradient_clip_algorithm == "norm" else None
         self.max_value = settings.gradient_clip_val if settings.gradient_clip_algorithm == "value" else None
         self.window_at: Callable[[int], int] = settings.accumulate_at
@@ -187,7 +165,6 @@ class Run:
         self.backward = engine.backward
         self.method: Callable[[str], Callable[..., Any]] = partial(getattr, module)
         """The callable that runs the evaluation step of this name."""
-        self._started = time.monotonic()
         self.logs_itself = not any(callback.shows_progress for callback in callbacks)
         """Whether no progress bar shows the steps."""
 
@@ -311,13 +288,7 @@ class Run:
     @property
     def elapsed_s(self) -> float:
         """Seconds of training, including those before a resume; with several ranks, the value they last agreed on."""
-        if self.world_size > 1:
-            return self.agreement.elapsed_s
-        return self.clock()
-
-    def clock(self) -> float:
-        """Seconds of training by this rank's own clock."""
-        return self.elapsed_before + time.monotonic() - self._started
+        return self.control.elapsed_s
 
     # -- stopping ---------------------------------------------------------------------------------------------------------------
 
@@ -329,45 +300,58 @@ class Run:
             reason: stands in ``Result.stop_reason``.
             level: how urgent it is; signals end a training before its minimum.
         """
-        if level == STOP and not self.may_stop:
-            if self._postponed is None:
-                least = ", ".join(
-                    f"{n}={v}" for n in ("min_epochs", "min_steps") if (v := getattr(self.settings, n)) is not None
-                )
-                logger.info("%s: the training continues until %s", reason, least)
-                self._postponed = reason
-            return
-        if self.stop_wish is None or level > self.stop_level:
-            self.stop_wish, self.stop_level = reason, max(level, self.stop_level)
+        self.control.ask(reason, level)
 
     @property
     def may_stop(self) -> bool:
-        """Whether ``min_epochs`` and ``min_steps`` are reached."""
-        settings, state = self.settings, self.state
-        return state.epoch + state.epoch_done >= (settings.min_epochs or 0) and state.step >= (settings.min_steps or 0)
-
-    def recall_stop(self) -> None:
-        """Stop now, if a stop was requested before the minimum was reached."""
-        if self._postponed is not None and self.may_stop:
-            self.stop(self._postponed)
-            self._postponed = None
+        """True once ``min_epochs`` and ``min_steps`` are reached."""
+        return self.control.may_stop
 
     @property
     def stopping(self) -> bool:
-        """Whether the run is stopping."""
-        return bool(self.stop_reason) or self.stop_wish is not None
+        """True from a request to stop on."""
+        return bool(self.control.reason) or self.control.request is not None
 
-    def accept_stop(self) -> None:
-        """All ranks have agreed to stop."""
-        level = self.agreement.level
-        self.preempted, self.terminated = self.preempted or level >= HURRY, self.terminated or level >= TERMINATE
-        self.interrupted = self.interrupted or level == HURRY
-        if not self.stop_reason:
-            elsewhere = {
-                HURRY: "interrupted (Ctrl-C on another rank)",
-                TERMINATE: "terminated (SIGTERM on another rank)",
-            }
-            self.stop_reason = self.stop_wish or elsewhere.get(level, "another rank asked to stop")
+    @property
+    def stop_request(self) -> str | None:
+        """The reason for which this rank wants to stop; the ranks agree on it."""
+        return self.control.request
+
+    @property
+    def stop_reason(self) -> str:
+        """The cause of the training's end, in words; empty while it goes on."""
+        return self.control.reason
+
+    @property
+    def max_steps(self) -> int | None:
+        """The training's end in optimizer steps; ``None``: no such limit."""
+        return self.control.max_steps
+
+    @property
+    def max_epochs(self) -> int | None:
+        """The training's end in epochs; ``None``: no such limit."""
+        return self.control.max_epochs
+
+    def set_limit(self, name: str, value: int | None) -> None:
+        """Let the training end at ``value`` for ``"max_epochs"`` or ``"max_steps"``; ``None``: no such limit. All ranks call this."""
+        self.control.set_limit(name, value)
+
+    @property
+    def interrupted(self) -> bool:
+        """Ctrl-C has reached some rank."""
+        return self.control.interrupted
+
+    @property
+    def terminated(self) -> bool:
+        """SIGTERM has reached some rank."""
+        return self.control.terminated
+
+    @property
+    def preempted(self) -> bool:
+        """The ranks have agreed to end early, by Ctrl-C or SIGTERM."""
+        return self.control.preempted
+
+    # -- steps ------------------------------------------------------------------------------------------------------------------
 
     def applied(self, happened: bool) -> None:
         """An optimizer step was taken: ``happened`` (or skipped: counters and schedulers then stay where they are)."""
@@ -418,7 +402,7 @@ class Run:
         if not self.logs_itself:  # a progress bar has the terminal now
             self.start_log.close()
         self._logged_step = self.step
-        self.below_minimum = self.step < (self.settings.min_steps or 0)
+        self.control.below_min_steps = self.step < (self.settings.min_steps or 0)
         self.val_every.start(self.step, self.epochs)
         self._log_every.start(self.step)
         self.gc_every.start(self.step)
@@ -478,7 +462,7 @@ class Run:
 
     def _notice(self, event: str, name: str) -> None:
         self.checkpoint_news.append((event, name))
-        self.agreement.notify()
+        self.control.agreement.notify()
 
     def checkpoints_at(self, root: str | Path | None, max_failures: int = 1) -> None:
         """Keep checkpoints in ``root``, a directory or a URL that fsspec knows (in a numbered folder of it, when another run has ``root``), rather
@@ -546,14 +530,10 @@ class Run:
         self.before_save()
         self.engine.settle()
         state = self.state
-        if state.batch_idx == state.whole_batches and self._logged_step >= 0 and not (self.over or self.exception):
+        if not state.in_window and self._logged_step >= 0 and not (self.over or self.exception):
             self.publish_due()  # a run that resumes here does not report this step again
-        # The end of an epoch and the start of the next are one position. Inside a window the state at its start counts.
-        whole = 0 if state.epoch_done else state.whole_batches
-        key = (state.step, state.epoch + state.epoch_done, whole, state.validated_step)
-        if self.saved is not None and (
-            key == self.saved[0] or (state.batch_idx != state.whole_batches and self.saved[0][0] == state.step)
-        ):
+        key = state.resume_point()
+        if self.saved is not None and (key == self.saved[0] or (state.in_window and self.saved[0][0] == state.step)):
             known = self.saved[1]
             if known not in self.saver.lost and name in (None, known):
                 self.saver.discard(remove)
@@ -622,7 +602,6 @@ class Run:
         # The rest of what refers back to the run: without cycles, weights and optimizer states are freed with their last reference.
         for name in ("before_save", "find_train_loader", "finish_checkpoints", "optimization", "roll_back"):
             vars(self).pop(name, None)
-        self.agreement.clock = time.monotonic
 
     # -- manual optimization ----------------------------------------------------------------------------------------------------
 
@@ -651,9 +630,9 @@ class Run:
 
     def result(self) -> Result:
         """The result that ``Fit.run`` returns."""
-        status, epochs = status_of(self.stop_reason), self.state.epoch + self.state.epoch_done
+        status, epochs = status_of(self.stop_reason), self.state.finished_epochs
         end, times, metrics = "interrupted" if self.interrupted else status, self.times, dict(self.metrics)
-        times.other = max(0.0, time.monotonic() - self._started - times.compute - times.apart)
+        times.other = max(0.0, self.control.stopwatch.seconds_here() - times.compute - times.apart)
         checkpoints = self.best_checkpoint, self.last_checkpoint
         path, best = self.home.path, self.best_weights
         return Result(end, self.stop_reason, epochs, self.step, metrics, *checkpoints, times, path, best)

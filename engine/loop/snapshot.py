@@ -95,7 +95,7 @@ def _shared(run: Run) -> dict[str, Any]:
     state, order = run.state, None if run.train_loader is None else run.train_loader.order
     samples = None if run.train_loader is None else run.train_loader.samples
     loader = {
-        "epoch": state.epoch + state.epoch_done,
+        "epoch": state.finished_epochs,
         "position": 0 if state.epoch_done else state.position,
         "samples": samples,
     }
@@ -105,7 +105,7 @@ def _shared(run: Run) -> dict[str, Any]:
         ),
         "state": asdict(state),
         "metrics": dict(run.metrics),
-        "elapsed_s": run.clock(),
+        "elapsed_s": run.control.stopwatch.seconds(),
         "items": run.items.total(),
         "val_every": run.val_every.state_dict(),
         "datamodule": None if run.datamodule is None else run.datamodule.state_dict(),
@@ -252,7 +252,7 @@ def _go_on(run: Run, loaded: Loaded, how: Resume) -> None:
     if "state" in shared:
         _go_on_with_run(run, loaded, shared)
     else:
-        run.state = _state_of_loop(run, loaded, shared["loaders"])
+        run.state.restore(asdict(_state_of_loop(run, loaded, shared["loaders"])))
     together(
         run.engine.group, partial(_check_loaded, run, loaded, how)
     )  # after hooks added the training's parameter groups
@@ -266,12 +266,9 @@ def _go_on(run: Run, loaded: Loaded, how: Resume) -> None:
 
 def _go_on_with_run(run: Run, loaded: Loaded, shared: Any) -> None:
     """Load what only runs save, and not loops with ``Engine``."""
-    loaded.give("the counters", partial(_take_counters, run), shared["state"])
-    # A window that an error interrupted is run again from its start.
-    run.state.batches -= run.state.batch_idx - run.state.whole_batches
-    run.state.batch_idx = run.state.whole_batches
+    loaded.give("the counters", run.state.restore, shared["state"])
     run.metrics.update(shared["metrics"])
-    run.elapsed_before = shared["elapsed_s"]
+    run.control.stopwatch.seconds_before = shared["elapsed_s"]
     run.items = Tally(shared.get("items"))
     loaded.give("val_every", run.val_every.load_state_dict, shared["val_every"])
     if run.datamodule is not None and shared["datamodule"] is not None:
@@ -300,10 +297,6 @@ def _go_on_with_run(run: Run, loaded: Loaded, shared: Any) -> None:
 def _facts(run: Run) -> dict[str, Any]:
     """What hooks may read besides their entries."""
     return {"epoch": run.state.epoch, "global_step": run.state.step, "hyper_parameters": dict(run.module.hparams)}
-
-
-def _take_counters(run: Run, values: Mapping[str, Any]) -> None:
-    run.state = TrainState(**values)
 
 
 def _state_of_loop(run: Run, loaded: Loaded, loaders: list[Any]) -> TrainState:

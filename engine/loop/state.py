@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +36,41 @@ class TrainState:
     """The step at which validation ran last."""
     samples: int = 0
     """Samples in the windows done, over all ranks and epochs."""
+
+    @property
+    def finished_epochs(self) -> int:
+        """Epochs that are over."""
+        return self.epoch + self.epoch_done
+
+    @property
+    def in_window(self) -> bool:
+        """True inside a window: its optimizer step is still to come."""
+        return self.batch_idx != self.whole_batches
+
+    def resume_point(self) -> tuple[int, int, int, int]:
+        """The point at which a run resumes from a checkpoint saved now: step, epoch, batch and validated step; one of an equal point need not be saved again.
+
+        The end of an epoch and the start of the next are one point. Inside a window it is that of the window's start.
+        """
+        return self.step, self.finished_epochs, 0 if self.epoch_done else self.whole_batches, self.validated_step
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take saved counters, in place. A window that was interrupted is run again from its start.
+
+        Raises:
+            TypeError: one of them is unknown.
+        """
+        values = TrainState(**saved)
+        for counter in fields(self):
+            setattr(self, counter.name, getattr(values, counter.name))
+        self.batches -= self.batch_idx - self.whole_batches
+        self.batch_idx = self.whole_batches
+
+    def next_epoch(self) -> None:
+        """Start the next epoch at its first sample."""
+        self.epoch += 1
+        self.batch_idx = self.whole_batches = self.position = 0
+        self.epoch_done = False
 
 
 @dataclass(slots=True)

@@ -29,22 +29,21 @@ def train(run: Run) -> None:
             at a step's end, when due: log, validate, stop
         validate when due; on_train_epoch_end; log; epoch schedulers
     """
-    state = run.state
+    state, control = run.state, run.control
     locate(run)
     run.begin()
     run.before_save = partial(finish, run)  # a save may remove what was not announced yet
     if state.epoch_done:
-        next_epoch(run)
-    elif state.position and run.val_loaders and run.val_every.due(state.step, None, run.elapsed_s, run.epochs):
+        state.next_epoch()
+    elif state.position and run.val_loaders and run.val_every.due(state.step, None, control.elapsed_s, run.epochs):
         validate(run)  # the run was killed after this step was saved and before its validation
-    if run.agreement.now(run.stop_level):  # requested before the first step
-        run.accept_stop()
-    while not reached_limit(run):
+    control.agree_now()  # requested before the first step
+    while not control.limit_reached(run.num_train_batches):
         train_epoch(run)
         if not state.epoch_done:
             break
-        if not reached_limit(run):
-            next_epoch(run)
+        if not control.limit_reached(run.num_train_batches):
+            state.next_epoch()
     run.publish_last()
     run.module.log_with(partial(unreported, "after the training", "log it in on_train_epoch_end"))
 
@@ -104,20 +103,22 @@ def end_step(run: Run, seconds: float, outputs: Any) -> bool:
         seconds: how long steps take.
         outputs: of the step's last ``training_step``.
     """
-    if run.agreement.poll(run.stop_level, seconds):
-        run.accept_stop()
-    if run.agreement.news:
+    control = run.control
+    if control.agreement.poll(control.urgency, seconds):
+        control.accept()
+    if control.agreement.news:
         announce(run)
-    left = run.due_step - run.state.step
-    if left <= 0 or (left == 1 and run.engine.pending_steps) or run.stop_reason:
+    left = control.due_step - run.state.step
+    if left <= 0 or (left == 1 and run.engine.pending_steps) or control.reason:
         due(run, outputs)
-    return bool(run.stop_reason)
+    return bool(control.reason)
 
 
 def due(run: Run, outputs: Any) -> None:
     """Log, validate and check whether a limit is reached. ``outputs``: as of :func:`end_step`."""
     run.engine.settle()
-    step, first = run.state.step, not run.started
+    control, step = run.control, run.state.step
+    first = not control.first_step_done
     if first:
         tighten(run)
     if run.publish_due():
@@ -125,24 +126,24 @@ def due(run: Run, outputs: Any) -> None:
         report_endless(run)
     if first:
         check_monitors(run)
-    if run.below_minimum and step >= (run.settings.min_steps or 0):
-        run.below_minimum = False
-        run.recall_stop()
-        if run.agreement.now(run.stop_level):
-            run.accept_stop()
-    if run.val_loaders and not run.stop_reason and run.val_every.due(step, None, run.elapsed_s, run.epochs):
+    if control.below_min_steps and step >= (run.settings.min_steps or 0):
+        control.below_min_steps = False
+        control.ask_postponed()
+        control.agree_now()
+    if run.val_loaders and not control.reason and run.val_every.due(step, None, control.elapsed_s, run.epochs):
         validate(run)
-    reached_limit(run)
+    control.limit_reached(run.num_train_batches)
     if run.gc_every.due(step, None, 0.0):
-        run.garbage.collect(run.elapsed_s)
+        run.garbage.collect(control.elapsed_s)
     plan_next(run)
 
 
 def tighten(run: Run) -> None:
     """The first step is done, and so are slow starts (connecting, compiling): a longer wait from here on means a hang."""
-    run.started = True
+    control = run.control
+    control.first_step_done = True
     if run.is_main_process and run.logs_itself:
-        logger.info("first step done, %.1f s after the start", run.clock() - run.elapsed_before)
+        logger.info("first step done, %.1f s after the start", control.stopwatch.seconds_here())
     run.start_log.close()
     if run.settings.timeout is not None and run.world_size > 1:
         run.engine.group.barrier()  # other ranks may still be compiling
@@ -151,32 +152,15 @@ def tighten(run: Run) -> None:
 
 def plan_next(run: Run) -> None:
     """Find the next step after which something is due, so that the steps before it need one comparison."""
-    step, settings = run.state.step, run.settings
-    marks = [mark for mark in (run.max_steps, settings.min_steps) if mark is not None and mark > step]
+    step, settings, control = run.state.step, run.settings, run.control
+    marks = [mark for mark in (control.max_steps, settings.min_steps) if mark is not None and mark > step]
     if run.val_loaders:
         marks.append(run.val_every.next_step(step))
     intervals = [settings.log_every_n_steps, settings.gc_every_n_steps]
-    if not run.started or settings.max_time is not None:
+    if not control.first_step_done or settings.max_time is not None:
         intervals.append(1)
     marks += [(step // n + 1) * n for n in intervals if n]
-    run.due_step = min(marks, default=NEVER)
-
-
-def reached_limit(run: Run) -> bool:
-    """Whether a limit or a request ends the training; stores the reason."""
-    state, settings = run.state, run.settings
-    finished = state.epoch + state.epoch_done
-    if run.stop_reason:
-        return True
-    if run.num_train_batches == 0:
-        run.stop_reason = "limit_train_batches=0 reached"
-    elif run.max_steps is not None and state.step >= run.max_steps:
-        run.stop_reason = f"max_steps={run.max_steps} reached"
-    elif run.max_epochs is not None and finished >= run.max_epochs:
-        run.stop_reason = f"max_epochs={run.max_epochs} reached"
-    elif settings.max_time is not None and run.elapsed_s >= settings.max_time.value and run.may_stop:
-        run.stop_reason = f"max_time={settings.max_time} reached"
-    return bool(run.stop_reason)
+    control.due_step = min(marks, default=NEVER)
 
 
 def locate(run: Run) -> None:
@@ -195,7 +179,7 @@ def begin_epoch(run: Run) -> Iterator[Any]:
     loader.resume(state.epoch, state.position, run.take_stream())
     plan_next(run)
     of_the_epoch(run, run.hooks.on_train_epoch_start)
-    return checked(run, iter(loader)) if run.settings.check and not run.started else iter(loader)
+    return checked(run, iter(loader)) if run.settings.check and not run.control.first_step_done else iter(loader)
 
 
 def of_the_epoch(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:
@@ -210,13 +194,13 @@ def of_the_epoch(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:
 def end_epoch(run: Run) -> None:
     """Validation when due, then hooks, values, schedulers. An epoch that ends early keeps its position and its values."""
     run.engine.settle()
-    state, module = run.state, run.module
+    state, module, control = run.state, run.module, run.control
     exhausted = run.num_train_batches is not None and state.batch_idx >= run.num_train_batches
-    whole = exhausted or not run.stop_reason
-    if run.stop_reason or (run.max_epochs is not None and state.epoch + 1 >= run.max_epochs):
+    whole = exhausted or not control.reason
+    if control.reason or (control.max_epochs is not None and state.epoch + 1 >= control.max_epochs):
         run.publish_last()
     run.settle_metrics()
-    if whole and run.val_loaders and run.val_every.due(state.step, state.epoch + 1, run.elapsed_s, run.epochs):
+    if whole and run.val_loaders and run.val_every.due(state.step, state.epoch + 1, control.elapsed_s, run.epochs):
         validate(run)
         # Otherwise Ctrl-C or SIGTERM has cut it off: the resumed run validates, then ends the epoch.
         whole = state.validated_step == state.step
@@ -233,23 +217,7 @@ def end_epoch(run: Run) -> None:
         state.epoch_done = True
         for hook in run.hooks.last_on_train_epoch_end:
             hook(run, module)
-        run.recall_stop()
-        if run.agreement.now(run.stop_level):
-            run.accept_stop()
-        if run.agreement.news:
+        control.ask_postponed()
+        control.agree_now()
+        if control.agreement.news:
             announce(run)
-
-
-def next_epoch(run: Run) -> None:
-    """Advance the counters."""
-    state = run.state
-    state.epoch, state.batch_idx, state.whole_batches, state.position, state.epoch_done = (
-        state.epoch + 1,
-        0,
-        0,
-        0,
-        False,
-    )
-
-
-# -- evaluation -----------------------------------------------------------------------------------------------------------------------

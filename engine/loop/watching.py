@@ -38,14 +38,14 @@ def watched(run: Run) -> Iterator[None]:
         if dog is not None:
             dog.stop()
         group.limit(start)  # what follows has no steps: the last checkpoint, callbacks' cleanup
-        run.started = False
+        run.control.first_step_done = False
 
 
 @contextmanager
 def collected(run: Run) -> Iterator[None]:
     """Garbage is collected at every ``gc_every_n_steps``-th step, on all ranks at once."""
     if run.settings.gc_every_n_steps:
-        run.garbage.begin(run.elapsed_before)
+        run.garbage.begin(run.control.stopwatch.seconds_before)
     try:
         yield
     finally:

@@ -99,7 +99,7 @@ def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[Sim
         run = job.fit.new_run(module, "fit", group, settings, callbacks)
         if refusal := strategy_facts(run.engine.strategy).refusal:
             raise ValueError(refusal)
-        run.home, run.agreement = folder, NoStops(group)
+        run.home, run.control.agreement = folder, NoStops(group, run.control.stopwatch)
         stack.enter_context(imported_deepspeed.accepting_plans(group))
         run.find_train_loader = partial(setup.training_loader, run, job.train_loader, job.datamodule)
         stack.enter_context(switched(settings))

@@ -106,7 +106,7 @@ class TracedWindows:
         if sent == self._sent or self._windows_done == MOST_WINDOWS:
             raise WindowTraced
         self._sent = sent
-        run.due_step = NEVER  # a limit ends no plan, and nothing is logged between two windows
+        run.control.due_step = NEVER  # a limit ends no plan, and nothing is logged between two windows
 
 
 class TracedOptimization:

@@ -10,7 +10,7 @@ SCRIPT = """
 import math, os
 from datetime import timedelta
 import torch
-from engine.distributed.agreement import Agreement
+from engine.distributed.agreement import Agreement, Stopwatch
 from engine.distributed.environment import detect
 from engine.distributed.group import join
 
@@ -18,7 +18,7 @@ group = join(detect(os.environ), torch.device("cpu"), timeout=timedelta(seconds=
 r = group.rank
 
 def first(step_s, wish, calls=400):
-    agreement = Agreement(group)
+    agreement = Agreement(group, Stopwatch())
     answers = [agreement.poll(wish(i), step_s) for i in range(calls)]
     return [answers.index(True) if True in answers else None, agreement.interval, sum(answers)]
 
@@ -32,16 +32,16 @@ out = {
     "zero": first(0.0, lambda i: r == 0 and i == 2, 10),
     "negative": first(-1.0, lambda i: r == 0 and i == 2, 10),
 }
-agreement = Agreement(group)
+agreement = Agreement(group, Stopwatch())
 out["now"] = [agreement.now(r == 1), agreement.now(False), agreement.now(True)]
-agreement = Agreement(group)
+agreement = Agreement(group, Stopwatch())
 agreement.poll(False, 0.001)
 agreement.poll(r == 1, 0.001)
 out["now takes a pending wish"] = [agreement.now(False), agreement.now(False)]
 
 def posted(wish):
     # An agreement with a check that was begun, in which rank 1 has this wish, and not read yet.
-    agreement = Agreement(group)
+    agreement = Agreement(group, Stopwatch())
     for i in range(5):
         assert not agreement.poll(wish if r == 1 and i == 4 else 0, 0.001)
     return agreement
@@ -54,7 +54,7 @@ out["so does a restart"] = [agreement.poll(0, 0.001), agreement.level, agreement
 agreement = posted(0)
 agreement.poll(int(r == 1), 0.001)
 out["a wish after it began waits for the next"] = [[agreement.poll(0, 0.001) for _ in range(17)].index(True)]
-agreement = Agreement(group)
+agreement = Agreement(group, Stopwatch())
 if r == 1:
     agreement.notify()
 heard = []

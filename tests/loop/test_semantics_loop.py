@@ -188,7 +188,7 @@ class StopAt(Callback):
         self.at, self.rank = step, rank
 
     def on_train_start(self, run: Any, module: Any) -> None:
-        run._started -= 0.1 * run.rank  # the ranks' clocks differ
+        run.control.stopwatch._started -= 0.1 * run.rank  # the ranks' clocks differ
 
     def on_train_batch_end(self, run: Any, *args: Any) -> None:
         if run.rank == self.rank and run.step == self.at:

@@ -54,10 +54,10 @@ class BeforeRun(_Early):
     """Stands for the run in :class:`engine.compat.lightning.trainer_view.TrainerView`."""
 
     epoch = step = 0
-    validated_step, due_step = -1, 0
+    validated_step = -1
     stage = stop_reason = ""
     evaluating = stopping = interrupted = terminated = False
-    module = datamodule = train_loader = exception = num_train_batches = loaded_from = stop_wish = None
+    module = datamodule = train_loader = exception = num_train_batches = loaded_from = stop_request = None
     optimizers: tuple[Any, ...] = ()
     schedulers = num_eval_batches = optimizers
 
@@ -68,6 +68,10 @@ class BeforeRun(_Early):
         self._environment = environment = detect(os.environ)
         self.rank, self.local_rank, self.world_size = environment.rank, environment.local_rank, environment.world_size
         self.is_main_process = self.rank == 0
+
+    def set_limit(self, name: str, value: int | None) -> None:
+        """As :meth:`engine.Run.set_limit`."""
+        setattr(self, name, value)
 
     @cached_property
     def engine(self) -> EngineBeforeRun:

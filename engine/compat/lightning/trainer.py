@@ -24,7 +24,7 @@ from engine.fit import Fit
 from engine.loop.module_calls import save_file
 from engine.loop.run import Run
 from engine.loop.snapshot import content
-from engine.loop.state import Result, TrainState
+from engine.loop.state import Result
 from engine.utils.extensions import hint
 from engine.utils.log import logger
 from engine.utils.text import terminal_text
@@ -156,7 +156,7 @@ class Trainer(TrainerView):
         before = self._trained
         if before is None:
             return
-        run.state = TrainState(step=before.step, epoch=before.epoch, samples=before.samples)
+        run.state.restore({"step": before.step, "epoch": before.epoch, "samples": before.samples})
         if run.max_epochs is not None and before.epoch >= run.max_epochs and run.is_main_process:
             logger.warning(
                 "Trainer.fit: max_epochs=%d was reached by the training before, so nothing is trained; a new Trainer starts again, and "

@@ -73,8 +73,7 @@ class TrainerView:
 
     def set_limit(self, name: str, value: int | None) -> None:
         """Let the training end at ``value`` for ``"max_epochs"`` or ``"max_steps"``; ``None``: no such limit. All ranks call this."""
-        setattr(self._run, name, value)
-        self._run.due_step = 0  # looked at after the step under way
+        self._run.set_limit(name, value)
 
     @property
     def min_epochs(self) -> int | None:
@@ -229,7 +228,7 @@ class TrainerView:
     def should_stop(self) -> bool:
         """Whether the training was asked to end before its planned end. Set it to True to ask: ``run.stop()``."""
         training = self._training
-        return training.stop_wish is not None or status_of(training.stop_reason) == "stopped"
+        return training.stop_request is not None or status_of(training.stop_reason) == "stopped"
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:

@@ -1,0 +1,172 @@
+"""The end of a training: limits, requests, Ctrl-C and SIGTERM, and what the ranks agree on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from engine.config.settings import Settings
+from engine.distributed.agreement import HURRY, STOP, TERMINATE, Agreement, Stopwatch
+from engine.distributed.group import Group
+from engine.loop.state import TrainState
+from engine.utils.errors import TERMINATED
+from engine.utils.log import logger
+
+
+class Preempted(Exception):
+    """Ctrl-C or SIGTERM during an evaluation: all ranks leave it at the same batch, without results."""
+
+
+class StopControl:
+    """Decides when a run ends: its limits, requests to stop, and what the ranks have agreed on.
+
+    Args:
+        settings: the run's.
+        state: its counters, the one object for the whole run.
+        group: its ranks.
+    """
+
+    def __init__(self, settings: Settings, state: TrainState, group: Group) -> None:
+        self._settings, self._state, self._group = settings, state, group
+        self.reason = ""
+        """The cause of the training's end, in words; empty while it goes on."""
+        self.request: str | None = None
+        """The reason for which this rank wants to stop; the ranks agree on it."""
+        self.urgency = 0
+        """The urgency of :attr:`request`: ``STOP``, ``HURRY`` or ``TERMINATE`` of :mod:`engine.distributed.agreement`."""
+        self.interrupted = False
+        """Ctrl-C has reached some rank."""
+        self.terminated = False
+        """SIGTERM has reached some rank."""
+        self.preempted = False
+        """The ranks have agreed to end early, by Ctrl-C or SIGTERM."""
+        self.max_epochs: int | None = settings.max_epochs
+        self.max_steps: int | None = settings.max_steps
+        self.stopwatch = Stopwatch()
+        self.agreement = Agreement(group, self.stopwatch)
+        self.first_step_done = False
+        """A step is done: from now on ``timeout`` applies instead of ``start_timeout``."""
+        self.due_step = 0
+        """The next step after which a limit, or something besides the step, may be due."""
+        self.below_min_steps = False
+        """``min_steps`` is not reached yet, on all ranks."""
+        self._postponed: str | None = None
+        """The reason to stop once ``min_epochs`` and ``min_steps`` are reached."""
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of training, including those before a resume; with several ranks, the value they last agreed on."""
+        return self.agreement.elapsed_s if self._group.world_size > 1 else self.stopwatch.seconds()
+
+    @property
+    def may_stop(self) -> bool:
+        """True once ``min_epochs`` and ``min_steps`` are reached."""
+        settings, state = self._settings, self._state
+        return state.finished_epochs >= (settings.min_epochs or 0) and state.step >= (settings.min_steps or 0)
+
+    def set_limit(self, name: str, value: int | None) -> None:
+        """Let the training end at ``value`` for ``"max_epochs"`` or ``"max_steps"``; ``None``: no such limit. All ranks call this."""
+        setattr(self, name, value)
+        self.due_step = 0  # looked at after the step under way
+
+    def ask(self, reason: str, urgency: int = STOP) -> None:
+        """Ask for the end of the training after this step.
+
+        A request of ``STOP`` waits until ``min_epochs`` and ``min_steps`` are reached; one of a signal does not. With several ranks the training
+        ends at the next step at which they agree (about 0.5 s later).
+        """
+        if urgency == STOP and not self.may_stop:
+            if self._postponed is None:
+                minimum = {"min_epochs": self._settings.min_epochs, "min_steps": self._settings.min_steps}
+                waits_for = ", ".join(f"{name}={value}" for name, value in minimum.items() if value is not None)
+                logger.info("%s: the training continues until %s", reason, waits_for)
+                self._postponed = reason
+            return
+        if self.request is None or urgency > self.urgency:
+            self.request, self.urgency = reason, max(urgency, self.urgency)
+
+    def ask_postponed(self) -> None:
+        """Ask now, if the end was requested before the minimum was reached."""
+        if self._postponed is not None and self.may_stop:
+            self.ask(self._postponed)
+            self._postponed = None
+
+    def agree_now(self) -> bool:
+        """Find out now if some rank asks for the end, and accept it. A collective: every rank calls it at the same place."""
+        if not self.agreement.now(self.urgency):
+            return False
+        self.accept()
+        return True
+
+    def accept(self) -> None:
+        """All ranks have agreed to stop."""
+        level = self.agreement.level
+        self.preempted, self.terminated = self.preempted or level >= HURRY, self.terminated or level >= TERMINATE
+        self.interrupted = self.interrupted or level == HURRY
+        if not self.reason:
+            elsewhere = {
+                HURRY: "interrupted (Ctrl-C on another rank)",
+                TERMINATE: "terminated (SIGTERM on another rank)",
+            }
+            self.reason = self.request or elsewhere.get(level, "another rank asked to stop")
+
+    def limit_reached(self, epoch_batches: int | None) -> bool:
+        """Find out if the training ends here, by a limit or because the ranks agreed, and set :attr:`reason`.
+
+        Args:
+            epoch_batches: this rank's micro-batches of an epoch; ``None``: not known.
+        """
+        if self.reason:
+            return True
+        state, max_time = self._state, self._settings.max_time
+        if epoch_batches == 0:
+            self.reason = "limit_train_batches=0 reached"
+        elif self.max_steps is not None and state.step >= self.max_steps:
+            self.reason = f"max_steps={self.max_steps} reached"
+        elif self.max_epochs is not None and state.finished_epochs >= self.max_epochs:
+            self.reason = f"max_epochs={self.max_epochs} reached"
+        elif max_time is not None and self.elapsed_s >= max_time.value and self.may_stop:
+            self.reason = f"max_time={max_time} reached"
+        return bool(self.reason)
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Inside the block, Ctrl-C and SIGTERM end the run after the step; a second Ctrl-C at once. The user's own handlers stay in place."""
+        owner, main = os.getpid(), threading.current_thread() is threading.main_thread()
+        pressed = False  # here; `interrupted` is true on all ranks after a Ctrl-C on one
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            nonlocal pressed
+            if pressed:
+                raise KeyboardInterrupt
+            pressed = True
+            if os.getpid() != owner:  # a data worker: the run still reads from it until the step ends
+                return
+            self.interrupted = True
+            self.ask("interrupted (Ctrl-C)", HURRY)
+            if self._group.is_main:
+                logger.warning("Ctrl-C: the run ends after this step; press it again to end at once")
+
+        def terminate(number: int, frame: FrameType | None) -> None:
+            if os.getpid() != owner:  # a fork of this process, which runs no loop
+                os._exit(TERMINATED)
+            if self.urgency < TERMINATE:  # a launcher and a scheduler may both send one
+                self.terminated = True
+                self.ask("terminated (SIGTERM)", TERMINATE)
+                logger.warning("SIGTERM: the run ends after this step, with exit code %d", TERMINATED)
+
+        ours = [(signal.SIGINT, signal.default_int_handler, interrupt), (signal.SIGTERM, signal.SIG_DFL, terminate)]
+        replaced = [
+            (number, before, handler) for number, before, handler in ours if main and signal.getsignal(number) is before
+        ]
+        for number, _, handler in replaced:
+            signal.signal(number, handler)
+        try:
+            yield
+        finally:
+            for number, before, _ in replaced:
+                signal.signal(number, before)
