@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from engine.loop.automatic_step import Automatic, backward, matched_only, warn_unfed
-from engine.loop.hook_arguments import fitted
+from engine.loop.method_arguments import accepting
 from engine.loop.run import Run
 from engine.metrics.torchmetrics_states import unchanged
 from engine.module import TrainModule, overrides
@@ -67,7 +67,7 @@ class ByClosure(Automatic):
         self.zeroes_first = overrides(run.module, "optimizer_zero_grad")
         self.clips = overrides(run.module, "configure_gradient_clipping") or overrides(run.module, "clip_gradients")
         clipping = run.module.configure_gradient_clipping
-        self._clipping = fitted(clipping, run.module, "configure_gradient_clipping", TrainModule)
+        self._clipping = accepting(clipping, run.module, "configure_gradient_clipping", TrainModule)
         self._own_backward = overrides(run.module, "backward")
         self._apart = self.clips or self.keeps or len(self.optimizers) > 1
         self._limits = {"max_norm": run.max_norm, "max_value": run.max_value}

@@ -15,8 +15,8 @@ import torch
 from engine.data.prepared_loader import PreparedLoader
 from engine.distributed.collectives import gather_object
 from engine.loop.live_metrics import Pending
+from engine.loop.method_arguments import step_accepting
 from engine.loop.run import Run
-from engine.loop.step_arguments import fitted_step
 from engine.loop.stopping import Preempted
 from engine.metrics.recorder import Recorder
 from engine.metrics.torchmetrics_states import unchanged
@@ -64,7 +64,7 @@ def evaluate(
     """
     hooks, module, outer = run.hooks, run.module, run.recorder
     several = len(loaders) > 1
-    step = fitted_step(module, f"{name}_step", step, several)
+    step = step_accepting(module, f"{name}_step", step, several)
     suffixes = [f"/dataloader_idx_{i}" if several else "" for i in range(len(loaders))]
     *recorders, common = every = [
         run.engine.recorder(on_step=False, on_epoch=True, suffix=suffix) for suffix in [*suffixes, ""]
@@ -121,7 +121,7 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
         call_all(run, run.hooks.on_predict_epoch_start)
         run.engine.share_buffers(run.module)
         run.module.log_with(partial(unreported, "in a prediction", "return the value from predict_step"))
-        step = fitted_step(run.module, "predict_step", run.method("predict_step"), len(loaders) > 1)
+        step = step_accepting(run.module, "predict_step", run.method("predict_step"), len(loaders) > 1)
         for index, loader in enumerate(loaders):
             several = index if len(loaders) > 1 else None
             outputs = batches(run, loader, "predict", step, several, None)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from engine.callback import Callback
-from engine.loop.hook_arguments import check, fitted
+from engine.loop.method_arguments import accepting, check
 from engine.module import TrainModule
 from engine.utils.errors import HangError
 from engine.utils.log import logger
@@ -102,7 +102,7 @@ class Hooks:
         method: Hook | None = getattr(callback, event, None)
         if method is None or getattr(method, "__func__", None) is getattr(Callback, event):
             return None
-        method = fitted(method, callback, event, Callback)
+        method = accepting(method, callback, event, Callback)
         if event == "on_log" and callback.is_logger:
             method = _for_a_logger(method)
         return method if callback.critical or event == "setup" else self._surviving(callback, event, method)
@@ -157,7 +157,7 @@ def _of_module(module: TrainModule, event: str) -> Hook | None:
     """The module's own hook with a callback's signature."""
     if not overridden(module, event, TrainModule):
         return None
-    method = fitted(getattr(module, event), module, event, TrainModule)
+    method = accepting(getattr(module, event), module, event, TrainModule)
 
     def hook(run: Any, module: nn.Module, *args: Any) -> Any:
         return method(*args)

@@ -17,7 +17,7 @@ from engine.data.datamodule import DataModule
 from engine.data.sampler import mixed
 from engine.distributed import failures, relaunch
 from engine.loop.checkpoint_events import announce
-from engine.loop.hook_arguments import fitted
+from engine.loop.method_arguments import accepting
 from engine.loop.run import Run
 from engine.loop.stopping import Preempted
 from engine.loop.torch_flags import switched
@@ -166,7 +166,7 @@ def _set_up(run: Run, datamodule: DataModule | None, building: Callable[[], Abst
     if overrides(module, "prepare_data"):
         _prepare_data(run, module)
     if datamodule is not None:
-        fitted(datamodule.setup, datamodule, "setup", DataModule)(stage)
+        accepting(datamodule.setup, datamodule, "setup", DataModule)(stage)
     for hook in run.hooks.setup:
         hook(run, module, stage)
     if not module.built:
@@ -209,7 +209,7 @@ def _tear_down(run: Run, datamodule: DataModule | None) -> None:
     module, failed = run.module, run.exception is not None
     steps: list[Callable[[], Any]] = [partial(hook, run, module, run.stage) for hook in run.hooks.teardown]
     if datamodule is not None:
-        end = fitted(datamodule.teardown, datamodule, "teardown", DataModule)
+        end = accepting(datamodule.teardown, datamodule, "teardown", DataModule)
         steps += [partial(end, run.stage), partial(datamodule.attach, None)]
     steps += [partial(module.attach, None), run.release]
     for step in steps:

@@ -23,8 +23,8 @@ from engine.loop.closure_step import OF_THE_STEP, ByClosure, needs_closure, refu
 from engine.loop.first_checks import check_parameters
 from engine.loop.given_loaders import is_loader
 from engine.loop.manual_optimization import ManualOptimizer
+from engine.loop.method_arguments import step_accepting
 from engine.loop.run import Run
-from engine.loop.step_arguments import fitted_step
 from engine.loop.step_count import steps_of
 from engine.metrics.torchmetrics_values import joined
 from engine.module import TrainModule, overrides
@@ -136,14 +136,14 @@ def training(run: Run, train_loader: Any, val_loaders: Any, datamodule: DataModu
     module = run.module
     if getattr(module.training_step, "__func__", None) is TrainModule.training_step:
         raise TypeError(f"{type(module).__name__} must define training_step(self, batch, batch_idx)")
-    run.training_step = fitted_step(module, "training_step", module.training_step, training=True)
+    run.training_step = step_accepting(module, "training_step", module.training_step, training=True)
     manual_checks(run)
     asks = train_loader is None and run.train_loader is None
     late = asks and module.starts_before_data and not run.engine.strategy.fused
     if not late:
         training_loaders(run, train_loader, val_loaders, datamodule)
     place(run)
-    run.call = fitted_step(module, "training_step", run.call, training=True)
+    run.call = step_accepting(module, "training_step", run.call, training=True)
     optimizers(run)
     if late:
         module.on_fit_start()
@@ -188,7 +188,7 @@ def validation_loaders(run: Run, given: Any, datamodule: DataModule | None) -> l
         return []
     for loader in found:
         limit(loader, "limit_val_batches", settings.limit_val_batches)
-    fitted_step(module, "validation_step", module.validation_step, len(found) > 1)  # wrong ones are errors now
+    step_accepting(module, "validation_step", module.validation_step, len(found) > 1)  # wrong ones are errors now
     not_empty(run, "validation", found)
     run.num_eval_batches = [loader.length for loader in found]
     return found

@@ -48,7 +48,7 @@ class TrainState:
         return self.batch_idx != self.whole_batches
 
     def resume_point(self) -> tuple[int, int, int, int]:
-        """The point at which a run resumes from a checkpoint saved now: step, epoch, batch and validated step; one of an equal point need not be saved again.
+        """The point at which a run resumes from a checkpoint saved now: step, epoch, batch, validated step. Equal ones need not be saved twice.
 
         The end of an epoch and the start of the next are one point. Inside a window it is that of the window's start.
         """

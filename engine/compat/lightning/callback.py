@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.callback import Callback as OwnCallback
 from engine.compat.lightning.events import CALLED, EVENTS, Adapter, is_lightnings, lightning_arguments, run_of
-from engine.loop.hook_arguments import fitted
+from engine.loop.method_arguments import accepting
 
 
 class Callback(OwnCallback):
@@ -95,7 +95,7 @@ def listener(owner: OwnCallback, event: str, function: Callable[..., Any]) -> Ca
         TypeError: it takes other arguments.
     """
     if event in EVENTS:
-        function = fitted(function, owner, event, OwnCallback, ("trainer", "pl_module"))
+        function = accepting(function, owner, event, OwnCallback, ("trainer", "pl_module"))
 
     return _with_trainer(event, function, bound=True)
 

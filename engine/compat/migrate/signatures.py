@@ -15,8 +15,7 @@ from typing import Any
 
 from engine.compat.migrate.imports import first_argument
 from engine.compat.migrate.stand_ins import stand_in
-from engine.loop.hook_arguments import BESIDES_EVENTS, fitted
-from engine.loop.step_arguments import taken
+from engine.loop.method_arguments import BESIDES_EVENTS, accepting, argument_count
 
 OURS = ("engine.", "callbacks.")
 
@@ -127,9 +126,9 @@ def misfit(node: ast.FunctionDef | ast.AsyncFunctionDef, owner: str, cls: type, 
     is_event = name.startswith("on_") or name in ("setup", "teardown", *BESIDES_EVENTS)
     try:
         if base == "TrainModule" and name in STEPS:
-            taken(with_parameters_of(node), f"{owner}.{name}", indexed=name != "training_step")
+            argument_count(with_parameters_of(node), f"{owner}.{name}", indexed=name != "training_step")
         elif base is not None and is_event and name in vars(stand_in(f"engine.{base}")):
-            fitted(with_parameters_of(node), type(owner, (), {})(), name, stand_in(f"engine.{base}"))
+            accepting(with_parameters_of(node), type(owner, (), {})(), name, stand_in(f"engine.{base}"))
         elif not takes(node, call):
             return f"{owner}.{name} is called with ({', '.join(call.parameters)})"
     except TypeError as error:

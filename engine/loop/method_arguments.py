@@ -1,4 +1,4 @@
-"""Whether an overridden method takes what a run gives it: looked at once, before the first step."""
+"""The arguments of users' hooks and steps, which may take less, or ask for more, than a run gives them: looked at once, before the first step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BY_NAME = ("configure_gradient_clipping", "clip_gradients")
 _INDEX = "dataloader_idx"
 
 
-def fitted(method: Method, owner: object, event: str, base: type, first: Sequence[str] = ()) -> Method:
+def accepting(method: Method, owner: object, event: str, base: type, first: Sequence[str] = ()) -> Method:
     """``method`` as a run calls it, with the arguments that ``base`` has for this ``event``; ``first``: other names of the first ones.
 
     ``method`` itself in the usual case. A ``setup()`` or ``teardown()`` without an argument, arguments that can only be given by name, and a batch
@@ -78,7 +78,7 @@ def check(module: Any, base: type) -> None:
             )
     for name in BESIDES_EVENTS:
         if hasattr(base, name) and overridden(module, name, base):
-            fitted(getattr(module, name), module, name, base)
+            accepting(getattr(module, name), module, name, base)
 
 
 def _given(base: type, event: str) -> list[str]:
@@ -92,3 +92,63 @@ def _binds(takes: inspect.Signature, positional: list[str], named: list[str] | N
     except TypeError:
         return False
     return True
+
+
+ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
+_GONE = {
+    "optimizer_idx": "with several optimizers set automatic_optimization = False and use self.optimizers()",
+    "hiddens": "split the sequence in training_step, with automatic_optimization = False",
+    "dataloader_iter": "the run reads the loader, and gives each batch",
+}
+
+
+def argument_count(step: Callable[..., Any], who: str, several: bool = False, indexed: bool = True) -> int | None:
+    """Count the :data:`ARGUMENTS` to pass by position to a bound method; ``None``: all that there are.
+
+    Args:
+        who: its name for errors, such as ``Net.training_step``.
+        several: there are several loaders, so that their number is passed when it is taken.
+        indexed: it may ask for the loader's number (which is 0 if there is one loader).
+
+    Raises:
+        TypeError: it takes no batch, or needs something else; the message names it.
+    """
+    try:
+        parameters = list(inspect.signature(step).parameters.values())
+    except (TypeError, ValueError):  # native code does not say
+        return None
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return 3 if several else 2
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    needed = [each.name for each in positional if each.default is each.empty]
+    known = ARGUMENTS if indexed else ARGUMENTS[:2]
+    strange = [name for index, name in enumerate(needed) if index >= len(known) or name in _GONE]
+    strange += [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
+    if strange or not positional:
+        what = f"needs {strange[0]!r}" if strange else "takes no batch"
+        advice = f"; {_GONE[strange[0]]}" if strange and strange[0] in _GONE else ""
+        raise TypeError(f"{who} {what}: it gets {', '.join(known)}, of which it may leave out the last{advice}")
+    if len(needed) == 3:
+        return 3
+    return min(len(positional), 3 if several else 2)
+
+
+def _passing(call: Callable[..., Any], count: int | None, given: int) -> Callable[..., Any]:
+    """``call`` for a caller that passes ``given`` arguments, where ``count`` are taken; ``call`` itself when that is the same."""
+    if count is None or count == given:
+        return call
+    if count > given:
+        return lambda *args: call(*args, 0)  # the only loader's number
+    return lambda *args: call(*args[:count])
+
+
+def step_accepting(
+    module: Any, name: str, call: Callable[..., Any], several: bool = False, training: bool = False
+) -> Callable[..., Any]:  # fmt: skip
+    """``call``, which runs the module's step of this name, for the arguments that a loop passes.
+
+    Raises:
+        TypeError: as :func:`argument_count`.
+    """
+    count = argument_count(getattr(module, name), f"{type(module).__name__}.{name}", several, not training)
+    return _passing(call, count, 3 if several else 2)
