@@ -31,14 +31,13 @@ from engine.loop.callback_states import check_keys
 from engine.loop.evaluate import call_all, evaluate, predict, validate
 from engine.loop.first_checks import report_misspelled
 from engine.loop.hook_calls import Hooks
-from engine.loop.lifecycle import housed, log_start, session
+from engine.loop.lifecycle import collecting_garbage, in_folder, log_start, session, watched
 from engine.loop.out_of_memory import noting_what_finds_a_fit
 from engine.loop.rank_checks import compare, compare_models
 from engine.loop.replay import LeftOut, ReplayedStep, StepWatch, starting_point
 from engine.loop.run import Run
 from engine.loop.state import Result
 from engine.loop.train import of_the_epoch, train
-from engine.loop.watching import collected, watched
 from engine.loop.whole_weights import holding, whole_state
 from engine.module import TrainModule
 from engine.step.precision import Precision
@@ -226,7 +225,7 @@ class Fit:
             self._start(
                 module, "fit", partial(setup.training_loader, given=train_loader, datamodule=datamodule)
             ) as run,
-            housed(run, resume, self._trained),
+            in_folder(run, resume, self._trained),
             session(run, datamodule),
         ):
             self._trained = run.home.trained()
@@ -242,7 +241,7 @@ class Fit:
             self._sanity_check(run)
             compare(run)
             of_the_epoch(run, run.hooks.on_train_start)
-            with watched(run), collected(run), run.modes.training():
+            with watched(run), collecting_garbage(run), run.modes.training():
                 train(run)
             run.over = True
             call_all(run, run.hooks.on_train_end)
@@ -304,7 +303,7 @@ class Fit:
         with (
             _train_module(module).lent(),
             self._start(module, "predict") as run,
-            housed(run, checkpoint, self._trained),
+            in_folder(run, checkpoint, self._trained),
             session(run, datamodule),
         ):
             prepared = setup.evaluation(run, "predict", loaders, datamodule, "predict_step")
@@ -509,7 +508,7 @@ class Fit:
         with (
             _train_module(module).lent(),
             self._start(module, stage) as run,
-            housed(run, checkpoint, self._trained),
+            in_folder(run, checkpoint, self._trained),
             session(run, datamodule),
         ):
             prepared = setup.evaluation(run, name, loaders, datamodule, f"{name}_step")

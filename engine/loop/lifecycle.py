@@ -1,27 +1,32 @@
-"""The frame around every run: seed and set up; at the end, also after errors, call the callbacks, tear down and restore."""
+"""The frame around every run: its folder, torch's flags, setup, errors, teardown; around its steps the watchdog and garbage collection."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.nn.parameter import is_lazy
 
 from engine import strategies
 from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import RunFolder, Trained
+from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
 from engine.data.sampler import mixed
 from engine.distributed import failures, relaunch
+from engine.health import mismatch
+from engine.health.watchdog import Watchdog
 from engine.loop.checkpoint_events import announce
 from engine.loop.method_arguments import accepting
 from engine.loop.run import Run
 from engine.loop.stopping import Preempted
-from engine.loop.torch_flags import switched
 from engine.module import TrainModule, overrides
+from engine.utils import cuda
 from engine.utils.errors import TERMINATED, CheckError, RankError
 from engine.utils.log import logger
 from engine.utils.seed import seed_everything
@@ -31,7 +36,7 @@ from engine.utils.seed import seed_everything
 def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
     """:func:`frame` around a run that Ctrl-C and SIGTERM end after a step, with a line about what is saved."""
     failures.show_interrupts_no_longer(run.engine.group.environment)  # of an earlier run
-    with switched(run.settings), run.control.signals():
+    with torch_flags(run.settings), run.control.signals():
         try:
             with frame(run, datamodule):
                 yield
@@ -75,7 +80,7 @@ def frame(
 
 
 @contextmanager
-def housed(run: Run, wanted: str | Path | Resume | None, earlier: Trained | None) -> Iterator[None]:
+def in_folder(run: Run, wanted: str | Path | Resume | None, earlier: Trained | None) -> Iterator[None]:
     """Give a run its folder while it runs; arguments as of :class:`RunFolder`."""
     kept = next((c.checkpoints_in for c in run.callbacks if c.checkpoints_in is not None), None)
     try:
@@ -224,3 +229,69 @@ def _tear_down(run: Run, datamodule: DataModule | None) -> None:
                 logger.exception("teardown failed after %s", type(run.exception).__name__)
     if run.exception is not None and not failed:
         raise run.exception
+
+
+@contextmanager
+def torch_flags(settings: Settings) -> Iterator[None]:
+    """Inside the block ``deterministic``, ``benchmark``, ``matmul_precision`` and ``detect_anomaly`` apply; other flags stay as the user set them."""
+    with ExitStack() as stack:
+        if settings.deterministic:  # the call alone imports torch's compiler
+            before = torch.are_deterministic_algorithms_enabled()
+            stack.callback(
+                torch.use_deterministic_algorithms,
+                before,
+                warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            )
+            torch.use_deterministic_algorithms(True, warn_only=settings.deterministic == "warn")
+        # The search for the fastest algorithm may find a different one in each run.
+        search = False if settings.benchmark is None and settings.deterministic is True else settings.benchmark
+        if search is not None:
+            stack.callback(cuda.set_convolution_search, cuda.convolution_search())
+            cuda.set_convolution_search(search)
+        if settings.matmul_precision is not None:
+            stack.callback(cuda.set_products, cuda.products())
+            torch.set_float32_matmul_precision(settings.matmul_precision)
+        if settings.detect_anomaly:
+            stack.enter_context(torch.autograd.set_detect_anomaly(True))
+        yield
+
+
+@contextmanager
+def watched(run: Run) -> Iterator[None]:
+    """A run that hangs ends with :class:`engine.HangError`; ranks that differ in debug mode with :class:`engine.MismatchError`."""
+    settings, group = run.settings, run.engine.group
+    start = timedelta(seconds=settings.start_timeout.value)
+    group.limit(start)  # an earlier run has left it short
+    dog = None
+    if settings.timeout is not None:
+        first_s, limit_s = start.total_seconds(), settings.timeout.value
+        dog = Watchdog(
+            group,
+            lambda: run.state.batches + run.pulse,
+            first_s=first_s,
+            limit_s=limit_s,
+            directory=run.home.path / "hang",
+        )
+    try:
+        yield
+    except BaseException as error:
+        better = (dog.explain(error) if dog is not None else None) or mismatch.explain(error, group)
+        if better is not None and better is not error:
+            raise better from error
+        raise
+    finally:
+        if dog is not None:
+            dog.stop()
+        group.limit(start)  # what follows has no steps: the last checkpoint, callbacks' cleanup
+        run.control.first_step_done = False
+
+
+@contextmanager
+def collecting_garbage(run: Run) -> Iterator[None]:
+    """Collect garbage at every ``gc_every_n_steps``-th step, on all ranks at once."""
+    if run.settings.gc_every_n_steps:
+        run.garbage.begin(run.control.stopwatch.seconds_before)
+    try:
+        yield
+    finally:
+        run.garbage.end(run.elapsed_s)

@@ -30,9 +30,8 @@ from engine.distributed.agreement import Agreement
 from engine.distributed.group import DeviceKind
 from engine.fit import Fit
 from engine.loop import setup
-from engine.loop.lifecycle import frame
+from engine.loop.lifecycle import frame, torch_flags
 from engine.loop.run import Run
-from engine.loop.torch_flags import switched
 from engine.module import TrainModule
 from engine.planning import imported_deepspeed, torch_private
 from engine.planning.fake_tensors import Simulation, fake_module
@@ -102,7 +101,7 @@ def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[Sim
         run.home, run.control.agreement = folder, NoStops(group, run.control.stopwatch)
         stack.enter_context(imported_deepspeed.accepting_plans(group))
         run.find_train_loader = partial(setup.training_loader, run, job.train_loader, job.datamodule)
-        stack.enter_context(switched(settings))
+        stack.enter_context(torch_flags(settings))
         stack.enter_context(frame(run, job.datamodule, lambda: simulation))
         setup.training_loader(run, job.train_loader, job.datamodule)
         yield SimulatedRun(run, simulation, missing_values)
