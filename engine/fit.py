@@ -230,7 +230,8 @@ class Fit:
         ):
             self._trained = run.home.trained()
             log_start(run)
-            compare_models(run)
+            if run.settings.check:
+                compare_models(run)  # before rank 0's parameters are sent to the others
             snapshot.check_best(run)
             setup.training(run, train_loader, val_loaders, datamodule)
             if resume is not None:
@@ -239,7 +240,8 @@ class Fit:
             run.finish_checkpoints = partial(checkpoint_events.finish, run)
             call_all(run, run.hooks.on_fit_start)
             self._sanity_check(run)
-            compare(run)
+            if run.settings.check:
+                compare(run)
             of_the_epoch(run, run.hooks.on_train_start)
             with watched(run), collecting_garbage(run), run.modes.training():
                 train(run)

@@ -11,10 +11,13 @@ import torch
 from engine.data.datamodule import DataModule
 from engine.module import TrainModule
 from engine.utils.log import warn_once
-from engine.utils.overrides import overridden
+from engine.utils.overrides import overridden_methods
 from engine.utils.tree import cast, move
 
 Transfer = Callable[[Any, torch.device, torch.dtype | None], Any]
+
+HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+"""The methods of a module or a data module around a batch's transfer, in their order."""
 
 
 def transfer_of(module: TrainModule, datamodule: DataModule | None, index: int) -> Transfer | None:
@@ -23,26 +26,17 @@ def transfer_of(module: TrainModule, datamodule: DataModule | None, index: int) 
     Args:
         index: the loader's index, passed to the hooks.
     """
-    found = {
-        name: _owner(name, module, datamodule)
-        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-    }
-    if not any(found.values()):
-        return None
-    before, transfer, after = (found[name] and getattr(found[name], name) for name in found)
-    return partial(_through, before, transfer, after, index)
-
-
-def _owner(name: str, module: TrainModule, datamodule: DataModule | None) -> Any:
-    of_module, of_data = (
-        overridden(module, name, TrainModule),
-        datamodule is not None and overridden(datamodule, name, DataModule),
-    )
-    if of_module and of_data:
+    of_module = overridden_methods(module, HOOKS, TrainModule)
+    of_data = overridden_methods(datamodule, HOOKS, DataModule)
+    for name in sorted(of_module & of_data):
         warn_once(
             f"both {type(module).__name__} and {type(datamodule).__name__} define {name}: the data module's is called"
         )
-    return datamodule if of_data else module if of_module else None
+    if not of_module and not of_data:
+        return None
+    owners: list[Any] = [datamodule if name in of_data else module if name in of_module else None for name in HOOKS]
+    before, transfer, after = [owner and getattr(owner, name) for owner, name in zip(owners, HOOKS, strict=True)]
+    return partial(_through, before, transfer, after, index)
 
 
 def _through(

@@ -5,7 +5,6 @@ The forward and backward pass of a window's last micro-batch run inside the clos
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from engine.loop.method_arguments import accepting
 from engine.loop.run import Run
 from engine.metrics.torchmetrics_states import unchanged
 from engine.module import TrainModule, overrides
+from engine.step.optimizers import needs_closure
 from engine.step.window import Share
 from engine.step.wrappers import PreparedOptimizer
 from engine.utils import accelerator
@@ -26,13 +26,6 @@ from engine.utils.parameters import is_sharded, parameters_of
 from engine.utils.torch_private import norms
 
 OF_THE_STEP = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients")
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether its step evaluates the loss itself: its ``closure`` has no default (LBFGS), or it steps in two halves (SAM)."""
-    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
-    required = bool(parameters) and parameters[0].name == "closure" and parameters[0].default is inspect.Parameter.empty
-    return required or all(callable(getattr(optimizer, half, None)) for half in ("first_step", "second_step"))
 
 
 class ClosureOptimizer(PreparedOptimizer):

@@ -13,7 +13,7 @@ from engine.loop.method_arguments import accepting, check
 from engine.module import TrainModule
 from engine.utils.errors import HangError
 from engine.utils.log import logger
-from engine.utils.overrides import overridden
+from engine.utils.overrides import overridden_methods
 
 Hook = Callable[..., Any]
 
@@ -47,8 +47,11 @@ class Hooks:
 
     def __init__(self, callbacks: Sequence[Callback], module: TrainModule) -> None:
         self._failed: dict[int, set[str]] = {}  # by id of a callback: the events in which it failed
-        self._owners: dict[str, list[str]] = {}  # whose the hooks of each event are
+        names = (*_events(), *(f"last_{event}" for event in APART))
+        self._owners: dict[str, list[str]] = {name: [] for name in names}  # whose the hooks of each event are
+        vars(self).update(dict.fromkeys(names, ()))
         check(module, TrainModule)
+        of_module = overridden_methods(module, _events(), TrainModule)
         named = [(f"[Callback]{c.state_key}", c) for c in callbacks]
         early, late = ([(name, c) for name, c in named if c.runs_last is last] for last in (False, True))
         stopping = [(name, c) for name, c in early if c.is_early_stopping]
@@ -60,14 +63,16 @@ class Hooks:
                 else (early, late)
             )
             found = [(name, hook) for name, c in first if (hook := self._of_callback(c, event)) is not None]
-            if (method := _of_module(module, event)) is not None:
-                found.append((owner, method))
+            if event in of_module:
+                found.append((owner, _of_module(module, event)))
             closing = [(name, hook) for name, c in last if (hook := self._of_callback(c, event)) is not None]
             if event in APART:
-                self._set(f"last_{event}", closing)
+                if closing:
+                    self._set(f"last_{event}", closing)
             else:
                 found += closing
-            self._set(event, found)
+            if found:
+                self._set(event, found)
 
     def _set(self, name: str, found: list[tuple[str, Hook]]) -> None:
         if found and name in HOLDING:
@@ -153,10 +158,8 @@ def _hold(run: Any, *args: Any) -> None:
     run.saver.hold()
 
 
-def _of_module(module: TrainModule, event: str) -> Hook | None:
+def _of_module(module: TrainModule, event: str) -> Hook:
     """The module's own hook with a callback's signature."""
-    if not overridden(module, event, TrainModule):
-        return None
     method = accepting(getattr(module, event), module, event, TrainModule)
 
     def hook(run: Any, module: nn.Module, *args: Any) -> Any:

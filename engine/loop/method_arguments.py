@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.utils.overrides import overridden
+from engine.utils.overrides import overridden, overridden_methods
 
 Method = Callable[..., Any]
 
@@ -76,9 +76,8 @@ def check(module: Any, base: type) -> None:
                 f"{type(module).__name__}.state_dict({', '.join(takes.parameters)}) cannot be called: a save calls it with keep_vars=True; give it "
                 "torch's arguments, state_dict(self, *args, **kwargs)"
             )
-    for name in BESIDES_EVENTS:
-        if hasattr(base, name) and overridden(module, name, base):
-            accepting(getattr(module, name), module, name, base)
+    for name in overridden_methods(module, [name for name in BESIDES_EVENTS if hasattr(base, name)], base):
+        accepting(getattr(module, name), module, name, base)
 
 
 def _given(base: type, event: str) -> list[str]:

@@ -30,11 +30,10 @@ def compare_models(run: Run) -> None:
     Raises:
         CheckError: they differ; raised on all ranks, with what and where.
     """
-    if run.settings.check:
-        group, strategy = run.engine.group, run.engine.strategy
-        versions = {"python": platform.python_version(), "torch": torch.__version__, "engine and callbacks": _sources()}
-        _agree(group, "versions", versions)
-        _agree(group, "models", {name: _parameter_form(strategy, p) for name, p in run.module.named_parameters()})
+    group, strategy = run.engine.group, run.engine.strategy
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "engine and callbacks": _sources()}
+    _agree(group, "versions", versions)
+    _agree(group, "models", {name: _parameter_form(strategy, p) for name, p in run.module.named_parameters()})
 
 
 def compare(run: Run) -> None:
@@ -43,8 +42,6 @@ def compare(run: Run) -> None:
     Raises:
         CheckError: they differ; raised on all ranks, with what and where.
     """
-    if not run.settings.check:
-        return
     group, strategy = run.engine.data_group, run.engine.strategy
     parameters = run.module.named_parameters()
     _agree(group, "parameters", {name: _parameter_fingerprint(strategy, p) for name, p in parameters})

@@ -19,7 +19,7 @@ from engine.data.prepared_loader import PreparedLoader
 from engine.distributed.collectives import gather_json
 from engine.loop.automatic_step import Automatic, ByHand, InParts
 from engine.loop.batch_transfer import transfer_of
-from engine.loop.closure_step import OF_THE_STEP, ByClosure, needs_closure, refuse
+from engine.loop.closure_step import OF_THE_STEP, ByClosure, refuse
 from engine.loop.first_checks import check_parameters
 from engine.loop.given_loaders import is_loader
 from engine.loop.manual_optimization import ManualOptimizer
@@ -28,9 +28,10 @@ from engine.loop.run import Run
 from engine.loop.step_count import steps_of
 from engine.metrics.torchmetrics_values import joined
 from engine.module import TrainModule, overrides
-from engine.step.optimizers import configured
+from engine.step.optimizers import configured, needs_closure
 from engine.step.wrappers import PreparedOptimizer
 from engine.utils.log import logger, warn_once
+from engine.utils.overrides import overridden_methods
 
 SOURCES = {
     "train": "train_dataloader",
@@ -322,19 +323,20 @@ def optimizers(run: Run) -> None:
 def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Automatic:
     """Choose how micro-batches and windows are processed, for this module, its optimizers and the strategy."""
     module, engine = run.module, run.engine
-    if overrides(module, "backward"):
+    methods = overridden_methods(module, ("backward", "lr_scheduler_step", *OF_THE_STEP), TrainModule)
+    if "backward" in methods:
         run.backward = lambda loss, *args, **kwargs: engine.backward_by(
             loss, lambda root: module.backward(root, *args, **kwargs)
         )
     if not module.automatic_optimization:
         for name in (*OF_THE_STEP, "lr_scheduler_step"):
-            if name != "clip_gradients" and overrides(module, name):
+            if name != "clip_gradients" and name in methods:
                 _warn(
                     run,
                     f"{type(module).__name__}.{name} is not called with automatic_optimization=False: call it in training_step",
                 )
         return ByHand(run, [ManualOptimizer(each, run) for each in prepared])
-    if any(overrides(module, name) for name in OF_THE_STEP) or any(needs_closure(each.optimizer) for each in prepared):
+    if methods.intersection(OF_THE_STEP) or any(needs_closure(each.optimizer) for each in prepared):
         return ByClosure(run, prepared)
     # The loop steps whole windows with engine.step and needs no wrapper; a module that steps by itself does.
     return (InParts if engine.strategy.pipelined else Automatic)(run, [each.optimizer for each in prepared])

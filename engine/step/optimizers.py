@@ -243,3 +243,10 @@ def _schedule(given: Any) -> Schedule:
     if not isinstance(given, LRScheduler) and not callable(getattr(given, "step", None)):
         raise TypeError(f"configure_optimizers returned {type(given).__name__}, not a learning rate scheduler")
     return Schedule(given)
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """True if its step evaluates the loss itself: its ``closure`` has no default (LBFGS), or it steps in two halves (SAM)."""
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    required = bool(parameters) and parameters[0].name == "closure" and parameters[0].default is inspect.Parameter.empty
+    return required or all(callable(getattr(optimizer, half, None)) for half in ("first_step", "second_step"))
