@@ -26,7 +26,7 @@ from engine.distributed.environment import detect
 from engine.distributed.group import Group
 from engine.engine import Engine
 from engine.launch.local_ranks import crew
-from engine.loop import checkpoint_events, compatibility, setup, snapshot
+from engine.loop import compatibility, setup, snapshot
 from engine.loop.callback_states import check_keys
 from engine.loop.evaluate import call_all, evaluate, predict, validate
 from engine.loop.first_checks import report_misspelled
@@ -237,7 +237,6 @@ class Fit:
             if resume is not None:
                 snapshot.resume(run, resume)
             run.roll_back = partial(snapshot.roll_back, run)
-            run.finish_checkpoints = partial(checkpoint_events.finish, run)
             call_all(run, run.hooks.on_fit_start)
             self._sanity_check(run)
             if run.settings.check:

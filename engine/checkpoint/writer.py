@@ -6,6 +6,7 @@ import atexit
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from engine.checkpoint.storage import locate, same
 from engine.checkpoint.storage import split as location_of
 from engine.checkpoint.tensors import is_cut, write_tensors
 from engine.checkpoint.write_shares import Part
+from engine.distributed.agreement import Agreement
 from engine.distributed.all_or_none import together
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
@@ -100,8 +102,11 @@ class Saver:
         """Names that retention never removes: the one this run was resumed from, and those that were damaged then."""
         self.postponed: list[str] = []
         """Names that are still to be removed."""
-        self.noticed: Callable[[str, str], None] = lambda event, name: None
-        """Called on the main process, perhaps in the writing thread, with ``"saved"`` or ``"removed"`` and a checkpoint's name, when it is so."""
+        self.news: deque[tuple[str, str]] = deque()
+        """On the main process, ``"saved"`` or ``"removed"`` and a checkpoint's name, in the order of these events; if there is an
+        :attr:`agreement`, for somebody who takes them out."""
+        self.agreement: Agreement | None = None
+        """It is notified of news, perhaps by the writing thread."""
         self._failures = 0
         self._stuck: set[str] = set()
         self._job: _Job | None = None
@@ -112,6 +117,11 @@ class Saver:
         self._rows: list[Any] | None = None
         self._swept = False
         self._mine: set[str] = set()
+
+    def _tell(self, event: str, name: str) -> None:
+        if self.agreement is not None:
+            self.news.append((event, name))
+            self.agreement.notify()
 
     # -- saving -----------------------------------------------------------------------------------------------------------------
 
@@ -279,7 +289,7 @@ class Saver:
             return gives_up
         self._stuck.discard(name)
         if gone:
-            self.noticed("removed", name)
+            self._tell("removed", name)
         return gone
 
     def _free(self, name: str) -> str:
@@ -406,7 +416,7 @@ class Saver:
         self.location.seal(
             job.name, group.world_size, job.facts, {name: known for own in files for name, known in own.items()}
         )
-        self.noticed("saved", job.name)
+        self._tell("saved", job.name)
 
 
 def _finish() -> None:

@@ -21,7 +21,6 @@ from engine.data.sampler import mixed
 from engine.distributed import failures, relaunch
 from engine.health import mismatch
 from engine.health.watchdog import Watchdog
-from engine.loop.checkpoint_events import announce
 from engine.loop.method_arguments import accepting
 from engine.loop.run import Run
 from engine.loop.stopping import Preempted
@@ -199,7 +198,7 @@ def _report(run: Run, error: BaseException) -> None:
     if run.datamodule is not None:
         hooks.append(partial(run.datamodule.on_exception, error))
     if run.world_size == 1:
-        hooks.append(partial(announce, run))  # what callbacks have saved just now
+        hooks.append(run.announce_checkpoints)  # what callbacks have saved just now
     for hook in hooks:
         try:
             hook()

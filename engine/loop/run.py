@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property, partial
@@ -89,8 +88,8 @@ class Run:
     last_checkpoint: Path | str | None = None
     roll_back: Callable[[Path | str], None]
     """Takes weights, optimizers and schedulers of a checkpoint; the rest continues."""
-    finish_checkpoints: Callable[[], None]
-    """Waits for the checkpoint in progress and calls its events; all ranks call this together."""
+    announces_checkpoints = False
+    """The training has begun: a save calls the events of earlier checkpoints first, which it may remove."""
     train_loader: PreparedLoader | None = None
     datamodule: DataModule | None = None
     num_train_batches: int | None = None
@@ -145,8 +144,6 @@ class Run:
         self.optimizers: list[Any] = []
         self.schedulers: list[Schedule] = []
         self._step_schedules: list[Schedule] = []
-        self.checkpoint_news: deque[tuple[str, str]] = deque()  # event and name, on the main process
-        self.before_save: Callable[[], None] = lambda: None
         self.checkpoint_scores: dict[str, float | None] = {}
         self.keep_in(settings.root_dir / "checkpoints")
         self.val_loaders: list[PreparedLoader] = []
@@ -458,11 +455,7 @@ class Run:
         """Keep checkpoints at ``location``, a folder or a URL, from now on."""
         self.saver = Saver(self.engine.group, location)
         if self.hooks.on_checkpoint_saved or self.hooks.on_checkpoint_removed:
-            self.saver.noticed = self._notice
-
-    def _notice(self, event: str, name: str) -> None:
-        self.checkpoint_news.append((event, name))
-        self.control.agreement.notify()
+            self.saver.agreement = self.control.agreement
 
     def checkpoints_at(self, root: str | Path | None, max_failures: int = 1) -> None:
         """Keep checkpoints in ``root``, a directory or a URL that fsspec knows (in a numbered folder of it, when another run has ``root``), rather
@@ -527,7 +520,8 @@ class Run:
             OSError: it cannot be written (and neither ``asynchronous`` nor ``tolerant``).
         """
         self.home.announce()
-        self.before_save()
+        if self.announces_checkpoints:
+            self.finish_checkpoints()
         self.engine.settle()
         state = self.state
         if not state.in_window and self._logged_step >= 0 and not (self.over or self.exception):
@@ -568,6 +562,27 @@ class Run:
         self.pulse += 1
         return self.saver.lost
 
+    def announce_checkpoints(self) -> None:
+        """Call the events of checkpoints that are complete, or gone, as the main process has seen; all ranks call this together."""
+        self.control.agreement.news = False
+        news = self.saver.news
+        seen_here = [news.popleft() for _ in range(len(news))]
+        for event, name in gather_json(self.engine.group, seen_here)[0]:
+            path = self.checkpoint_path(name)
+            if event == "saved":
+                score = self.checkpoint_scores.pop(name, None)
+                for hook in self.hooks.on_checkpoint_saved:
+                    hook(self, self.module, path, score)
+            else:
+                for hook in self.hooks.on_checkpoint_removed:
+                    hook(self, self.module, path)
+
+    def finish_checkpoints(self) -> None:
+        """Wait for the checkpoint in progress and call its events, if anybody wants them; all ranks call this together."""
+        if self.hooks.on_checkpoint_saved or self.hooks.on_checkpoint_removed:
+            self.wait_for_checkpoint()
+            self.announce_checkpoints()
+
     def save_checkpoint_at(self, where: Path | str, *, one_file: bool = False) -> Path | str:
         """:meth:`save_checkpoint` at ``where``, a path or a URL: also outside of the run's folder, where nothing else of the run looks for it.
         ``one_file``: as one file at a local path, a zip of the folder, from which everything that takes a checkpoint reads it."""
@@ -600,7 +615,7 @@ class Run:
         self.loaders.clear()
         self.train_loader, self.val_loaders = None, []
         # The rest of what refers back to the run: without cycles, weights and optimizer states are freed with their last reference.
-        for name in ("before_save", "find_train_loader", "finish_checkpoints", "optimization", "roll_back"):
+        for name in ("find_train_loader", "optimization", "roll_back"):
             vars(self).pop(name, None)
 
     # -- manual optimization ----------------------------------------------------------------------------------------------------

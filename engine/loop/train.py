@@ -8,7 +8,6 @@ from typing import Any
 
 from engine.config.duration import NEVER
 from engine.health.watchdog import collective_limit
-from engine.loop.checkpoint_events import announce, finish
 from engine.loop.evaluate import unreported, validate
 from engine.loop.first_checks import check_monitors, report_endless, report_nan
 from engine.loop.rank_checks import checked
@@ -32,7 +31,7 @@ def train(run: Run) -> None:
     state, control = run.state, run.control
     locate(run)
     run.begin()
-    run.before_save = partial(finish, run)  # a save may remove what was not announced yet
+    run.announces_checkpoints = True
     if state.epoch_done:
         state.next_epoch()
     elif state.position and run.val_loaders and run.val_every.due(state.step, None, control.elapsed_s, run.epochs):
@@ -107,7 +106,7 @@ def end_step(run: Run, seconds: float, outputs: Any) -> bool:
     if control.agreement.poll(control.urgency, seconds):
         control.accept()
     if control.agreement.news:
-        announce(run)
+        run.announce_checkpoints()
     left = control.due_step - run.state.step
     if left <= 0 or (left == 1 and run.engine.pending_steps) or control.reason:
         due(run, outputs)
@@ -220,4 +219,4 @@ def end_epoch(run: Run) -> None:
         control.ask_postponed()
         control.agree_now()
         if control.agreement.news:
-            announce(run)
+            run.announce_checkpoints()
