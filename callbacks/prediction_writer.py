@@ -93,7 +93,7 @@ class BasePredictionWriter(Callback):
 
 def _indices(run: Run, batch_idx: int, dataloader_idx: int) -> list[int] | None:
     """The numbers of the samples in a batch of this rank, where the data is read in its order."""
-    loader = run.loaders[dataloader_idx].loader
+    loader = run.loaders.prepared["predict"][dataloader_idx].loader
     size = getattr(loader, "batch_size", None)
     if not isinstance(size, int) or type(getattr(loader, "sampler", None)) is not SequentialSampler:
         return None

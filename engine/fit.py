@@ -32,6 +32,7 @@ from engine.loop.evaluate import call_all, evaluate, predict, validate
 from engine.loop.first_checks import report_misspelled
 from engine.loop.hook_calls import Hooks
 from engine.loop.lifecycle import collecting_garbage, in_folder, log_start, session, watched
+from engine.loop.loaders import RunData
 from engine.loop.out_of_memory import noting_what_finds_a_fit
 from engine.loop.rank_checks import compare, compare_models
 from engine.loop.replay import LeftOut, ReplayedStep, StepWatch, starting_point
@@ -219,21 +220,19 @@ class Fit:
             KeyboardInterrupt: Ctrl-C, after the step, when callbacks have saved and closed.
             Exception: whatever the module or a callback raised, unchanged.
         """
-        datamodule, train_loader = _datamodule(datamodule, train_loader)
+        data = _run_data(datamodule, "train", train_loader, validation=val_loaders)
         with (
             noting_what_finds_a_fit(self.names_what_fits),
-            self._start(
-                module, "fit", partial(setup.training_loader, given=train_loader, datamodule=datamodule)
-            ) as run,
+            self._start(module, "fit", data) as run,
             in_folder(run, resume, self._trained),
-            session(run, datamodule),
+            session(run),
         ):
             self._trained = run.home.trained()
             log_start(run)
             if run.settings.check:
                 compare_models(run)  # before rank 0's parameters are sent to the others
             snapshot.check_best(run)
-            setup.training(run, train_loader, val_loaders, datamodule)
+            setup.training(run)
             if resume is not None:
                 snapshot.resume(run, resume)
             run.roll_back = partial(snapshot.roll_back, run)
@@ -300,14 +299,14 @@ class Fit:
         as in :meth:`validate`. ``return_predictions=False``: keep no output in memory, for predictions that a callback writes
         (``PredictionWriter``), and return empty lists.
         """
-        datamodule, loaders = _datamodule(datamodule, loaders)
+        data = _run_data(datamodule, "predict", loaders)
         with (
             _train_module(module).lent(),
-            self._start(module, "predict") as run,
+            self._start(module, "predict", data) as run,
             in_folder(run, checkpoint, self._trained),
-            session(run, datamodule),
+            session(run),
         ):
-            prepared = setup.evaluation(run, "predict", loaders, datamodule, "predict_step")
+            prepared = setup.evaluation(run, "predict")
             if not prepared:
                 return []
             snapshot.load_weights(run, checkpoint, weights)
@@ -469,7 +468,7 @@ class Fit:
             raise RuntimeError(
                 "Fit.state_dict() and gathered() are for a module after its run; in a callback, use run.engine.get_state_dict(module)"
             )
-        with self._start(module, "gather") as run:
+        with self._start(module, "gather", RunData()) as run:
             try:
                 return whole_state(run, everywhere)
             finally:
@@ -505,14 +504,14 @@ class Fit:
         stage: str,
         name: str,
     ) -> list[dict[str, float]]:
-        datamodule, loaders = _datamodule(datamodule, loaders)
+        data = _run_data(datamodule, name, loaders)
         with (
             _train_module(module).lent(),
-            self._start(module, stage) as run,
+            self._start(module, stage, data) as run,
             in_folder(run, checkpoint, self._trained),
-            session(run, datamodule),
+            session(run),
         ):
-            prepared = setup.evaluation(run, name, loaders, datamodule, f"{name}_step")
+            prepared = setup.evaluation(run, name)
             if not prepared:
                 return []
             snapshot.load_weights(run, checkpoint, weights)
@@ -532,9 +531,7 @@ class Fit:
         run.stage = "fit"
 
     @contextmanager
-    def _start(
-        self, module: TrainModule, stage: str, find_train_loader: Callable[[Run], None] = lambda run: None
-    ) -> Iterator[Run]:
+    def _start(self, module: TrainModule, stage: str, data: RunData) -> Iterator[Run]:
         """Meet the other processes and make the run."""
         module = _train_module(module)
         if module.attached:
@@ -546,9 +543,8 @@ class Fit:
             settings = replace(settings, callbacks=callbacks)
         environment = detect(os.environ)
         with StartLog(environment.rank == 0) as start_log, crew(settings, environment) as group:
-            run = self.new_run(module, stage, group, settings)
+            run = self.new_run(module, stage, group, settings, data)
             run.start_log = start_log
-            run.find_train_loader = partial(find_train_loader, run)
             yield run
 
     def new_run(
@@ -557,6 +553,7 @@ class Fit:
         stage: str,
         group: Group,
         settings: Settings,
+        data: RunData,
         callbacks: Sequence[Callback] | None = None,
     ) -> Run:
         """The run of ``module`` on these processes, not yet set up.
@@ -566,6 +563,7 @@ class Fit:
             stage: as of :class:`engine.Run`.
             group: the processes.
             settings: of the run.
+            data: the user's.
             callbacks: in the place of the settings' and the module's.
         """
         engine = Engine(
@@ -589,7 +587,7 @@ class Fit:
         hooks = Hooks(callbacks, module)
         if engine.is_main_process:
             report_misspelled((module, *callbacks), Callback)
-        return Run(settings, engine, module, callbacks, hooks, stage, origins, self.sections, snapshot.content)
+        return Run(settings, engine, module, callbacks, hooks, stage, data, origins, self.sections, snapshot.content)
 
 
 def _planned(
@@ -602,6 +600,12 @@ def _planned(
         loader,
         datamodule,
     )
+
+
+def _run_data(datamodule: DataModule | None, kind: str, loaders: Any, **others: Any) -> RunData:
+    """The data of a run: a data module, perhaps in the place of the ``loaders`` of the ``kind``, and loaders by kind."""
+    datamodule, loaders = _datamodule(datamodule, loaders)
+    return RunData(datamodule, {kind: loaders, **others})
 
 
 def _train_module(module: Any) -> TrainModule:

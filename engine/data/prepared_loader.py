@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -15,6 +15,18 @@ from engine.step.window import ALONE, Window
 from engine.utils import accelerator
 from engine.utils.seed import isolated
 from engine.utils.tree import move
+
+
+class BatchTransfer:
+    """Moves batches to a device."""
+
+    def move(self, batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+        """Return the batch on the device.
+
+        Args:
+            dtype: of floating point tensors; ``None``: as they are.
+        """
+        return move(batch, device, dtype)
 
 
 class PreparedLoader:
@@ -40,8 +52,8 @@ class PreparedLoader:
         self._begun = self._over = False
         self._start, self._stream = 0, None
         self._origin, self._given, self._share, self._size = 0, 0, ALONE, 1
-        self.transfer: Callable[[Any, torch.device, torch.dtype | None], Any] | None = None
-        """Replaces :func:`engine.utils.tree.move`: a run's transfer with hooks of the module or the data."""
+        self.transfer: BatchTransfer | None = None
+        """A run's, with hooks of the module or the data, which may read the model at their batch's turn."""
         self.window_size: int | None = None
         """Micro-batches in a window; by default the engine's. Evaluation sets 1."""
 
@@ -251,7 +263,7 @@ class PreparedLoader:
 
     def _by_transfer(self, batch: Any) -> Any:
         assert self.transfer is not None
-        return self.transfer(batch, self._group.device, self._dtype)
+        return self.transfer.move(batch, self._group.device, self._dtype)
 
     @property
     def order(self) -> str | None:

@@ -38,11 +38,11 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
     began, saving, outer = time.perf_counter(), run.times.checkpoint, run.recorder
     run.saver.hold()  # callbacks may swap the weights
     run.engine.snapshot.hold()
-    for loader in run.val_loaders:
+    for loader in run.loaders.validation:
         loader.set_epoch(run.state.epoch)  # a shuffled one gives the same order after a resume
     try:
         with run.garbage.automatic(), run.modes.evaluating():
-            results = evaluate(run, run.val_loaders, "validation", run.method("validation_step"), limit)
+            results = evaluate(run, run.loaders.validation, "validation", run.method("validation_step"), limit)
     except Preempted:
         run.record_to(outer)
         run.state.validated_step, results = before, []
@@ -114,7 +114,6 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
     Args:
         keep: ``False``: each output is dropped once the hooks have seen it; the lists are empty.
     """
-    run.num_eval_batches = [loader.length for loader in loaders]
     results: list[list[Any]] = []
     with run.phases.of("predict"), evaluating(run, "predict"):
         call_all(run, run.hooks.on_predict_start)

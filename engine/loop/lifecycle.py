@@ -32,12 +32,12 @@ from engine.utils.seed import seed_everything
 
 
 @contextmanager
-def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
+def session(run: Run) -> Iterator[None]:
     """:func:`frame` around a run that Ctrl-C and SIGTERM end after a step, with a line about what is saved."""
     failures.show_interrupts_no_longer(run.engine.group.environment)  # of an earlier run
     with torch_flags(run.settings), run.control.signals():
         try:
-            with frame(run, datamodule):
+            with frame(run):
                 yield
         finally:
             if isinstance(run.exception, KeyboardInterrupt):
@@ -47,9 +47,7 @@ def session(run: Run, datamodule: DataModule | None) -> Iterator[None]:
 
 
 @contextmanager
-def frame(
-    run: Run, datamodule: DataModule | None, building: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> Iterator[None]:
+def frame(run: Run, building: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Iterator[None]:
     """Set up; at the end, also after an error, tear down. Errors reach every callback and propagate unchanged.
 
     Args:
@@ -58,7 +56,7 @@ def frame(
     module = run.module
     try:
         module.attach(run)
-        _set_up(run, datamodule, building)
+        _set_up(run, building)
         with suppress(Preempted):
             yield
         _end_early(run)
@@ -75,7 +73,7 @@ def frame(
             raise cause from error
         raise
     finally:
-        _tear_down(run, datamodule)
+        _tear_down(run)
 
 
 @contextmanager
@@ -159,11 +157,10 @@ def _summary(run: Run, cause: str) -> str:
     return f"{done}; nothing is saved{' yet' if saves else f': callbacks=ModelCheckpoint() saves after {cause} too'}"
 
 
-def _set_up(run: Run, datamodule: DataModule | None, building: Callable[[], AbstractContextManager[Any]]) -> None:
-    stage, module, seed = run.stage, run.module, run.settings.seed
+def _set_up(run: Run, building: Callable[[], AbstractContextManager[Any]]) -> None:
+    stage, module, datamodule, seed = run.stage, run.module, run.datamodule, run.settings.seed
     if seed is not None:
         seed_everything(seed)
-    run.datamodule = datamodule
     if datamodule is not None:
         datamodule.attach(run)
         _prepare_data(run, datamodule)
@@ -208,9 +205,9 @@ def _report(run: Run, error: BaseException) -> None:
             )
 
 
-def _tear_down(run: Run, datamodule: DataModule | None) -> None:
+def _tear_down(run: Run) -> None:
     """Run every step of the teardown, even after errors in one; raise the first error at the end if the run had none."""
-    module, failed = run.module, run.exception is not None
+    module, datamodule, failed = run.module, run.datamodule, run.exception is not None
     steps: list[Callable[[], Any]] = [partial(hook, run, module, run.stage) for hook in run.hooks.teardown]
     if datamodule is not None:
         end = accepting(datamodule.teardown, datamodule, "teardown", DataModule)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +157,7 @@ class StepWatch(Callback):
                 f"replay on {step.ranks} ranks of a run on {step.recorded_ranks}: give a number of ranks that divides it, 1 for example"
             )
         # As many micro-batches more: the window has the same samples.
-        run.window_at = partial(_more, settings.accumulate_at, step.recorded_ranks // step.ranks)
+        run.loaders.window_factor = step.recorded_ranks // step.ranks
 
     def on_train_batch_start(self, run: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
         if run.step != self.step.step - 1:
@@ -215,7 +214,7 @@ class StepWatch(Callback):
         step, state = self.step, run.state
         step.epoch = state.epoch
         assert run.train_loader is not None
-        step.samples = run.train_loader.units(state.position, run.stride)
+        step.samples = run.train_loader.units(state.position, run.loaders.stride)
         self._handles = [each.register_forward_hook(self._hook(name)) for name, each in module.named_modules()]
         self._outer_anomaly = torch.is_anomaly_enabled()
         # Not before: reading gradients rounds them differently from a step that nobody watches.
@@ -257,7 +256,3 @@ class StepWatch(Callback):
 def _note(flags: list[bool], tensor: Tensor) -> None:
     if tensor.is_floating_point() or tensor.is_complex():
         flags.append(bool(whole(tensor.detach()).isfinite().all()))
-
-
-def _more(window_at: Callable[[int], int], times: int, epoch: int) -> int:
-    return window_at(epoch) * times

@@ -21,7 +21,6 @@ from engine.config.hyperparameters import as_data, for_loggers
 from engine.config.masked import Config, described, plain, without_secrets
 from engine.config.settings import Settings
 from engine.config.yaml_writer import as_yaml
-from engine.data.datamodule import DataModule
 from engine.data.prepared_loader import PreparedLoader
 from engine.distributed.agreement import STOP
 from engine.distributed.collectives import gather_json
@@ -31,8 +30,8 @@ from engine.loop.compatibility import shown
 from engine.loop.garbage import Collector
 from engine.loop.hook_calls import Hooks
 from engine.loop.live_metrics import LiveMetrics
+from engine.loop.loaders import RunData, RunLoaders
 from engine.loop.state import Result, Tally, Times, TrainState, status_of
-from engine.loop.step_count import total_steps
 from engine.loop.stopping import StopControl
 from engine.loop.timing import Phases, phase
 from engine.metrics.recorder import Recorder
@@ -55,8 +54,6 @@ class Run:
     """``"fit"`` (validation in it included), ``"sanity"`` (the check before training), ``"validate"``, ``"test"``, ``"predict"``."""
     home: RunFolder
     """This run's folder, locked while it runs."""
-    stream_state: Any = None
-    """State that the training loader needs after a resume besides the position, until it takes it."""
     pulse = 0
     """Progress besides training batches, for the watchdog: evaluation batches and saves."""
     saved: tuple[tuple[int, int, int, int], str] | None = None
@@ -68,8 +65,6 @@ class Run:
     """The user was warned that the loss is not a number, and that the data may never end."""
     stepping = False
     """Inside an optimizer step: the state is not consistent and cannot be saved."""
-    stride = 1
-    """What a full window adds to the data position."""
     modes = Modes()
     """Train and eval modes of the optimizers; none have been created yet."""
     over = False
@@ -90,26 +85,15 @@ class Run:
     """Takes weights, optimizers and schedulers of a checkpoint; the rest continues."""
     announces_checkpoints = False
     """The training has begun: a save calls the events of earlier checkpoints first, which it may remove."""
-    train_loader: PreparedLoader | None = None
-    datamodule: DataModule | None = None
-    num_train_batches: int | None = None
-    """Micro-batches of this rank in an epoch; ``None`` when the loader has no length."""
     exception: BaseException | None = None
     items: Tally
     """The counts of the :class:`engine.Loss` objects, over all ranks."""
-    _example: Any = None
     start_log = StartLog(False)
     """Shows the log on an attached terminal until the first step is done."""
     loaded_from: Path | str | None = None
     """The checkpoint that this run resumed from, or took its weights from."""
-    find_train_loader: Callable[[], None]
-    """Makes the training loader now, where somebody asks for the number of steps before it is made; in trainings only."""
     evaluating = False
     """A validation, test or prediction is under way, in a training too."""
-    loaders: list[PreparedLoader]
-    """All loaders that this run has prepared."""
-    given_loaders: dict[str, tuple[Any, list[PreparedLoader]]]
-    """Of each kind, the loaders in the form in which they were given, and prepared."""
     _logged_step = -1
 
     def __init__(
@@ -120,17 +104,19 @@ class Run:
         callbacks: tuple[Callback, ...],
         hooks: Hooks,
         stage: str,
+        data: RunData,
         origins: Mapping[str, str],
         sections: Mapping[str, Any],
         content: Callable[[Run, Mapping[str, Any] | None], Content],
     ) -> None:
         self.settings, self.engine, self.module = settings, engine, module
-        self.callbacks, self.hooks, self.stage = callbacks, hooks, stage
+        self.callbacks, self.hooks, self.stage, self.datamodule = callbacks, hooks, stage, data.datamodule
         self._origins, self._sections = origins, sections
         self._content = content  # this rank's, of a checkpoint at this moment
         self.state = TrainState()
         """The counters: one object for the whole run, which resuming fills in place."""
         self.control = StopControl(settings, self.state, engine.group)
+        self.loaders = RunLoaders(engine, settings, module, data, stage)
         if stage != "fit":
             self.state.step, self.state.epoch, self.state.samples = module._reached
         self.live = LiveMetrics(engine.recorder(on_step=True, on_epoch=False))
@@ -146,16 +132,11 @@ class Run:
         self._step_schedules: list[Schedule] = []
         self.checkpoint_scores: dict[str, float | None] = {}
         self.keep_in(settings.root_dir / "checkpoints")
-        self.val_loaders: list[PreparedLoader] = []
-        self.given_loaders, self.loaders = {}, []
-        self.num_eval_batches: list[int | None] = []
         self.times, self.items = Times(), Tally()
         intervals = settings.val_every, settings.log_every_n_steps or None, settings.gc_every_n_steps or None
         self.val_every, self._log_every, self.gc_every = map(Every, intervals)
         self.max_norm = settings.gradient_clip_val if settings.gradient_clip_algorithm == "norm" else None
         self.max_value = settings.gradient_clip_val if settings.gradient_clip_algorithm == "value" else None
-        self.window_at: Callable[[int], int] = settings.accumulate_at
-        """Micro-batches in a window, by epoch."""
         self.garbage, self.phases = Collector(), Phases()
         self.call: Callable[..., Any] = module.training_step
         """Calls ``training_step``: the module itself, or the strategy's wrapper around it."""
@@ -179,7 +160,9 @@ class Run:
     def total_steps(self) -> int | None:
         """The optimizer steps of the whole training, by ``max_epochs`` and ``max_steps``, for schedules: exact, from ``setup`` on (where all ranks
         read it together); with ``automatic_optimization = False`` one a batch. ``None``: only a time ends it, or its loader has no length."""
-        return total_steps(self)
+        if self.stage not in ("fit", "sanity"):
+            return None
+        return self.loaders.total_steps(self.control.max_epochs, self.control.max_steps)
 
     @cached_property
     def config(self) -> Config:
@@ -197,6 +180,32 @@ class Run:
         """The run's folder: ``root_dir``, or a numbered folder in it."""
         self.home.announce()
         return self.home.path
+
+    # -- data -------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def train_loader(self) -> PreparedLoader | None:
+        """The training loader, once it is made."""
+        return self.loaders.train
+
+    @property
+    def val_loaders(self) -> list[PreparedLoader]:
+        """The validation loaders of a training."""
+        return self.loaders.validation
+
+    @property
+    def num_train_batches(self) -> int | None:
+        """Micro-batches of this rank in an epoch; ``None`` when the loader has no length."""
+        return self.loaders.train_batches
+
+    @property
+    def num_eval_batches(self) -> list[int | None]:
+        """Micro-batches of this rank in each loader of the evaluation, or of the training's validation."""
+        return self.loaders.eval_batches
+
+    def window_at(self, epoch: int) -> int:
+        """Micro-batches in a window of this epoch."""
+        return self.loaders.window_at(epoch)
 
     # -- where am I -------------------------------------------------------------------------------------------------------------
 
@@ -239,10 +248,7 @@ class Run:
     def example_batch(self) -> Any:
         """The first batch of the training, or of an evaluation's first loader, on the device, which is still to come; ``None`` for a stream.
         All ranks read it first together, in ``on_fit_start`` or at an evaluation's start."""
-        if self._example is None:
-            loaders = [loader for loader in (self.train_loader, *self.loaders) if loader is not None]
-            self._example = loaders[0].first() if loaders else None
-        return self._example
+        return self.loaders.first_batch()
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
@@ -592,11 +598,6 @@ class Run:
         """Delete the checkpoint at ``path``; every rank may call this, the main process does it."""
         self.saver.remove([name_of(path)])
 
-    def take_stream(self) -> Any:
-        """State that the training loader needs besides the position; returned once after a resume."""
-        state, self.stream_state = self.stream_state, None
-        return state
-
     # -- the end ----------------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
@@ -610,12 +611,9 @@ class Run:
         self.recorder.close()
         self.engine.release()
         self.call, self.method = self.module.training_step, partial(getattr, self.module)
-        for loader in self.loaders:
-            loader.close()
-        self.loaders.clear()
-        self.train_loader, self.val_loaders = None, []
+        self.loaders.close()
         # The rest of what refers back to the run: without cycles, weights and optimizer states are freed with their last reference.
-        for name in ("find_train_loader", "optimization", "roll_back"):
+        for name in ("optimization", "roll_back"):
             vars(self).pop(name, None)
 
     # -- manual optimization ----------------------------------------------------------------------------------------------------

@@ -304,7 +304,9 @@ def _state_of_loop(run: Run, loaded: Loaded, loaders: list[Any]) -> TrainState:
     window = run.engine.accumulate_grad_batches = run.window_at(loaders[0]["epoch"] if loaders else 0)
     assert run.train_loader is not None
     stride = run.train_loader.stride // window
-    return state_of_loop(loaded.path, loaders, loaded.manifest, run.num_train_batches, run.window_at, stride)
+    return state_of_loop(
+        loaded.path, loaders, loaded.manifest, run.loaders.train_batches, run.loaders.window_at, stride
+    )
 
 
 def _load_own(run: Run, loaded: Loaded) -> None:
@@ -330,7 +332,7 @@ def _load_own(run: Run, loaded: Loaded) -> None:
         if last is not None and "logged" in last:
             logged = [row["logged"] for row in rows] or [named(last["logged"])]
             loaded.give("the logged metrics", run.recorder.load_logged_metrics, logged)
-        run.stream_state = next(iter(known["streams"]), None)
+        run.loaders.continue_stream(next(iter(known["streams"]), None))
 
 
 def _check_loaded(run: Run, loaded: Loaded, how: Resume) -> None:

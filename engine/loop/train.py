@@ -28,20 +28,22 @@ def train(run: Run) -> None:
             at a step's end, when due: log, validate, stop
         validate when due; on_train_epoch_end; log; epoch schedulers
     """
-    state, control = run.state, run.control
-    locate(run)
+    state, control, loaders = run.state, run.control, run.loaders
+    loaders.locate(state)
     run.begin()
     run.announces_checkpoints = True
     if state.epoch_done:
         state.next_epoch()
-    elif state.position and run.val_loaders and run.val_every.due(state.step, None, control.elapsed_s, run.epochs):
+    elif (
+        state.position and run.loaders.validation and run.val_every.due(state.step, None, control.elapsed_s, run.epochs)
+    ):
         validate(run)  # the run was killed after this step was saved and before its validation
     control.agree_now()  # requested before the first step
-    while not control.limit_reached(run.num_train_batches):
+    while not control.limit_reached(loaders.train_batches):
         train_epoch(run)
         if not state.epoch_done:
             break
-        if not control.limit_reached(run.num_train_batches):
+        if not control.limit_reached(loaders.train_batches):
             state.next_epoch()
     run.publish_last()
     run.module.log_with(partial(unreported, "after the training", "log it in on_train_epoch_end"))
@@ -50,7 +52,7 @@ def train(run: Run) -> None:
 def train_epoch(run: Run) -> None:
     """One pass over the training data, or what is left of it."""
     window, module, state, hooks, recorder = run.engine.window, run.module, run.state, run.hooks, run.recorder
-    optimization = run.optimization
+    optimization, loaders = run.optimization, run.loaders
     micro, accumulates = optimization.micro, optimization.accumulates
     batches = begin_epoch(run)
     optimization.begin()
@@ -72,7 +74,7 @@ def train_epoch(run: Run) -> None:
         if closes:
             run.stepping = True
             optimization.step()
-            state.position += run.stride
+            state.position += loaders.stride
             state.whole_batches = state.batch_idx
             state.samples += share.samples if share.samples >= 0 else recorder.samples()
             if window.items is not None:
@@ -129,9 +131,9 @@ def due(run: Run, outputs: Any) -> None:
         control.below_min_steps = False
         control.ask_postponed()
         control.agree_now()
-    if run.val_loaders and not control.reason and run.val_every.due(step, None, control.elapsed_s, run.epochs):
+    if run.loaders.validation and not control.reason and run.val_every.due(step, None, control.elapsed_s, run.epochs):
         validate(run)
-    control.limit_reached(run.num_train_batches)
+    control.limit_reached(run.loaders.train_batches)
     if run.gc_every.due(step, None, 0.0):
         run.garbage.collect(control.elapsed_s)
     plan_next(run)
@@ -153,7 +155,7 @@ def plan_next(run: Run) -> None:
     """Find the next step after which something is due, so that the steps before it need one comparison."""
     step, settings, control = run.state.step, run.settings, run.control
     marks = [mark for mark in (control.max_steps, settings.min_steps) if mark is not None and mark > step]
-    if run.val_loaders:
+    if run.loaders.validation:
         marks.append(run.val_every.next_step(step))
     intervals = [settings.log_every_n_steps, settings.gc_every_n_steps]
     if not control.first_step_done or settings.max_time is not None:
@@ -162,20 +164,12 @@ def plan_next(run: Run) -> None:
     control.due_step = min(marks, default=NEVER)
 
 
-def locate(run: Run) -> None:
-    """Set the window, and the epoch's micro-batch index from its position, which another world size may have saved."""
-    assert run.train_loader is not None
-    window = run.engine.accumulate_grad_batches = run.window_at(run.state.epoch)
-    run.stride = run.train_loader.stride
-    run.state.batch_idx = run.state.position // (run.stride // window)
-
-
 def begin_epoch(run: Run) -> Iterator[Any]:
     """Set the window and the loader to the epoch's position."""
-    state, loader = run.state, run.train_loader
-    assert loader is not None
-    locate(run)
-    loader.resume(state.epoch, state.position, run.take_stream())
+    state, loaders = run.state, run.loaders
+    loaders.locate(state)
+    loader = loaders.training()
+    loader.resume(state.epoch, state.position, loaders.take_stream())
     plan_next(run)
     of_the_epoch(run, run.hooks.on_train_epoch_start)
     return checked(run, iter(loader)) if run.settings.check and not run.control.first_step_done else iter(loader)
@@ -194,12 +188,16 @@ def end_epoch(run: Run) -> None:
     """Validation when due, then hooks, values, schedulers. An epoch that ends early keeps its position and its values."""
     run.engine.settle()
     state, module, control = run.state, run.module, run.control
-    exhausted = run.num_train_batches is not None and state.batch_idx >= run.num_train_batches
+    exhausted = run.loaders.train_batches is not None and state.batch_idx >= run.loaders.train_batches
     whole = exhausted or not control.reason
     if control.reason or (control.max_epochs is not None and state.epoch + 1 >= control.max_epochs):
         run.publish_last()
     run.settle_metrics()
-    if whole and run.val_loaders and run.val_every.due(state.step, state.epoch + 1, control.elapsed_s, run.epochs):
+    if (
+        whole
+        and run.loaders.validation
+        and run.val_every.due(state.step, state.epoch + 1, control.elapsed_s, run.epochs)
+    ):
         validate(run)
         # Otherwise Ctrl-C or SIGTERM has cut it off: the resumed run validates, then ends the epoch.
         whole = state.validated_step == state.step

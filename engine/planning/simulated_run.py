@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,12 +24,12 @@ from engine.callback import Callback, of_the_step, own_kind, with_own
 from engine.checkpoint.run_folder import RunFolder
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
-from engine.data.prepared_loader import PreparedLoader
+from engine.data.prepared_loader import BatchTransfer, PreparedLoader
 from engine.distributed.agreement import Agreement
 from engine.distributed.group import DeviceKind
 from engine.fit import Fit
-from engine.loop import setup
 from engine.loop.lifecycle import frame, torch_flags
+from engine.loop.loaders import RunData
 from engine.loop.run import Run
 from engine.module import TrainModule
 from engine.planning import imported_deepspeed, torch_private
@@ -40,7 +39,7 @@ from engine.planning.missing_values import MissingValues
 from engine.planning.simulated_group import CPU, simulated
 from engine.planning.strategy_facts import strategy_facts
 from engine.utils.seed import isolated
-from engine.utils.tree import batch_size, move
+from engine.utils.tree import batch_size
 
 
 @dataclass(frozen=True)
@@ -95,15 +94,15 @@ def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[Sim
         folder = stack.enter_context(_temporary_folder())
         settings = planned_settings(job.fit.settings, folder)
         callbacks = without_effects(with_own(module, settings.callbacks), folder)
-        run = job.fit.new_run(module, "fit", group, settings, callbacks)
+        data = RunData(job.datamodule, {"train": job.train_loader, "validation": []})
+        run = job.fit.new_run(module, "fit", group, settings, data, callbacks)
         if refusal := strategy_facts(run.engine.strategy).refusal:
             raise ValueError(refusal)
         run.home, run.control.agreement = folder, NoStops(group, run.control.stopwatch)
         stack.enter_context(imported_deepspeed.accepting_plans(group))
-        run.find_train_loader = partial(setup.training_loader, run, job.train_loader, job.datamodule)
         stack.enter_context(torch_flags(settings))
-        stack.enter_context(frame(run, job.datamodule, lambda: simulation))
-        setup.training_loader(run, job.train_loader, job.datamodule)
+        stack.enter_context(frame(run, lambda: simulation))
+        run.loaders.training()
         yield SimulatedRun(run, simulation, missing_values)
 
 
@@ -171,8 +170,7 @@ def first_batch(loader: PreparedLoader) -> tuple[Any, int]:
     given = loader.loader
     with isolated():
         batch = _read(given, loader)
-        transfer = loader.transfer or move
-        batch = transfer(batch, loader._group.device, loader._dtype)
+        batch = (loader.transfer or BatchTransfer()).move(batch, loader._group.device, loader._dtype)
     return batch, batch_size(batch) or 1
 
 

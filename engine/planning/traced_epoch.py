@@ -151,7 +151,7 @@ def trace_epoch(
     run, missing_values = simulated.run, simulated.missing_values
     run.optimization = TracedOptimization(run.optimization, run, observer)
     windows = TracedWindows(run, first_batch, shares, observer)
-    run.train_loader = windows  # type: ignore[assignment]
+    run.loaders.train = windows  # type: ignore[assignment]
     run.hooks.wrap(_left_out_where_they_fail(missing_values))
     run.hooks.add("on_train_batch_end", "the plan", windows.window_done)
     run.optimization.begin()

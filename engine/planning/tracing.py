@@ -118,7 +118,7 @@ def _steps(
     with simulated.simulation, observer, torch_private.eager():
         make_fake(run.module)
         observer.name(run.module)
-        setup.training(run, job.train_loader, [], job.datamodule)
+        setup.training(run)
         # A plan takes a few steps more than a short training has, and a schedule may end with it.
         run.set_optimizers(run.optimizers, run.schedulers, automatic=False)
         observer.name(run.module)

@@ -63,8 +63,7 @@ class FitLoopView(_Part):
 
     def setup_data(self) -> None:
         """Make the training loader now, where ``num_training_batches`` is read before it is made; all ranks call this."""
-        if self._run.train_loader is None:
-            self._run.find_train_loader()
+        self._run.loaders.training()
 
 
 class EpochLoopView(_Part):

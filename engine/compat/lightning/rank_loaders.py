@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.data.prepared_loader import PreparedLoader
 from engine.engine import Engine
-from engine.loop.given_loaders import is_loader
+from engine.loop.loaders import is_loader
 from engine.step.window import Window
 
 
@@ -46,9 +46,9 @@ def shared_out(run: Any, kind: str) -> Any:
     """The ``"train"``, ``"validation"``, ``"test"`` or ``"predict"`` loaders of ``run`` in the form in which they were given: on one process
     themselves, on several a :class:`RankLoader` for each; ``None`` before they are known.
     """
-    if kind not in run.given_loaders:
+    if kind not in run.loaders.sources:
         return None
-    given, prepared = run.given_loaders[kind]
+    given, prepared = run.loaders.sources[kind], run.loaders.prepared[kind]
     if run.world_size == 1:
         return given
 

@@ -46,7 +46,7 @@ FAULTS = {
     ),
     "position": Fault(
         "an epoch starts again at its first sample", "engine/loop/train.py",
-        "loader.resume(state.epoch, state.position, run.take_stream())", "loader.resume(state.epoch, 0, run.take_stream())",
+        "loader.resume(state.epoch, state.position, loaders.take_stream())", "loader.resume(state.epoch, 0, loaders.take_stream())",
     ),
     "removal": Fault(
         "what was still to be removed is forgotten", "engine/loop/run.py",

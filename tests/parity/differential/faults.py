@@ -30,8 +30,8 @@ FAULTS = {
         "divisor=total / (micro[rank] * world_size) if micro[rank] else 1.0", "divisor=float(len(sizes))",
     ),
     "window": Fault(
-        "the first epoch's window holds in all", "engine/loop/train.py",
-        "run.engine.accumulate_grad_batches = run.window_at(run.state.epoch)", "run.engine.accumulate_grad_batches = run.window_at(0)",
+        "the first epoch's window holds in all", "engine/loop/loaders.py",
+        "self._engine.accumulate_grad_batches = self.window_at(state.epoch)", "self._engine.accumulate_grad_batches = self.window_at(0)",
     ),
     "sampler": Fault(
         "a short window is cut at wrong places", "engine/data/sampler.py",

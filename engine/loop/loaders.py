@@ -1,0 +1,376 @@
+"""The loaders of a run: made from what the user gave, limited by the settings, closed at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from engine.config.settings import Settings
+from engine.data.combined_loaders import CombinedLoader
+from engine.data.datamodule import DataModule
+from engine.data.overfit_order import in_order
+from engine.data.prepared_loader import BatchTransfer, PreparedLoader
+from engine.distributed.collectives import gather_json
+from engine.engine import Engine
+from engine.loop.method_arguments import step_accepting
+from engine.loop.state import TrainState
+from engine.module import TrainModule, overrides
+from engine.utils.log import logger, warn_once
+from engine.utils.overrides import overridden_methods
+from engine.utils.tree import cast, move
+
+METHODS = {
+    "train": "train_dataloader",
+    "validation": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+"""By kind, the method of a data module or a module that gives loaders."""
+LIMITS = {
+    "train": "limit_train_batches",
+    "validation": "limit_val_batches",
+    "test": "limit_test_batches",
+    "predict": "limit_predict_batches",
+}
+"""By kind, the setting that limits its batches."""
+MANY = 10_000
+"""Epochs whose windows are looked up one by one; later ones have the window of the last of them."""
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+"""The methods of a module or a data module around a batch's transfer, in their order."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data that a user passes to a run."""
+
+    datamodule: DataModule | None = None
+    loaders: Mapping[str, Any] = field(default_factory=dict)
+    """Loaders by kind (``"train"``, ``"validation"``, ``"test"``, ``"predict"``), in the user's form; ``None``: not given."""
+
+
+class RunLoaders:
+    """The loaders of one run.
+
+    Args:
+        data: the user's.
+        stage: as of :class:`engine.Run`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        module: TrainModule,
+        data: RunData,
+        stage: str,
+    ) -> None:
+        self._engine, self._settings, self._module = engine, settings, module
+        self._datamodule, self._given, self._fits = data.datamodule, data.loaders, stage == "fit"
+        self.sources: dict[str, Any] = {}
+        """By kind, the loaders as the user, the data module or the module gave them."""
+        self.prepared: dict[str, list[PreparedLoader]] = {}
+        """By kind, the prepared ones."""
+        self.train: PreparedLoader | None = None
+        self.validation: list[PreparedLoader] = []
+        """The validation loaders of a training."""
+        self.train_batches: int | None = None
+        """Micro-batches of this rank in an epoch; ``None``: the loader has no length."""
+        self.eval_batches: list[int | None] = []
+        """Micro-batches of this rank in each loader of the evaluation, or of the training's validation."""
+        self.stride = 1
+        """The samples, or batches, that a full window adds to the data position."""
+        self.window_factor = 1
+        """A window has so many times the micro-batches that the settings say: when fewer ranks repeat a step."""
+        self._window: int | None = None
+        self._stream_state: Any = None
+        self._example: Any = None
+        self._closed = False
+
+    # -- the training's -----------------------------------------------------------------------------------------------------------
+
+    def training(self) -> PreparedLoader:
+        """The training loader, with its limit and the window, made on first demand, perhaps by a ``setup`` that asks for the number of steps; all
+        ranks call this together.
+
+        Raises:
+            ValueError: there is no training data, or the settings do not fit it.
+            RuntimeError: the run is over.
+        """
+        if self.train is not None:
+            return self.train
+        if self._closed:
+            raise RuntimeError("the training's loader is made during a run, and this one is over")
+        loaders = self._prepare("train")
+        if not loaders:
+            raise ValueError(
+                "no training data: give a train_loader, a datamodule (fit run, fit plan: --data my.module:Data) or a module with train_dataloader"
+            )
+        loader = loaders[0]
+        self._engine.strategy.train_with(loader.loader)
+        self._limit(loader, "train")
+        if loader.length == 0 and self._settings.limit_train_batches != 0:
+            raise ValueError(f"the training loader ({type(loader.loader).__name__}) is empty")
+        self._window = self._window_of_global_batch(loader)
+        self.train, self.train_batches = loader, loader.length
+        return loader
+
+    @property
+    def asks_for_training(self) -> bool:
+        """True if a training would ask the data module, or the module, for its loader, and has not yet."""
+        return self._given.get("train") is None and self.train is None
+
+    def for_validation(self) -> list[PreparedLoader]:
+        """Prepare the validation loaders of a training; none when validation is switched off or the module has no ``validation_step``."""
+        settings, module = self._settings, self._module
+        if settings.limit_val_batches == 0 or settings.val_every is None:
+            return []
+        loaders = self._prepare("validation")
+        if loaders and not overrides(module, "validation_step"):
+            if self._engine.is_main_process:
+                warn_once(f"{type(module).__name__} has no validation_step: the validation data is not used")
+            return []
+        for loader in loaders:
+            self._limit(loader, "validation")
+        step_accepting(module, "validation_step", module.validation_step, len(loaders) > 1)  # wrong ones are errors now
+        self._refuse_empty("validation", loaders)
+        self.validation, self.eval_batches = loaders, [loader.length for loader in loaders]
+        return loaders
+
+    def window_at(self, epoch: int) -> int:
+        """Micro-batches in a window of this epoch."""
+        window = self._settings.accumulate_at(epoch) if self._window is None else self._window
+        return window * self.window_factor
+
+    def steps(self, epochs: int) -> int:
+        """The optimizer steps of so many epochs, whose length is known."""
+        batches = self.train_batches
+        assert batches is not None
+        by_epoch = [-(-batches // self.window_at(epoch)) for epoch in range(min(epochs, MANY))]
+        return sum(by_epoch) + (epochs - len(by_epoch)) * (by_epoch[-1] if by_epoch else 0)
+
+    def total_steps(self, max_epochs: int | None, max_steps: int | None) -> int | None:
+        """See :attr:`engine.Run.total_steps`."""
+        if not self._closed:
+            self.training()
+        if max_epochs is None or self.train_batches is None:
+            return max_steps
+        steps = self.steps(max_epochs)
+        return steps if max_steps is None else min(steps, max_steps)
+
+    def locate(self, state: TrainState) -> None:
+        """Set the engine's window, and the epoch's micro-batch index from its position, which another world size may have saved."""
+        assert self.train is not None
+        window = self._engine.accumulate_grad_batches = self.window_at(state.epoch)
+        self.stride = self.train.stride
+        state.batch_idx = state.position // (self.stride // window)
+
+    def continue_stream(self, state: Any) -> None:
+        """Let the training loader continue with ``state``, which it needs besides the position."""
+        self._stream_state = state
+
+    def take_stream(self) -> Any:
+        """The state of :meth:`continue_stream`, returned once."""
+        state, self._stream_state = self._stream_state, None
+        return state
+
+    # -- evaluations ----------------------------------------------------------------------------------------------------------------
+
+    def for_evaluation(self, kind: str) -> list[PreparedLoader]:
+        """Prepare the loaders of a ``"validation"``, ``"test"`` or ``"predict"`` run; none when its limit is 0.
+
+        Raises:
+            ValueError: there is no data, or a loader is empty.
+        """
+        setting = LIMITS[kind]
+        if getattr(self._settings, setting) == 0:
+            logger.warning("%s=0: %s_step takes no batch", setting, kind)
+            return []
+        loaders = self._prepare(kind)
+        if not loaders:
+            method = METHODS[kind]
+            if self._datamodule is not None:
+                raise ValueError(
+                    f"no data: {type(self._datamodule).__name__} has no {method}: define it, or give a loader instead"
+                )
+            raise ValueError(f"no data: give a loader, a datamodule or a module with {method}")
+        for loader in loaders:
+            self._limit(loader, kind)
+        self._refuse_empty(kind, loaders)
+        self.eval_batches = [loader.length for loader in loaders]
+        return loaders
+
+    # -- all of them ----------------------------------------------------------------------------------------------------------------
+
+    def first_batch(self) -> Any:
+        """The first batch of the training, or of the first other loader, on the device; ``None`` without a loader. All ranks read it together."""
+        if self._example is None and not self._closed:
+            every = [loader for loaders in self.prepared.values() for loader in loaders]
+            first = self.train or next(iter(every), None)
+            self._example = None if first is None else first.first()
+        return self._example
+
+    def close(self) -> None:
+        """End the loaders' worker processes, and release them."""
+        for loaders in self.prepared.values():
+            for loader in loaders:
+                loader.close()
+        self.train, self.validation, self._closed = None, [], True
+
+    def _prepare(self, kind: str) -> list[PreparedLoader]:
+        """The loaders of a kind: those given, else the data module's, else the module's own.
+
+        Several training loaders are read side by side, the shorter ones repeatedly; other loaders are read one after the other.
+        """
+        source = self._given.get(kind)
+        for owner in (self._datamodule, self._module):
+            if source is None and owner is not None:
+                source = getattr(owner, METHODS[kind])()
+        if source is None:
+            return []
+        loaders = source
+        if kind == "train" and (
+            isinstance(loaders, dict)
+            or (isinstance(loaders, list) and loaders and all(isinstance(item, DataLoader) for item in loaders))
+        ):
+            loaders = CombinedLoader(loaders, "max_size_cycle")
+        several = isinstance(loaders, dict) or (
+            kind != "train" and isinstance(loaders, (list, tuple)) and all(map(is_loader, loaders))
+        )
+        if isinstance(loaders, dict):
+            loaders = list(loaders.values())
+        elif not several:
+            loaders = [loaders]
+        if self._fits and self._settings.overfit_batches:
+            loaders = [in_order(loader) for loader in loaders]
+        prepared = [self._engine.prepare_data_loader(loader) for loader in loaders]
+        self.sources[kind], self.prepared[kind] = source, prepared
+        for index, loader in enumerate(prepared):
+            loader.transfer = hooked_transfer(self._module, self._datamodule, index)
+            if kind != "train":
+                loader.window_size = 1
+        return prepared
+
+    def _limit(self, loader: PreparedLoader, kind: str) -> None:
+        name = LIMITS[kind]
+        limit = getattr(self._settings, name)
+        if isinstance(limit, float):
+            length = loader.length
+            if limit == 1.0:
+                return
+            if length is None:
+                raise ValueError(
+                    f"{name}={limit} is a fraction, but {type(loader.loader).__name__} has no length: give a number of batches"
+                )
+            limit = int(length * limit)
+            if not limit:
+                raise ValueError(
+                    f"{name} leaves no batch of the {length} that each rank has: give a larger fraction, or a number of batches"
+                )
+        loader.limit = limit
+
+    def _refuse_empty(self, kind: str, loaders: Sequence[PreparedLoader]) -> None:
+        """Refuse a loader in which no rank has a batch. A collective."""
+        by_rank = gather_json(self._engine.group, [loader.length for loader in loaders])
+        for index, loader in enumerate(loaders):
+            if loader.limit != 0 and all(lengths[index] == 0 for lengths in by_rank):
+                which = f"{kind} loader {index}" if len(loaders) > 1 else f"{kind} loader"
+                raise ValueError(
+                    f"the {which} ({type(loader.loader).__name__}) is empty; leave it out, or check its dataset"
+                )
+
+    def _window_of_global_batch(self, loader: PreparedLoader) -> int | None:
+        """The window that ``global_batch_size`` asks for; ``None``: it is not set."""
+        wanted = self._settings.global_batch_size
+        if wanted is None:
+            return None
+        size = getattr(loader.loader, "batch_size", None)
+        if not isinstance(size, int):
+            raise ValueError(
+                f"global_batch_size={wanted} needs a loader with a batch_size; {type(loader.loader).__name__} has none"
+            )
+        ranks = self._engine.data_group.world_size
+        micro_batch = size * ranks
+        window, rest = divmod(wanted, micro_batch)
+        if not rest and window:
+            return window
+        near = sorted({max(1, window) * micro_batch, (window + 1) * micro_batch})
+        others = [b for b in range(1, wanted // ranks + 1) if wanted % (b * ranks) == 0]
+        around = sorted(sorted(others, key=lambda b: abs(b - size))[:4])
+        raise ValueError(
+            f"global_batch_size={wanted} cannot be divided into batches of {size} on {ranks} rank(s) ({micro_batch} samples per micro-batch); "
+            f"nearest possible: {', '.join(map(str, near))}, or "
+            + (
+                f"batch_size={', '.join(map(str, around))} in the loader"
+                if around
+                else f"a multiple of {ranks}, the number of ranks"
+            )
+        )
+
+
+def is_loader(item: Any) -> bool:
+    """Whether an entry of a list is a loader rather than a batch. Containers are batches, however deeply nested."""
+    if isinstance(item, (DataLoader, PreparedLoader)):
+        return True
+    batch = (
+        isinstance(item, (Tensor, Mapping, str, list, tuple))
+        or hasattr(item, "shape")
+        or callable(getattr(item, "to", None))
+    )
+    return not batch and isinstance(item, Iterable)
+
+
+class HookedTransfer(BatchTransfer):
+    """Transfers batches with hooks of the module or the data module.
+
+    Args:
+        before, transfer, after: the hooks, those that are overridden.
+        index: the loader's index, passed to the hooks.
+    """
+
+    def __init__(
+        self,
+        before: Callable[[Any, int], Any] | None,
+        transfer: Callable[[Any, torch.device, int], Any] | None,
+        after: Callable[[Any, int], Any] | None,
+        index: int,
+    ) -> None:
+        self._before, self._transfer, self._after, self._index = before, transfer, after, index
+
+    def move(self, batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+        """See :meth:`engine.data.prepared_loader.BatchTransfer.move`."""
+        index = self._index
+        if self._before is not None:
+            batch = self._before(batch, index)
+        if self._transfer is None:
+            batch = move(batch, device, dtype)
+        else:  # it may leave tensors on the host: only the dtype is changed here
+            batch = self._transfer(cast(batch, dtype), device, index)
+        return batch if self._after is None else self._after(batch, index)
+
+
+def hooked_transfer(module: TrainModule, datamodule: DataModule | None, index: int) -> HookedTransfer | None:
+    """The transfer with the hooks that are overridden, the data module's before the module's; ``None``: there are none.
+
+    Args:
+        index: the loader's index, passed to the hooks.
+    """
+    of_module = overridden_methods(module, TRANSFER_HOOKS, TrainModule)
+    of_data = overridden_methods(datamodule, TRANSFER_HOOKS, DataModule)
+    for name in sorted(of_module & of_data):
+        warn_once(
+            f"both {type(module).__name__} and {type(datamodule).__name__} define {name}: the data module's is called"
+        )
+    if not of_module and not of_data:
+        return None
+    owners: list[Any] = [
+        datamodule if name in of_data else module if name in of_module else None for name in TRANSFER_HOOKS
+    ]
+    before, transfer, after = [
+        owner and getattr(owner, name) for owner, name in zip(owners, TRANSFER_HOOKS, strict=True)
+    ]
+    return HookedTransfer(before, transfer, after, index)
