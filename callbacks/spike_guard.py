@@ -222,7 +222,7 @@ class SpikeGuard(Callback):
             raise ValueError(
                 f"SpikeGuard: {name} has automatic_optimization = False, and SpikeGuard needs automatic optimization"
             )
-        if hasattr(run.optimization, "closure"):
+        if run.optimization is not None and run.optimization.calls_closures:
             raise ValueError(
                 f"SpikeGuard: {name} overrides optimizer_step or a related hook, or its optimizer evaluates the loss itself (LBFGS); SpikeGuard "
                 "cannot leave out such steps: remove the callback or the override"

@@ -34,12 +34,12 @@ from engine.loop.hook_calls import Hooks
 from engine.loop.lifecycle import collecting_garbage, in_folder, log_start, session, watched
 from engine.loop.loaders import RunData
 from engine.loop.out_of_memory import noting_what_finds_a_fit
+from engine.loop.placed_module import holding
 from engine.loop.rank_checks import compare, compare_models
 from engine.loop.replay import LeftOut, ReplayedStep, StepWatch, starting_point
 from engine.loop.run import Run
 from engine.loop.state import Result
 from engine.loop.train import of_the_epoch, train
-from engine.loop.whole_weights import holding, whole_state
 from engine.module import TrainModule
 from engine.step.precision import Precision
 from engine.strategies.base import Strategy
@@ -470,7 +470,7 @@ class Fit:
             )
         with self._start(module, "gather", RunData()) as run:
             try:
-                return whole_state(run, everywhere)
+                return run.placed.whole_state(everywhere)
             finally:
                 module.attach(None)
                 run.release()
@@ -516,7 +516,7 @@ class Fit:
                 return []
             snapshot.load_weights(run, checkpoint, weights)
             with watched(run):
-                return evaluate(run, prepared, name, run.method(f"{name}_step"))
+                return evaluate(run, prepared, name, run.placed.evaluation_step(f"{name}_step"))
 
     def _sanity_check(self, run: Run) -> None:
         """A few validation batches, so that an error in them does not wait for the end of the first epoch. Changes no state."""

@@ -43,6 +43,16 @@ def is_one_file(path: str | Path) -> bool:
             return False
 
 
+def check_local(path: Path | str) -> None:
+    """Refuse a URL.
+
+    Raises:
+        ValueError: ``path`` is one.
+    """
+    if "://" in str(path):
+        raise ValueError(f"{path}: a checkpoint is one file only at a local path; at a URL it is a folder")
+
+
 def pack(folder: Path, file: Path) -> None:
     """Write the checkpoint in ``folder``, the files of its manifest, as ``file``, which is replaced when it is complete.
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from engine.loop.automatic_step import Automatic, backward, matched_only, warn_unfed
+from engine.engine import Engine
 from engine.loop.method_arguments import accepting
 from engine.loop.run import Run
+from engine.loop.steps import AutomaticOptimization, run_for_matching, warn_without_loss
 from engine.metrics.torchmetrics_states import unchanged
 from engine.module import TrainModule, overrides
 from engine.step.optimizers import needs_closure
@@ -31,7 +32,7 @@ OF_THE_STEP = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clip
 class ClosureOptimizer(PreparedOptimizer):
     """The optimizer passed to ``optimizer_step``: its ``step`` evaluates the closure, clips and applies the gradients."""
 
-    def __init__(self, prepared: PreparedOptimizer, owner: ByClosure) -> None:
+    def __init__(self, prepared: PreparedOptimizer, owner: ClosureOptimization) -> None:
         super().__init__(prepared.optimizer, prepared._stepper, prepared._window)
         self._owner, self.needs_closure = owner, needs_closure(prepared.optimizer)
 
@@ -44,7 +45,25 @@ class ClosureOptimizer(PreparedOptimizer):
         self._stepper.forget([self.optimizer])
 
 
-class ByClosure(Automatic):
+class SummedBackward:
+    """Runs the exact backward passes of a window's micro-batches, by the module's own ``backward`` if it has one, and adds up their losses."""
+
+    def __init__(self, engine: Engine, module: TrainModule) -> None:
+        self._engine, self._module, self._overridden = engine, module, overrides(module, "backward")
+        self.value: Tensor | None = None
+        """The losses so far, weighted, shape (), fp64; ``None``: there was none."""
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """Run the backward pass of one micro-batch."""
+        module = self._module
+        if self._overridden:
+            value = self._engine.backward_by(loss, lambda root: module.backward(root, **kwargs))
+        else:
+            value = self._engine.backward_by(loss, lambda root: root.backward(**kwargs))
+        self.value = value if self.value is None else self.value + value
+
+
+class ClosureOptimization(AutomaticOptimization):
     """Each window's step goes through ``module.optimizer_step(epoch, batch_idx, optimizer, closure)``::
 
         closure: the last micro-batch's training_step and backward; when it is called again, zero_grad and the whole window's
@@ -53,22 +72,24 @@ class ByClosure(Automatic):
     A step is counted when an optimizer has stepped.
     """
 
+    calls_closures = True
+
     def __init__(self, run: Run, prepared: Sequence[PreparedOptimizer]) -> None:
         super().__init__(run, [ClosureOptimizer(each, self) for each in prepared])
-        self.keeps = any(each.needs_closure for each in self.optimizers)
-        """Whether the window's micro-batches are kept, so that the whole window can be evaluated again."""
+        self.evaluates_again = any(
+            each.needs_closure for each in self.optimizers
+        )  # the window's micro-batches are kept
         self.zeroes_first = overrides(run.module, "optimizer_zero_grad")
         self.clips = overrides(run.module, "configure_gradient_clipping") or overrides(run.module, "clip_gradients")
         clipping = run.module.configure_gradient_clipping
         self._clipping = accepting(clipping, run.module, "configure_gradient_clipping", TrainModule)
-        self._own_backward = overrides(run.module, "backward")
-        self._apart = self.clips or self.keeps or len(self.optimizers) > 1
-        self._limits = {"max_norm": run.max_norm, "max_value": run.max_value}
+        self._summed = SummedBackward(run.engine, run.module)
+        self.backward_pass = self._summed.backward
+        self._apart = self.clips or self.evaluates_again or len(self.optimizers) > 1
+        self._limits = {"max_norm": self.max_norm, "max_value": self.max_value}
         self._window: list[tuple[Any, int, Share]] = []
         self._verdicts: list[bool] = []
-        self._value: Tensor | None = None
         self._held = False
-        run.backward = self.backward
 
     def begin(self) -> None:
         super().begin()
@@ -76,11 +97,11 @@ class ByClosure(Automatic):
 
     def micro(self, batch: Any, index: int, share: Share) -> Any:
         run, first = self.run, not self._window
-        if first or self.keeps:
+        if first or self.evaluates_again:
             self._window.append((batch, index, share))
         if not share.last:
             return self._evaluate(batch, index, share, first)
-        run.stepping, self._last, self._evaluated, self._single = True, (batch, index, share, first), False, first
+        self.stepping, self._last, self._evaluated, self._single = True, (batch, index, share, first), False, first
         run.saver.hold()
         for optimizer in self.optimizers:
             run.module.optimizer_step(run.epoch, index, optimizer, self.closure)
@@ -94,21 +115,21 @@ class ByClosure(Automatic):
     def cut(self) -> None:
         super().cut()
         self._window.clear()
-        self._value = None
+        self._summed.value = None
 
     def step(self) -> None:
         run, index = self.run, self._window[-1][1]
         run.engine.settle()
         if not self._fed:
             run.engine.window.discard()
-            warn_unfed(run)
+            warn_without_loss(run)
         if self._verdicts:
             run.applied(any(self._verdicts))
             self._verdicts.clear()
         if not self.zeroes_first:
             self._zero(index)
         self._window.clear()
-        self._value, self._held = None, False
+        self._summed.value, self._held = None, False
 
     def before_validation(self) -> None:
         if self.zeroes_first:  # otherwise there are none
@@ -131,20 +152,11 @@ class ByClosure(Automatic):
         """Forward and backward pass of one micro-batch."""
         self.sync(self.models, share.last)
         call = self.phases.named("forward", self.call)
-        outputs = call(batch, index) if share.size else matched_only(self.run, call, batch, index)
+        outputs = call(batch, index) if share.size else run_for_matching(self.run, call, batch, index)
         if first and self.zeroes_first:
             self._zero(index)
-        backward(self.run, outputs)
+        self.backward_from(outputs)
         return outputs
-
-    def backward(self, loss: Any, **kwargs: Any) -> None:
-        """The exact backward pass of one micro-batch, by the module's own ``backward`` if it has one."""
-        module = self.run.module
-        if self._own_backward:
-            value = self.run.engine.backward_by(loss, lambda root: module.backward(root, **kwargs))
-        else:
-            value = self.run.engine.backward_by(loss, lambda root: root.backward(**kwargs))
-        self._value = value if self._value is None else self._value + value
 
     def _finish_window(self, outputs: Any) -> None:
         """All gradients of the window are complete: make them readable, and compute their loss."""
@@ -163,8 +175,8 @@ class ByClosure(Automatic):
             )
         value = (
             torch.zeros((), dtype=accelerator.wide(engine.device), device=engine.device)
-            if self._value is None
-            else self._value
+            if self._summed.value is None
+            else self._summed.value
         )
         mean = engine.strategy.sum(value) / engine.data_group.world_size
         self.loss = torch.as_tensor(mean if total is None else mean / total)
@@ -174,15 +186,15 @@ class ByClosure(Automatic):
     def _again(self) -> None:
         """Evaluate the whole window again, for gradients at the current parameters. Nothing is logged twice."""
         run, window = self.run, self.run.engine.window
-        if not self.keeps and not self._single:
+        if not self.evaluates_again and not self._single:
             raise RuntimeError(
                 "optimizer_closure() was called twice in one step with accumulate_grad_batches > 1, and the earlier micro-batches are not kept: "
                 "call it once, set accumulate_grad_batches=1, or use an optimizer whose step(closure) has no default for closure"
             )
         if not self.zeroes_first:
             self._zero(self._window[0][1])
-        self._value, outputs = None, None
-        with unlogged(run):
+        self._summed.value, outputs = None, None
+        with logging_nothing(run):
             for number, (batch, index, share) in enumerate(self._window):
                 window.share, run.recorder.size, run.recorder.batch = share, share.size, batch
                 outputs = self._evaluate(batch, index, share, number == 0)
@@ -267,7 +279,9 @@ class ByClosure(Automatic):
                     optimizer.optimizer, run.settings.gradient_clip_val, run.settings.gradient_clip_algorithm
                 )
         if self._apart:
-            run.engine.finish_gradients(self.optimizers, inside=self.keeps, **({} if self.clips else self._limits))
+            run.engine.finish_gradients(
+                self.optimizers, inside=self.evaluates_again, **({} if self.clips else self._limits)
+            )
 
     def _zero(self, index: int) -> None:
         run = self.run
@@ -291,7 +305,7 @@ class ByClosure(Automatic):
 
 
 @contextmanager
-def unlogged(run: Run) -> Iterator[None]:
+def logging_nothing(run: Run) -> Iterator[None]:
     """Discard what the module logs in the block, and what its torchmetrics objects see."""
     size, batch = run.recorder.size, run.recorder.batch
     run.module.log_with(lambda *values: None)

@@ -34,6 +34,7 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
         if before == run.state.step:
             return []
         run.state.validated_step = run.state.step
+        assert run.optimization is not None
         run.optimization.before_validation()
     began, saving, outer = time.perf_counter(), run.times.checkpoint, run.recorder
     run.saver.hold()  # callbacks may swap the weights
@@ -42,7 +43,9 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
         loader.set_epoch(run.state.epoch)  # a shuffled one gives the same order after a resume
     try:
         with run.garbage.automatic(), run.modes.evaluating():
-            results = evaluate(run, run.loaders.validation, "validation", run.method("validation_step"), limit)
+            results = evaluate(
+                run, run.loaders.validation, "validation", run.placed.evaluation_step("validation_step"), limit
+            )
     except Preempted:
         run.record_to(outer)
         run.state.validated_step, results = before, []
@@ -120,7 +123,7 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
         call_all(run, run.hooks.on_predict_epoch_start)
         run.engine.share_buffers(run.module)
         run.module.log_with(partial(unreported, "in a prediction", "return the value from predict_step"))
-        step = step_accepting(run.module, "predict_step", run.method("predict_step"), len(loaders) > 1)
+        step = step_accepting(run.module, "predict_step", run.placed.evaluation_step("predict_step"), len(loaders) > 1)
         for index, loader in enumerate(loaders):
             several = index if len(loaders) > 1 else None
             outputs = batches(run, loader, "predict", step, several, None)

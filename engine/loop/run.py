@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from engine.callback import Callback
+from engine.checkpoint.one_file import check_local, pack
 from engine.checkpoint.resume import name_of
 from engine.checkpoint.run_folder import RunFolder
 from engine.checkpoint.storage import same, split
@@ -23,22 +26,27 @@ from engine.config.settings import Settings
 from engine.config.yaml_writer import as_yaml
 from engine.data.prepared_loader import PreparedLoader
 from engine.distributed.agreement import STOP
-from engine.distributed.collectives import gather_json
+from engine.distributed.collectives import gather_json, stack
 from engine.engine import Engine
-from engine.loop import module_calls
 from engine.loop.compatibility import shown
 from engine.loop.garbage import Collector
 from engine.loop.hook_calls import Hooks
 from engine.loop.live_metrics import LiveMetrics
 from engine.loop.loaders import RunData, RunLoaders
+from engine.loop.optimization import Optimization
+from engine.loop.placed_module import PlacedModule
 from engine.loop.state import Result, Tally, Times, TrainState, status_of
 from engine.loop.stopping import StopControl
 from engine.loop.timing import Phases, phase
+from engine.metrics import media
 from engine.metrics.recorder import Recorder
 from engine.module import TrainModule
 from engine.step.optimizers import Modes, Schedule
+from engine.step.wrappers import raw
+from engine.utils.errors import nearest
 from engine.utils.extensions import attribute, completed
-from engine.utils.log import StartLog, logger
+from engine.utils.log import StartLog, logger, warn_once
+from engine.utils.parameters import parameters_of
 from engine.utils.text import terminal_text
 
 
@@ -63,18 +71,12 @@ class Run:
     """The metrics that validation has logged in the sanity check; ``None``: there was none."""
     nan_reported = endless_reported = False
     """The user was warned that the loss is not a number, and that the data may never end."""
-    stepping = False
-    """Inside an optimizer step: the state is not consistent and cannot be saved."""
     modes = Modes()
     """Train and eval modes of the optimizers; none have been created yet."""
     over = False
     """The training has ended."""
-    optimization: Any = None
-    """How each micro-batch and each window is processed, an :class:`engine.loop.automatic_step.Automatic`; in trainings only."""
-    training_step: Callable[..., Any]
-    """The module's own ``training_step``, for a batch and its number; in trainings only."""
-    backward: Callable[..., Any]
-    """The backward pass: the engine's, or the module's overridden ``backward``."""
+    optimization: Optimization | None = None
+    """The object that processes each micro-batch and each window; in trainings only."""
     withheld: frozenset[str] = frozenset()
     """Of the values that ``on_log`` gets now, those logged with ``logger=False``: loggers do not get them."""
     best_checkpoint: Path | str | None = None
@@ -117,6 +119,7 @@ class Run:
         """The counters: one object for the whole run, which resuming fills in place."""
         self.control = StopControl(settings, self.state, engine.group)
         self.loaders = RunLoaders(engine, settings, module, data, stage)
+        self.placed = PlacedModule(engine, module)
         if stage != "fit":
             self.state.step, self.state.epoch, self.state.samples = module._reached
         self.live = LiveMetrics(engine.recorder(on_step=True, on_epoch=False))
@@ -135,14 +138,7 @@ class Run:
         self.times, self.items = Times(), Tally()
         intervals = settings.val_every, settings.log_every_n_steps or None, settings.gc_every_n_steps or None
         self.val_every, self._log_every, self.gc_every = map(Every, intervals)
-        self.max_norm = settings.gradient_clip_val if settings.gradient_clip_algorithm == "norm" else None
-        self.max_value = settings.gradient_clip_val if settings.gradient_clip_algorithm == "value" else None
         self.garbage, self.phases = Collector(), Phases()
-        self.call: Callable[..., Any] = module.training_step
-        """Calls ``training_step``: the module itself, or the strategy's wrapper around it."""
-        self.backward = engine.backward
-        self.method: Callable[[str], Callable[..., Any]] = partial(getattr, module)
-        """The callable that runs the evaluation step of this name."""
         self.logs_itself = not any(callback.shows_progress for callback in callbacks)
         """Whether no progress bar shows the steps."""
 
@@ -355,6 +351,21 @@ class Run:
         return self.control.preempted
 
     # -- steps ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def training_step(self) -> Callable[..., Any]:
+        """The module's own ``training_step``, for a batch and its number."""
+        return self.placed.training_step
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """:attr:`training_step`, through the strategy's wrapper if it has one."""
+        return self.placed.call
+
+    @property
+    def stepping(self) -> bool:
+        """True inside an optimizer step: the state is not consistent and cannot be saved."""
+        return self.optimization is not None and self.optimization.stepping
 
     def applied(self, happened: bool) -> None:
         """An optimizer step was taken: ``happened`` (or skipped: counters and schedulers then stay where they are)."""
@@ -590,9 +601,50 @@ class Run:
             self.announce_checkpoints()
 
     def save_checkpoint_at(self, where: Path | str, *, one_file: bool = False) -> Path | str:
-        """:meth:`save_checkpoint` at ``where``, a path or a URL: also outside of the run's folder, where nothing else of the run looks for it.
-        ``one_file``: as one file at a local path, a zip of the folder, from which everything that takes a checkpoint reads it."""
-        return (module_calls.save_file if one_file else module_calls.save_at)(self, where, self._content)
+        """:meth:`save_checkpoint` at ``where``, a path or a URL: also outside of the run's folder, where nothing else of the run looks for it. A name
+        alone, or a path in the run's folder of checkpoints, is one of the run's own.
+
+        Args:
+            one_file: as one file at a local path, a zip of the folder, from which everything that takes a checkpoint reads it.
+
+        Raises:
+            ValueError: one file at a URL.
+        """
+        if one_file:
+            check_local(where)
+        else:
+            location, name = split(where)
+            if str(where) == name or same(location, self.saver.location):
+                return self.save_checkpoint(name)
+        self.engine.settle()
+        with self.phases.of("checkpoint"), self.modes.evaluating():
+            return self.write_content(where, self._content(self, None), one_file=one_file)
+
+    def write_content(self, where: Path | str, content: Content, *, one_file: bool = False) -> Path | str:
+        """Write the content of a checkpoint at ``where``; all ranks call this together. ``one_file``: as in :meth:`save_checkpoint_at`."""
+        if not one_file:
+            return self._write_folder(where, content)
+        check_local(where)
+        file = Path(where).absolute()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        folder = file.with_name(f".{file.name}.folder")
+        self._write_folder(folder, content)
+        if self.is_main_process:
+            pack(folder, file)
+            shutil.rmtree(folder)
+        self.engine.wait_for_everyone()
+        return file
+
+    def _write_folder(self, where: Path | str, content: Content) -> Path | str:
+        location, name = split(where)
+        if same(location, self.saver.location):
+            self.wait_for_checkpoint()  # another saver takes what is unfinished there for left over
+        saver = Saver(self.engine.group, location.root)
+        unchanging = self.module.automatic_optimization and not self.modes.switched
+        try:
+            return saver.save(name, content, unchanging=unchanging)
+        finally:
+            saver.close()
 
     def remove_checkpoint(self, path: Path | str) -> None:
         """Delete the checkpoint at ``path``; every rank may call this, the main process does it."""
@@ -610,7 +662,7 @@ class Run:
     def _release(self) -> None:
         self.recorder.close()
         self.engine.release()
-        self.call, self.method = self.module.training_step, partial(getattr, self.module)
+        self.placed.release()
         self.loaders.close()
         # The rest of what refers back to the run: without cycles, weights and optimizer states are freed with their last reference.
         for name in ("optimization", "roll_back"):
@@ -620,11 +672,33 @@ class Run:
 
     def manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
         """Implements ``module.manual_backward`` of ``loss``."""
-        module_calls.manual_backward(self, loss, *args, **kwargs)
+        for hook in self.hooks.on_before_backward:
+            hook(self, self.module, loss)
+        backward = self.engine.backward if self.optimization is None else self.optimization.backward_pass
+        self.phases.named("backward", backward)(loss, *args, **kwargs)
+        for hook in self.hooks.on_after_backward:
+            hook(self, self.module)
 
     def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
-        """Implements ``module.clip_gradients`` of ``optimizer`` with ``value`` and ``algorithm``."""
-        module_calls.clip_gradients(self, optimizer, value, algorithm)
+        """Implements ``module.clip_gradients`` of ``optimizer`` with ``value`` and ``algorithm``; ``None``: the settings'.
+
+        Raises:
+            ValueError: an unknown algorithm.
+        """
+        value = self.settings.gradient_clip_val if value is None else value
+        algorithm = self.settings.gradient_clip_algorithm if algorithm is None else algorithm
+        if algorithm not in ("norm", "value"):
+            raise ValueError(
+                f"gradient_clip_algorithm={algorithm!r} is unknown{nearest(algorithm, ('norm', 'value'))}; possible: 'norm', 'value'"
+            )
+        if not value:
+            return
+        if not self.module.automatic_optimization:
+            optimizer.readable()
+        clip = self.engine.clip_grad_norm_ if algorithm == "norm" else self.engine.clip_grad_value_
+        clip(parameters_of([raw(optimizer)]), value)
+
+    # -- other calls of the module ----------------------------------------------------------------------------------------------
 
     def log_media(self, kind: str, name: str, value: Any, **options: Any) -> None:
         """Give the image, artifact or other of :data:`engine.metrics.media.KINDS` to each callback that takes this ``kind``, on the main process, by
@@ -635,11 +709,27 @@ class Run:
         Raises:
             TypeError, ValueError: a value that is not of this kind; on every rank.
         """
-        module_calls.log_media(self, kind, name, value, **options)
+        medium = media.checked(kind, name, value, **options)
+        if not any(kind in callback.takes for callback in self.callbacks):
+            warn_once(f"log_{kind}: no logger of this run takes it; {name!r} and others of this kind are left out")
+        elif self.is_main_process and self.stage != "sanity":  # whose numbers are not logged either
+            for hook in self.hooks.on_media:
+                hook(self, self.module, kind, name, medium, options)
 
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Implements ``module.all_gather`` of ``data``, with its arguments ``group`` and ``sync_grads``."""
-        return module_calls.all_gather(self, data, group, sync_grads)
+    def all_gather(self, data: Any, group: ProcessGroup | None = None, sync_grads: bool = False) -> Any:
+        """Implements ``module.all_gather``: the tensors in ``data``, and its numbers as tensors, of all ranks.
+
+        Raises:
+            ValueError: a ``group`` of some ranks only.
+        """
+        if group is not None and group.size() != self.world_size:
+            raise ValueError(
+                f"all_gather(group=...) is a group of {group.size()} rank(s), but values are gathered over all {self.world_size}: leave it out, "
+                "or call torch.distributed.all_gather with it"
+            )
+        return stack(self.engine.group, _with_tensors(data, self.device), sync_grads)
+
+    # -- the end ----------------------------------------------------------------------------------------------------------------
 
     def result(self) -> Result:
         """The result that ``Fit.run`` returns."""
@@ -649,3 +739,12 @@ class Run:
         checkpoints = self.best_checkpoint, self.last_checkpoint
         path, best = self.home.path, self.best_weights
         return Result(end, self.stop_reason, epochs, self.step, metrics, *checkpoints, times, path, best)
+
+
+def _with_tensors(tree: Any, device: torch.device) -> Any:
+    """``tree`` with its numbers as tensors."""
+    if isinstance(tree, (bool, int, float)):
+        return torch.tensor(tree, device=device)
+    if type(tree) in (list, tuple):
+        return type(tree)(_with_tensors(each, device) for each in tree)
+    return {key: _with_tensors(each, device) for key, each in tree.items()} if type(tree) is dict else tree

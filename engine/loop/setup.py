@@ -5,40 +5,18 @@ Wrong input is an error here, before the first step.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
-from torch import nn
-
 from engine.data.prepared_loader import PreparedLoader
-from engine.loop.automatic_step import Automatic, ByHand, InParts
-from engine.loop.closure_step import OF_THE_STEP, ByClosure, refuse
+from engine.loop.closure_step import OF_THE_STEP, ClosureOptimization, refuse
 from engine.loop.first_checks import check_parameters
-from engine.loop.manual_optimization import ManualOptimizer
-from engine.loop.method_arguments import step_accepting
+from engine.loop.optimization import Optimization
 from engine.loop.run import Run
+from engine.loop.steps import AutomaticOptimization, ManualOptimization, ManualOptimizer, PipelinedOptimization
 from engine.metrics.torchmetrics_values import joined
 from engine.module import TrainModule, overrides
 from engine.step.optimizers import configured, needs_closure
 from engine.step.wrappers import PreparedOptimizer
 from engine.utils.log import warn_once
 from engine.utils.overrides import overridden_methods
-
-
-class TrainingStep(nn.Module):
-    """``training_step``, or another step by name, as a forward pass, for strategies that wrap forward passes."""
-
-    def __init__(self, module: TrainModule) -> None:
-        super().__init__()
-        self.module = module
-
-    @property
-    def user_module(self) -> TrainModule:
-        """For :func:`engine.transforms.blocks.user_module`."""
-        return self.module
-
-    def forward(self, *args: Any, step: str = "training_step") -> Any:
-        return getattr(self.module, step)(*args)
 
 
 def _warn(run: Run, message: str) -> None:
@@ -52,13 +30,12 @@ def training(run: Run) -> None:
     module = run.module
     if getattr(module.training_step, "__func__", None) is TrainModule.training_step:
         raise TypeError(f"{type(module).__name__} must define training_step(self, batch, batch_idx)")
-    run.training_step = step_accepting(module, "training_step", module.training_step, training=True)
+    run.placed.accept_training_step()
     manual_checks(run)
     late = run.loaders.asks_for_training and module.starts_before_data and not run.engine.strategy.fused
     if not late:
         training_loaders(run)
-    place(run)
-    run.call = step_accepting(module, "training_step", run.call, training=True)
+    run.placed.for_training()
     optimizers(run)
     if late:
         module.on_fit_start()
@@ -104,47 +81,6 @@ def manual_checks(run: Run) -> None:
             )
 
 
-def place(run: Run) -> None:
-    """The module on its device, compiled and distributed as the settings say."""
-    module, engine = run.module, run.engine
-    if not module.training:
-        _warn(
-            run,
-            f"{type(module).__name__} is in eval mode (dropout off, batch norm frozen) during training; call module.train() before the run",
-        )
-    if not module.automatic_optimization:
-        if engine.strategy.matched_forward or engine.strategy.fused:
-            raise ValueError(
-                f"automatic_optimization=False under {type(engine.strategy).__name__}: the backward pass would run in the sharded model's "
-                "forward pass; use strategy='ddp', or your own loop with Engine"
-            )
-        engine.place_model(module)
-        engine.strategy.transform(module)
-    else:
-        distribute(run)
-    read_weights(run)
-
-
-def read_weights(run: Run) -> None:
-    """Let a module with a method ``read_weights()`` read values for what it has built without them: each rank has its shards now."""
-    read = getattr(run.module, "read_weights", None)
-    if read is not None:
-        read()
-
-
-def distribute(run: Run) -> None:
-    """Let the strategy wrap the training step, and evaluation steps if their forward pass has collectives."""
-    module, matched = run.module, run.engine.strategy.matched_forward
-    # A module stays sharded: a later run calls the same root.
-    step = module.sharded_root[0] if matched and module.sharded_root else TrainingStep(module)
-    wrapped = run.engine.prepare_model(step, autocast=False)
-    if matched or type(wrapped) is not TrainingStep:
-        run.call = wrapped
-    if matched:
-        module.sharded_root = [wrapped]
-        run.method = lambda name: partial(wrapped, step=name)
-
-
 def optimizers(run: Run) -> None:
     """The prepared result of ``configure_optimizers``."""
     module, engine = run.module, run.engine
@@ -171,14 +107,10 @@ def optimizers(run: Run) -> None:
     run.set_optimizers(run.optimization.optimizers, schedules, module.automatic_optimization)
 
 
-def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Automatic:
+def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Optimization:
     """Choose how micro-batches and windows are processed, for this module, its optimizers and the strategy."""
     module, engine = run.module, run.engine
-    methods = overridden_methods(module, ("backward", "lr_scheduler_step", *OF_THE_STEP), TrainModule)
-    if "backward" in methods:
-        run.backward = lambda loss, *args, **kwargs: engine.backward_by(
-            loss, lambda root: module.backward(root, *args, **kwargs)
-        )
+    methods = overridden_methods(module, ("lr_scheduler_step", *OF_THE_STEP), TrainModule)
     if not module.automatic_optimization:
         for name in (*OF_THE_STEP, "lr_scheduler_step"):
             if name != "clip_gradients" and name in methods:
@@ -186,11 +118,12 @@ def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Automatic:
                     run,
                     f"{type(module).__name__}.{name} is not called with automatic_optimization=False: call it in training_step",
                 )
-        return ByHand(run, [ManualOptimizer(each, run) for each in prepared])
+        return ManualOptimization(run, [ManualOptimizer(each, run) for each in prepared])
     if methods.intersection(OF_THE_STEP) or any(needs_closure(each.optimizer) for each in prepared):
-        return ByClosure(run, prepared)
+        return ClosureOptimization(run, prepared)
     # The loop steps whole windows with engine.step and needs no wrapper; a module that steps by itself does.
-    return (InParts if engine.strategy.pipelined else Automatic)(run, [each.optimizer for each in prepared])
+    kind = PipelinedOptimization if engine.strategy.pipelined else AutomaticOptimization
+    return kind(run, [each.optimizer for each in prepared])
 
 
 def evaluation(run: Run, kind: str) -> list[PreparedLoader]:
@@ -202,9 +135,5 @@ def evaluation(run: Run, kind: str) -> list[PreparedLoader]:
     if not loaders:
         return []
     joined(module, run.engine.group, run.engine.data_group)
-    if run.engine.strategy.matched_forward:
-        distribute(run)
-    else:
-        run.engine.place_model(module)
-    read_weights(run)
+    run.placed.for_evaluation()
     return loaders

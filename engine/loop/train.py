@@ -53,6 +53,7 @@ def train_epoch(run: Run) -> None:
     """One pass over the training data, or what is left of it."""
     window, module, state, hooks, recorder = run.engine.window, run.module, run.state, run.hooks, run.recorder
     optimization, loaders = run.optimization, run.loaders
+    assert optimization is not None
     micro, accumulates = optimization.micro, optimization.accumulates
     batches = begin_epoch(run)
     optimization.begin()
@@ -72,7 +73,7 @@ def train_epoch(run: Run) -> None:
         state.batches += 1
         closes = share.last or not accumulates
         if closes:
-            run.stepping = True
+            optimization.stepping = True
             optimization.step()
             state.position += loaders.stride
             state.whole_batches = state.batch_idx
@@ -80,7 +81,7 @@ def train_epoch(run: Run) -> None:
             if window.items is not None:
                 run.items.add(window.items)
                 window.items = None
-            run.stepping = False
+            optimization.stepping = False
         for hook in hooks.on_train_batch_end:
             hook(run, module, outputs, batch, index)
         if closes:

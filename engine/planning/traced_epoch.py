@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from engine.config.duration import NEVER
-from engine.loop.automatic_step import Automatic
+from engine.loop.optimization import Optimization
 from engine.loop.run import Run
 from engine.loop.train import of_the_epoch, train_epoch
 from engine.module import TrainModule
@@ -47,8 +47,16 @@ class TracedWindows:
     Those between the first and the last of a window are alike: one of them is traced, and counts for all.
     """
 
-    def __init__(self, run: Run, first_batch: Any, shares: Sequence[Share], observer: StepObserver) -> None:
+    def __init__(
+        self,
+        run: Run,
+        optimization: TracedOptimization,
+        first_batch: Any,
+        shares: Sequence[Share],
+        observer: StepObserver,
+    ) -> None:
         assert run.train_loader is not None
+        self._optimization = optimization
         self._run, self._first_batch, self._shares, self._observer = run, first_batch, shares, observer
         self._loader = run.train_loader
         self.micro_batches = 0
@@ -71,10 +79,10 @@ class TracedWindows:
         gc.collect()  # what an earlier window left must not be freed in this one
         batch = fake_batch(self._first_batch)
         observer.begin_window(
-            run.module, run.optimization.optimizers, leaves(batch), strategy_facts(run.engine.strategy).kept()
+            run.module, self._optimization.optimizers, leaves(batch), strategy_facts(run.engine.strategy).kept()
         )
         self.micro_batches, self._step_before = 0, run.state.step
-        to_trace = _to_trace(self._shares, run.optimization)
+        to_trace = _to_trace(self._shares, self._optimization)
         for number, (share, times) in enumerate(to_trace, 1):
             batch = fake_batch(self._first_batch) if batch is None else batch
             observer.next_micro_batch(leaves(batch), count_as=times)
@@ -90,7 +98,7 @@ class TracedWindows:
 
     def _stepped_by_itself(self) -> bool:
         """Whether a module with manual optimization has ended the window."""
-        return not self._run.optimization.accumulates and self._run.state.step > self._step_before
+        return not self._optimization.accumulates and self._run.state.step > self._step_before
 
     def window_done(self, run: Run, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         """The last hook of ``on_train_batch_end``. What the loop does after it (agree to stop, log, validate) is no part of the step.
@@ -109,22 +117,25 @@ class TracedWindows:
         run.control.due_step = NEVER  # a limit ends no plan, and nothing is logged between two windows
 
 
-class TracedOptimization:
+class TracedOptimization(Optimization):
     """Stands for the run's optimization: the same, and the observer hears where in the step the training is."""
 
-    def __init__(self, optimization: Automatic, run: Run, observer: StepObserver) -> None:
+    def __init__(self, optimization: Optimization, run: Run, observer: StepObserver) -> None:
         self._optimization, self._run, self._observer = optimization, run, observer
         self._kept = strategy_facts(run.engine.strategy).kept
         self.accumulates = optimization.accumulates
-        self.evaluates_again: bool = getattr(optimization, "keeps", False)
-        """Whether a window's micro-batches are computed again, as LBFGS does."""
-        self.begin, self.cut = optimization.begin, optimization.cut
-        self.before_validation = optimization.before_validation
+        self.evaluates_again, self.calls_closures = optimization.evaluates_again, optimization.calls_closures
+        self.backward_pass = optimization.backward_pass
+        self.optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimization.optimizers]
 
-    @property
-    def optimizers(self) -> list[Any]:
-        """The optimizers as torch knows them."""
-        return [getattr(optimizer, "optimizer", optimizer) for optimizer in self._optimization.optimizers]
+    def begin(self) -> None:
+        self._optimization.begin()
+
+    def cut(self) -> None:
+        self._optimization.cut()
+
+    def before_validation(self) -> None:
+        self._optimization.before_validation()
 
     def micro(self, batch: Any, index: int, share: Share) -> Any:
         """One micro-batch; what ``training_step`` returned."""
@@ -149,12 +160,13 @@ def trace_epoch(
 ) -> EndOfTrace:
     """Run the epoch until a window communicates as the one before; the last is recorded."""
     run, missing_values = simulated.run, simulated.missing_values
-    run.optimization = TracedOptimization(run.optimization, run, observer)
-    windows = TracedWindows(run, first_batch, shares, observer)
+    assert run.optimization is not None
+    run.optimization = optimization = TracedOptimization(run.optimization, run, observer)
+    windows = TracedWindows(run, optimization, first_batch, shares, observer)
     run.loaders.train = windows  # type: ignore[assignment]
     run.hooks.wrap(_left_out_where_they_fail(missing_values))
     run.hooks.add("on_train_batch_end", "the plan", windows.window_done)
-    run.optimization.begin()
+    optimization.begin()
     of_the_epoch(run, (*run.hooks.on_fit_start, *run.hooks.on_train_start))
     try:
         train_epoch(run)
@@ -170,7 +182,7 @@ def trace_epoch(
         observer.end_window()
         return EndOfTrace(max(1, windows.micro_batches), "the plan ends where on_train_batch_start ends the epoch")
     count = windows.micro_batches
-    if not run.optimization.accumulates and run.state.step == 0:
+    if not optimization.accumulates and run.state.step == 0:
         step = f"{type(run.module).__name__}.training_step"
         return EndOfTrace(count, f"no optimizer has stepped in {count} micro-batches of {step}")
     return EndOfTrace(count)

@@ -21,7 +21,6 @@ from engine.compat.lightning.trainer_parts import AcceleratorConnector as _Accel
 from engine.compat.lightning.trainer_translation import translate
 from engine.compat.lightning.trainer_view import TrainerView, Values
 from engine.fit import Fit
-from engine.loop.module_calls import save_file
 from engine.loop.run import Run
 from engine.loop.snapshot import content
 from engine.loop.state import Result
@@ -181,7 +180,10 @@ class Trainer(TrainerView):
         if storage_options is not None or "://" in str(filepath):
             raise ValueError(f"save_checkpoint({filepath!r}): give a local path; ModelCheckpoint(dirpath=...) takes a URL")
         whole = path.with_name(f".{path.name}.whole") if pickle else path
-        save_file(run, whole, lambda run, _: replace(content(run), optim={}) if weights_only or pickle else content(run))
+        run.engine.settle()
+        with run.modes.evaluating():
+            everything = content(run)
+            run.write_content(whole, replace(everything, optim={}) if weights_only or pickle else everything, one_file=True)
         if pickle and run.is_main_process:
             ckpt.write_checkpoint(path, whole)
             whole.unlink()

@@ -65,7 +65,7 @@ FAULTS = {
     ),
     "manual optimization": Fault(
         "gradients are averaged for clipping only",
-        "engine/loop/manual_optimization.py",
+        "engine/loop/steps.py",
         "        else:\n            self._average()\n        run.phases",
         "        run.phases",
         ("ddp2",),

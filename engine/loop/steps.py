@@ -1,4 +1,4 @@
-"""How each micro-batch and each window of a training is processed: one object, chosen when the run is prepared."""
+"""Three kinds of optimization: automatic, in chunks of a pipeline, and by the module's own hand."""
 
 from __future__ import annotations
 
@@ -10,57 +10,73 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import profiler
 
+from engine.engine import Engine
+from engine.loop.optimization import Optimization
 from engine.loop.run import Run
 from engine.metrics.torchmetrics_states import unchanged
-from engine.module import overrides
+from engine.module import TrainModule, overrides
 from engine.step.gradients import Loss, check_held, loss_in
 from engine.step.window import Share
+from engine.step.wrappers import PreparedOptimizer
 from engine.utils.log import warn_once
 
 
-class Automatic:
+class AutomaticOptimization(Optimization):
     """Forward and backward pass of each micro-batch; at a window's end all optimizers step as one."""
-
-    accumulates = True
-    """Whether the run decides where a window ends (otherwise the module steps when it wants)."""
 
     def __init__(self, run: Run, optimizers: Sequence[Any]) -> None:
         self.run, self.optimizers, self.phases = run, list(optimizers), run.phases
+        self.backward_pass = run.engine.backward
+        if overrides(run.module, "backward"):
+            self.backward_pass = partial(_backward_of_module, run.engine, run.module)
+        settings = run.settings
+        self.max_norm = settings.gradient_clip_val if settings.gradient_clip_algorithm == "norm" else None
+        self.max_value = settings.gradient_clip_val if settings.gradient_clip_algorithm == "value" else None
         self._parameters = _named(run)
 
     def begin(self) -> None:
-        """An epoch begins.
-
-        Raises:
-            ValueError: an optimizer has parameters that the module no longer has.
-        """
         run = self.run
         before, self._parameters = self._parameters, _named(run)
         check_held(before, self._parameters, self.optimizers)
-        self.call = within(run.engine.autocast(), self.forward())
+        self.call = in_context(run.engine.autocast(), self.forward())
         self.sync, self.models = run.engine.strategy.sync, run.engine.models
 
     def forward(self) -> Callable[..., Any]:
-        """What is called for each micro-batch, under autocast."""
+        """The function to call for each micro-batch, under autocast."""
         return self.run.call
 
     def micro(self, batch: Any, index: int, share: Share) -> Any:
-        """One micro-batch; what ``training_step`` returned."""
         self.sync(self.models, share.last)
         call, phases = self.call, self.phases
         if profiler._is_profiler_enabled or phases.timers:
             call = phases.named("forward", call)
-        outputs = call(batch, index) if share.size else matched_only(self.run, call, batch, index)
-        backward(self.run, outputs)
+        outputs = call(batch, index) if share.size else run_for_matching(self.run, call, batch, index)
+        self.backward_from(outputs)
         return outputs
 
+    def backward_from(self, outputs: Any) -> None:
+        """Run the backward pass from what ``training_step`` returned."""
+        run, loss = self.run, outputs
+        if type(loss) is not Tensor and not isinstance(loss, (Tensor, Loss)):
+            loss = loss_in(outputs, type(run.module).__name__)
+            if loss is None:
+                run.engine.backward_nothing()
+                return
+        for hook in run.hooks.on_before_backward:
+            hook(run, run.module, loss)
+        function = self.backward_pass
+        if profiler._is_profiler_enabled or run.phases.timers:
+            function = run.phases.named("backward", function)
+        function(loss)
+        for hook in run.hooks.on_after_backward:
+            hook(run, run.module)
+
     def step(self) -> None:
-        """The window is over: finish its gradients and step. A window without any loss makes no step."""
         run = self.run
         engine, module, hooks = run.engine, run.module, run.hooks
         if not engine.window.fed and not engine.window_has_loss():
             engine.window.discard()
-            warn_unfed(run)
+            warn_without_loss(run)
             return
         if hooks.on_before_optimizer_step:
             engine.unscale_gradients(run.optimizers)
@@ -70,51 +86,99 @@ class Automatic:
         step = engine.step
         if profiler._is_profiler_enabled or run.phases.timers:
             step = run.phases.named("optimizer", step)
-        step(run.optimizers, max_norm=run.max_norm, max_value=run.max_value, then=run.applied)
+        step(run.optimizers, max_norm=self.max_norm, max_value=self.max_value, then=run.applied)
         for optimizer in run.optimizers:
             for hook in hooks.on_before_zero_grad:
                 hook(run, module, optimizer)
             optimizer.zero_grad()
 
     def cut(self) -> None:
-        """The epoch ends inside a window: discard the window's gradients and step values."""
         self.run.engine.discard_window()
         self.run.recorder.window += 1
 
     def before_validation(self) -> None:
-        """Validation during training is due. Gradients are kept, unless the module clears them."""
         if overrides(self.run.module, "on_validation_model_zero_grad"):
             self.run.module.on_validation_model_zero_grad()
 
 
-class InParts(Automatic):
+class PipelinedOptimization(AutomaticOptimization):
     """The strategy runs forward and backward passes together, on chunks of the micro-batch."""
 
     def forward(self) -> Callable[..., Any]:
-        return partial(in_parts, self.run)
+        return partial(in_chunks, self.run)
 
     def micro(self, batch: Any, index: int, share: Share) -> Any:
         self.sync(self.models, share.last)
         call, phases = self.call, self.phases
         if profiler._is_profiler_enabled or phases.timers:
             call = phases.named("forward_backward", call)
-        return call(batch, index) if share.size else matched_only(self.run, call, batch, index)
+        return call(batch, index) if share.size else run_for_matching(self.run, call, batch, index)
 
 
-class ByHand(Automatic):
+class ManualOptimizer(PreparedOptimizer):
+    """A step averages the gradients over the ranks, unscales them, checks them and counts."""
+
+    def __init__(self, prepared: PreparedOptimizer, run: Run) -> None:
+        super().__init__(prepared.optimizer, prepared._stepper, prepared._window)
+        self._run = run
+
+    def readable(self) -> None:
+        """Average the gradients over the ranks and unscale them, as the step will apply them."""
+        self._average()
+        self._run.engine.unscale_gradients(self)
+
+    def _average(self) -> None:
+        gathered = self._window.of(self.optimizer)
+        if not gathered.averaged:
+            self._run.engine.average_gradients(self)
+            gathered.averaged = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; the value of ``closure`` when one is given (one process only: it computes gradients inside the step)."""
+        run = self._run
+        if closure is not None:
+            if run.world_size > 1:
+                raise RuntimeError(
+                    "optimizer.step(closure) on several ranks: call manual_backward first and step() without a closure"
+                )
+            with run.phases.of("optimizer"):
+                value = super().step(closure)
+            run.applied(True)
+            return value
+        if run.hooks.on_before_optimizer_step:
+            self.readable()
+            for hook in run.hooks.on_before_optimizer_step:
+                hook(run, run.module, self)
+        else:
+            self._average()
+        run.phases.named("optimizer", run.engine.step)([self], then=run.applied)
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for hook in self._run.hooks.on_before_zero_grad:
+            hook(self._run, self._run.module, self)
+        super().zero_grad(set_to_none)
+
+
+class ManualOptimization(AutomaticOptimization):
     """``automatic_optimization = False``: the module steps its optimizers inside ``training_step``."""
 
     accumulates = False
 
     def micro(self, batch: Any, index: int, share: Share) -> Any:
-        self.run.stepping = True
+        self.stepping = True
         call, phases = self.call, self.phases
         if profiler._is_profiler_enabled or phases.timers:
             call = phases.named("training_step", call)
-        return call(batch, index) if share.size else matched_only(self.run, call, batch, index)
+        return call(batch, index) if share.size else run_for_matching(self.run, call, batch, index)
 
     def step(self) -> None:
         """Nothing is left to do."""
+
+
+def _backward_of_module(engine: Engine, module: TrainModule, loss: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """The module's overridden ``backward``, from a scalar with the micro-batch's weight."""
+    return engine.backward_by(loss, lambda root: module.backward(root, *args, **kwargs))
 
 
 def _named(run: Run) -> dict[str, Tensor]:
@@ -124,7 +188,7 @@ def _named(run: Run) -> dict[str, Tensor]:
     return dict(run.module.named_parameters(remove_duplicate=False)) if alone else {}
 
 
-def within(context: AbstractContextManager[Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def in_context(context: AbstractContextManager[Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, called in ``context``; without a context itself, so that a step has two calls less."""
     if isinstance(context, nullcontext):
         return function
@@ -136,7 +200,7 @@ def within(context: AbstractContextManager[Any], function: Callable[..., Any]) -
     return inside
 
 
-def in_parts(run: Run, batch: Any, index: int) -> Any:
+def in_chunks(run: Run, batch: Any, index: int) -> Any:
     """``training_step`` and its backward pass on chunks of a micro-batch; returns the loss of all."""
     module, recorder, size = run.module, run.recorder, run.recorder.size
 
@@ -150,31 +214,13 @@ def in_parts(run: Run, batch: Any, index: int) -> Any:
         recorder.size, recorder.batch = size, batch
 
 
-def matched_only(run: Run, call: Callable[..., Any], batch: Any, index: int) -> Any:
+def run_for_matching(run: Run, call: Callable[..., Any], batch: Any, index: int) -> Any:
     """A training step that only keeps the ranks matched: its samples were trained on before."""
     with unchanged(run.module, run.recorder.metrics):
         return call(batch, index)
 
 
-def backward(run: Run, outputs: Any) -> None:
-    """Backward from what ``training_step`` returned."""
-    loss = outputs
-    if type(loss) is not Tensor and not isinstance(loss, (Tensor, Loss)):
-        loss = loss_in(outputs, type(run.module).__name__)
-        if loss is None:
-            run.engine.backward_nothing()
-            return
-    for hook in run.hooks.on_before_backward:
-        hook(run, run.module, loss)
-    function = run.backward
-    if profiler._is_profiler_enabled or run.phases.timers:
-        function = run.phases.named("backward", function)
-    function(loss)
-    for hook in run.hooks.on_after_backward:
-        hook(run, run.module)
-
-
-def warn_unfed(run: Run) -> None:
+def warn_without_loss(run: Run) -> None:
     """Warn when nothing has been trained so far because ``training_step`` returned no loss."""
     if run.state.step == 0:
         warn_once(

@@ -1,0 +1,50 @@
+"""The interface of what processes a training's micro-batches and windows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from engine.step.window import Share
+
+
+class Optimization(ABC):
+    """Processes the micro-batches and windows of a training. Chosen once, by :func:`engine.loop.setup.optimization`."""
+
+    accumulates = True
+    """True if the run decides where a window ends; otherwise the module steps when it wants."""
+    evaluates_again = False
+    """True if a window's micro-batches may be computed again, as LBFGS does."""
+    calls_closures = False
+    """True if steps go through the module's ``optimizer_step``, with a closure that computes the gradients."""
+    stepping = False
+    """True inside an optimizer step: the state is not consistent and cannot be saved."""
+    optimizers: list[Any]
+    """The optimizers as hooks and the module get them."""
+    backward_pass: Callable[..., Any]
+    """The backward pass from a loss: the engine's, or the module's overridden ``backward``."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Prepare for an epoch.
+
+        Raises:
+            ValueError: an optimizer has parameters that the module no longer has.
+        """
+
+    @abstractmethod
+    def micro(self, batch: Any, index: int, share: Share) -> Any:
+        """Process one micro-batch; return what ``training_step`` returned."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """End the window: finish its gradients and step. A window without any loss makes no step."""
+
+    @abstractmethod
+    def cut(self) -> None:
+        """End an epoch inside a window: discard the window's gradients and step values."""
+
+    @abstractmethod
+    def before_validation(self) -> None:
+        """Clear gradients before a validation during training, if the module wants that; otherwise they are kept."""
