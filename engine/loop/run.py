@@ -55,7 +55,8 @@ class Run:
     """The run as callbacks see it. Plain attributes are read-only by convention.
 
     :class:`engine.Fit` builds it from its ``settings``, the ``engine``, the ``module``, the ``callbacks`` with their bound ``hooks``, the
-    ``stage``, the ``origins`` of the settings, the ``sections`` of ``fit run``, and the ``content`` of its checkpoints.
+    ``stage``, the user's ``data``, the ``origins`` of the settings, the ``sections`` of ``fit run``, the ``content`` of its checkpoints, and the
+    ``start_log`` of an attached terminal.
     """
 
     stage: str
@@ -195,7 +196,7 @@ class Run:
         return self.loaders.eval_batches
 
     def window_at(self, epoch: int) -> int:
-        """Micro-batches in a window of this epoch."""
+        """Micro-batches in a window of this ``epoch``."""
         return self.loaders.window_at(epoch)
 
     # -- where am I -------------------------------------------------------------------------------------------------------------
@@ -327,7 +328,7 @@ class Run:
         return self.control.max_epochs
 
     def set_limit(self, name: str, value: int | None) -> None:
-        """Let the training end at ``value`` for ``"max_epochs"`` or ``"max_steps"``; ``None``: no such limit. All ranks call this."""
+        """Let the training end at ``value``, the limit of this ``name`` (``"max_epochs"``, ``"max_steps"``); ``None``: none. All ranks call this."""
         self.control.set_limit(name, value)
 
     @property
@@ -621,7 +622,7 @@ class Run:
             return self.write_content(where, self._content(self, None), one_file=one_file)
 
     def write_content(self, where: Path | str, content: Content, *, one_file: bool = False) -> Path | str:
-        """Write the content of a checkpoint at ``where``; all ranks call this together. ``one_file``: as in :meth:`save_checkpoint_at`."""
+        """Write the ``content`` of a checkpoint at ``where``; all ranks call this together. ``one_file``: as in :meth:`save_checkpoint_at`."""
         if not one_file:
             return self._write_folder(where, content)
         check_local(where)
@@ -717,7 +718,7 @@ class Run:
                 hook(self, self.module, kind, name, medium, options)
 
     def all_gather(self, data: Any, group: ProcessGroup | None = None, sync_grads: bool = False) -> Any:
-        """Implements ``module.all_gather``: the tensors in ``data``, and its numbers as tensors, of all ranks.
+        """Implements ``module.all_gather``: the tensors in ``data``, and its numbers as tensors, of all ranks; ``sync_grads``: with their graph.
 
         Raises:
             ValueError: a ``group`` of some ranks only.

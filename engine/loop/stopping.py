@@ -69,7 +69,7 @@ class StopControl:
         return state.finished_epochs >= (settings.min_epochs or 0) and state.step >= (settings.min_steps or 0)
 
     def set_limit(self, name: str, value: int | None) -> None:
-        """Let the training end at ``value`` for ``"max_epochs"`` or ``"max_steps"``; ``None``: no such limit. All ranks call this."""
+        """Let the training end at ``value``, the limit of this ``name`` (``"max_epochs"``, ``"max_steps"``); ``None``: none. All ranks call this."""
         setattr(self, name, value)
         self.due_step = 0  # looked at after the step under way
 

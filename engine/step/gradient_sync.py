@@ -30,7 +30,7 @@ class GradientSync:
         return traces(optimizers)
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """The maximum of each number over all ranks. Waits for them."""
+        """The maximum of each of the ``values`` over all ranks. Waits for them."""
         return list(values)
 
     def drop_repeated(self, parameters: Sequence[Tensor]) -> None:

@@ -90,6 +90,11 @@ def test_without_a_device_nothing_is_read_ahead(monkeypatch: pytest.MonkeyPatch)
     assert [batch.dtype for batch in engine.prepare_data_loader([torch.ones(1)] * 2)] == [torch.bfloat16] * 2
 
 
+class Stays(loaders.BatchTransfer):
+    def move(self, batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+        return batch
+
+
 def test_the_prepared_loader_reads_ahead_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, hooks and the place in the epoch stay those of the batch that is given out."""
     notes = Notes()
@@ -108,7 +113,7 @@ def test_the_prepared_loader_reads_ahead_on_a_device(monkeypatch: pytest.MonkeyP
         assert (notes.events.index("copy 5") < notes.events.index("compute device 4")) is across
     notes.events.clear()
     loader = engine.prepare_data_loader([torch.ones(1)])
-    loader.transfer = lambda batch, device, dtype: batch
+    loader.transfer = Stays()
     assert len(list(loader)) == 1
     assert notes.events == []
 

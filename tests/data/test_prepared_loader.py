@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from engine import Engine
-from engine.data.prepared_loader import PreparedLoader
+from engine.data.prepared_loader import BatchTransfer, PreparedLoader
 from engine.step.window import ALONE
 
 
@@ -163,10 +163,15 @@ def test_placing() -> None:
     assert x.dtype == torch.float32
 
 
+class AddsOne(BatchTransfer):
+    def move(self, batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+        return (batch + 1).to(device, dtype)
+
+
 def test_a_transfer_takes_the_place_of_the_move() -> None:
     engine = Engine(accelerator="cpu", precision="bf16-true")
     loader = engine.prepare_data_loader([torch.ones(1)])
-    loader.transfer = lambda batch, device, dtype: (batch + 1).to(device, dtype)
+    loader.transfer = AddsOne()
     assert [(x.item(), x.dtype) for x in loader] == [(2.0, torch.bfloat16)]
     assert loader.skipping(0).transfer is loader.transfer
 

@@ -4,7 +4,7 @@ import pytest
 from support.internals import group_of_one
 from support.ranks import run_ranks
 
-from engine.distributed.agreement import MAX_INTERVAL, Agreement
+from engine.distributed.agreement import MAX_INTERVAL, Agreement, Stopwatch
 
 SCRIPT = """
 import math, os
@@ -97,7 +97,7 @@ def test_ranks_agree_at_the_same_call(results, name, expected):
 
 
 def test_alone_the_wish_is_the_answer_at_once_and_costs_nothing():
-    agreement = Agreement(group_of_one())
+    agreement = Agreement(group_of_one(), Stopwatch())
     assert agreement.poll(True, 0.1) is True
     assert agreement.poll(False, 0.1) is False
     assert agreement.now(True) is True
