@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from callbacks import ModelCheckpoint
 from engine import Callback, Fit, Loss, Result, Run, TrainModule
-from engine.loop.state import MANY, Tally
+from engine.loop.state import MANY, Tally, TrainState
 
 
 def test_a_result_as_text():
@@ -185,3 +185,18 @@ def test_two_ranks_count_both_and_each_sees_its_own_example(tmp_path: Path) -> N
         for rows, example, first in each.value.values():
             assert rows == [[4, 10.0], [7, 28.0]]  # 1+2 and 3+4, then 5+6 and 7
             assert example == first == [[1.0, 2.0], [3.0, 4.0]][rank]
+
+
+def test_counters_are_restored_in_place_at_the_start_of_a_cut_window() -> None:
+    state = TrainState(epoch=7, validated_step=3)
+    state.restore(
+        {"epoch": 1, "step": 4, "batch_idx": 5, "batches": 9, "position": 16, "whole_batches": 4, "samples": 40}
+    )
+    assert state == TrainState(epoch=1, step=4, batch_idx=4, batches=8, position=16, whole_batches=4, samples=40)
+    assert (state.in_window, state.resume_point()) == (False, (4, 1, 4, -1))
+    state.epoch_done = True
+    assert (state.finished_epochs, state.resume_point()) == (2, (4, 2, 0, -1))
+    state.next_epoch()
+    assert state == TrainState(epoch=2, step=4, batches=8, samples=40)
+    with pytest.raises(TypeError, match="'steps'"):
+        state.restore({"steps": 1})
