@@ -183,9 +183,8 @@ class Engine:
             autocast: under mixed precision, run the forward pass in autocast and return half-precision outputs as fp32.
                 Without it, use :meth:`autocast` yourself.
         """
-        known = self.prepared.known(model)
-        if known is not None:
-            return known
+        if (earlier := self.prepared.form_of(model)) is not None:
+            return earlier
         check_plain(model)
         self.strategy.place(self._with_own_layers(model))
         if autocast and self.precision.autocast is not None:

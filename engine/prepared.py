@@ -15,6 +15,7 @@ from engine.step.optimizer_step import Stepper
 from engine.step.window import Window
 from engine.step.wrappers import PreparedScheduler
 from engine.strategies.base import Strategy
+from engine.utils.parameters import uncompiled
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Prepared:
     seed: int
     """The seed of the data order."""
     models: list[nn.Module] = field(default_factory=list)
-    """As ``Engine.prepare_model`` returned them."""
+    """The results of ``Engine.prepare_model``."""
     schedulers: list[PreparedScheduler] = field(default_factory=list)
     loaders: list[PreparedLoader] = field(default_factory=list)
     registered: list[Any] = field(default_factory=list)
@@ -49,13 +50,11 @@ class Prepared:
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The user's own module of a prepared one."""
-        inner = self.strategy.unwrap(model)
-        original = inner._modules.get("_orig_mod")  # torch.compile's wrapper
-        return inner if original is None else original
+        return uncompiled(self.strategy.unwrap(model))
 
-    def known(self, model: nn.Module) -> nn.Module | None:
+    def form_of(self, model: nn.Module) -> nn.Module | None:
         """The prepared form of ``model`` (which may be that itself), if there is one."""
-        return next((known for known in self.models if model is known or model is self.unwrap(known)), None)
+        return next((prepared for prepared in self.models if model is prepared or model is self.unwrap(prepared)), None)
 
     def whole_module(self) -> nn.Module:
         """The user's model; several as submodules of one module.
@@ -77,13 +76,13 @@ class Prepared:
         module = self.whole_module()
         if not left_out:
             return module
-        own = [self.unwrap(model) for model in left_out]
-        kept = nn.Module()
-        if not any(module is each for each in own):
+        users = {id(self.unwrap(model)) for model in left_out}
+        rest = nn.Module()
+        if id(module) not in users:
             for name, child in module.named_children():
-                if not any(child is each for each in own):
-                    kept.add_module(name, child)
-        return kept
+                if id(child) not in users:
+                    rest.add_module(name, child)
+        return rest
 
     def forget(self) -> None:
         """Forget models, schedulers and loaders."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.utils.overrides import overridden, overridden_methods
+
+if TYPE_CHECKING:
+    from engine.module import TrainModule
 
 Method = Callable[..., Any]
 
@@ -63,7 +66,7 @@ def accepting(method: Method, owner: object, event: str, base: type, first: Sequ
     )
 
 
-def check(module: Any, base: type) -> None:
+def check(module: TrainModule, base: type) -> None:
     """Check the methods in :data:`BESIDES_EVENTS` that ``module`` overrides.
 
     Raises:
@@ -142,7 +145,7 @@ def _passing(call: Callable[..., Any], count: int | None, given: int) -> Callabl
 
 
 def step_accepting(
-    module: Any, name: str, call: Callable[..., Any], several: bool = False, training: bool = False
+    module: TrainModule, name: str, call: Callable[..., Any], several: bool = False, training: bool = False
 ) -> Callable[..., Any]:  # fmt: skip
     """``call``, which runs the module's step of this name, for the arguments that a loop passes.
 

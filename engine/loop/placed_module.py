@@ -141,15 +141,15 @@ def _complete(module: nn.Module) -> Iterator[None]:
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
     """Copies with their own memory: DeepSpeed's parameters are views of one flat tensor, which safetensors refuses. Tied ones stay tied."""
-    made: dict[Any, Tensor] = {}
-    found: dict[str, Any] = {}
+    copies: dict[Any, Tensor] = {}
+    whole: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
             key, here = same_memory(value), value.detach().cpu()
             part = here.untyped_storage().nbytes() > here.numel() * here.element_size()
-            value = made.setdefault(key, here.clone() if part else here)
-        found[name] = value
-    return found
+            value = copies.setdefault(key, here.clone() if part else here)
+        whole[name] = value
+    return whole
 
 
 def _shared(group: Group, state: dict[str, Any]) -> dict[str, Any]:
@@ -166,15 +166,15 @@ def _shared(group: Group, state: dict[str, Any]) -> dict[str, Any]:
                     str(value.dtype).removeprefix("torch."),
                 ]
             )
-    found: dict[str, Any] = {}
+    whole: dict[str, Any] = {}
     for name, same, shape, dtype in gather_json(group, rows)[0]:
-        if same in found:
-            found[name] = found[same]
+        if same in whole:
+            whole[name] = whole[same]
         else:
-            found[name] = broadcast(
+            whole[name] = broadcast(
                 group, state[name] if group.is_main else torch.empty(shape, dtype=getattr(torch, dtype))
             )
-    return found
+    return whole
 
 
 @contextmanager
@@ -182,7 +182,7 @@ def holding(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
     """Inside the block the module has the tensors of ``state`` instead of its own; names that are missing keep their tensors."""
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     classes = [(inner, type(inner)) for inner in module.modules()] if state else []
-    made: dict[int, nn.Parameter] = {}
+    replacements: dict[int, nn.Parameter] = {}
     for prefix, inner in module.named_modules(remove_duplicate=False):
         for store in (inner._parameters, inner._buffers):
             for key, own in store.items():
@@ -190,7 +190,7 @@ def holding(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
                 if own is not None and isinstance(value, Tensor):
                     replaced.append((store, key, own))
                     if isinstance(own, nn.Parameter):
-                        value = made.setdefault(id(own), nn.Parameter(value, own.requires_grad))
+                        value = replacements.setdefault(id(own), nn.Parameter(value, own.requires_grad))
                     store[key] = value
     for inner, sharded in classes:  # FSDP's class cannot be copied, and its hooks would gather what is whole
         if any(_of_fsdp(part) for part in sharded.__bases__):

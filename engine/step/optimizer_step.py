@@ -14,7 +14,7 @@ from engine.step.gradient_sync import GradientSync
 from engine.step.precision import Scaler
 from engine.step.window import SCALAR, Gathered, Window
 from engine.utils import accelerator, torch_private
-from engine.utils.parameters import parameters_of
+from engine.utils.parameters import parameters_of, uncompiled
 
 Optimizers = Sequence[Any]
 """Prepared ones or plain ones."""
@@ -357,8 +357,8 @@ class Stepper:
 
     def _where_nonfinite(self) -> str:
         """The names of parameters whose gradients are not finite, as the end of a message. Waits for the device."""
-        modules = map(self.strategy.unwrap, self.window.models)
-        named = ((name.removeprefix("_orig_mod."), p) for module in modules for name, p in module.named_parameters())
+        modules = [uncompiled(self.strategy.unwrap(model)) for model in self.window.models]
+        named = (pair for module in modules for pair in module.named_parameters())
         names = gradients.where_nonfinite(named, self.strategy.local)
         return f"; first in: {', '.join(names[:5])}" if names else ""
 

@@ -1,4 +1,4 @@
-"""Which methods of a base class are overridden."""
+"""Finds the methods of a base class that an object overrides."""
 
 from __future__ import annotations
 

@@ -29,3 +29,9 @@ def frozen_except(module: nn.Module, optimizer: Any) -> list[Tensor]:
     for parameter in others:
         parameter.requires_grad_(False)
     return others
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module inside ``torch.compile``'s wrapper; another module itself."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner

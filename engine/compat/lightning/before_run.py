@@ -70,7 +70,7 @@ class BeforeRun(_Early):
         self.is_main_process = self.rank == 0
 
     def set_limit(self, name: str, value: int | None) -> None:
-        """As :meth:`engine.Run.set_limit`."""
+        """Let the training end at ``value``, the limit of this ``name``; see :meth:`engine.Run.set_limit`."""
         setattr(self, name, value)
 
     @cached_property
