@@ -64,8 +64,12 @@ def test_tensorboard_reads_the_writers_of_one_second_in_their_order(
 ) -> None:
     """The names of its files count the writers of a process, and 10 comes before 9 there: a cut would be read after what follows it."""
     writers = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
-    for step in (1, 2, 3):
-        monkeypatch.setattr(writers, "_global_uid", writers.AtomicCounter(9))
+    for step, count in (
+        (1, 9),
+        (2, 99),
+        (3, 999),
+    ):  # a process never has a count twice, and two files of one name would be one
+        monkeypatch.setattr(writers, "_global_uid", writers.AtomicCounter(count))
         saves = ModelCheckpoint(every="1 step", asynchronous=False)
         fit = Fit(accelerator="cpu", root_dir=tmp_path, max_steps=step, callbacks=[TensorBoardLogger(), saves])
         result = fit.run(module := Logs(), ones(32), resume="auto")
