@@ -127,10 +127,10 @@ def _unchanged(run: Run, batch: Any) -> Iterator[None]:
     for _, kept in attributes:
         known += tree_leaves([value for value, _ in kept.values()])
     on_write = _CopyOnWrite([tensor for tensor in known if isinstance(tensor, Tensor)])
-    module.log_with(_nothing)
     vars(run)["log_media"] = _nothing
     try:
         with (
+            run.logbook.silenced(),
             isolated(),
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
@@ -139,7 +139,6 @@ def _unchanged(run: Run, batch: Any) -> Iterator[None]:
             yield
     finally:
         del vars(run)["log_media"]
-        run.record_to(run.recorder)
         with torch.no_grad():
             for tensor, value in [*buffers, *on_write.copies]:
                 tensor.copy_(value)

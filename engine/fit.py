@@ -241,7 +241,7 @@ class Fit:
             if run.settings.check:
                 compare(run)
             of_the_epoch(run, run.hooks.on_train_start)
-            with watched(run), collecting_garbage(run), run.modes.training():
+            with watched(run), collecting_garbage(run), run.optimizer_set.modes.training():
                 train(run)
             run.over = True
             call_all(run, run.hooks.on_train_end)
@@ -526,7 +526,7 @@ class Fit:
         run.stage = "sanity"
         call_all(run, run.hooks.on_sanity_check_start)
         with watched(run):
-            run.live.sanity_names = set().union(*validate(run, None if count < 0 else count))
+            run.logbook.sanity_names = set().union(*validate(run, None if count < 0 else count))
         call_all(run, run.hooks.on_sanity_check_end)
         run.stage = "fit"
 

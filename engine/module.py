@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from engine.checkpoint.module_loading import load_module
 from engine.config.hyperparameters import HParams, initial, save, saved_by
+from engine.metrics.recorder import ClosedRecorder, Recorder
 from engine.step.gradients import Loss
 from engine.strategies.deferred_init import reset
 from engine.utils.extensions import completed, missing
@@ -63,7 +64,7 @@ class TrainModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._context: Run | None = None
-        self._record_logged: Any = None
+        self._log_recorder: Recorder | ClosedRecorder | None = None
         self._toggled: list[Tensor] = []
         self.sharded_root: list[nn.Module] = []
         """The wrapper that a sharding strategy calls instead of the module; in a list, so that it is not a submodule."""
@@ -84,7 +85,7 @@ class TrainModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle of the module belongs to no run.
-        return {**self.__dict__, "_context": None, "_record_logged": None, "sharded_root": []}
+        return {**self.__dict__, "_context": None, "_log_recorder": None, "sharded_root": []}
 
     # -- what to define ---------------------------------------------------------------------------------------------------------
 
@@ -162,10 +163,10 @@ class TrainModule(nn.Module):
         Raises:
             TypeError, ValueError: not one number, other options than before, or one that cannot be honoured; both name the key.
         """
-        if self._record_logged is None:
+        if self._log_recorder is None:
             warn_once(f"{type(self).__name__}.log() outside a Fit run records nothing")
             return
-        self._record_logged(
+        self._log_recorder.record(
             name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
             add_dataloader_idx, batch_size, metric_attribute, rank_zero_only, reduce,
         )  # fmt: skip
@@ -421,7 +422,7 @@ class TrainModule(nn.Module):
             self._reached = (self._context.step, self._context.epoch, self._context.samples)
         self._context = context
         if context is None:
-            self._record_logged = None
+            self._log_recorder = None
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -440,18 +441,18 @@ class TrainModule(nn.Module):
                 "val_loaders, or evaluate after it"
             )
         self._reached = (run.step, run.epoch, run.samples)
-        parts = [(part, part._context, part._record_logged) for part in self.modules() if isinstance(part, TrainModule)]
+        parts = [(part, part._context, part._log_recorder) for part in self.modules() if isinstance(part, TrainModule)]
         for part, _, _ in parts:
             part._context = None
         try:
             yield
         finally:
-            for part, context, record in parts:
-                part._context, part._record_logged = context, record
+            for part, context, recorder in parts:
+                part._context, part._log_recorder = context, recorder
 
-    def log_with(self, record: Callable[..., None]) -> None:
-        """Set the function ``record`` that records logged values; called by the run."""
-        self._record_logged = record
+    def log_to(self, recorder: Recorder | ClosedRecorder) -> None:
+        """Log to ``recorder`` from now on; called by the run."""
+        self._log_recorder = recorder
 
     # -- events of a run: Lightning's, all optional, in the order of engine/README.md; only overridden ones are called -------------
 

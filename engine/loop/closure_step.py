@@ -124,7 +124,7 @@ class ClosureOptimization(AutomaticOptimization):
             run.engine.window.discard()
             warn_without_loss(run)
         if self._verdicts:
-            run.applied(any(self._verdicts))
+            self.applied(any(self._verdicts))
             self._verdicts.clear()
         if not self.zeroes_first:
             self._zero(index)
@@ -185,7 +185,7 @@ class ClosureOptimization(AutomaticOptimization):
 
     def _again(self) -> None:
         """Evaluate the whole window again, for gradients at the current parameters. Nothing is logged twice."""
-        run, window = self.run, self.run.engine.window
+        run, window, recorder = self.run, self.run.engine.window, self.run.logbook.recorder
         if not self.evaluates_again and not self._single:
             raise RuntimeError(
                 "optimizer_closure() was called twice in one step with accumulate_grad_batches > 1, and the earlier micro-batches are not kept: "
@@ -196,7 +196,7 @@ class ClosureOptimization(AutomaticOptimization):
         self._summed.value, outputs = None, None
         with logging_nothing(run):
             for number, (batch, index, share) in enumerate(self._window):
-                window.share, run.recorder.size, run.recorder.batch = share, share.size, batch
+                window.share, recorder.size, recorder.batch = share, share.size, batch
                 outputs = self._evaluate(batch, index, share, number == 0)
         self._finish_window(outputs)
 
@@ -307,14 +307,13 @@ class ClosureOptimization(AutomaticOptimization):
 @contextmanager
 def logging_nothing(run: Run) -> Iterator[None]:
     """Discard what the module logs in the block, and what its torchmetrics objects see."""
-    size, batch = run.recorder.size, run.recorder.batch
-    run.module.log_with(lambda *values: None)
+    recorder = run.logbook.recorder
+    size, batch = recorder.size, recorder.batch
     try:
-        with unchanged(run.module):
+        with run.logbook.silenced(), unchanged(run.module):
             yield
     finally:
-        run.record_to(run.recorder)
-        run.recorder.size, run.recorder.batch = size, batch
+        recorder.size, recorder.batch = size, batch
 
 
 def refuse(run: Run, optimizers: Sequence[Optimizer]) -> None:

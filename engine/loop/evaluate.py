@@ -7,14 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 
 from engine.data.prepared_loader import PreparedLoader
 from engine.distributed.collectives import gather_object
-from engine.loop.live_metrics import Pending
+from engine.loop.logbook import EvaluationValues
 from engine.loop.method_arguments import step_accepting
 from engine.loop.run import Run
 from engine.loop.stopping import Preempted
@@ -22,7 +21,6 @@ from engine.metrics.recorder import Recorder
 from engine.metrics.torchmetrics_states import unchanged
 from engine.metrics.torchmetrics_values import put_back
 from engine.module import overrides
-from engine.utils.log import warn_once
 from engine.utils.seed import isolated
 from engine.utils.tree import map_tensors, whole
 
@@ -36,18 +34,18 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
         run.state.validated_step = run.state.step
         assert run.optimization is not None
         run.optimization.before_validation()
-    began, saving, outer = time.perf_counter(), run.times.checkpoint, run.recorder
+    began, saving, outer = time.perf_counter(), run.times.checkpoint, run.logbook.recorder
     run.saver.hold()  # callbacks may swap the weights
     run.engine.snapshot.hold()
     for loader in run.loaders.validation:
         loader.set_epoch(run.state.epoch)  # a shuffled one gives the same order after a resume
     try:
-        with run.garbage.automatic(), run.modes.evaluating():
+        with run.garbage.automatic(), run.optimizer_set.modes.evaluating():
             results = evaluate(
                 run, run.loaders.validation, "validation", run.placed.evaluation_step("validation_step"), limit
             )
     except Preempted:
-        run.record_to(outer)
+        run.logbook.record_to(outer)
         run.state.validated_step, results = before, []
         run.val_every.keep_due()
     run.times.validation += time.perf_counter() - began - (run.times.checkpoint - saving)
@@ -65,7 +63,7 @@ def evaluate(
         name: ``"validation"`` or ``"test"``: whose hooks are called.
         limit: the maximum number of batches per loader.
     """
-    hooks, module, outer = run.hooks, run.module, run.recorder
+    hooks, module, logbook, outer = run.hooks, run.module, run.logbook, run.logbook.recorder
     several = len(loaders) > 1
     step = step_accepting(module, f"{name}_step", step, several)
     suffixes = [f"/dataloader_idx_{i}" if several else "" for i in range(len(loaders))]
@@ -77,30 +75,30 @@ def evaluate(
         for recorder in every:
             recorder.taken = taken
     with run.phases.of(name), evaluating(run, name):
-        run.record_to(common)
+        logbook.record_to(common)
         call_all(run, getattr(hooks, f"on_{name}_start"))
         call_all(run, getattr(hooks, f"on_{name}_epoch_start"))
         run.engine.share_buffers(module)  # the values belong to the weights that are saved
         try:
             for index, (loader, recorder) in enumerate(zip(loaders, recorders, strict=True)):
-                run.record_to(recorder)
+                logbook.record_to(recorder)
                 deque(batches(run, loader, name, step, index if several else None, limit), maxlen=0)  # keeps no output
                 if several:
                     recorder.set_aside()
             put_back(logged for recorder in recorders for logged in recorder.logged)
-            run.record_to(common)
+            logbook.record_to(common)
             values = [recorder.epoch_values(clear=False) for recorder in recorders]
-            run.live.pending = Pending(values, recorders)
+            logbook.evaluation = evaluation = EvaluationValues(values, recorders)
             call_all(run, getattr(hooks, f"on_{name}_epoch_end"))
-            run.live.pending.check(f"on_{name}_epoch_end")
+            evaluation.check(f"on_{name}_epoch_end")
             shared = common.epoch_values(clear=False)
         finally:
-            run.live.pending = None
+            logbook.evaluation = None
             for (
                 recorder
             ) in every:  # not before all are computed: several recorders may have the same torchmetrics object
                 recorder.clear()
-        run.record_to(outer)
+        logbook.record_to(outer)
         if run.stage != "sanity":
             for recorder, found in zip(every, [*values, shared], strict=True):
                 if found:
@@ -122,7 +120,7 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
         call_all(run, run.hooks.on_predict_start)
         call_all(run, run.hooks.on_predict_epoch_start)
         run.engine.share_buffers(run.module)
-        run.module.log_with(partial(unreported, "in a prediction", "return the value from predict_step"))
+        run.logbook.close("in a prediction", "return the value from predict_step")
         step = step_accepting(run.module, "predict_step", run.placed.evaluation_step("predict_step"), len(loaders) > 1)
         for index, loader in enumerate(loaders):
             several = index if len(loaders) > 1 else None
@@ -140,11 +138,6 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
     return results
 
 
-def unreported(when: str, instead: str, name: Any, *args: Any) -> None:
-    """What ``log`` does when nothing is reported any more."""
-    warn_once(f"log({name!r}) {when} is not reported: {instead}")
-
-
 _NOTHING = object()
 
 
@@ -156,7 +149,7 @@ def batches(
     Raises:
         Preempted: Ctrl-C or SIGTERM on some rank.
     """
-    engine, module, control = run.engine, run.module, run.control
+    engine, module, control, logbook = run.engine, run.module, run.control, run.logbook
     starts, ends = getattr(run.hooks, f"on_{name}_batch_start"), getattr(run.hooks, f"on_{name}_batch_end")
     loader_index = () if index is None else (index,)
     autocast = engine.autocast()
@@ -174,18 +167,18 @@ def batches(
         size = engine.window.share.size
         if not size and not engine.strategy.matched_forward:
             continue  # repeated samples of a rank that has no more data
-        run.recorder.size, run.recorder.batch = size, batch
+        logbook.recorder.size, logbook.recorder.batch = size, batch
         # A repeated batch that only keeps the ranks matched is not passed to hooks.
         for hook in starts if size else ():
             hook(run, module, batch, number, *loader_index)
-        with autocast, nullcontext() if size else unchanged(module, run.recorder.metrics):
+        with autocast, nullcontext() if size else unchanged(module, logbook.recorder.metrics):
             outputs = step(batch, number, *loader_index)
         for hook in ends if size else ():
             hook(run, module, outputs, batch, number, *loader_index)
         if size:
             yield outputs
-        batch = outputs = run.recorder.batch = None  # before the next one is copied to the device
-    run.recorder.size = 1
+        batch = outputs = logbook.recorder.batch = None  # before the next one is copied to the device
+    logbook.recorder.size = 1
 
 
 @contextmanager

@@ -193,7 +193,7 @@ def check_monitors(run: Run) -> None:
     Raises:
         ValueError: the message names who follows the metric, and those that were logged.
     """
-    if run.settings.fast_dev_run or (run.val_loaders and run.live.sanity_names is None):
+    if run.settings.fast_dev_run or (run.val_loaders and run.logbook.sanity_names is None):
         return
     followed = [
         (f"{type(callback).__name__}(monitor={callback.monitor!r})", callback.monitor)
@@ -210,7 +210,7 @@ def check_monitors(run: Run) -> None:
         ]
     if not followed:
         return
-    logged = {*run.live.training.slots, *run.metrics, *(run.live.sanity_names or ())}
+    logged = {*run.logbook.training.slots, *run.metrics, *(run.logbook.sanity_names or ())}
     names = set().union(*gather_json(run.engine.group, sorted(logged)))
     forms = {f"{name}{ending}" for name in names for ending in ("", "_step", "_epoch")}
     forms |= {name.removesuffix("_epoch") for name in names}

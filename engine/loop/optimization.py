@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from engine.loop.logbook import Logbook
+from engine.loop.state import TrainState
+from engine.step.optimizers import OptimizerSet
 from engine.step.window import Share
 
 
@@ -24,6 +27,19 @@ class Optimization(ABC):
     """The optimizers as hooks and the module get them."""
     backward_pass: Callable[..., Any]
     """The backward pass from a loss: the engine's, or the module's overridden ``backward``."""
+
+    def __init__(self, state: TrainState, optimizer_set: OptimizerSet, logbook: Logbook) -> None:
+        self._state, self._optimizer_set, self._logbook = state, optimizer_set, logbook
+
+    def applied(self, happened: bool) -> None:
+        """An optimizer step was taken: ``happened`` (or skipped: counters and schedulers then stay where they are)."""
+        if happened:
+            state, logbook = self._state, self._logbook
+            state.step += 1
+            for schedule in self._optimizer_set.step_schedules:
+                if state.step % schedule.frequency == 0:
+                    metrics = logbook.with_this_step() if schedule.reduce_on_plateau else logbook.metrics
+                    schedule.advance(metrics, state.step)
 
     @abstractmethod
     def begin(self) -> None:

@@ -31,8 +31,8 @@ from engine.engine import Engine
 from engine.loop.compatibility import shown
 from engine.loop.garbage import Collector
 from engine.loop.hook_calls import Hooks
-from engine.loop.live_metrics import LiveMetrics
 from engine.loop.loaders import RunData, RunLoaders
+from engine.loop.logbook import Logbook
 from engine.loop.optimization import Optimization
 from engine.loop.placed_module import PlacedModule
 from engine.loop.state import Result, Tally, Times, TrainState, status_of
@@ -41,7 +41,7 @@ from engine.loop.timing import Phases, phase
 from engine.metrics import media
 from engine.metrics.recorder import Recorder
 from engine.module import TrainModule
-from engine.step.optimizers import Modes, Schedule
+from engine.step.optimizers import OptimizerSet, Schedule
 from engine.step.wrappers import raw
 from engine.utils.errors import nearest
 from engine.utils.extensions import attribute, completed
@@ -68,14 +68,10 @@ class Run:
     saved: tuple[tuple[int, int, int, int], str] | None = None
     """Position (step, epoch, batch, validated step) and name of the checkpoint that this run has saved last."""
     _chosen: str | None = None
-    modes = Modes()
-    """Train and eval modes of the optimizers; none have been created yet."""
     over = False
     """The training has ended."""
     optimization: Optimization | None = None
     """The object that processes each micro-batch and each window; in trainings only."""
-    withheld: frozenset[str] = frozenset()
-    """Of the values that ``on_log`` gets now, those logged with ``logger=False``: loggers do not get them."""
     best_checkpoint: Path | str | None = None
     last_checkpoint: Path | str | None = None
     roll_back: Callable[[Path | str], None]
@@ -89,7 +85,6 @@ class Run:
     """The checkpoint that this run resumed from, or took its weights from."""
     evaluating = False
     """A validation, test or prediction is under way, in a training too."""
-    _logged_step = -1
 
     def __init__(
         self,
@@ -116,22 +111,13 @@ class Run:
         self.placed = PlacedModule(engine, module)
         if stage != "fit":
             self.state.step, self.state.epoch, self.state.samples = module._reached
-        self.live = LiveMetrics(engine.recorder(on_step=True, on_epoch=False))
-        self.record_to(self.live.training)
-        self.metrics: dict[str, float] = {}
-        """The latest value of every logged name; one logged ``on_step`` and ``on_epoch`` is there without a suffix too (the epoch's)."""
-        self.training_metrics: set[str] = set()
-        """Those of them that were measured in training, with the trained weights, rather than in an evaluation."""
-        self.progress: dict[str, float] = {}
-        """Those of them that were logged with ``prog_bar=True``."""
-        self.optimizers: list[Any] = []
-        self.schedulers: list[Schedule] = []
-        self._step_schedules: list[Schedule] = []
+        self.optimizer_set = OptimizerSet()
+        log_every = Every(settings.log_every_n_steps or None)
+        self.logbook = Logbook(module, engine.recorder(on_step=True, on_epoch=False), log_every)
         self.checkpoint_scores: dict[str, float | None] = {}
         self.keep_in(settings.root_dir / "checkpoints")
         self.times, self.items = Times(), Tally()
-        intervals = settings.val_every, settings.log_every_n_steps or None, settings.gc_every_n_steps or None
-        self.val_every, self._log_every, self.gc_every = map(Every, intervals)
+        self.val_every, self.gc_every = Every(settings.val_every), Every(settings.gc_every_n_steps or None)
         self.garbage, self.phases = Collector(), Phases()
         self.warned: set[str] = set()
         """The warnings that this run has given: ``"nan"``, ``"endless"``."""
@@ -363,91 +349,86 @@ class Run:
         """True inside an optimizer step: the state is not consistent and cannot be saved."""
         return self.optimization is not None and self.optimization.stepping
 
-    def applied(self, happened: bool) -> None:
-        """An optimizer step was taken: ``happened`` (or skipped: counters and schedulers then stay where they are)."""
-        if happened:
-            self.state.step += 1
-            for schedule in self._step_schedules:
-                if self.state.step % schedule.frequency == 0:
-                    metrics = self._with_this_step() if schedule.reduce_on_plateau else self.metrics
-                    schedule.advance(metrics, self.state.step)
+    @property
+    def optimizers(self) -> list[Any]:
+        """The prepared optimizers, from the training's setup on."""
+        return self.optimizer_set.optimizers
 
-    def _with_this_step(self) -> dict[str, float]:
-        """:attr:`metrics` with the values of the step under way, over all ranks. A collective; waits for the device."""
-        recorder = self.live.training
-        values = recorder.step_values()
-        forked = [slot.name for slot in recorder.slots.values() if slot.on_epoch and f"{slot.name}_step" in values]
-        return {**self.metrics, **values, **{name: values[f"{name}_step"] for name in forked}}
+    @property
+    def schedulers(self) -> list[Schedule]:
+        """The learning rate schedulers, each with its interval."""
+        return self.optimizer_set.schedules
+
+    def set_optimizers(self, optimizers: list[Any], schedules: list[Schedule], automatic: bool) -> None:
+        """The prepared ``optimizers`` and ``schedules``. Without ``automatic`` optimization the module steps the schedulers."""
+        self.optimizer_set.fill(optimizers, schedules, automatic)
+
+    # -- logging ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def recorder(self) -> Recorder:
+        """The recorder that the module logs to now."""
+        return self.logbook.recorder
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The latest value of every logged name; one logged ``on_step`` and ``on_epoch`` is there without a suffix too (the epoch's)."""
+        return self.logbook.metrics
+
+    @property
+    def progress(self) -> dict[str, float]:
+        """Those of them that were logged with ``prog_bar=True``."""
+        return self.logbook.progress
+
+    @property
+    def withheld(self) -> frozenset[str]:
+        """Of the values that ``on_log`` gets now, those logged with ``logger=False``: loggers do not get them."""
+        return self.logbook.withheld
+
+    def record_to(self, recorder: Recorder) -> None:
+        """From now on the module logs to this ``recorder``."""
+        self.logbook.record_to(recorder)
 
     def latest_metrics(self) -> dict[str, float]:
         """:attr:`metrics` with each training value of the latest step that logged it, over all ranks, also between log boundaries; one logged
         ``on_step`` and ``on_epoch`` without a suffix too. A collective; waits for the device."""
-        values, forked = self.live.training.latest_values(self.live.epoch_windows)
-        values |= {name: values[f"{name}_step"] for name in forked if f"{name}_step" in values}
-        self.training_metrics.update(values)
-        return {**self.metrics, **values}
-
-    def settle_metrics(self) -> None:
-        """Take over into :attr:`metrics` what the steps logged that no log boundary has published, over all ranks. A collective; waits for the
-        device."""
-        values, _ = self.live.training.latest_values(self.live.epoch_windows)
-        self.metrics.update(values)
-        self.training_metrics.update(values)
-        self.live.settled_window = self.live.training.window - 1
-
-    def set_optimizers(self, optimizers: list[Any], schedules: list[Schedule], automatic: bool) -> None:
-        """The prepared ``optimizers`` and ``schedules``. Without ``automatic`` optimization the module steps the schedulers."""
-        self.optimizers, self.schedulers, self.modes = optimizers, schedules, Modes(optimizers)
-        self._step_schedules = [s for s in schedules if s.interval == "step"] if automatic else []
-
-    # -- logging ----------------------------------------------------------------------------------------------------------------
-
-    def record_to(self, recorder: Recorder) -> None:
-        """From now on the module logs to this ``recorder``."""
-        self.recorder, recorder.module = recorder, self.module
-        self.module.log_with(recorder.record)
+        return self.logbook.latest()
 
     def begin(self) -> None:
         """The training starts or resumes here: intervals continue, and the last step is not reported again."""
         if not self.logs_itself:  # a progress bar has the terminal now
             self.start_log.close()
-        self._logged_step = self.step
+        self.logbook.begin(self.step)
         self.control.below_min_steps = self.step < (self.settings.min_steps or 0)
         self.val_every.start(self.step, self.epochs)
-        self._log_every.start(self.step)
         self.gc_every.start(self.step)
 
     def publish_due(self) -> bool:
-        """The step's values, when they are due: of the run's first step, and every ``log_every_n_steps`` steps."""
-        due = self._log_every.due(self.step, None, 0.0) or (not self._logged_step and self.step > 0)
+        """Publish the values of the step, when they are due."""
+        due = self.logbook.due(self.state.step)
         if due:
-            self._publish_step(self.recorder.window)
+            self._publish_step(self.logbook.training.window)
         return due
 
     def publish_last(self) -> None:
-        """Report the values of the step that ended the training, unless they were reported."""
-        self._publish_step(self.recorder.window - 1)
+        """Publish the values of the step that ended the training, unless they were."""
+        self._publish_step(self.logbook.training.window - 1)
 
     def _publish_step(self, window: int) -> None:
-        if self.step != self._logged_step and self.settings.log_every_n_steps:
-            self._logged_step = self.step
-            self.publish(self.recorder.step_values(window), self.recorder, window)
+        logbook, step = self.logbook, self.state.step
+        if step != logbook.published_step and self.settings.log_every_n_steps:
+            logbook.published_step = step
+            self.publish(logbook.training.step_values(window), logbook.training, window)
 
     def publish(self, values: dict[str, float], recorder: Recorder, window: int | None = None) -> None:
         """Give the reduced values of ``recorder`` to the callbacks, the progress bar and ``metrics``; ``window``: of the step that they are of."""
-        self.live.published(values, window)
+        logbook = self.logbook
+        logbook.note(values, window)
         for hook in self.hooks.on_before_log:
             hook(self, self.module, values, self.state.step)
         if not values:
             return
-        named = {
-            name.removesuffix("_epoch"): value for name, value in values.items() if name.endswith("_epoch")
-        } | values
-        self.metrics.update(named)
-        (self.training_metrics.difference_update if self.evaluating else self.training_metrics.update)(named)
-        self.withheld = recorder.withheld_names()
-        if shown := recorder.progress_names():
-            self.progress.update({name: value for name, value in values.items() if name in shown})
+        logbook.take(values, recorder, in_training=not self.evaluating)
         for hook in self.hooks.on_log:
             hook(self, self.module, values, self.state.step)
         if self.logs_itself and self.is_main_process and logger.isEnabledFor(logging.INFO):
@@ -458,7 +439,7 @@ class Run:
                 ", ".join(
                     f"{terminal_text(name, one_line=True)}={value:.4g}"
                     for name, value in values.items()
-                    if name not in self.withheld
+                    if name not in logbook.withheld
                 ),
             )
 
@@ -542,7 +523,7 @@ class Run:
             self.finish_checkpoints()
         self.engine.settle()
         state = self.state
-        if not state.in_window and self._logged_step >= 0 and not (self.over or self.exception):
+        if not state.in_window and self.logbook.published_step >= 0 and not (self.over or self.exception):
             self.publish_due()  # a run that resumes here does not report this step again
         key = state.resume_point()
         if self.saved is not None and (key == self.saved[0] or (state.in_window and self.saved[0][0] == state.step)):
@@ -551,8 +532,8 @@ class Run:
                 self.saver.discard(remove)
                 return self.saver.location.path(known)
         name = f"step={state.step:08d}" if name is None else name
-        unchanging = self.module.automatic_optimization and not self.modes.switched
-        with self.modes.evaluating():
+        unchanging = self.module.automatic_optimization and not self.optimizer_set.modes.switched
+        with self.optimizer_set.modes.evaluating():
             content = self._content(self, score)
             content.shared["postponed"] += remove  # if the job is killed before it removes them, the next one does
             path = self.saver.save(
@@ -618,7 +599,7 @@ class Run:
             if str(where) == name or same(location, self.saver.location):
                 return self.save_checkpoint(name)
         self.engine.settle()
-        with self.phases.of("checkpoint"), self.modes.evaluating():
+        with self.phases.of("checkpoint"), self.optimizer_set.modes.evaluating():
             return self.write_content(where, self._content(self, None), one_file=one_file)
 
     def write_content(self, where: Path | str, content: Content, *, one_file: bool = False) -> Path | str:
@@ -641,7 +622,7 @@ class Run:
         if same(location, self.saver.location):
             self.wait_for_checkpoint()  # another saver takes what is unfinished there for left over
         saver = Saver(self.engine.group, location.root)
-        unchanging = self.module.automatic_optimization and not self.modes.switched
+        unchanging = self.module.automatic_optimization and not self.optimizer_set.modes.switched
         try:
             return saver.save(name, content, unchanging=unchanging)
         finally:
@@ -661,7 +642,7 @@ class Run:
             self._release()
 
     def _release(self) -> None:
-        self.recorder.close()
+        self.logbook.recorder.close()
         self.engine.release()
         self.placed.release()
         self.loaders.close()
@@ -735,7 +716,7 @@ class Run:
     def result(self, best_weights: str | None = None) -> Result:
         """The result that ``Fit.run`` returns. ``best_weights``: as of :class:`engine.Result`."""
         status, epochs = status_of(self.stop_reason), self.state.finished_epochs
-        end, times, metrics = "interrupted" if self.interrupted else status, self.times, dict(self.metrics)
+        end, times, metrics = "interrupted" if self.interrupted else status, self.times, dict(self.logbook.metrics)
         times.other = max(0.0, self.control.stopwatch.seconds_here() - times.compute - times.apart)
         checkpoints = self.best_checkpoint, self.last_checkpoint
         return Result(

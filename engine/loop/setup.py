@@ -10,7 +10,7 @@ from engine.loop.closure_step import OF_THE_STEP, ClosureOptimization, refuse
 from engine.loop.first_checks import check_parameters
 from engine.loop.optimization import Optimization
 from engine.loop.run import Run
-from engine.loop.steps import AutomaticOptimization, ManualOptimization, ManualOptimizer, PipelinedOptimization
+from engine.loop.steps import AutomaticOptimization, ManualOptimization, PipelinedOptimization
 from engine.metrics.torchmetrics_values import joined
 from engine.module import TrainModule, overrides
 from engine.step.optimizers import configured, needs_closure
@@ -104,7 +104,7 @@ def optimizers(run: Run) -> None:
     if module.automatic_optimization:
         refuse(run, found)
     run.optimization = optimization(run, prepared)
-    run.set_optimizers(run.optimization.optimizers, schedules, module.automatic_optimization)
+    run.optimizer_set.fill(run.optimization.optimizers, schedules, module.automatic_optimization)
 
 
 def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Optimization:
@@ -118,7 +118,7 @@ def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Optimization:
                     run,
                     f"{type(module).__name__}.{name} is not called with automatic_optimization=False: call it in training_step",
                 )
-        return ManualOptimization(run, [ManualOptimizer(each, run) for each in prepared])
+        return ManualOptimization(run, prepared)
     if methods.intersection(OF_THE_STEP) or any(needs_closure(each.optimizer) for each in prepared):
         return ClosureOptimization(run, prepared)
     # The loop steps whole windows with engine.step and needs no wrapper; a module that steps by itself does.

@@ -85,7 +85,7 @@ def content(run: Run, score: Mapping[str, Any] | None = None) -> Content:
 
 def _scored_with(run: Run, others: Mapping[str, Any], score: Mapping[str, Any] | None) -> str:
     """The name of the weights that a score is measured with: those of validation, unless the metric was logged in training."""
-    if score is not None and score["monitor"] in run.training_metrics:
+    if score is not None and score["monitor"] in run.logbook.from_training:
         return TRAINED
     return next((c.validates_with for c in run.callbacks if c.validates_with in others), None) or TRAINED
 

@@ -25,6 +25,7 @@ class AutomaticOptimization(Optimization):
     """Forward and backward pass of each micro-batch; at a window's end all optimizers step as one."""
 
     def __init__(self, run: Run, optimizers: Sequence[Any]) -> None:
+        super().__init__(run.state, run.optimizer_set, run.logbook)
         self.run, self.optimizers, self.phases = run, list(optimizers), run.phases
         self.backward_pass = run.engine.backward
         if overrides(run.module, "backward"):
@@ -79,22 +80,22 @@ class AutomaticOptimization(Optimization):
             warn_without_loss(run)
             return
         if hooks.on_before_optimizer_step:
-            engine.unscale_gradients(run.optimizers)
-            for optimizer in run.optimizers:
+            engine.unscale_gradients(self.optimizers)
+            for optimizer in self.optimizers:
                 for hook in hooks.on_before_optimizer_step:
                     hook(run, module, optimizer)
         step = engine.step
         if profiler._is_profiler_enabled or run.phases.timers:
             step = run.phases.named("optimizer", step)
-        step(run.optimizers, max_norm=self.max_norm, max_value=self.max_value, then=run.applied)
-        for optimizer in run.optimizers:
+        step(self.optimizers, max_norm=self.max_norm, max_value=self.max_value, then=self.applied)
+        for optimizer in self.optimizers:
             for hook in hooks.on_before_zero_grad:
                 hook(run, module, optimizer)
             optimizer.zero_grad()
 
     def cut(self) -> None:
         self.run.engine.discard_window()
-        self.run.recorder.window += 1
+        self.run.logbook.recorder.window += 1
 
     def before_validation(self) -> None:
         if overrides(self.run.module, "on_validation_model_zero_grad"):
@@ -118,9 +119,9 @@ class PipelinedOptimization(AutomaticOptimization):
 class ManualOptimizer(PreparedOptimizer):
     """A step averages the gradients over the ranks, unscales them, checks them and counts."""
 
-    def __init__(self, prepared: PreparedOptimizer, run: Run) -> None:
+    def __init__(self, prepared: PreparedOptimizer, optimization: ManualOptimization) -> None:
         super().__init__(prepared.optimizer, prepared._stepper, prepared._window)
-        self._run = run
+        self._optimization, self._run = optimization, optimization.run
 
     def readable(self) -> None:
         """Average the gradients over the ranks and unscale them, as the step will apply them."""
@@ -143,7 +144,7 @@ class ManualOptimizer(PreparedOptimizer):
                 )
             with run.phases.of("optimizer"):
                 value = super().step(closure)
-            run.applied(True)
+            self._optimization.applied(True)
             return value
         if run.hooks.on_before_optimizer_step:
             self.readable()
@@ -151,7 +152,7 @@ class ManualOptimizer(PreparedOptimizer):
                 hook(run, run.module, self)
         else:
             self._average()
-        run.phases.named("optimizer", run.engine.step)([self], then=run.applied)
+        run.phases.named("optimizer", run.engine.step)([self], then=self._optimization.applied)
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -164,6 +165,10 @@ class ManualOptimization(AutomaticOptimization):
     """``automatic_optimization = False``: the module steps its optimizers inside ``training_step``."""
 
     accumulates = False
+
+    def __init__(self, run: Run, prepared: Sequence[PreparedOptimizer]) -> None:
+        super().__init__(run, [])
+        self.optimizers = [ManualOptimizer(each, self) for each in prepared]
 
     def micro(self, batch: Any, index: int, share: Share) -> Any:
         self.stepping = True
@@ -202,7 +207,8 @@ def in_context(context: AbstractContextManager[Any], function: Callable[..., Any
 
 def in_chunks(run: Run, batch: Any, index: int) -> Any:
     """``training_step`` and its backward pass on chunks of a micro-batch; returns the loss of all."""
-    module, recorder, size = run.module, run.recorder, run.recorder.size
+    module, recorder = run.module, run.logbook.recorder
+    size = recorder.size
 
     def step(part: Any, samples: int) -> Any:
         recorder.size, recorder.batch = samples if size else 0, part
@@ -216,7 +222,7 @@ def in_chunks(run: Run, batch: Any, index: int) -> Any:
 
 def run_for_matching(run: Run, call: Callable[..., Any], batch: Any, index: int) -> Any:
     """A training step that only keeps the ranks matched: its samples were trained on before."""
-    with unchanged(run.module, run.recorder.metrics):
+    with unchanged(run.module, run.logbook.recorder.metrics):
         return call(batch, index)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from engine.config.duration import NEVER
 from engine.health.watchdog import collective_limit
-from engine.loop.evaluate import unreported, validate
+from engine.loop.evaluate import validate
 from engine.loop.first_checks import check_monitors, report_endless, report_nan
 from engine.loop.rank_checks import checked
 from engine.loop.run import Run
@@ -46,12 +45,12 @@ def train(run: Run) -> None:
         if not control.limit_reached(loaders.train_batches):
             state.next_epoch()
     run.publish_last()
-    run.module.log_with(partial(unreported, "after the training", "log it in on_train_epoch_end"))
+    run.logbook.close("after the training", "log it in on_train_epoch_end")
 
 
 def train_epoch(run: Run) -> None:
     """One pass over the training data, or what is left of it."""
-    window, module, state, hooks, recorder = run.engine.window, run.module, run.state, run.hooks, run.recorder
+    window, module, state, hooks, recorder = run.engine.window, run.module, run.state, run.hooks, run.logbook.training
     optimization, loaders = run.optimization, run.loaders
     assert optimization is not None
     micro, accumulates = optimization.micro, optimization.accumulates
@@ -178,7 +177,7 @@ def begin_epoch(run: Run) -> Iterator[Any]:
 
 def of_the_epoch(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:
     """Call hooks outside of steps: what they log belongs to the epoch."""
-    recorder = run.recorder
+    recorder = run.logbook.recorder
     recorder.size, recorder.on_step, recorder.on_epoch = 1, False, True
     for hook in hooks:
         hook(run, run.module)
@@ -193,7 +192,7 @@ def end_epoch(run: Run) -> None:
     whole = exhausted or not control.reason
     if control.reason or (control.max_epochs is not None and state.epoch + 1 >= control.max_epochs):
         run.publish_last()
-    run.settle_metrics()
+    run.logbook.settle()
     if (
         whole
         and run.loaders.validation
@@ -203,15 +202,16 @@ def end_epoch(run: Run) -> None:
         # Otherwise Ctrl-C or SIGTERM has cut it off: the resumed run validates, then ends the epoch.
         whole = state.validated_step == state.step
     of_the_epoch(run, run.hooks.on_train_epoch_end)
-    run.publish(run.recorder.epoch_values(clear=whole), run.recorder)
+    training = run.logbook.training
+    run.publish(training.epoch_values(clear=whole), training)
     if whole:
-        for schedule in run.schedulers:
+        for schedule in run.optimizer_set.schedules:
             if (
                 schedule.interval == "epoch"
                 and module.automatic_optimization
                 and (state.epoch + 1) % schedule.frequency == 0
             ):
-                schedule.advance(run.metrics, state.epoch + 1)
+                schedule.advance(run.logbook.metrics, state.epoch + 1)
         state.epoch_done = True
         for hook in run.hooks.last_on_train_epoch_end:
             hook(run, module)

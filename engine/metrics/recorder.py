@@ -16,6 +16,7 @@ from engine.metrics.rank_exchange import RankExchange
 from engine.metrics.reductions import FOLD, Column, Slot, combined, on_host, reduced, total_of, unzipped
 from engine.metrics.torchmetrics_states import Entry, add, entry
 from engine.metrics.torchmetrics_values import Logged, Offer, Watch, agree, check, exchange, leader, limit
+from engine.utils.log import warn_once
 from engine.utils.tree import batch_size as samples
 from engine.utils.tree import whole
 
@@ -393,6 +394,23 @@ class Recorder:
                 if self.data_group.rank == knows[name]:
                     values[name] = value
         return values
+
+
+class ClosedRecorder:
+    """Stands for a :class:`Recorder` where nothing is reported any more: each name that is logged is a warning, once.
+
+    Args:
+        when: nothing is reported, in words; empty: what is logged is dropped without a word.
+        instead: what to do.
+    """
+
+    def __init__(self, when: str = "", instead: str = "") -> None:
+        self._when, self._instead = when, instead
+
+    def record(self, name: str, *given: Any) -> None:
+        """Drop the value and options that were ``given`` for ``name``."""
+        if self._when:
+            warn_once(f"log({name!r}) {self._when} is not reported: {self._instead}")
 
 
 Object = tuple[Slot, list[list[Entry]]]

@@ -171,7 +171,7 @@ def trace_epoch(
     try:
         train_epoch(run)
     except WindowTraced:
-        run.recorder.batch = None  # as the loop does after each step: the inputs are freed
+        run.logbook.recorder.batch = None  # as the loop does after each step: the inputs are freed
     except Exception as error:
         if not missing_values.comes_from_missing_values(error):
             raise

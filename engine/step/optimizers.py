@@ -164,6 +164,21 @@ class Modes:
             optimizer.eval()
 
 
+class OptimizerSet:
+    """The prepared optimizers of a run and their learning rate schedules; none before its setup."""
+
+    def __init__(self) -> None:
+        self.fill([], [], automatic=True)
+
+    def fill(self, optimizers: list[Any], schedules: list[Schedule], automatic: bool) -> None:
+        """Hold these from now on. Without ``automatic`` optimization the module steps the schedulers."""
+        self.optimizers, self.schedules = optimizers, schedules
+        self.modes = Modes(optimizers)
+        """Their train and eval modes."""
+        self.step_schedules = [each for each in schedules if each.interval == "step"] if automatic else []
+        """The schedules that advance with optimizer steps."""
+
+
 def counters(optimizer: Any) -> set[str]:
     """Whether a group's entry is the optimizer's own counter rather than a hyperparameter: its constructor does not take it."""
     return set(optimizer.defaults) - set(inspect.signature(type(optimizer)).parameters)

@@ -28,7 +28,7 @@ def live(run: Any) -> dict[str, Any]:
     A collective in ``on_train_epoch_end`` with several ranks, and nowhere else.
     """
     found = dict(run.metrics)
-    training = run.live.training
+    training = run.logbook.training
     for slot, value in _of_steps(run, training):
         found[slot.name] = value
         if slot.on_epoch:
@@ -37,8 +37,8 @@ def live(run: Any) -> dict[str, Any]:
         if training.on_epoch:  # in on_train_epoch_end
             found |= _forked(training.epoch_values(clear=False))
         return found
-    if run.live.pending is not None:
-        found |= _forked(run.live.pending.values)
+    if run.logbook.evaluation is not None:
+        found |= _forked(run.logbook.evaluation.values)
         for slot in run.recorder.slots.values():  # of the hook under way, on this rank
             if (value := _epoch(slot)) is not None:
                 found[slot.name] = value
@@ -47,8 +47,8 @@ def live(run: Any) -> dict[str, Any]:
 
 def live_shown(run: Any) -> dict[str, Any]:
     """Those of them that were logged with ``prog_bar=True``."""
-    names = set(run.progress) | run.live.training.progress_names() | run.recorder.progress_names()
-    names |= set() if run.live.pending is None else run.live.pending.shown
+    names = set(run.progress) | run.logbook.training.progress_names() | run.recorder.progress_names()
+    names |= set() if run.logbook.evaluation is None else run.logbook.evaluation.shown
     found = live(run)
     forked = {name.removesuffix("_step") for name in found if name.endswith("_step")}
     return {name: value for name, value in found.items() if name in names and name not in forked}
@@ -61,10 +61,10 @@ def _forked(values: dict[str, float]) -> dict[str, float]:
 def _of_steps(run: Any, recorder: Recorder) -> Iterator[tuple[Slot, Any]]:
     """The values of the latest steps, unless an evaluation or an epoch has reported a newer one of the same name."""
     for slot in recorder.slots.values():
-        if not slot.on_step or slot.window <= run.live.epoch_windows.get(slot.name, -1):
+        if not slot.on_step or slot.window <= run.logbook.epoch_windows.get(slot.name, -1):
             continue
         published = run.metrics.get(f"{slot.name}_step" if slot.on_epoch else slot.name)
-        in_metrics = slot.window == run.live.step_window or slot.window <= run.live.settled_window
+        in_metrics = slot.window == run.logbook.step_window or slot.window <= run.logbook.settled_window
         if in_metrics and published is not None:
             yield slot, published
         elif slot.metric is not None:
@@ -89,5 +89,5 @@ def _value(reduce: str, values: list[Any], weights: list[Any]) -> Any:
 
 def withheld(run: Any) -> frozenset[str]:
     """The names that were logged with ``logger=False``."""
-    names: frozenset[str] = run.withheld | run.live.training.withheld_names() | run.recorder.withheld_names()
+    names: frozenset[str] = run.withheld | run.logbook.training.withheld_names() | run.recorder.withheld_names()
     return names

@@ -58,10 +58,10 @@ class LightningModule(TrainModule):
                 part.trainer = self.trainer
             TrainModule.attach(part, context)
 
-    def log_with(self, record: Any) -> None:
-        super().log_with(record)
+    def log_to(self, recorder: Any) -> None:
+        super().log_to(recorder)
         for part in parts_that_log(self, LightningModule)[1:]:
-            TrainModule.log_with(part, record)
+            TrainModule.log_to(part, recorder)
 
     @classmethod
     def load_from_checkpoint(

@@ -181,7 +181,7 @@ class Trainer(TrainerView):
             raise ValueError(f"save_checkpoint({filepath!r}): give a local path; ModelCheckpoint(dirpath=...) takes a URL")
         whole = path.with_name(f".{path.name}.whole") if pickle else path
         run.engine.settle()
-        with run.modes.evaluating():
+        with run.optimizer_set.modes.evaluating():
             everything = content(run)
             run.write_content(whole, replace(everything, optim={}) if weights_only or pickle else everything, one_file=True)
         if pickle and run.is_main_process:
