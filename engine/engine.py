@@ -27,7 +27,7 @@ from engine.distributed.group import Group, join_here, own_environment
 from engine.distributed.per_process import F, Trigger, before_others, only, part
 from engine.metrics.recorder import Recorder
 from engine.prepared import Prepared
-from engine.snapshot import EngineSnapshot
+from engine.snapshot import EngineCheckpoints, EngineSnapshot
 from engine.step import gradients
 from engine.step.gradients import Loss
 from engine.step.optimizer_step import Optimizers, Then
@@ -130,7 +130,9 @@ class Engine:
         self._float8_layers = Layers(self.precision.fp8, self.group)
         self._batch_norms = batch_norm.Layers(sync_batchnorm, self.data_group, lambda: window.share.size != 0)
         self.snapshot = EngineSnapshot(self.prepared, self.scaler)
-        """What is saved in checkpoints, also in those of :class:`engine.Fit`."""
+        """The state of what was prepared, for checkpoints."""
+        self.loop_checkpoints = EngineCheckpoints(self.prepared, self.snapshot)
+        """Those of :meth:`save_state`."""
         self._trigger = Trigger(self.group)
 
     @property
@@ -478,7 +480,12 @@ class Engine:
         Raises:
             TypeError: one has no ``state_dict`` and ``load_state_dict``.
         """
-        self.snapshot.register(objects)
+        for item in objects:
+            if not callable(getattr(item, "state_dict", None)) or not callable(getattr(item, "load_state_dict", None)):
+                raise TypeError(
+                    f"register_for_checkpointing got {type(item).__name__}: it needs state_dict() and load_state_dict(state)"
+                )
+        self.prepared.registered += objects
 
     def save_state(
         self, output_dir: str | Path, *, wait: bool = True, facts: dict[str, Any] | None = None
@@ -496,7 +503,7 @@ class Engine:
             TypeError: something cannot be stored; the message says where it is.
             OSError, RankError: it cannot be written; the earlier checkpoint is unchanged.
         """
-        return self.snapshot.save(output_dir, wait, facts or {})
+        return self.loop_checkpoints.save(output_dir, wait, facts or {})
 
     def wait_for_checkpoint(self) -> None:
         """Wait for the checkpoint on its way.
@@ -504,7 +511,7 @@ class Engine:
         Raises:
             RuntimeError: it could not be written.
         """
-        self.snapshot.wait()
+        self.loop_checkpoints.wait()
 
     def load_state(self, input_dir: str | Path, *, strict: bool = True) -> dict[str, Any]:
         """Continue from :meth:`save_state`, at any world size, under any strategy, with the same objects prepared. All ranks call this.
@@ -523,7 +530,7 @@ class Engine:
             FileNotFoundError, DamagedCheckpoint: there is none, or it is damaged.
             ValueError: it does not fit what was prepared.
         """
-        return self.snapshot.load(input_dir, strict)
+        return self.loop_checkpoints.load(input_dir, strict)
 
     def save_model(self, model: nn.Module, save_directory: str | Path, max_shard_size: int | str = "5GB") -> list[Path]:
         """Write a prepared model's weights as ``.safetensors`` files that ``transformers`` and ``load_file`` read; all ranks call this.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
-from functools import partial
 from operator import is_not
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
@@ -26,17 +25,17 @@ from engine.distributed.environment import detect
 from engine.distributed.group import Group
 from engine.engine import Engine
 from engine.launch.local_ranks import crew
-from engine.loop import compatibility, setup, snapshot
+from engine.loop import compatibility, setup
 from engine.loop.callback_states import check_keys
 from engine.loop.evaluate import call_all, evaluate, predict, validate
 from engine.loop.first_checks import report_misspelled
-from engine.loop.hook_calls import Hooks
 from engine.loop.lifecycle import collecting_garbage, in_folder, log_start, session, watched
 from engine.loop.loaders import RunData
 from engine.loop.out_of_memory import noting_what_finds_a_fit
 from engine.loop.placed_module import holding
 from engine.loop.rank_checks import compare, compare_models
 from engine.loop.replay import LeftOut, ReplayedStep, StepWatch, starting_point
+from engine.loop.resume import load_weights, reload_best, resume_run
 from engine.loop.run import Run
 from engine.loop.state import Result
 from engine.loop.train import of_the_epoch, train
@@ -227,15 +226,13 @@ class Fit:
             in_folder(run, resume, self._trained),
             session(run),
         ):
-            self._trained = run.home.trained()
+            self._trained = run.checkpoints.folder.trained()
             log_start(run)
             if run.settings.check:
                 compare_models(run)  # before rank 0's parameters are sent to the others
-            snapshot.check_best(run)
             setup.training(run)
             if resume is not None:
-                snapshot.resume(run, resume)
-            run.roll_back = partial(snapshot.roll_back, run)
+                resume_run(run, resume)
             call_all(run, run.hooks.on_fit_start)
             self._sanity_check(run)
             if run.settings.check:
@@ -247,8 +244,8 @@ class Fit:
             call_all(run, run.hooks.on_train_end)
             run.finish_checkpoints()
             call_all(run, run.hooks.on_fit_end)
-            snapshot.reload_best(run)
-            best_weights = snapshot.best_weights(run)
+            reload_best(run)
+            best_weights = run.checkpoints.best_weights()
         return run.result(best_weights)
 
     def validate(
@@ -309,7 +306,7 @@ class Fit:
             prepared = setup.evaluation(run, "predict")
             if not prepared:
                 return []
-            snapshot.load_weights(run, checkpoint, weights)
+            load_weights(run, checkpoint, weights)
             with watched(run):
                 results = predict(run, prepared, return_predictions)
         return results[0] if len(prepared) == 1 else results
@@ -514,7 +511,7 @@ class Fit:
             prepared = setup.evaluation(run, name)
             if not prepared:
                 return []
-            snapshot.load_weights(run, checkpoint, weights)
+            load_weights(run, checkpoint, weights)
             with watched(run):
                 return evaluate(run, prepared, name, run.placed.evaluation_step(f"{name}_step"))
 
@@ -584,22 +581,11 @@ class Fit:
             if not (settings.fast_dev_run and c.runs_last)
         )
         check_keys(callbacks)
-        hooks = Hooks(callbacks, module)
+        start_log = start_log or StartLog(False)
+        run = Run(settings, engine, module, callbacks, stage, data, origins, self.sections, start_log)
         if engine.is_main_process:
             report_misspelled((module, *callbacks), Callback)
-        return Run(
-            settings,
-            engine,
-            module,
-            callbacks,
-            hooks,
-            stage,
-            data,
-            origins,
-            self.sections,
-            snapshot.content,
-            start_log or StartLog(False),
-        )
+        return run
 
 
 def _planned(

@@ -83,6 +83,11 @@ class Loaded:
         """The state that is the same on all ranks."""
         return checked(f"{self.path}: {SHARED}.json", shared_form(self.opened.tree(SHARED)), SHARED_FORM)
 
+    @property
+    def saved_by_run(self) -> bool:
+        """Whether a run saved it, rather than a loop with ``Engine``."""
+        return "state" in self.shared
+
     def of_rank(self, rank: int) -> Fields | None:
         """The state of one of the ranks that saved; ``None`` in a converted checkpoint."""
         stem = RANK.format(rank)

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
 from engine.callback import Callback
-from engine.checkpoint.manifest import TRAINED
-from engine.loop.run import Run
 from engine.utils.log import logger
 from engine.utils.overrides import overridden
 from engine.utils.text import terminal_text
@@ -49,23 +45,6 @@ def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
             if callback.critical:
                 raise
             logger.exception("%s.state_dict failed; the checkpoint does not have its state", type(callback).__name__)
-    return found
-
-
-def weights(callbacks: Sequence[Callback], run: Run, module: nn.Module) -> dict[str, dict[str, Any]]:
-    """The other weights that callbacks keep, by name.
-
-    Raises:
-        ValueError: two callbacks use one name, or a name is not usable.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for callback in callbacks:
-        for name, own in callback.other_weights(run, module).items():
-            if name in found or name == TRAINED or not name or "/" in name:
-                why = "another callback has weights of this name" if name in found else "a name is text without '/'"
-                why = "the weights that are trained are called so" if name == TRAINED else why
-                raise ValueError(f"{type(callback).__name__} has the weights {name!r}: {why}; give them another name")
-            found[name] = own
     return found
 
 

@@ -35,8 +35,8 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
         assert run.optimization is not None
         run.optimization.before_validation()
     began, saving, outer = time.perf_counter(), run.times.checkpoint, run.logbook.recorder
-    run.saver.hold()  # callbacks may swap the weights
-    run.engine.snapshot.hold()
+    run.checkpoints.hold()  # callbacks may swap the weights
+    run.engine.loop_checkpoints.hold()
     for loader in run.loaders.validation:
         loader.set_epoch(run.state.epoch)  # a shuffled one gives the same order after a resume
     try:
@@ -47,7 +47,7 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
     except Preempted:
         run.logbook.record_to(outer)
         run.state.validated_step, results = before, []
-        run.val_every.keep_due()
+        run.intervals.validation.keep_due()
     run.times.validation += time.perf_counter() - began - (run.times.checkpoint - saving)
     if run.stage == "fit":
         run.control.agree_now()

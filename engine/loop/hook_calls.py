@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 from engine.callback import Callback
+from engine.loop.checkpoints import RunCheckpoints
+from engine.loop.logbook import Logbook
 from engine.loop.method_arguments import accepting, check
 from engine.module import TrainModule
 from engine.utils.errors import HangError
@@ -43,9 +45,14 @@ class Hooks:
     Args:
         callbacks: in the user's order.
         module: its methods named after events are called without the run and the module.
+        checkpoints: hooks that may change weights wait for the copies of the one in progress.
+        logbook: knows the values that loggers do not get.
     """
 
-    def __init__(self, callbacks: Sequence[Callback], module: TrainModule) -> None:
+    def __init__(
+        self, callbacks: Sequence[Callback], module: TrainModule, checkpoints: RunCheckpoints, logbook: Logbook
+    ) -> None:
+        self._checkpoints, self._logbook = checkpoints, logbook
         self._failed: dict[int, set[str]] = {}  # by id of a callback: the events in which it failed
         names = (*_events(), *(f"last_{event}" for event in APART))
         self._owners: dict[str, list[str]] = {name: [] for name in names}  # whose the hooks of each event are
@@ -76,7 +83,7 @@ class Hooks:
 
     def _set(self, name: str, found: list[tuple[str, Hook]]) -> None:
         if found and name in HOLDING:
-            found.insert(0, ("[Run]copies of the checkpoint", _hold))
+            found.insert(0, ("[Run]copies of the checkpoint", _holding(self._checkpoints)))
         self._owners[name] = [owner for owner, _ in found]
         setattr(self, name, tuple([hook for _, hook in found]))
 
@@ -109,7 +116,7 @@ class Hooks:
             return None
         method = accepting(method, callback, event, Callback)
         if event == "on_log" and callback.is_logger:
-            method = _for_a_logger(method)
+            method = _for_a_logger(method, self._logbook)
         return method if callback.critical or event == "setup" else self._surviving(callback, event, method)
 
     def _surviving(self, callback: Callback, event: str, method: Hook) -> Hook:
@@ -142,27 +149,31 @@ def _events() -> tuple[str, ...]:
     return tuple(name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown"))
 
 
-def _for_a_logger(method: Hook) -> Hook:
+def _for_a_logger(method: Hook, logbook: Logbook) -> Hook:
     """A logger's ``on_log``: without the values that were logged with ``logger=False``."""
 
-    def on_log(run: Any, module: nn.Module, metrics: dict[str, float], step: int) -> None:
-        given = {name: value for name, value in metrics.items() if name not in run.withheld}
+    def on_log(run: object, module: nn.Module, metrics: dict[str, float], step: int) -> None:
+        given = {name: value for name, value in metrics.items() if name not in logbook.withheld}
         if given:
             method(run, module, given, step)
 
     return on_log
 
 
-def _hold(run: Any, *args: Any) -> None:
-    """The first of the hooks of an event in :data:`HOLDING`."""
-    run.saver.hold()
+def _holding(checkpoints: RunCheckpoints) -> Hook:
+    """The first of the hooks of an event in :data:`HOLDING`; a function, because a bound method in :class:`Hooks` would be a circle."""
+
+    def hold(*args: Any) -> None:
+        checkpoints.hold()
+
+    return hold
 
 
 def _of_module(module: TrainModule, event: str) -> Hook:
     """The module's own hook with a callback's signature."""
     method = accepting(getattr(module, event), module, event, TrainModule)
 
-    def hook(run: Any, module: nn.Module, *args: Any) -> Any:
+    def hook(run: object, module: nn.Module, *args: Any) -> Any:
         return method(*args)
 
     return hook

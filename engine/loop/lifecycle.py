@@ -85,13 +85,13 @@ def in_folder(run: Run, wanted: str | Path | Resume | None, earlier: Trained | N
     except BaseException:
         run.release()
         raise
-    run.live_in(folder)
+    run.checkpoints.live_in(folder)
     failed = True
     try:
         yield
         failed = False
     finally:
-        run.home.close(failed)
+        folder.close(failed)
 
 
 def log_start(run: Run) -> None:
@@ -100,7 +100,7 @@ def log_start(run: Run) -> None:
         return
     parameters = [p for p in run.module.parameters() if not is_lazy(p)]
     count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-    nodes = run.engine.group.environment.num_nodes
+    nodes, folder = run.engine.group.environment.num_nodes, run.checkpoints.folder
     logger.info(
         "training with %d process%s (%s)%s, strategy %s, precision %s; %s parameters%s%s",
         run.world_size,
@@ -111,7 +111,7 @@ def log_start(run: Run) -> None:
         run.engine.precision.name,
         f"{count:,}",
         "" if count == trained else f", {trained:,} of them trained",
-        "" if run.home.is_announced else f"; run folder: {run.home.path}",
+        "" if folder.is_announced else f"; run folder: {folder.path}",
     )
 
 
@@ -143,10 +143,11 @@ def _summary(run: Run, cause: str) -> str:
     """A line about a run that Ctrl-C or SIGTERM (``cause``) has ended: where it stopped, what is saved, how to continue."""
     if run.stage not in ("fit", "sanity"):
         return f"{cause}: {run.stage} was ended"
-    step, name = (run.saved[0][0], run.saved[1]) if run.saved is not None else (0, "")
+    saved = run.checkpoints.saved
+    step, name = (saved[0][0], saved[1]) if saved is not None else (0, "")
     done = f"{cause}: the training ended after step {run.step}"
     again = 'resume="last" (fit run: --resume last) continues from it'
-    if name and name not in run.saver.lost:
+    if name and name not in run.checkpoints.saver.lost:
         path = run.checkpoint_path(name)
         return (
             f"{done}, saved in {path}; {again}" if step == run.step else f"{done}; saved: step {step}, {path}; {again}"
@@ -266,7 +267,7 @@ def watched(run: Run) -> Iterator[None]:
             lambda: run.state.batches + run.pulse,
             first_s=first_s,
             limit_s=limit_s,
-            directory=run.home.path / "hang",
+            directory=run.checkpoints.folder.path / "hang",
         )
     try:
         yield

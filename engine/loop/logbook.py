@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from engine.config.duration import Every
+from engine.loop.timing import Intervals
 from engine.metrics.recorder import ClosedRecorder, Recorder
 from engine.module import TrainModule
 
@@ -54,11 +54,11 @@ class Logbook:
     Args:
         module: the run's.
         training: the recorder of its training.
-        log_every: the interval of ``log_every_n_steps``.
+        intervals: when values are published.
     """
 
-    def __init__(self, module: TrainModule, training: Recorder, log_every: Every) -> None:
-        self._module, self._log_every = module, log_every
+    def __init__(self, module: TrainModule, training: Recorder, intervals: Intervals) -> None:
+        self._module, self._intervals = module, intervals
         self.training = training
         """The training's recorder, also while an evaluation logs to another."""
         self.metrics: dict[str, float] = {}
@@ -103,13 +103,12 @@ class Logbook:
             self.record_to(recorder)
 
     def begin(self, step: int) -> None:
-        """Start or resume the training at ``step``, which is not reported again."""
+        """Start or resume the training at ``step``, which is not published again."""
         self.published_step = step
-        self._log_every.start(step)
 
     def due(self, step: int) -> bool:
         """Whether the values of ``step`` are to be published: of the run's first step, and every ``log_every_n_steps`` steps."""
-        return self._log_every.due(step, None, 0.0) or (not self.published_step and step > 0)
+        return self._intervals.publishing.due(step, None, 0.0) or (not self.published_step and step > 0)
 
     def note(self, values: dict[str, float], window: int | None) -> None:
         """Note that ``values`` are published now: those of the step ``window``, or of an epoch or an evaluation (``None``)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
@@ -14,9 +13,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from engine.callback import Callback
-from engine.checkpoint.one_file import check_local, pack
-from engine.checkpoint.resume import name_of
-from engine.checkpoint.run_folder import RunFolder
+from engine.checkpoint.manifest import FOLDERS, TRAINED
+from engine.checkpoint.one_file import check_local
+from engine.checkpoint.resume import Resume, name_of, opening
 from engine.checkpoint.storage import same, split
 from engine.checkpoint.writer import Content, Saver
 from engine.config.duration import Every
@@ -26,8 +25,9 @@ from engine.config.settings import Settings
 from engine.config.yaml_writer import as_yaml
 from engine.data.prepared_loader import PreparedLoader
 from engine.distributed.agreement import STOP
-from engine.distributed.collectives import gather_json, stack
+from engine.distributed.collectives import stack
 from engine.engine import Engine
+from engine.loop.checkpoints import RunCheckpoints
 from engine.loop.compatibility import shown
 from engine.loop.garbage import Collector
 from engine.loop.hook_calls import Hooks
@@ -35,9 +35,10 @@ from engine.loop.loaders import RunData, RunLoaders
 from engine.loop.logbook import Logbook
 from engine.loop.optimization import Optimization
 from engine.loop.placed_module import PlacedModule
+from engine.loop.snapshot import RunSnapshot
 from engine.loop.state import Result, Tally, Times, TrainState, status_of
 from engine.loop.stopping import StopControl
-from engine.loop.timing import Phases, phase
+from engine.loop.timing import Intervals, Phases, phase
 from engine.metrics import media
 from engine.metrics.recorder import Recorder
 from engine.module import TrainModule
@@ -54,35 +55,19 @@ from engine.utils.text import terminal_text
 class Run:
     """The run as callbacks see it. Plain attributes are read-only by convention.
 
-    :class:`engine.Fit` builds it from its ``settings``, the ``engine``, the ``module``, the ``callbacks`` with their bound ``hooks``, the
-    ``stage``, the user's ``data``, the ``origins`` of the settings, the ``sections`` of ``fit run``, the ``content`` of its checkpoints, and the
-    ``start_log`` of an attached terminal.
+    :class:`engine.Fit` builds it from its ``settings``, the ``engine``, the ``module``, the ``callbacks``, the ``stage``, the user's ``data``, the
+    ``origins`` of the settings, the ``sections`` of ``fit run``, and the ``start_log`` of an attached terminal.
     """
 
     stage: str
     """``"fit"`` (validation in it included), ``"sanity"`` (the check before training), ``"validate"``, ``"test"``, ``"predict"``."""
-    home: RunFolder
-    """This run's folder, locked while it runs."""
     pulse = 0
     """Progress besides training batches, for the watchdog: evaluation batches and saves."""
-    saved: tuple[tuple[int, int, int, int], str] | None = None
-    """Position (step, epoch, batch, validated step) and name of the checkpoint that this run has saved last."""
-    _chosen: str | None = None
     over = False
     """The training has ended."""
     optimization: Optimization | None = None
     """The object that processes each micro-batch and each window; in trainings only."""
-    best_checkpoint: Path | str | None = None
-    last_checkpoint: Path | str | None = None
-    roll_back: Callable[[Path | str], None]
-    """Takes weights, optimizers and schedulers of a checkpoint; the rest continues."""
-    announces_checkpoints = False
-    """The training has begun: a save calls the events of earlier checkpoints first, which it may remove."""
     exception: BaseException | None = None
-    items: Tally
-    """The counts of the :class:`engine.Loss` objects, over all ranks."""
-    loaded_from: Path | str | None = None
-    """The checkpoint that this run resumed from, or took its weights from."""
     evaluating = False
     """A validation, test or prediction is under way, in a training too."""
 
@@ -92,33 +77,44 @@ class Run:
         engine: Engine,
         module: TrainModule,
         callbacks: tuple[Callback, ...],
-        hooks: Hooks,
         stage: str,
         data: RunData,
         origins: Mapping[str, str],
         sections: Mapping[str, Any],
-        content: Callable[[Run, Mapping[str, Any] | None], Content],
         start_log: StartLog,
     ) -> None:
         self.settings, self.engine, self.module = settings, engine, module
-        self.callbacks, self.hooks, self.stage, self.datamodule = callbacks, hooks, stage, data.datamodule
+        self.callbacks, self.stage, self.datamodule = callbacks, stage, data.datamodule
         self._origins, self._sections, self.start_log = origins, sections, start_log
-        self._content = content  # this rank's, of a checkpoint at this moment
         self.state = TrainState()
         """The counters: one object for the whole run, which resuming fills in place."""
-        self.control = StopControl(settings, self.state, engine.group)
-        self.loaders = RunLoaders(engine, settings, module, data, stage)
-        self.placed = PlacedModule(engine, module)
         if stage != "fit":
             self.state.step, self.state.epoch, self.state.samples = module._reached
-        self.optimizer_set = OptimizerSet()
-        log_every = Every(settings.log_every_n_steps or None)
-        self.logbook = Logbook(module, engine.recorder(on_step=True, on_epoch=False), log_every)
-        self.checkpoint_scores: dict[str, float | None] = {}
-        self.keep_in(settings.root_dir / "checkpoints")
+        self.control = StopControl(settings, self.state, engine.group)
+        self.intervals = Intervals(settings)
         self.times, self.items = Times(), Tally()
-        self.val_every, self.gc_every = Every(settings.val_every), Every(settings.gc_every_n_steps or None)
+        """Where the time went; the counts of the :class:`engine.Loss` objects, over all ranks."""
         self.garbage, self.phases = Collector(), Phases()
+        self.loaders = RunLoaders(engine, settings, module, data, stage)
+        self.placed = PlacedModule(engine, module)
+        self.optimizer_set = OptimizerSet()
+        self.logbook = Logbook(module, engine.recorder(on_step=True, on_epoch=False), self.intervals)
+        self.checkpoints = RunCheckpoints(engine.group, self.control.agreement)
+        self.hooks = Hooks(callbacks, module, self.checkpoints, self.logbook)
+        self.checkpoints.have_listeners = bool(self.hooks.on_checkpoint_saved or self.hooks.on_checkpoint_removed)
+        self.snapshot = RunSnapshot(
+            engine,
+            module,
+            callbacks,
+            data.datamodule,
+            state=self.state,
+            loaders=self.loaders,
+            optimizer_set=self.optimizer_set,
+            logbook=self.logbook,
+            stopwatch=self.control.stopwatch,
+            items=self.items,
+            intervals=self.intervals,
+        )
         self.warned: set[str] = set()
         """The warnings that this run has given: ``"nan"``, ``"endless"``."""
         self.logs_itself = not any(callback.shows_progress for callback in callbacks)
@@ -156,8 +152,8 @@ class Run:
     @property
     def folder(self) -> Path:
         """The run's folder: ``root_dir``, or a numbered folder in it."""
-        self.home.announce()
-        return self.home.path
+        self.checkpoints.folder.announce()
+        return self.checkpoints.folder.path
 
     # -- data -------------------------------------------------------------------------------------------------------------------
 
@@ -185,12 +181,21 @@ class Run:
         """Micro-batches in a window of this ``epoch``."""
         return self.loaders.window_at(epoch)
 
+    @property
+    def val_every(self) -> Every:
+        """When validation is due. A callback may replace it, in ``setup``."""
+        return self.intervals.validation
+
+    @val_every.setter
+    def val_every(self, every: Every) -> None:
+        self.intervals.validation = every
+
     # -- where am I -------------------------------------------------------------------------------------------------------------
 
     @property
     def id(self) -> str:
         """The run's id, the same after it is resumed and in each of its evaluations; known from ``setup`` on."""
-        return self.home.id
+        return self.checkpoints.folder.id
 
     @property
     def step(self) -> int:
@@ -400,8 +405,7 @@ class Run:
             self.start_log.close()
         self.logbook.begin(self.step)
         self.control.below_min_steps = self.step < (self.settings.min_steps or 0)
-        self.val_every.start(self.step, self.epochs)
-        self.gc_every.start(self.step)
+        self.intervals.start(self.step, self.epochs)
 
     def publish_due(self) -> bool:
         """Publish the values of the step, when they are due."""
@@ -445,16 +449,33 @@ class Run:
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------
 
-    def live_in(self, folder: RunFolder) -> None:
-        """Make ``folder`` this run's."""
-        self.home = folder
-        self.keep_in(folder.checkpoints)
+    @property
+    def best_checkpoint(self) -> Path | str | None:
+        """The best checkpoint by a score, as a callback has set it."""
+        return self.checkpoints.best
 
-    def keep_in(self, location: Path | str) -> None:
-        """Keep checkpoints at ``location``, a folder or a URL, from now on."""
-        self.saver = Saver(self.engine.group, location)
-        if self.hooks.on_checkpoint_saved or self.hooks.on_checkpoint_removed:
-            self.saver.agreement = self.control.agreement
+    @best_checkpoint.setter
+    def best_checkpoint(self, path: Path | str | None) -> None:
+        self.checkpoints.best = path
+
+    @property
+    def last_checkpoint(self) -> Path | str | None:
+        """The checkpoint that was saved or resumed from last, as a callback has set it."""
+        return self.checkpoints.last
+
+    @last_checkpoint.setter
+    def last_checkpoint(self, path: Path | str | None) -> None:
+        self.checkpoints.last = path
+
+    @property
+    def loaded_from(self) -> Path | str | None:
+        """The checkpoint that this run resumed from, or took its weights from."""
+        return self.checkpoints.loaded_from
+
+    @property
+    def saver(self) -> Saver:
+        """Writes the run's checkpoints; call its ``hold()`` before you change weights outside of an optimizer step."""
+        return self.checkpoints.saver
 
     def checkpoints_at(self, root: str | Path | None, max_failures: int = 1) -> None:
         """Keep checkpoints in ``root``, a directory or a URL that fsspec knows (in a numbered folder of it, when another run has ``root``), rather
@@ -467,30 +488,20 @@ class Run:
         Raises:
             ValueError: another directory was chosen already.
         """
-        location = self.home.keep(root)
-        if self._chosen is not None and str(location) != self._chosen:
-            raise ValueError(
-                f"checkpoints are to be kept in {self._chosen} and in {location}: give one dirpath to all ModelCheckpoints of a run"
-            )
-        if str(location) != self.saver.location.root:
-            self.keep_in(location)
-        self._chosen, self.saver.max_failures = str(location), max_failures
+        self.checkpoints.choose(root, max_failures)
 
     def checkpoint_path(self, name: str) -> Path | str:
         """The path of the checkpoint of this name."""
-        return self.saver.location.path(name)
+        return self.checkpoints.path(name)
 
     @property
     def continues_in_place(self) -> bool:
         """Whether this run continues from a checkpoint in its own folder."""
-        return self.last_checkpoint is not None and same(split(self.last_checkpoint)[0], self.saver.location)
+        return self.checkpoints.continue_in_place
 
     def checkpoint_names(self) -> set[str]:
         """The complete checkpoints of this run's folder, as rank 0 sees them; all ranks call this together."""
-        found: list[str] = gather_json(
-            self.engine.group, list(self.saver.location.manifests()) if self.engine.is_main_process else None
-        )[0]
-        return set(found)
+        return self.checkpoints.names()
 
     @phase("checkpoint")
     def save_checkpoint(
@@ -518,34 +529,66 @@ class Run:
             TypeError: a value cannot be stored; the message says where in the state it is.
             OSError: it cannot be written (and neither ``asynchronous`` nor ``tolerant``).
         """
-        self.home.announce()
-        if self.announces_checkpoints:
-            self.finish_checkpoints()
+        checkpoints, state = self.checkpoints, self.state
+        checkpoints.folder.announce()
+        if checkpoints.training_began:
+            self.finish_checkpoints()  # this save may remove a checkpoint whose event is still to come
         self.engine.settle()
-        state = self.state
         if not state.in_window and self.logbook.published_step >= 0 and not (self.over or self.exception):
             self.publish_due()  # a run that resumes here does not report this step again
-        key = state.resume_point()
-        if self.saved is not None and (key == self.saved[0] or (state.in_window and self.saved[0][0] == state.step)):
-            known = self.saved[1]
-            if known not in self.saver.lost and name in (None, known):
-                self.saver.discard(remove)
-                return self.saver.location.path(known)
-        name = f"step={state.step:08d}" if name is None else name
-        unchanging = self.module.automatic_optimization and not self.optimizer_set.modes.switched
+        if (known := checkpoints.saved_as(state, name)) is not None:
+            checkpoints.saver.discard(remove)
+            return checkpoints.path(known)
         with self.optimizer_set.modes.evaluating():
-            content = self._content(self, score)
+            content = self.checkpoint_content(score)
             content.shared["postponed"] += remove  # if the job is killed before it removes them, the next one does
-            path = self.saver.save(
-                name, content, asynchronous=asynchronous, tolerant=tolerant, remove=remove, unchanging=unchanging
+            path = checkpoints.save(
+                name,
+                content,
+                state,
+                score,
+                asynchronous=asynchronous,
+                tolerant=tolerant,
+                remove=remove,
+                unchanging=self._only_steps_change_weights(),
             )
-        self.saved = (key, name_of(path))
-        if self.hooks.on_checkpoint_saved:  # it takes the score out again
-            self.checkpoint_scores[name_of(path)] = None if score is None else score["value"]
         if asynchronous:
-            self.engine.before_step(self.saver.hold)
+            self.engine.before_step(checkpoints.hold)
         self.pulse += 1
         return path
+
+    def checkpoint_content(self, score: Mapping[str, Any] | None = None) -> Content:
+        """This rank's content of a checkpoint at this moment, with what hooks add to it; ``score``: as of :meth:`save_checkpoint`."""
+        shared = self.snapshot.shared()
+        shared["postponed"] = list(self.checkpoints.saver.postponed)
+        if self.hooks.on_save_checkpoint:
+            entries = self.snapshot.entries({})
+            for hook in self.hooks.on_save_checkpoint:
+                hook(self, self.module, entries)
+            shared["user"] = dict(entries)
+        return self.snapshot.complete(shared, self.other_weights(), score, self.config)
+
+    def other_weights(self) -> dict[str, dict[str, Any]]:
+        """The other weights that callbacks keep, by name.
+
+        Raises:
+            ValueError: two callbacks use one name, or a name is not usable.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for callback in self.callbacks:
+            for name, own in callback.other_weights(self, self.module).items():
+                if name in found or name == TRAINED or not name or "/" in name:
+                    why = "another callback has weights of this name" if name in found else "a name is text without '/'"
+                    why = "the weights that are trained are called so" if name == TRAINED else why
+                    raise ValueError(
+                        f"{type(callback).__name__} has the weights {name!r}: {why}; give them another name"
+                    )
+                found[name] = own
+        return found
+
+    def _only_steps_change_weights(self) -> bool:
+        """Whether nothing but an optimizer step changes parameters and optimizer states, which a save may then copy later."""
+        return self.module.automatic_optimization and not self.optimizer_set.modes.switched
 
     @phase("checkpoint")
     def wait_for_checkpoint(self) -> set[str]:
@@ -557,19 +600,15 @@ class Run:
         Raises:
             RuntimeError: too many consecutive writes failed.
         """
-        self.saver.wait()
+        saver = self.checkpoints.saver
+        saver.wait()
         self.pulse += 1
-        return self.saver.lost
+        return saver.lost
 
     def announce_checkpoints(self) -> None:
         """Call the events of checkpoints that are complete, or gone, as the main process has seen; all ranks call this together."""
-        self.control.agreement.news = False
-        news = self.saver.news
-        seen_here = [news.popleft() for _ in range(len(news))]
-        for event, name in gather_json(self.engine.group, seen_here)[0]:
-            path = self.checkpoint_path(name)
+        for event, path, score in self.checkpoints.news():
             if event == "saved":
-                score = self.checkpoint_scores.pop(name, None)
                 for hook in self.hooks.on_checkpoint_saved:
                     hook(self, self.module, path, score)
             else:
@@ -578,7 +617,7 @@ class Run:
 
     def finish_checkpoints(self) -> None:
         """Wait for the checkpoint in progress and call its events, if anybody wants them; all ranks call this together."""
-        if self.hooks.on_checkpoint_saved or self.hooks.on_checkpoint_removed:
+        if self.checkpoints.have_listeners:
             self.wait_for_checkpoint()
             self.announce_checkpoints()
 
@@ -596,48 +635,30 @@ class Run:
             check_local(where)
         else:
             location, name = split(where)
-            if str(where) == name or same(location, self.saver.location):
+            if str(where) == name or same(location, self.checkpoints.saver.location):
                 return self.save_checkpoint(name)
         self.engine.settle()
         with self.phases.of("checkpoint"), self.optimizer_set.modes.evaluating():
-            return self.write_content(where, self._content(self, None), one_file=one_file)
-
-    def write_content(self, where: Path | str, content: Content, *, one_file: bool = False) -> Path | str:
-        """Write the ``content`` of a checkpoint at ``where``; all ranks call this together. ``one_file``: as in :meth:`save_checkpoint_at`."""
-        if not one_file:
-            return self._write_folder(where, content)
-        check_local(where)
-        file = Path(where).absolute()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        folder = file.with_name(f".{file.name}.folder")
-        self._write_folder(folder, content)
-        if self.is_main_process:
-            pack(folder, file)
-            shutil.rmtree(folder)
-        self.engine.wait_for_everyone()
-        return file
-
-    def _write_folder(self, where: Path | str, content: Content) -> Path | str:
-        location, name = split(where)
-        if same(location, self.saver.location):
-            self.wait_for_checkpoint()  # another saver takes what is unfinished there for left over
-        saver = Saver(self.engine.group, location.root)
-        unchanging = self.module.automatic_optimization and not self.optimizer_set.modes.switched
-        try:
-            return saver.save(name, content, unchanging=unchanging)
-        finally:
-            saver.close()
+            content = self.checkpoint_content()
+            unchanging = self._only_steps_change_weights()
+            return self.checkpoints.save_at(where, content, one_file=one_file, unchanging=unchanging)
 
     def remove_checkpoint(self, path: Path | str) -> None:
         """Delete the checkpoint at ``path``; every rank may call this, the main process does it."""
-        self.saver.remove([name_of(path)])
+        self.checkpoints.saver.remove([name_of(path)])
+
+    def roll_back(self, path: Path | str) -> None:
+        """Take weights, optimizers and schedulers of a checkpoint in the middle of a training; counters, data and random numbers continue."""
+        with opening(self.engine.group, *self.checkpoints.folder.source(str(path)), FOLDERS) as loaded:
+            self.snapshot.restore_weights(loaded, strict=True)
+            self.snapshot.restore_optimizers(loaded, Resume(path))
 
     # -- the end ----------------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
         """Release loaders (their worker processes end) and the model's wrapper; wait for a checkpoint in progress."""
         try:
-            self.saver.close(self.exception is not None)
+            self.checkpoints.close(self.exception is not None)
         finally:
             self._release()
 
@@ -647,8 +668,7 @@ class Run:
         self.placed.release()
         self.loaders.close()
         # The rest of what refers back to the run: without cycles, weights and optimizer states are freed with their last reference.
-        for name in ("optimization", "roll_back"):
-            vars(self).pop(name, None)
+        vars(self).pop("optimization", None)
 
     # -- manual optimization ----------------------------------------------------------------------------------------------------
 
@@ -718,10 +738,8 @@ class Run:
         status, epochs = status_of(self.stop_reason), self.state.finished_epochs
         end, times, metrics = "interrupted" if self.interrupted else status, self.times, dict(self.logbook.metrics)
         times.other = max(0.0, self.control.stopwatch.seconds_here() - times.compute - times.apart)
-        checkpoints = self.best_checkpoint, self.last_checkpoint
-        return Result(
-            end, self.stop_reason, epochs, self.step, metrics, *checkpoints, times, self.home.path, best_weights
-        )
+        best, last, folder = self.checkpoints.best, self.checkpoints.last, self.checkpoints.folder.path
+        return Result(end, self.stop_reason, epochs, self.step, metrics, best, last, times, folder, best_weights)
 
 
 def _with_tensors(tree: Any, device: torch.device) -> Any:

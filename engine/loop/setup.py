@@ -28,6 +28,7 @@ def _warn(run: Run, message: str) -> None:
 def training(run: Run) -> None:
     """Prepare a training: model, loaders, optimizers. The model is compiled and distributed before the optimizers are created."""
     module = run.module
+    check_best(run)
     if getattr(module.training_step, "__func__", None) is TrainModule.training_step:
         raise TypeError(f"{type(module).__name__} must define training_step(self, batch, batch_idx)")
     run.placed.accept_training_step()
@@ -41,6 +42,18 @@ def training(run: Run) -> None:
         module.on_fit_start()
         run.hooks.leave_out("on_fit_start")
         training_loaders(run)
+
+
+def check_best(run: Run) -> None:
+    """Check that something finds the best checkpoint, if it is to be loaded after the training.
+
+    Raises:
+        ValueError: nothing does.
+    """
+    if run.settings.reload_best and not run.settings.fast_dev_run and not any(c.finds_best for c in run.callbacks):
+        raise ValueError(
+            "reload_best=True needs to know which checkpoint is the best: attach ModelCheckpoint(monitor=<a logged metric>, mode='min' or 'max')"
+        )
 
 
 def training_loaders(run: Run) -> None:

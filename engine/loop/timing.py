@@ -1,4 +1,4 @@
-"""The phases of a run, by name, for profilers, and the times of a training epoch.
+"""The phases of a run, by name, for profilers; its intervals; and the times of a training epoch.
 
 Names: ``data``, ``forward``, ``backward``, ``optimizer``, ``validation``, ``checkpoint`` and others.
 """
@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 from torch.autograd import profiler
 
+from engine.config.duration import Every
+from engine.config.settings import Settings
 from engine.loop.state import Times
 
 Timer = Callable[[str, float], None]
@@ -94,6 +97,21 @@ def phase(name: str) -> Callable[[Function], Function]:
 
 
 Batch = TypeVar("Batch")
+
+
+class Intervals:
+    """When validation, publishing and garbage collection are due, as the settings say."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.validation = Every(settings.val_every)
+        self.publishing = Every(settings.log_every_n_steps or None)
+        self.garbage = Every(settings.gc_every_n_steps or None)
+
+    def start(self, step: int, epochs: Fraction | None) -> None:
+        """Start, or continue, at ``step``, when ``epochs`` are done."""
+        self.validation.start(step, epochs)
+        self.publishing.start(step)
+        self.garbage.start(step)
 
 
 class EpochClock:

@@ -30,11 +30,13 @@ def train(run: Run) -> None:
     state, control, loaders = run.state, run.control, run.loaders
     loaders.locate(state)
     run.begin()
-    run.announces_checkpoints = True
+    run.checkpoints.training_began = True
     if state.epoch_done:
         state.next_epoch()
     elif (
-        state.position and run.loaders.validation and run.val_every.due(state.step, None, control.elapsed_s, run.epochs)
+        state.position
+        and run.loaders.validation
+        and run.intervals.validation.due(state.step, None, control.elapsed_s, run.epochs)
     ):
         validate(run)  # the run was killed after this step was saved and before its validation
     control.agree_now()  # requested before the first step
@@ -131,10 +133,14 @@ def due(run: Run, outputs: Any) -> None:
         control.below_min_steps = False
         control.ask_postponed()
         control.agree_now()
-    if run.loaders.validation and not control.reason and run.val_every.due(step, None, control.elapsed_s, run.epochs):
+    if (
+        run.loaders.validation
+        and not control.reason
+        and run.intervals.validation.due(step, None, control.elapsed_s, run.epochs)
+    ):
         validate(run)
     control.limit_reached(run.loaders.train_batches)
-    if run.gc_every.due(step, None, 0.0):
+    if run.intervals.garbage.due(step, None, 0.0):
         run.garbage.collect(control.elapsed_s)
     plan_next(run)
 
@@ -156,7 +162,7 @@ def plan_next(run: Run) -> None:
     step, settings, control = run.state.step, run.settings, run.control
     marks = [mark for mark in (control.max_steps, settings.min_steps) if mark is not None and mark > step]
     if run.loaders.validation:
-        marks.append(run.val_every.next_step(step))
+        marks.append(run.intervals.validation.next_step(step))
     intervals = [settings.log_every_n_steps, settings.gc_every_n_steps]
     if not control.first_step_done or settings.max_time is not None:
         intervals.append(1)
@@ -196,7 +202,7 @@ def end_epoch(run: Run) -> None:
     if (
         whole
         and run.loaders.validation
-        and run.val_every.due(state.step, state.epoch + 1, control.elapsed_s, run.epochs)
+        and run.intervals.validation.due(state.step, state.epoch + 1, control.elapsed_s, run.epochs)
     ):
         validate(run)
         # Otherwise Ctrl-C or SIGTERM has cut it off: the resumed run validates, then ends the epoch.

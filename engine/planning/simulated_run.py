@@ -98,7 +98,8 @@ def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[Sim
         run = job.fit.new_run(module, "fit", group, settings, data, callbacks)
         if refusal := strategy_facts(run.engine.strategy).refusal:
             raise ValueError(refusal)
-        run.home, run.control.agreement = folder, NoStops(group, run.control.stopwatch)
+        run.checkpoints.live_in(folder)
+        run.control.agreement = NoStops(group, run.control.stopwatch)
         stack.enter_context(imported_deepspeed.accepting_plans(group))
         stack.enter_context(torch_flags(settings))
         stack.enter_context(frame(run, lambda: simulation))

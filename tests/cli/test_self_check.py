@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine import snapshot
 from engine.cli import self_check, self_check_jobs
 from engine.cli.self_check import CHECKS, Outcome
-from engine.loop import snapshot
 from engine.utils import accelerator
 from engine.utils.device_names import BF16_REMEDY
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.internals import new_hooks
 from support.toys import Weight
 
 from engine import Callback, TrainModule
@@ -16,7 +17,7 @@ class Counts(Callback):
 
 
 def table(*callbacks: Callback, module: TrainModule | None = None) -> Hooks:
-    return Hooks(callbacks, module or Weight())
+    return new_hooks(callbacks, module or Weight())
 
 
 def test_only_overridden_hooks_are_in_the_table() -> None:

@@ -15,14 +15,21 @@ from typing import Any
 import pytest
 import torch
 
+from engine.callback import Callback
 from engine.checkpoint.directory import Opened
 from engine.checkpoint.reader import Source
 from engine.checkpoint.writer import Content, Saver
 from engine.config.resolve import Resolved, resolve
 from engine.data.sampler import Deal
+from engine.distributed.agreement import Agreement, Stopwatch
 from engine.distributed.environment import Environment, detect
 from engine.distributed.group import Group, join
+from engine.loop.checkpoints import RunCheckpoints
+from engine.loop.hook_calls import Hooks
+from engine.loop.logbook import Logbook
+from engine.loop.timing import Intervals
 from engine.metrics.recorder import Recorder
+from engine.module import TrainModule
 from engine.step.window import Share, Window
 from engine.utils import log
 
@@ -99,6 +106,13 @@ def new_window(size: int = 1) -> Window:
 def new_recorder(**options: Any) -> Recorder:
     """The recorder of one process, which keeps values for the epoch alone."""
     return Recorder(group_of_one(), **{"on_step": False, "on_epoch": True, **options})
+
+
+def new_hooks(callbacks: Sequence[Callback], module: TrainModule) -> Hooks:
+    """The hooks of a run of ``module`` that has no folder yet."""
+    group, intervals = group_of_one(), Intervals(resolve({}, {}, None, (), ()).settings)
+    checkpoints = RunCheckpoints(group, Agreement(group, Stopwatch()))
+    return Hooks(callbacks, module, checkpoints, Logbook(module, new_recorder(), intervals))
 
 
 def forget_warnings(patch: pytest.MonkeyPatch) -> None:

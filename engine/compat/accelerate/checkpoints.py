@@ -89,7 +89,7 @@ class Checkpoints:
             kept = {id(each) for each in remaining}
             gone = broadcast_object(engine.group, [i for i, each in enumerate(weights) if id(each) not in kept])
             left_out = [engine.models[i] for i in gone]
-        path = engine.snapshot.save(folder, wait or bool(self.before_save), facts or {}, left_out)
+        path = engine.loop_checkpoints.save(folder, wait or bool(self.before_save), facts or {}, left_out)
         if self.before_save:  # what the hooks have written is moved in beside what is listed in the manifest
             engine.wait_for_everyone()
             if engine.is_main_process:
@@ -137,7 +137,7 @@ class Checkpoints:
         for hook in self.before_load.values():
             hook(remaining, str(input_dir))
         left_out = [model for model in engine.models if not any(model is each for each in remaining)]
-        manifest = engine.snapshot.load(input_dir, strict, left_out)
+        manifest = engine.loop_checkpoints.load(input_dir, strict, left_out)
         if not within_epochs:
             for loader in engine.prepared.loaders:
                 loader.restart()

@@ -22,7 +22,6 @@ from engine.compat.lightning.trainer_translation import translate
 from engine.compat.lightning.trainer_view import TrainerView, Values
 from engine.fit import Fit
 from engine.loop.run import Run
-from engine.loop.snapshot import content
 from engine.loop.state import Result
 from engine.utils.extensions import hint
 from engine.utils.log import logger
@@ -182,8 +181,9 @@ class Trainer(TrainerView):
         whole = path.with_name(f".{path.name}.whole") if pickle else path
         run.engine.settle()
         with run.optimizer_set.modes.evaluating():
-            everything = content(run)
-            run.write_content(whole, replace(everything, optim={}) if weights_only or pickle else everything, one_file=True)
+            everything = run.checkpoint_content()
+            content = replace(everything, optim={}) if weights_only or pickle else everything
+            run.checkpoints.save_at(whole, content, one_file=True, unchanging=True)
         if pickle and run.is_main_process:
             ckpt.write_checkpoint(path, whole)
             whole.unlink()

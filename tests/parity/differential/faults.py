@@ -45,8 +45,9 @@ FAULTS = {
         "and len(set(weights)) == 1:", "and weights:",
     ),
     "scheduler": Fault(
-        "schedules count steps that were skipped", "engine/loop/run.py",
-        "        if happened:\n            self.state.step += 1\n", "        self.state.step += happened\n        if self.state.step:\n",
+        "schedules count steps that were skipped", "engine/loop/optimization.py",
+        "        if happened:\n            state, logbook = self._state, self._logbook\n            state.step += 1\n",
+        "        state, logbook = self._state, self._logbook\n        state.step += happened\n        if state.step:\n",
     ),
     "clipping": Fault(
         "the norm is that of the sum", "engine/step/gradients.py",
@@ -64,7 +65,7 @@ FAULTS = {
     ),
     "resume": Fault(
         "what was logged in the epoch before the save is lost", "engine/loop/snapshot.py",
-        "run.recorder.load_state_dicts, [row[\"recorder\"] for row in rows]", "run.recorder.load_state_dicts, []",
+        "recorder.load_state_dicts, [row[\"recorder\"] for row in rows]", "recorder.load_state_dicts, []",
     ),
     "manual optimization": Fault(
         "gradients are averaged for clipping only",

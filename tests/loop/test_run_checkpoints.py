@@ -52,7 +52,7 @@ def test_each_after_the_step_that_saved_it(tmp_path: Path) -> None:
 def test_scores_are_not_collected(tmp_path: Path, hears: list[Callback]) -> None:
     class Counts(Callback):
         def on_train_end(self, run: Run, module: TrainModule) -> None:
-            self.scores = dict(run.checkpoint_scores)
+            self.scores = dict(run.checkpoints.scores)
 
     counts = Counts()
     fit(tmp_path, max_steps=6, callbacks=[*hears, saving(), counts]).run(Weight(), ones(6))

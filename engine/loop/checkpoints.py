@@ -1,0 +1,203 @@
+"""The checkpoints of one run: where they are kept, which were saved, and what is to be told about them."""
+
+from __future__ import annotations
+
+import shutil
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.manifest import SCORED_WITH, TRAINED
+from engine.checkpoint.one_file import check_local, pack
+from engine.checkpoint.resume import name_of
+from engine.checkpoint.run_folder import RunFolder
+from engine.checkpoint.storage import same, split
+from engine.checkpoint.writer import Content, Saver
+from engine.distributed.agreement import Agreement
+from engine.distributed.collectives import gather_json
+from engine.distributed.group import Group
+from engine.loop.state import TrainState
+
+
+class RunCheckpoints:
+    """The checkpoints of one run. It calls no hooks: :class:`engine.Run` does, and the loops.
+
+    Args:
+        group: the run's ranks.
+        agreement: notified of events, if hooks want them (:attr:`have_listeners`).
+    """
+
+    folder: RunFolder
+    """The run's folder, locked while it runs."""
+    best: Path | str | None = None
+    last: Path | str | None = None
+    loaded_from: Path | str | None = None
+    """The checkpoint that the run resumed from, or took its weights from."""
+    have_listeners = False
+    """Hooks want the events of checkpoints."""
+    training_began = False
+    """Saves call the events of earlier checkpoints first, which they may remove."""
+    saved: tuple[tuple[int, int, int, int], str] | None = None
+    """Position (step, epoch, batch, validated step) and name of the checkpoint that was saved last."""
+
+    def __init__(self, group: Group, agreement: Agreement) -> None:
+        self._group, self._agreement = group, agreement
+        self._saver: Saver | None = None
+        self._chosen: str | None = None
+        self.scores: dict[str, float | None] = {}
+        """By name, the scores of those whose event is still to come."""
+
+    # -- where they are -------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def saver(self) -> Saver:
+        """Writes them.
+
+        Raises:
+            RuntimeError: the run has no folder yet.
+        """
+        if self._saver is None:
+            raise RuntimeError("the run has no folder of checkpoints yet: ask from setup on")
+        return self._saver
+
+    def live_in(self, folder: RunFolder) -> None:
+        """Keep them in the run's ``folder`` from now on, or where it says."""
+        self.folder = folder
+        self.keep_in(folder.checkpoints)
+
+    def keep_in(self, location: Path | str) -> None:
+        """Keep them at ``location``, a folder or a URL, from now on."""
+        self._saver = Saver(self._group, location)
+        if self.have_listeners:
+            self._saver.agreement = self._agreement
+
+    def choose(self, root: str | Path | None, max_failures: int) -> None:
+        """Implements :meth:`engine.Run.checkpoints_at`."""
+        location = self.folder.keep(root)
+        if self._chosen is not None and str(location) != self._chosen:
+            raise ValueError(
+                f"checkpoints are to be kept in {self._chosen} and in {location}: give one dirpath to all ModelCheckpoints of a run"
+            )
+        if str(location) != self.saver.location.root:
+            self.keep_in(location)
+        self._chosen, self.saver.max_failures = str(location), max_failures
+
+    def path(self, name: str) -> Path | str:
+        """The path of the checkpoint of this name."""
+        return self.saver.location.path(name)
+
+    def names(self) -> set[str]:
+        """The complete ones, as rank 0 sees them; all ranks call this together."""
+        found: list[str] = gather_json(
+            self._group, list(self.saver.location.manifests()) if self._group.is_main else None
+        )[0]
+        return set(found)
+
+    @property
+    def continue_in_place(self) -> bool:
+        """Whether the run continues from a checkpoint in its own folder."""
+        return self.last is not None and same(split(self.last)[0], self.saver.location)
+
+    def best_weights(self) -> str | None:
+        """The weights that the best one's score was measured with, as its manifest names them; all ranks call this together.
+
+        ``None``: there is no best one, or it cannot be read.
+        """
+        if self.best is None:
+            return None
+        name: str | None = None
+        if self._group.is_main:
+            with suppress(OSError, ValueError):
+                where, what = split(self.best)
+                name = str(where.manifest(what).get(SCORED_WITH, TRAINED))
+        found: str | None = gather_json(self._group, name)[0]
+        return found
+
+    # -- saving ---------------------------------------------------------------------------------------------------------------------------
+
+    def saved_as(self, state: TrainState, name: str | None) -> str | None:
+        """The name under which this position was saved already, unless that was lost or another ``name`` is asked for."""
+        if self.saved is None:
+            return None
+        position, known = self.saved
+        again = position == state.resume_point() or (state.in_window and position[0] == state.step)
+        return known if again and known not in self.saver.lost and name in (None, known) else None
+
+    def save(
+        self,
+        name: str | None,
+        content: Content,
+        state: TrainState,
+        score: Mapping[str, Any] | None,
+        *,
+        asynchronous: bool,
+        tolerant: bool,
+        remove: Sequence[str],
+        unchanging: bool,
+    ) -> Path | str:
+        """Write ``content``, of the position ``state``; arguments and errors as of :meth:`engine.Run.save_checkpoint`, and ``unchanging`` as of
+        :meth:`engine.checkpoint.writer.Saver.save`."""
+        path = self.saver.save(
+            f"step={state.step:08d}" if name is None else name,
+            content,
+            asynchronous=asynchronous,
+            tolerant=tolerant,
+            remove=remove,
+            unchanging=unchanging,
+        )
+        self.saved = (state.resume_point(), name_of(path))
+        if self.have_listeners:
+            self.scores[name_of(path)] = None if score is None else score["value"]
+        return path
+
+    def save_at(self, where: Path | str, content: Content, *, one_file: bool, unchanging: bool) -> Path | str:
+        """Write ``content`` at ``where``, a path or a URL, or as ``one_file`` at a path; all ranks call this together.
+
+        Raises:
+            ValueError: one file at a URL.
+        """
+        if not one_file:
+            return self._save_folder(where, content, unchanging)
+        check_local(where)
+        file = Path(where).absolute()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        folder = file.with_name(f".{file.name}.folder")
+        self._save_folder(folder, content, unchanging)
+        if self._group.is_main:
+            pack(folder, file)
+            shutil.rmtree(folder)
+        self._group.barrier()
+        return file
+
+    def _save_folder(self, where: Path | str, content: Content, unchanging: bool) -> Path | str:
+        location, name = split(where)
+        if same(location, self.saver.location):
+            self.saver.wait()  # another saver takes what is unfinished there for left over
+        saver = Saver(self._group, location.root)
+        try:
+            return saver.save(name, content, unchanging=unchanging)
+        finally:
+            saver.close()
+
+    def hold(self) -> None:
+        """Wait until tensors may change, because the checkpoint in progress has its copies."""
+        if self._saver is not None:
+            self._saver.hold()
+
+    def close(self, failed: bool) -> None:
+        """Wait for the checkpoint in progress, and free its buffers; briefly if the run has ``failed``."""
+        if self._saver is not None:
+            self._saver.close(failed)
+
+    # -- events ---------------------------------------------------------------------------------------------------------------------------
+
+    def news(self) -> Iterator[tuple[str, Path | str, float | None]]:
+        """``"saved"`` or ``"removed"``, path and score of checkpoints that are complete, or gone, since the last call, as the main process has seen
+        it; all ranks call this together."""
+        self._agreement.news = False
+        news = deque() if self._saver is None else self._saver.news
+        seen_here = [news.popleft() for _ in range(len(news))]
+        for event, name in gather_json(self._group, seen_here)[0]:
+            yield event, self.path(name), self.scores.pop(name, None) if event == "saved" else None

@@ -1,0 +1,100 @@
+"""Resuming from a checkpoint: which pieces of it a run takes back, and the hooks in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.checkpoint.manifest import FOLDERS, SCORED_WITH, WEIGHTS
+from engine.checkpoint.other_weights import weights_folder
+from engine.checkpoint.resume import Loaded, Resume, opening
+from engine.loop.run import Run
+from engine.utils.log import logger
+from engine.utils.text import terminal_text
+
+
+def resume_run(run: Run, wanted: str | Path | Resume) -> None:
+    """Resume from a checkpoint: parameters, optimizers, schedulers, counters, data position, random numbers, callbacks.
+
+    Raises:
+        FileNotFoundError: there is none (except with ``"auto"``).
+        DamagedCheckpoint: it cannot be used, or (for a name such as ``"auto"``) none of the existing ones can.
+        ValueError: it does not fit the module or its optimizers.
+    """
+    how, checkpoints = wanted if isinstance(wanted, Resume) else Resume(wanted), run.checkpoints
+    where, what = checkpoints.folder.source(str(how.path))
+    checkpoints.folder.named = checkpoints.saver.location.root  # from now on
+    folders = ("model", *weights_folder(how.weights)) if how.weights_only else (*FOLDERS, WEIGHTS)
+    try:
+        with opening(run.engine.group, where, what, folders) as loaded:
+            checkpoints.saver.kept = {loaded.name, *loaded.passed}
+            if how.weights_only:
+                run.snapshot.load_weights(loaded, how.strict, how.weights)
+            else:
+                _continue(run, loaded, how)
+                checkpoints.last = loaded.path
+            checkpoints.loaded_from = loaded.path
+    except FileNotFoundError:
+        if str(how.path) != "auto":
+            raise
+
+
+def _continue(run: Run, loaded: Loaded, how: Resume) -> None:
+    run.checkpoints.saver.take_over(loaded.shared.get("postponed", []), loaded.path)
+    with run.snapshot.restoring(loaded, how):
+        if loaded.saved_by_run:  # and not by a loop with Engine
+            _load_entries(run, loaded)
+            for name, tensors in run.other_weights().items():  # hooks may have added parameters
+                loaded.source.others.read_into(name, tensors)
+    if run.engine.is_main_process:
+        logger.info("resumed from %s: epoch %d, step %d", loaded.path, run.state.epoch, run.state.step)
+
+
+def _load_entries(run: Run, loaded: Loaded) -> None:
+    """Give hooks the entries that they have saved."""
+    own, hooks = loaded.shared["user"], run.hooks.on_load_checkpoint
+    entries = run.snapshot.entries(own)
+    for hook in hooks:
+        hook(run, run.module, entries)
+    if own and not hooks:
+        names = terminal_text(", ".join(map(str, own)), one_line=True)
+        logger.warning(
+            "%s has entries of on_save_checkpoint (%s), and nothing here defines on_load_checkpoint: they are not read",
+            loaded.path,
+            names,
+        )
+
+
+def load_weights(run: Run, wanted: str | Path | None, which: str | None = None) -> None:
+    """Take only the parameters and buffers of a checkpoint, and its step, epoch and samples, at which an evaluation is logged.
+
+    Args:
+        which: ``"trained"``, or the name of others; ``None``: those that its score was measured with.
+    """
+    if wanted is None and which is not None:
+        raise ValueError(f"weights={which!r} are those of a checkpoint: give it with checkpoint=...")
+    if wanted is None:
+        return
+    folders = ("model", *weights_folder(which))
+    with opening(run.engine.group, *run.checkpoints.folder.source(str(wanted)), folders, "checkpoint") as loaded:
+        run.snapshot.load_weights(loaded, True, which)
+        run.checkpoints.loaded_from = loaded.path
+        counters = loaded.manifest.get("counters")
+        if isinstance(counters, dict):
+            for name in ("step", "epoch", "samples"):
+                if type(value := counters.get(name)) is int and value >= 0:
+                    setattr(run.state, name, value)
+
+
+def reload_best(run: Run) -> None:
+    """Load the weights of the best checkpoint after the training, if that was asked for; all ranks call this together."""
+    best = run.checkpoints.best
+    if not run.settings.reload_best or run.settings.fast_dev_run or run.preempted:
+        return
+    if best is None:
+        logger.warning("reload_best=True: no checkpoint has a score, so the module keeps its last weights")
+        return
+    run.wait_for_checkpoint()
+    with opening(run.engine.group, run.checkpoints.saver.location, str(best), ("model", WEIGHTS)) as loaded:
+        others = dict.fromkeys(loaded.source.others.names)
+        which = loaded.manifest.get(SCORED_WITH) or run.snapshot.scored_with(others, None)
+        run.snapshot.load_weights(loaded, True, which)
