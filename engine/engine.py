@@ -132,7 +132,7 @@ class Engine:
         self.snapshot = EngineSnapshot(self.prepared, self.scaler)
         """The state of what was prepared, for checkpoints."""
         self.loop_checkpoints = EngineCheckpoints(self.prepared, self.snapshot)
-        """Those of :meth:`save_state`."""
+        """The checkpoints of :meth:`save_state`."""
         self._trigger = Trigger(self.group)
 
     @property

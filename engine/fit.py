@@ -27,7 +27,7 @@ from engine.engine import Engine
 from engine.launch.local_ranks import crew
 from engine.loop import compatibility, setup
 from engine.loop.callback_states import check_keys
-from engine.loop.evaluate import call_all, evaluate, predict, validate
+from engine.loop.evaluate import call_all, evaluate, predict, sanity_check
 from engine.loop.first_checks import report_misspelled
 from engine.loop.lifecycle import collecting_garbage, in_folder, log_start, session, watched
 from engine.loop.loaders import RunData
@@ -234,7 +234,7 @@ class Fit:
             if resume is not None:
                 resume_run(run, resume)
             call_all(run, run.hooks.on_fit_start)
-            self._sanity_check(run)
+            sanity_check(run)
             if run.settings.check:
                 compare(run)
             of_the_epoch(run, run.hooks.on_train_start)
@@ -514,18 +514,6 @@ class Fit:
             load_weights(run, checkpoint, weights)
             with watched(run):
                 return evaluate(run, prepared, name, run.placed.evaluation_step(f"{name}_step"))
-
-    def _sanity_check(self, run: Run) -> None:
-        """A few validation batches, so that an error in them does not wait for the end of the first epoch. Changes no state."""
-        count = self.settings.num_sanity_val_steps
-        if not count or not run.val_loaders or run.step:
-            return
-        run.stage = "sanity"
-        call_all(run, run.hooks.on_sanity_check_start)
-        with watched(run):
-            run.logbook.sanity_names = set().union(*validate(run, None if count < 0 else count))
-        call_all(run, run.hooks.on_sanity_check_end)
-        run.stage = "fit"
 
     @contextmanager
     def _start(self, module: TrainModule, stage: str, data: RunData) -> Iterator[Run]:

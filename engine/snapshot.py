@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the objects that one engine has prepared, and the checkpoints of a user's own loop."""
+"""The state of the objects that one engine has prepared, and the checkpoints of a user's own loop."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class EngineSnapshot:
             model=strategy.model_parts(model),
             optim={str(i): strategy.optimizer_parts(o, module) for i, o in enumerate(self.optimizers)},
             shared=shared,
-            own=self.own(),
+            own=self.of_rank(),
             facts=facts,
             partial=strategy.parts_differ,
             stepped=stepped(self.optimizers),
@@ -91,7 +91,7 @@ class EngineSnapshot:
             "kinds": describe(self.optimizers, self.schedulers),
         }
 
-    def own(self) -> dict[str, Any]:
+    def of_rank(self) -> dict[str, Any]:
         """The state that belongs to this rank alone."""
         return {"place": self.place(), "rng": capture(), "streams": self.streams()}
 
@@ -106,7 +106,7 @@ class EngineSnapshot:
         return [{name: value for name, value in state.items() if name != "stream"} for state in states]
 
     def streams(self) -> list[Any]:
-        """What the loaders need to continue besides their positions; ``None`` for those that need nothing."""
+        """The state that each loader needs besides its position; ``None``: it needs nothing."""
         return [loader.state_dict()["stream"] for loader in self._prepared.loaders]
 
     # -- restoring ------------------------------------------------------------------------------------------------------------------------

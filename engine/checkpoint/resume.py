@@ -85,7 +85,7 @@ class Loaded:
 
     @property
     def saved_by_run(self) -> bool:
-        """Whether a run saved it, rather than a loop with ``Engine``."""
+        """True if a run saved it, rather than a loop with ``Engine``."""
         return "state" in self.shared
 
     def of_rank(self, rank: int) -> Fields | None:

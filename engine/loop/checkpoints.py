@@ -90,14 +90,14 @@ class RunCheckpoints:
 
     def names(self) -> set[str]:
         """The complete ones, as rank 0 sees them; all ranks call this together."""
-        found: list[str] = gather_json(
+        names: list[str] = gather_json(
             self._group, list(self.saver.location.manifests()) if self._group.is_main else None
         )[0]
-        return set(found)
+        return set(names)
 
     @property
     def continue_in_place(self) -> bool:
-        """Whether the run continues from a checkpoint in its own folder."""
+        """True if the run continues from a checkpoint in its own folder."""
         return self.last is not None and same(split(self.last)[0], self.saver.location)
 
     def best_weights(self) -> str | None:
@@ -112,8 +112,8 @@ class RunCheckpoints:
             with suppress(OSError, ValueError):
                 where, what = split(self.best)
                 name = str(where.manifest(what).get(SCORED_WITH, TRAINED))
-        found: str | None = gather_json(self._group, name)[0]
-        return found
+        weights: str | None = gather_json(self._group, name)[0]
+        return weights
 
     # -- saving ---------------------------------------------------------------------------------------------------------------------------
 

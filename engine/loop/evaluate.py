@@ -13,6 +13,7 @@ import torch
 
 from engine.data.prepared_loader import PreparedLoader
 from engine.distributed.collectives import gather_object
+from engine.loop.lifecycle import watched
 from engine.loop.logbook import EvaluationValues
 from engine.loop.method_arguments import step_accepting
 from engine.loop.run import Run
@@ -52,6 +53,19 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
     if run.stage == "fit":
         run.control.agree_now()
     return results
+
+
+def sanity_check(run: Run) -> None:
+    """Validate on a few batches before the training, so that an error in them does not wait for the end of the first epoch. Changes no state."""
+    count = run.settings.num_sanity_val_steps
+    if not count or not run.loaders.validation or run.state.step:
+        return
+    run.stage = "sanity"
+    call_all(run, run.hooks.on_sanity_check_start)
+    with watched(run):
+        run.logbook.sanity_names = set().union(*validate(run, None if count < 0 else count))
+    call_all(run, run.hooks.on_sanity_check_end)
+    run.stage = "fit"
 
 
 def evaluate(

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
-
 from engine.callback import Callback
 from engine.loop.checkpoints import RunCheckpoints
 from engine.loop.logbook import Logbook
@@ -152,7 +150,8 @@ def _events() -> tuple[str, ...]:
 def _for_a_logger(method: Hook, logbook: Logbook) -> Hook:
     """A logger's ``on_log``: without the values that were logged with ``logger=False``."""
 
-    def on_log(run: object, module: nn.Module, metrics: dict[str, float], step: int) -> None:
+    def on_log(*arguments: Any) -> None:
+        run, module, metrics, step = arguments
         given = {name: value for name, value in metrics.items() if name not in logbook.withheld}
         if given:
             method(run, module, given, step)
@@ -173,7 +172,7 @@ def _of_module(module: TrainModule, event: str) -> Hook:
     """The module's own hook with a callback's signature."""
     method = accepting(getattr(module, event), module, event, TrainModule)
 
-    def hook(run: object, module: nn.Module, *args: Any) -> Any:
-        return method(*args)
+    def hook(*arguments: Any) -> Any:
+        return method(*arguments[2:])  # without the run and the module
 
     return hook

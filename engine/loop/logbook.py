@@ -14,7 +14,7 @@ class EvaluationValues:
     """The values of an evaluation from its last batch on, until they are published: in ``on_validation_epoch_end``."""
 
     def __init__(self, values: Sequence[dict[str, float]], recorders: Sequence[Recorder]) -> None:
-        self.values = {name: value for found in values for name, value in found.items()}
+        self.values = {name: value for of_loader in values for name, value in of_loader.items()}
         """Over all ranks."""
         self._recorders = recorders
         self._updates = self._counted()
@@ -64,11 +64,11 @@ class Logbook:
         self.metrics: dict[str, float] = {}
         """The latest value of every logged name; one logged ``on_step`` and ``on_epoch`` is there without a suffix too (the epoch's)."""
         self.from_training: set[str] = set()
-        """Those of them that were measured in training, with the trained weights, rather than in an evaluation."""
+        """The names in :attr:`metrics` that were measured in training, with the trained weights, rather than in an evaluation."""
         self.progress: dict[str, float] = {}
-        """Those of them that were logged with ``prog_bar=True``."""
+        """The entries of :attr:`metrics` that were logged with ``prog_bar=True``."""
         self.withheld: frozenset[str] = frozenset()
-        """Of the values that were published last, those logged with ``logger=False``: loggers do not get them."""
+        """The names, among the values that were published last, of those logged with ``logger=False``: loggers do not get them."""
         self.evaluation: EvaluationValues | None = None
         """The values of an evaluation that are computed, but not published."""
         self.sanity_names: set[str] | None = None
@@ -107,7 +107,7 @@ class Logbook:
         self.published_step = step
 
     def due(self, step: int) -> bool:
-        """Whether the values of ``step`` are to be published: of the run's first step, and every ``log_every_n_steps`` steps."""
+        """Tell whether the values of ``step`` are to be published: of the run's first step, and every ``log_every_n_steps`` steps."""
         return self._intervals.publishing.due(step, None, 0.0) or (not self.published_step and step > 0)
 
     def note(self, values: dict[str, float], window: int | None) -> None:
@@ -143,7 +143,7 @@ class Logbook:
         self.from_training.update(values)
         return {**self.metrics, **values}
 
-    def settle(self) -> None:
+    def take_unpublished(self) -> None:
         """Take over into :attr:`metrics` what the steps logged that no log boundary has published, over all ranks. A collective; waits for the
         device."""
         values, _ = self.training.latest_values(self.epoch_windows)

@@ -382,12 +382,12 @@ class Run:
 
     @property
     def progress(self) -> dict[str, float]:
-        """Those of them that were logged with ``prog_bar=True``."""
+        """The entries of :attr:`metrics` that were logged with ``prog_bar=True``."""
         return self.logbook.progress
 
     @property
     def withheld(self) -> frozenset[str]:
-        """Of the values that ``on_log`` gets now, those logged with ``logger=False``: loggers do not get them."""
+        """The names, among the values that ``on_log`` gets now, of those logged with ``logger=False``: loggers do not get them."""
         return self.logbook.withheld
 
     def record_to(self, recorder: Recorder) -> None:
@@ -576,14 +576,14 @@ class Run:
         """
         found: dict[str, dict[str, Any]] = {}
         for callback in self.callbacks:
-            for name, own in callback.other_weights(self, self.module).items():
+            for name, weights in callback.other_weights(self, self.module).items():
                 if name in found or name == TRAINED or not name or "/" in name:
                     why = "another callback has weights of this name" if name in found else "a name is text without '/'"
                     why = "the weights that are trained are called so" if name == TRAINED else why
                     raise ValueError(
                         f"{type(callback).__name__} has the weights {name!r}: {why}; give them another name"
                     )
-                found[name] = own
+                found[name] = weights
         return found
 
     def _only_steps_change_weights(self) -> bool:

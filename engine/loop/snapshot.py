@@ -1,4 +1,4 @@
-"""What a run adds to the content of a checkpoint, and how each piece is taken back; :mod:`engine.loop.resume` calls the hooks around it."""
+"""The content of a run's checkpoint, and how each piece of it is taken back; :mod:`engine.loop.resume` calls the hooks in between."""
 
 from __future__ import annotations
 
@@ -147,10 +147,10 @@ class RunSnapshot(EngineSnapshot):
             return [None]
         return [train.carried() if state.epoch_done else train.state(state.position)]
 
-    def own(self) -> dict[str, Any]:
-        """This rank's state, with its logged values."""
+    def of_rank(self) -> dict[str, Any]:
+        """The state that belongs to this rank alone, with its logged values."""
         return {
-            **super().own(),
+            **super().of_rank(),
             "recorder": self._logbook.recorder.state_dict(),
             "metrics": metric_states(self._module),
             "logged": self._logbook.recorder.logged_metrics(),

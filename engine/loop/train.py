@@ -198,7 +198,7 @@ def end_epoch(run: Run) -> None:
     whole = exhausted or not control.reason
     if control.reason or (control.max_epochs is not None and state.epoch + 1 >= control.max_epochs):
         run.publish_last()
-    run.logbook.settle()
+    run.logbook.take_unpublished()
     if (
         whole
         and run.loaders.validation
