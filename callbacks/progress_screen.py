@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Screen(Protocol):
-    """A place for bars and lines."""
+    """A place for bars and lines: :class:`Terminal`, :class:`Notebook` or :class:`Lines`."""
 
     live: bool
     """Whether there are bars, which are drawn again and again."""

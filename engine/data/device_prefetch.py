@@ -15,7 +15,7 @@ from engine.utils.tree import map_tensors
 
 
 class Side(Protocol):
-    """A stream for copies while the device computes."""
+    """A stream for copies while the device computes: :class:`SideStream`."""
 
     def copy(self, batch: Any) -> Any:
         """Start copying; the result may be used after :meth:`join`."""

@@ -14,7 +14,9 @@ from engine.distributed.group import Group
 
 
 class Feed(Protocol):
-    """A source of micro-batches."""
+    """A source of micro-batches: :class:`~engine.data.indexed.SampleIndices`, :class:`~engine.data.indexed.BatchIndices` and
+    :class:`~engine.data.indexed.Batches` of data with indices, :class:`~engine.data.stream.Stream` of other data, and
+    :class:`~engine.data.combined_loaders.Indexed` of several loaders."""
 
     @property
     def reads_ahead(self) -> bool:

@@ -22,7 +22,7 @@ Then = Callable[[bool], None]
 
 
 class Guard(Protocol):
-    """Leaves out steps for reasons of its own."""
+    """Leaves out steps for reasons of its own, as :class:`callbacks.SpikeGuard` does."""
 
     def check(self, norm: Tensor) -> Tensor:
         """1.0: leave this step out, 0.0: apply it; computed on the device, the same on all ranks. Shape ``()``, fp32.

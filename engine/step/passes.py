@@ -17,7 +17,7 @@ from engine.utils.tree import batch_size, map_tensors
 
 
 class Pipelines(Protocol):
-    """A strategy that runs forward and backward passes together."""
+    """A strategy that runs forward and backward passes together, as :class:`~engine.strategies.mesh_parallel.MeshParallel` does."""
 
     data_group: Group
     has_loss: bool

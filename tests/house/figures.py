@@ -458,7 +458,7 @@ def protocols(tree: Tree) -> Figure:
     """A Protocol with at most one implementation names it in its docstring, so that a reader finds it."""
     members: dict[str, set[str]] = {}
     declared: list[tuple[str, ast.ClassDef]] = []
-    for name in tree.engine:
+    for name in tree.files:
         for cls in tree.classes(name):
             if "Protocol" in {ast.unparse(base).split("[")[0].split(".")[-1] for base in cls.bases}:
                 declared.append((name, cls))
@@ -716,8 +716,9 @@ def _members(cls: ast.ClassDef) -> set[str]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name != "__init__"
     }
     for node in ast.walk(cls):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node in cls.body:
-            names.add(node.target.id)
+        if isinstance(node, (ast.AnnAssign, ast.Assign)) and node in cls.body:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             names |= {node.attr} if getattr(node.value, "id", "") == "self" else set()
     return names

@@ -77,7 +77,8 @@ class Environment:
 
 
 class Detector(Protocol):
-    """One kind of launcher. ``None`` when its variables are absent, ``RuntimeError`` when they are inconsistent."""
+    """One kind of launcher: a module beside this one, or a :class:`~engine.distributed.environments.mpi.Mpi`. ``None`` when its variables are
+    absent, ``RuntimeError`` when they are inconsistent."""
 
     @property
     def names(self) -> Sequence[str]:
