@@ -202,7 +202,7 @@ class Callback:
         return {}
 
 
-def of_the_step(callbacks: Sequence[Callback]) -> list[Callback]:
+def affecting_steps(callbacks: Sequence[Callback]) -> list[Callback]:
     """Those that may change a step: not loggers, progress bars and checkpoint callbacks."""
     return [c for c in callbacks if c.critical and not (c.is_logger or c.runs_last or c.shows_progress)]
 

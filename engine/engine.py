@@ -327,7 +327,7 @@ class Engine:
         window = self.window
         if window.held and not window.accumulating:
             window.release()
-        root, divisor = window.root(loss, self.data_group.world_size, self.scaler is not None)
+        root, divisor = window.weigh(loss, self.data_group.world_size, self.scaler is not None)
         if divisor == 1.0 and self.scaler is None:
             root.backward(**kwargs)
         else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 from torch import nn
 
-from engine.callback import Callback, of_the_step, own_kind, with_own
+from engine.callback import Callback, affecting_steps, own_kind, with_own
 from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import Trained
 from engine.config.duration import Duration
@@ -27,7 +27,7 @@ from engine.engine import Engine
 from engine.launch.local_ranks import crew
 from engine.loop import compatibility, setup
 from engine.loop.callback_states import check_keys
-from engine.loop.evaluate import call_all, evaluate, predict, sanity_check
+from engine.loop.evaluate import call_hooks, evaluate, predict, sanity_check
 from engine.loop.first_checks import report_misspelled
 from engine.loop.lifecycle import collecting_garbage, in_folder, log_start, session, watched
 from engine.loop.loaders import RunData
@@ -38,7 +38,7 @@ from engine.loop.replay import LeftOut, ReplayedStep, StepWatch, starting_point
 from engine.loop.resume import load_weights, reload_best, resume_run
 from engine.loop.run import Run
 from engine.loop.state import Result
-from engine.loop.train import of_the_epoch, train
+from engine.loop.train import call_epoch_hooks, train
 from engine.module import TrainModule
 from engine.step.precision import Precision
 from engine.strategies.base import Strategy
@@ -233,17 +233,17 @@ class Fit:
             setup.training(run)
             if resume is not None:
                 resume_run(run, resume)
-            call_all(run, run.hooks.on_fit_start)
+            call_hooks(run, run.hooks.on_fit_start)
             sanity_check(run)
             if run.settings.check:
                 compare(run)
-            of_the_epoch(run, run.hooks.on_train_start)
+            call_epoch_hooks(run, run.hooks.on_train_start)
             with watched(run), collecting_garbage(run), run.optimizer_set.modes.training():
                 train(run)
             run.over = True
-            call_all(run, run.hooks.on_train_end)
+            call_hooks(run, run.hooks.on_train_end)
             run.finish_checkpoints()
-            call_all(run, run.hooks.on_fit_end)
+            call_hooks(run, run.hooks.on_fit_end)
             reload_best(run)
             best_weights = run.checkpoints.best_weights()
         return run.result(best_weights)
@@ -355,8 +355,8 @@ class Fit:
             reload_best=False,
         )
         given = own_kind("callbacks", settings.callbacks)
-        callbacks = of_the_step(given)
-        left_out = [LeftOut(callback.state_key) for callback in given if not of_the_step([callback])]
+        callbacks = affecting_steps(given)
+        left_out = [LeftOut(callback.state_key) for callback in given if not affecting_steps([callback])]
         again = Fit.from_resolved(Resolved(settings, self.origins, self.sections), [*callbacks, *left_out, watch])
         result = again.run(module, train_loader, val_loaders, datamodule=datamodule, resume=start.checkpoint)
         if not watch.seen:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engine.callback import Callback, of_the_step
+from engine.callback import Callback, affecting_steps
 from engine.checkpoint.recorded_arguments import Recorded, recorded
 from engine.cli.building import Parsed
 from engine.cli.components import SECTIONS, Components, EarlierRun, components_of
@@ -233,7 +233,7 @@ def _only_watches(name: str) -> bool:
         return True
     package = importlib.import_module(CALLBACKS)
     kind = getattr(package, name) if name in package.__all__ else None
-    return isinstance(kind, type) and issubclass(kind, Callback) and not of_the_step([kind])  # type: ignore[list-item]
+    return isinstance(kind, type) and issubclass(kind, Callback) and not affecting_steps([kind])  # type: ignore[list-item]
 
 
 def _logged(start: StartingPoint, step: int) -> dict[str, float]:

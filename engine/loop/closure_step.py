@@ -26,7 +26,7 @@ from engine.utils import accelerator
 from engine.utils.parameters import is_sharded, parameters_of
 from engine.utils.torch_private import norms
 
-OF_THE_STEP = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients")
+STEP_METHODS = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients")
 
 
 class ClosureOptimizer(PreparedOptimizer):
@@ -166,7 +166,7 @@ class ClosureOptimization(AutomaticOptimization):
         if not self._fed:
             return
         engine.unscale_gradients(self.optimizers)
-        total = engine.window.of(self.optimizers[0].optimizer).total
+        total = engine.window.state_of(self.optimizers[0].optimizer).total
         if self._held and (engine.scaler is not None or total is not None):
             raise RuntimeError(
                 f"{type(self.run.module).__name__}.optimizer_zero_grad did not clear an earlier step's gradients, and this step's are "
@@ -324,7 +324,7 @@ def refuse(run: Run, optimizers: Sequence[Optimizer]) -> None:
     """
     engine, module = run.engine, run.module
     strategy, name = engine.strategy, type(engine.strategy).__name__
-    for method in (*OF_THE_STEP, "backward"):
+    for method in (*STEP_METHODS, "backward"):
         if overrides(module, method) and strategy.fused:
             raise ValueError(
                 f"{type(module).__name__} overrides {method}, which cannot be called under {name}: it {strategy.fused}. "

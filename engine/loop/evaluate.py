@@ -61,10 +61,10 @@ def sanity_check(run: Run) -> None:
     if not count or not run.loaders.validation or run.state.step:
         return
     run.stage = "sanity"
-    call_all(run, run.hooks.on_sanity_check_start)
+    call_hooks(run, run.hooks.on_sanity_check_start)
     with watched(run):
         run.logbook.sanity_names = set().union(*validate(run, None if count < 0 else count))
-    call_all(run, run.hooks.on_sanity_check_end)
+    call_hooks(run, run.hooks.on_sanity_check_end)
     run.stage = "fit"
 
 
@@ -90,8 +90,8 @@ def evaluate(
             recorder.taken = taken
     with run.phases.of(name), evaluating(run, name):
         logbook.record_to(common)
-        call_all(run, getattr(hooks, f"on_{name}_start"))
-        call_all(run, getattr(hooks, f"on_{name}_epoch_start"))
+        call_hooks(run, getattr(hooks, f"on_{name}_start"))
+        call_hooks(run, getattr(hooks, f"on_{name}_epoch_start"))
         run.engine.share_buffers(module)  # the values belong to the weights that are saved
         try:
             for index, (loader, recorder) in enumerate(zip(loaders, recorders, strict=True)):
@@ -103,7 +103,7 @@ def evaluate(
             logbook.record_to(common)
             values = [recorder.epoch_values(clear=False) for recorder in recorders]
             logbook.evaluation = evaluation = EvaluationValues(values, recorders)
-            call_all(run, getattr(hooks, f"on_{name}_epoch_end"))
+            call_hooks(run, getattr(hooks, f"on_{name}_epoch_end"))
             evaluation.check(f"on_{name}_epoch_end")
             shared = common.epoch_values(clear=False)
         finally:
@@ -117,9 +117,9 @@ def evaluate(
             for recorder, found in zip(every, [*values, shared], strict=True):
                 if found:
                     run.publish(dict(found), recorder)
-        call_all(run, getattr(hooks, f"on_{name}_end"))
+        call_hooks(run, getattr(hooks, f"on_{name}_end"))
     if name == "validation":
-        call_all(run, hooks.last_on_validation_end)
+        call_hooks(run, hooks.last_on_validation_end)
     return [{**found, **shared} for found in values]
 
 
@@ -131,8 +131,8 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
     """
     results: list[list[Any]] = []
     with run.phases.of("predict"), evaluating(run, "predict"):
-        call_all(run, run.hooks.on_predict_start)
-        call_all(run, run.hooks.on_predict_epoch_start)
+        call_hooks(run, run.hooks.on_predict_start)
+        call_hooks(run, run.hooks.on_predict_epoch_start)
         run.engine.share_buffers(run.module)
         run.logbook.close("in a prediction", "return the value from predict_step")
         step = step_accepting(run.module, "predict_step", run.placed.evaluation_step("predict_step"), len(loaders) > 1)
@@ -147,8 +147,8 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
             by_rank = gather_object(run.engine.data_group, own)
             dealt = itertools.zip_longest(*by_rank, fillvalue=_NOTHING)
             results.append([out for row in dealt for out in row if out is not _NOTHING])
-        call_all(run, run.hooks.on_predict_epoch_end)
-        call_all(run, run.hooks.on_predict_end)
+        call_hooks(run, run.hooks.on_predict_epoch_end)
+        call_hooks(run, run.hooks.on_predict_end)
     return results
 
 
@@ -213,7 +213,7 @@ def evaluating(run: Run, name: str) -> Iterator[None]:
         getattr(module, f"on_{name}_model_train")()
 
 
-def call_all(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:
+def call_hooks(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:
     """Call hooks that take nothing but the run and the module."""
     for hook in hooks:
         hook(run, run.module)

@@ -6,7 +6,7 @@ Wrong input is an error here, before the first step.
 from __future__ import annotations
 
 from engine.data.prepared_loader import PreparedLoader
-from engine.loop.closure_step import OF_THE_STEP, ClosureOptimization, refuse
+from engine.loop.closure_step import STEP_METHODS, ClosureOptimization, refuse
 from engine.loop.first_checks import check_parameters
 from engine.loop.optimization import Optimization
 from engine.loop.run import Run
@@ -123,16 +123,16 @@ def optimizers(run: Run) -> None:
 def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Optimization:
     """Choose how micro-batches and windows are processed, for this module, its optimizers and the strategy."""
     module, engine = run.module, run.engine
-    methods = overridden_methods(module, ("lr_scheduler_step", *OF_THE_STEP), TrainModule)
+    methods = overridden_methods(module, ("lr_scheduler_step", *STEP_METHODS), TrainModule)
     if not module.automatic_optimization:
-        for name in (*OF_THE_STEP, "lr_scheduler_step"):
+        for name in (*STEP_METHODS, "lr_scheduler_step"):
             if name != "clip_gradients" and name in methods:
                 _warn(
                     run,
                     f"{type(module).__name__}.{name} is not called with automatic_optimization=False: call it in training_step",
                 )
         return ManualOptimization(run, prepared)
-    if methods.intersection(OF_THE_STEP) or any(needs_closure(each.optimizer) for each in prepared):
+    if methods.intersection(STEP_METHODS) or any(needs_closure(each.optimizer) for each in prepared):
         return ClosureOptimization(run, prepared)
     # The loop steps whole windows with engine.step and needs no wrapper; a module that steps by itself does.
     kind = PipelinedOptimization if engine.strategy.pipelined else AutomaticOptimization

@@ -129,7 +129,7 @@ class ManualOptimizer(PreparedOptimizer):
         self._run.engine.unscale_gradients(self)
 
     def _average(self) -> None:
-        gathered = self._window.of(self.optimizer)
+        gathered = self._window.state_of(self.optimizer)
         if not gathered.averaged:
             self._run.engine.average_gradients(self)
             gathered.averaged = True

@@ -113,17 +113,17 @@ def end_step(run: Run, seconds: float, outputs: Any) -> bool:
         run.announce_checkpoints()
     left = control.due_step - run.state.step
     if left <= 0 or (left == 1 and run.engine.pending_steps) or control.reason:
-        due(run, outputs)
+        do_what_is_due(run, outputs)
     return bool(control.reason)
 
 
-def due(run: Run, outputs: Any) -> None:
+def do_what_is_due(run: Run, outputs: Any) -> None:
     """Log, validate and check whether a limit is reached. ``outputs``: as of :func:`end_step`."""
     run.engine.settle()
     control, step = run.control, run.state.step
     first = not control.first_step_done
     if first:
-        tighten(run)
+        shorten_timeout(run)
     if run.publish_due():
         report_nan(run, outputs)
         report_endless(run)
@@ -142,10 +142,10 @@ def due(run: Run, outputs: Any) -> None:
     control.limit_reached(run.loaders.train_batches)
     if run.intervals.garbage.due(step, None, 0.0):
         run.garbage.collect(control.elapsed_s)
-    plan_next(run)
+    find_next_due_step(run)
 
 
-def tighten(run: Run) -> None:
+def shorten_timeout(run: Run) -> None:
     """The first step is done, and so are slow starts (connecting, compiling): a longer wait from here on means a hang."""
     control = run.control
     control.first_step_done = True
@@ -157,7 +157,7 @@ def tighten(run: Run) -> None:
         run.engine.group.limit(collective_limit(run.settings.timeout.value, run.device))
 
 
-def plan_next(run: Run) -> None:
+def find_next_due_step(run: Run) -> None:
     """Find the next step after which something is due, so that the steps before it need one comparison."""
     step, settings, control = run.state.step, run.settings, run.control
     marks = [mark for mark in (control.max_steps, settings.min_steps) if mark is not None and mark > step]
@@ -176,12 +176,12 @@ def begin_epoch(run: Run) -> Iterator[Any]:
     loaders.locate(state)
     loader = loaders.training()
     loader.resume(state.epoch, state.position, loaders.take_stream())
-    plan_next(run)
-    of_the_epoch(run, run.hooks.on_train_epoch_start)
+    find_next_due_step(run)
+    call_epoch_hooks(run, run.hooks.on_train_epoch_start)
     return checked(run, iter(loader)) if run.settings.check and not run.control.first_step_done else iter(loader)
 
 
-def of_the_epoch(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:
+def call_epoch_hooks(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:
     """Call hooks outside of steps: what they log belongs to the epoch."""
     recorder = run.logbook.recorder
     recorder.size, recorder.on_step, recorder.on_epoch = 1, False, True
@@ -207,7 +207,7 @@ def end_epoch(run: Run) -> None:
         validate(run)
         # Otherwise Ctrl-C or SIGTERM has cut it off: the resumed run validates, then ends the epoch.
         whole = state.validated_step == state.step
-    of_the_epoch(run, run.hooks.on_train_epoch_end)
+    call_epoch_hooks(run, run.hooks.on_train_epoch_end)
     training = run.logbook.training
     run.publish(training.epoch_values(clear=whole), training)
     if whole:

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from engine.callback import Callback, of_the_step, own_kind, with_own
+from engine.callback import Callback, affecting_steps, own_kind, with_own
 from engine.checkpoint.run_folder import RunFolder
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
@@ -289,7 +289,7 @@ class SilentLogger(Callback):
 
 def without_effects(callbacks: Sequence[Callback], folder: PlannedFolder) -> tuple[Callback, ...]:
     """Copies of callbacks that may change a step, and a silent logger for each logger."""
-    step = {id(callback) for callback in of_the_step(callbacks)}
+    step = {id(callback) for callback in affecting_steps(callbacks)}
     return tuple(
         SilentLogger(folder) if callback.is_logger else copy_or_share(callback)
         for callback in callbacks

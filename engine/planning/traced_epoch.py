@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from engine.config.duration import NEVER
 from engine.loop.optimization import Optimization
 from engine.loop.run import Run
-from engine.loop.train import of_the_epoch, train_epoch
+from engine.loop.train import call_epoch_hooks, train_epoch
 from engine.module import TrainModule
 from engine.planning.fake_tensors import fake_batch
 from engine.planning.missing_values import MissingValues
@@ -167,7 +167,7 @@ def trace_epoch(
     run.hooks.wrap(_left_out_where_they_fail(missing_values))
     run.hooks.add("on_train_batch_end", "the plan", windows.window_done)
     optimization.begin()
-    of_the_epoch(run, (*run.hooks.on_fit_start, *run.hooks.on_train_start))
+    call_epoch_hooks(run, (*run.hooks.on_fit_start, *run.hooks.on_train_start))
     try:
         train_epoch(run)
     except WindowTraced:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from engine.step import gradients
 from engine.step.gradient_sync import GradientSync
 from engine.step.precision import Scaler
-from engine.step.window import SCALAR, Gathered, Window
+from engine.step.window import SCALAR, GradientState, Window
 from engine.utils import accelerator, torch_private
 from engine.utils.parameters import parameters_of, uncompiled
 
@@ -97,7 +97,7 @@ class Stepper:
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         """Unscale and divide these optimizers' gradients now, so that they can be read; the step does not do it again."""
         for optimizer in optimizers:
-            group = self.window.of(optimizer)
+            group = self.window.state_of(optimizer)
             if id(optimizer) in group.ready:
                 continue
             divisor = self._divisor(group)
@@ -144,7 +144,7 @@ class Stepper:
     def forget(self, optimizers: Sequence[Optimizer]) -> None:
         """Note that the gradients of these optimizers were set to zero: their state is reset."""
         for optimizer in optimizers:
-            self.window.of(optimizer).cleared()
+            self.window.state_of(optimizer).cleared()
 
     def fed(self) -> bool:
         """Whether the window that ends here makes a step, because some rank had a loss. Only ranks without a loss need to ask."""
@@ -215,7 +215,7 @@ class Stepper:
         """
         found = self._finish(optimizers, self._divided(optimizers), max_norm, max_value)
         if not inside:
-            for group, optimizer in ((self.window.of(o), o) for o in optimizers):
+            for group, optimizer in ((self.window.state_of(o), o) for o in optimizers):
                 group.ready[id(optimizer)], group.altered = found, True
             return
         self.call_before()
@@ -234,18 +234,18 @@ class Stepper:
         for function in functions:
             function()
 
-    def _divisor(self, group: Gathered) -> Tensor | float | None:
+    def _divisor(self, group: GradientState) -> Tensor | float | None:
         """The remaining divisor of a group's gradients; usually ``None``, because all weights were known before the backward passes."""
         if self.window.share.repeats and not group.closed:
             self.strategy.drop_repeated(parameters_of(group.optimizers))
         if group.count is None and not group.dropped and (self._alone or group.kind == SCALAR):
             group.closed = True
             return None
-        return self.window.finish(group, self.strategy.sum, self.strategy.group, self.strategy.data_group.world_size)
+        return self.window.close(group, self.strategy.sum, self.strategy.group, self.strategy.data_group.world_size)
 
     def _divided(self, optimizers: Sequence[Optimizer]) -> Tensor | float | None:
         """The divisor when several optimizers step by themselves: each has its own, so several are divided before they step as one."""
-        divisors = [self._divisor(self.window.of(optimizer)) for optimizer in optimizers]
+        divisors = [self._divisor(self.window.state_of(optimizer)) for optimizer in optimizers]
         if len(divisors) == 1:
             return divisors[0]
         if any(divisor is not None for divisor in divisors):
@@ -261,7 +261,7 @@ class Stepper:
     ) -> Tensor | None:
         """All passes over the gradients; return a flag (1.0: not finite) if it is needed."""
         found: Tensor | None = None
-        ready = [self.window.of(o).ready for o in optimizers]
+        ready = [self.window.state_of(o).ready for o in optimizers]
         if self.scaler is not None or any(id(o) in done for o, done in zip(optimizers, ready, strict=True)):
             self.prepare(optimizers)
             flags = [f for f in (done[id(o)] for o, done in zip(optimizers, ready, strict=True)) if f is not None]
@@ -315,7 +315,7 @@ class Stepper:
                 optimizer.step()
             for name in ("found_inf", "grad_scale"):
                 optimizer.__dict__.pop(name, None)
-            self.window.of(optimizer).altered = False
+            self.window.state_of(optimizer).altered = False
         if self.scaler is not None:
             assert found is not None
             self.scaler.stepped(optimizers, found, self.known)

@@ -77,7 +77,7 @@ class OwnedStepper(Stepper):
     ) -> None:
         """As :meth:`Stepper.step`."""
         self.call_before()
-        divisor = self._divisor(self.window.of(optimizers[0]))
+        divisor = self._divisor(self.window.state_of(optimizers[0]))
         self.norm, applied = self.strategy.step(optimizers, divisor, max_norm, max_value, self.on_nonfinite is not None)
         if not applied and self.on_nonfinite == "raise" and self.scaler is None:
             self._fail()

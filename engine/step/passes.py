@@ -52,7 +52,7 @@ class Passes:
     def by(self, loss: Tensor | Loss, function: Callable[[Tensor], Any]) -> Tensor:
         """As :meth:`engine.Engine.backward_by`."""
         window = self._begin()
-        root, divisor = window.root(loss, self._group.world_size, self._scaler is not None)
+        root, divisor = window.weigh(loss, self._group.world_size, self._scaler is not None)
         value = root.detach().to(accelerator.wide(root.device)) / divisor
         if self._scaler is not None:
             root = root * self._scaler.seed(window.seed(divisor, root))
@@ -106,7 +106,7 @@ class PipelinedPasses(Passes):
                     "Loss(sum, count) with a pipeline under fp16: the sum may overflow; use precision='bf16-mixed', or return a mean"
                 )
             # As with several ranks: the loss is known here, but not the whole divisor.
-            start, divisor = window.root(loss, max(2, self._group.world_size), False)
+            start, divisor = window.weigh(loss, max(2, self._group.world_size), False)
             if not isinstance(loss, Loss):
                 divisor /= fraction
             seed = window.seed(divisor, start)

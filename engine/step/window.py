@@ -62,7 +62,7 @@ SCALAR, WEIGHTED = 1, 2
 """Kinds of losses: a mean, and ``Loss(sum, count)``."""
 
 
-class Gathered:
+class GradientState:
     """The state of one optimizer's gradients since they were last used.
 
     Optimizers that step together on one loss share one such object.
@@ -187,9 +187,9 @@ class Window:
         """Whether the loop accumulates: the window's weights apply, not the micro-batch's alone."""
         self.held = False
         """The latest ``accumulate`` block did not close its window, and no backward pass followed."""
-        self.groups = [Gathered()]
+        self.groups = [GradientState()]
         """One per optimizer that steps by itself."""
-        self.only: Gathered | None = self.groups[0]
+        self.only: GradientState | None = self.groups[0]
         """The only group; ``None`` when there are several."""
         self.lockstep = False
         """Whether all ranks run their backward passes together, as those of prepared models."""
@@ -220,9 +220,9 @@ class Window:
         if self._joined or not self.groups[0].optimizers:
             self.groups[0].optimizers.append(optimizer)
             return
-        self.groups.append(Gathered([optimizer]))
+        self.groups.append(GradientState([optimizer]))
         self.only = None
-        self._newest = Gathered()
+        self._newest = GradientState()
         self._newest.closed = True
 
     def join(self) -> None:
@@ -235,10 +235,10 @@ class Window:
         self._together([])
 
     def _together(self, optimizers: list[Optimizer]) -> None:
-        self._newest = self.only = Gathered(optimizers)
+        self._newest = self.only = GradientState(optimizers)
         self.groups = [self._newest]
 
-    def of(self, optimizer: Optimizer) -> Gathered:
+    def state_of(self, optimizer: Optimizer) -> GradientState:
         """The state of this optimizer's gradients."""
         if self.only is not None:
             return self.only
@@ -249,11 +249,11 @@ class Window:
             f"this {type(optimizer).__name__} was not prepared, but others were: call engine.prepare(optimizer) before backward"
         )
 
-    def waits(self, group: Gathered) -> bool:
+    def is_open(self, group: GradientState) -> bool:
         """Whether the step is still to come, after more micro-batches."""
         return not self.share.last if self.accumulating else group.held
 
-    def ended(self, group: Gathered) -> bool:
+    def may_clear(self, group: GradientState) -> bool:
         """Whether the gradients may be cleared without a step: the window is complete, or there is none."""
         if not self.accumulating:
             return not group.held
@@ -286,7 +286,7 @@ class Window:
 
     # -- backward ---------------------------------------------------------------------------------------------------------------
 
-    def root(self, loss: Tensor | Loss, world_size: int, fp16: bool) -> tuple[Tensor, float]:
+    def weigh(self, loss: Tensor | Loss, world_size: int, fp16: bool) -> tuple[Tensor, float]:
         """The scalar that backward starts from, and its divisor; both are exact for the current micro-batch."""
         newest = self._newest
         if newest.closed:
@@ -326,7 +326,7 @@ class Window:
         elif newest.closed:  # still altered; the next backward pass may or may not reach it
             newest.count, newest.scalars = None, False
 
-    def _empty(self, group: Gathered) -> bool:
+    def _empty(self, group: GradientState) -> bool:
         """Whether something other than the optimizer's ``zero_grad`` set the gradients to ``None``."""
         found = self.sync.traces(group.optimizers, self.models)
         return bool(found) and all(grad is None for grad, _ in found)
@@ -457,7 +457,7 @@ class Window:
 
     # -- the end of a window ----------------------------------------------------------------------------------------------------
 
-    def finish(self, group: Gathered, sum_over_ranks: Sum, ranks: Group, data_ranks: int) -> Tensor | float | None:
+    def close(self, group: GradientState, sum_over_ranks: Sum, ranks: Group, data_ranks: int) -> Tensor | float | None:
         """Close the window: return the remaining divisor of a group's gradients, or ``None``; the same until the next backward pass."""
         if group.closed:
             return group.total
@@ -480,14 +480,14 @@ class Window:
         group.closed = True
         return group.total
 
-    def _alone(self, group: Gathered) -> Tensor | float | None:
+    def _alone(self, group: GradientState) -> Tensor | float | None:
         if group.count is not None:
             if self._unit is not None:
                 return None if group.count is self._exact else nonzero(group.count) / self._unit
             return nonzero(group.count / (self.reference or 1.0))
         return 1.0 - group.dropped if group.scalars and 0.0 < group.dropped < 1.0 else None
 
-    def _agree_on_kind(self, group: Gathered) -> None:
+    def _agree_on_kind(self, group: GradientState) -> None:
         """Agree once, in the first window in which some rank had a loss, so that ranks without one take part in the collectives at its end.
 
         Raises:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from engine.step.optimizer_step import Guard, Stepper
 from engine.step.precision import Precision
-from engine.step.window import Gathered, Window
+from engine.step.window import GradientState, Window
 from engine.utils.tree import map_tensors
 
 
@@ -76,8 +76,8 @@ class PreparedOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step with the window's gradients; the value of ``closure`` when one is given (it computes them itself, as LBFGS asks)."""
-        group = self._window.only or self._window.of(self.optimizer)
-        if self._window.waits(group):
+        group = self._window.only or self._window.state_of(self.optimizer)
+        if self._window.is_open(group):
             return None
         group.used = True
         if closure is None:
@@ -94,8 +94,8 @@ class PreparedOptimizer(Optimizer):
         return self.optimizer.step(exact)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        group = self._window.only or self._window.of(self.optimizer)
-        if group.used or group.ready or self._window.ended(group):
+        group = self._window.only or self._window.state_of(self.optimizer)
+        if group.used or group.ready or self._window.may_clear(group):
             self.optimizer.zero_grad(set_to_none=set_to_none)
             group.cleared()
 
@@ -115,16 +115,16 @@ class PreparedScheduler:
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self.scheduler,)
 
-    def _group(self) -> Gathered:
+    def _group(self) -> GradientState:
         """The state of its optimizer's gradients; some third-party schedulers do not say which optimizer is theirs."""
         optimizer = getattr(self.scheduler, "optimizer", None)
         if isinstance(optimizer, PreparedOptimizer):
             optimizer = optimizer.optimizer
         known = any(optimizer is own for own in self._stepper.known)
-        return self._window.of(optimizer) if known else self._window.groups[0]  # type: ignore[arg-type]
+        return self._window.state_of(optimizer) if known else self._window.groups[0]  # type: ignore[arg-type]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        if self._window.waits(self._group()):
+        if self._window.is_open(self._group()):
             return
 
         def advance(applied: bool) -> None:

@@ -29,7 +29,7 @@ class One:
 
 
 def finish(window: Window) -> Any:
-    return window.finish(window.groups[0], alone, One(), 1)  # type: ignore[arg-type]
+    return window.close(window.groups[0], alone, One(), 1)  # type: ignore[arg-type]
 
 
 def weight(value: float = 2.0) -> Tensor:
@@ -37,13 +37,13 @@ def weight(value: float = 2.0) -> Tensor:
 
 
 def backward(window: Window, loss: Any, world_size: int = 1, fp16: bool = False) -> None:
-    root, divisor = window.root(loss, world_size, fp16)
+    root, divisor = window.weigh(loss, world_size, fp16)
     root.backward(window.seed(divisor, root))
 
 
 def test_a_full_scalar_micro_batch_is_not_touched() -> None:
     loss = weight() * 3
-    root, divisor = new_window().root(loss, 1, False)
+    root, divisor = new_window().weigh(loss, 1, False)
     assert root is loss
     assert divisor == 1.0
 
@@ -63,7 +63,7 @@ def test_scalar_windows_divide_by_the_share() -> None:
 def test_without_accumulation_each_micro_batch_is_its_own_window() -> None:
     window = new_window(4)
     window.share = new_share(4, 4.0, 1.0, last=False)
-    assert window.root(weight() * 1, 1, False)[1] == 1.0
+    assert window.weigh(weight() * 1, 1, False)[1] == 1.0
 
 
 def test_a_repeated_micro_batch_has_no_gradient() -> None:
@@ -181,7 +181,7 @@ def test_fp16_sums_start_small_enough() -> None:
     window.accumulating = True
     window.share = new_share(1, 2.0, 1.0, last=False)
     window.sync = SimpleNamespace(largest=lambda counts: [5.0])  # type: ignore[assignment]  # the other rank has 5
-    root, divisor = window.root(Loss(w * 8.0, 3), 1, True)
+    root, divisor = window.weigh(Loss(w * 8.0, 3), 1, True)
     assert divisor == 16.0  # the power of two above 5 * 2 micro-batches
     root.backward(window.seed(divisor, root))
     window.share = new_share(1, 2.0, 1.0, last=True)
@@ -197,13 +197,13 @@ def test_kinds_cannot_be_mixed() -> None:
     window, w = new_window(2), weight()
     window.accumulating = True
     window.share = new_share(1, 2.0, 1.0, last=False)
-    window.root(w * 1, 1, False)
+    window.weigh(w * 1, 1, False)
     with pytest.raises(TypeError, match="earlier one of the same window has a scalar"):
-        window.root(Loss(w * 1, 1), 1, False)
+        window.weigh(Loss(w * 1, 1), 1, False)
     window.discard()
-    window.root(Loss(w * 1, 1), 1, False)
+    window.weigh(Loss(w * 1, 1), 1, False)
     with pytest.raises(TypeError, match=r"earlier one of the same window has Loss\(sum, count\)"):
-        window.root(w * 1, 1, False)
+        window.weigh(w * 1, 1, False)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +217,11 @@ def test_kinds_cannot_be_mixed() -> None:
 )
 def test_wrong_losses(loss: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        new_window().root(loss, 1, False)
+        new_window().weigh(loss, 1, False)
 
 
 def test_a_loss_of_shape_one_is_taken() -> None:
-    root, _ = new_window().root(torch.ones(1, 1, requires_grad=True) * 2, 1, False)
+    root, _ = new_window().weigh(torch.ones(1, 1, requires_grad=True) * 2, 1, False)
     assert root.shape == ()
 
 

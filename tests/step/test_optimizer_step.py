@@ -49,7 +49,7 @@ class Bench:
 
     def backward(self, *gradient: float, count: float | None = None, on: torch.nn.Parameter | None = None) -> None:
         total = ((self.p if on is None else on) * torch.tensor(gradient)).sum()
-        root, divisor = self.window.root(total if count is None else Loss(total, count), 1, self.scaler is not None)
+        root, divisor = self.window.weigh(total if count is None else Loss(total, count), 1, self.scaler is not None)
         seed = self.window.seed(divisor, root)
         root.backward(seed if self.scaler is None else self.scaler.seed(seed))
 

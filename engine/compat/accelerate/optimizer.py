@@ -13,7 +13,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not self.follows:
             super().zero_grad(set_to_none)
-        elif not self._window.waits(self._window.of(self.optimizer)):
+        elif not self._window.is_open(self._window.state_of(self.optimizer)):
             self.optimizer.zero_grad(set_to_none)
             self._stepper.forget([self.optimizer])
 
