@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import shlex
 from pathlib import Path
 
@@ -61,6 +62,21 @@ def test_the_links_lead_somewhere(name: str) -> None:
 def test_the_rows_of_a_table_have_the_same_cells(name: str) -> None:
     assert wrong_rows(DOCUMENTS[name].read_text()) == []
     assert wrong_rows("| a | b |\n|---|---|\n| 1 | `x \\| y` |\n| 1 | 2 | 3 |\n") == ["| 1 | 2 | 3 |"]
+
+
+def test_the_life_of_a_step_names_what_is_there() -> None:
+    """Files of ``engine``, and functions, classes and methods that stand in one of them."""
+    page = DOCUMENTS["engine/README.md"].read_text().partition("## The life of a step")[2].partition("\n## ")[0]
+    code = re.findall(r"`([\w./]+)`", page)
+    code = [name for name in code if not name.endswith(".yaml")]
+    files = [name for name in code if name.endswith(".py")]
+    assert len(files) > 30
+    assert [name for name in files if not any((ROOT / each / name).is_file() for each in ("engine", "."))] == []
+    text = "\n".join(path.read_text() for path in (ROOT / "engine").rglob("*.py"))
+    names = {part for name in code if name not in files and "." in name and "/" not in name for part in name.split(".")}
+    names |= {name for name in code if re.fullmatch(r"[A-Z]\w+[a-z]\w+", name)}
+    assert len(names) > 30
+    assert [name for name in names if not re.search(rf"(def|class) {name}\b|{name} = ", text)] == []
 
 
 def test_the_landing_page_is_short() -> None:
