@@ -648,7 +648,7 @@ class Run:
         self.checkpoints.saver.remove([name_of(path)])
 
     def roll_back(self, path: Path | str) -> None:
-        """Take weights, optimizers and schedulers of a checkpoint in the middle of a training; counters, data and random numbers continue."""
+        """Take weights, optimizers and schedulers of the checkpoint at ``path``, in a training; counters, data and random numbers continue."""
         with opening(self.engine.group, *self.checkpoints.folder.source(str(path)), FOLDERS) as loaded:
             self.snapshot.restore_weights(loaded, strict=True)
             self.snapshot.restore_optimizers(loaded, Resume(path))
