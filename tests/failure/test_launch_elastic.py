@@ -8,7 +8,9 @@ import random
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from job import read_diary
@@ -25,13 +27,13 @@ sys.path.insert(0, sys.argv[1])
 import job
 from engine import Callback
 
-root, settings, numbers, pause = Path(sys.argv[2]), json.loads(sys.argv[3]), json.loads(sys.argv[4]), float(sys.argv[5])
+root, settings, numbers, pause = Path(sys.argv[2]), json.loads(sys.argv[3]), json.loads(sys.argv[4]), json.loads(sys.argv[5])
 rank, world = int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
 
 class Slow(Callback):
     def __init__(self, step): pass
     def on_train_batch_start(self, run, module, batch, batch_idx):
-        time.sleep(pause)
+        time.sleep(pause.get(world, 0.0))
 
 job.Die = Slow
 diary = root / f"diary{numbers[world]}.{rank}"
@@ -43,12 +45,17 @@ if rank == 0:
 
 
 def arguments(
-    place: Path, root: Path, settings: dict[str, object], numbers: dict[int, int], pause: float = 0.0
+    place: Path,
+    root: Path,
+    settings: dict[str, object],
+    numbers: dict[int, int],
+    pause: Mapping[int, float] = MappingProxyType({}),
 ) -> list[object]:
+    """``pause``: by the number of ranks, how long (s) each waits before a step."""
     script = place / "train.py"
     script.write_text(SCRIPT)
     root.mkdir(exist_ok=True)
-    return [script, HERE, root, json.dumps(settings), json.dumps(numbers), pause]
+    return [script, HERE, root, json.dumps(settings), json.dumps(numbers), json.dumps(dict(pause))]
 
 
 def answers(port: int) -> bool:
@@ -71,7 +78,7 @@ def test_a_killed_worker_changes_no_bit(tmp_path: Path) -> None:
     options = ("--nproc", 2, "--max-restarts", 3)
     with Launched(tmp_path, *options, *arguments(tmp_path, whole, settings, {2: 0}), name="whole-agent") as undisturbed:
         assert undisturbed.wait() == 0, undisturbed.text
-    with Launched(tmp_path, *options, *arguments(tmp_path, killed, settings, {2: 0}, pause=0.03)) as job:
+    with Launched(tmp_path, *options, *arguments(tmp_path, killed, settings, {2: 0}, pause={2: 0.03})) as job:
         job.until(lambda: lines(killed, "diary0.0") >= step)
         before = lines(killed, "diary0.0")
         victim = int((killed / f"pid.{rank}").read_text())
@@ -103,7 +110,12 @@ SAME = {"dropout": 0.0, "global_batch_size": 24}
 def test_a_lost_machine_shrinks_the_world(tmp_path: Path) -> None:
     root = tmp_path / "job"
     port = free_port()
-    options = (*TWO, "--rdzv", f"127.0.0.1:{port}", *arguments(tmp_path, root, SAME, {2: 1, 1: 2}, pause=0.05))
+    options = (
+        *TWO,
+        "--rdzv",
+        f"127.0.0.1:{port}",
+        *arguments(tmp_path, root, SAME, {2: 1, 1: 2}, pause={1: 0.05, 2: 0.05}),
+    )
     with Launched(tmp_path, *options, name="first") as first:
         first.until(lambda: answers(port))  # it serves the rendezvous
         with Launched(tmp_path, *options, name="second") as second:
@@ -125,9 +137,14 @@ def test_a_lost_machine_shrinks_the_world(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_machine_that_joins_grows_the_world(tmp_path: Path) -> None:
     root = tmp_path / "job"
-    options = (*TWO, "--rdzv", f"127.0.0.1:{free_port()}", *arguments(tmp_path, root, SAME, {1: 1, 2: 2}, pause=0.2))
+    options = (
+        *TWO,
+        "--rdzv",
+        f"127.0.0.1:{free_port()}",
+        *arguments(tmp_path, root, SAME, {1: 1, 2: 2}, pause={1: 3.0}),
+    )
     with Launched(tmp_path, *options, name="first") as first:
-        first.until(lambda: lines(root, "diary1.0") >= 3)
+        first.until(lambda: lines(root, "diary1.0") >= 1)
         with Launched(tmp_path, *options, name="second") as second:
             assert second.wait() == 0, first.text + second.text
         assert first.wait() == 0, first.text
@@ -142,7 +159,12 @@ def test_a_machine_that_joins_grows_the_world(tmp_path: Path) -> None:
 def test_a_machine_that_is_drained_saves_and_the_other_goes_on(tmp_path: Path) -> None:
     root = tmp_path / "job"
     port = free_port()
-    options = (*TWO, "--rdzv", f"127.0.0.1:{port}", *arguments(tmp_path, root, SAME, {2: 1, 1: 2}, pause=0.05))
+    options = (
+        *TWO,
+        "--rdzv",
+        f"127.0.0.1:{port}",
+        *arguments(tmp_path, root, SAME, {2: 1, 1: 2}, pause={1: 0.05, 2: 0.05}),
+    )
     with Launched(tmp_path, *options, name="first") as first:
         first.until(lambda: answers(port))
         with Launched(tmp_path, *options, name="second") as second:

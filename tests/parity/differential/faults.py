@@ -43,20 +43,23 @@ FAULTS = {
     "metrics": Fault(
         "all values of a mean weigh as the first", "engine/metrics/reductions.py",
         "and len(set(weights)) == 1:", "and weights:",
+        seed=6010,
     ),
     "scheduler": Fault(
         "schedules count steps that were skipped", "engine/loop/optimization.py",
         "        if happened:\n            state, logbook = self._state, self._logbook\n            state.step += 1\n",
         "        state, logbook = self._state, self._logbook\n        state.step += happened\n        if state.step:\n",
+        seed=6004,
     ),
     "clipping": Fault(
         "the norm is that of the sum", "engine/step/gradients.py",
         "    if divisor is not None:\n        norm = norm / divisor\n", "",
-        seed=5005,
+        seed=6028,
     ),
     "scaler": Fault(
         "the window's weight is forgotten where the scale is undone", "engine/step/precision.py",
         "            inverse = inverse / divisor\n", "            pass\n",
+        seed=6013,
     ),
     "ddp sync": Fault(
         "after a micro-batch that is not reduced none is", "engine/strategies/ddp.py",
@@ -73,6 +76,7 @@ FAULTS = {
         "        else:\n            self._average()\n        run.phases",
         "        run.phases",
         ("ddp2",),
+        seed=6010,
     ),
 }  # fmt: skip
 """One for each part of what a step is."""
