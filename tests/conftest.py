@@ -49,3 +49,9 @@ def _errors_are_shown_as_before() -> Iterator[None]:
     yield
     left, sys.excepthook = sys.excepthook, before
     assert left is before, f"this file left {left} as sys.excepthook"
+
+
+@pytest.fixture
+def checkpoints_in_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small checkpoints have the files of large ones: for tests that change one of them."""
+    monkeypatch.setattr("engine.checkpoint.directory.JOINED_BYTES", -1)

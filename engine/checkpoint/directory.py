@@ -12,6 +12,13 @@
         state/shared.json               [+ .safetensors] the same on all ranks: schedulers, scaler, callbacks, counters
         state/rank=00001.json           [+ .safetensors] of each rank: random generators, position in streams
 
+A small checkpoint that one rank writes is joined, since each file, folder and sync costs more than its content (:data:`JOINED_BYTES`,
+:data:`JOINED_TREES`)::
+
+    step=00000120/
+        manifest.json                   as above; "$trees" has what stands above in JSON files, by their names without ".json"
+        rank=00000.safetensors          all tensors, such as "model/<name>", "optim/<name>", "state/shared/<name>"
+
 It is written into the hidden sibling ``.step=00000120.partial``, synced to the disk, given its manifest, and renamed.
 """
 
@@ -21,7 +28,8 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,13 +46,17 @@ from engine.checkpoint.files import (
     write_json,
 )
 from engine.checkpoint.json_tree import unpack
-from engine.checkpoint.manifest import FOLDERS, MANIFEST, WEIGHTS, age_of, check_manifest
+from engine.checkpoint.manifest import FOLDERS, JOINED, MANIFEST, TREES, WEIGHTS, Manifest, age_of, check_manifest
 from engine.checkpoint.tensors import TensorFiles, read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SHARED, RANK = "state/shared", "state/rank={:05d}"
+JOINED_BYTES = 4 << 20
+"""Bytes of tensors up to which a checkpoint of one rank is joined: from here on the joined form would save less than a tenth."""
+JOINED_TREES = 1 << 16
+"""Bytes of JSON up to which it is: whoever lists checkpoints reads all of their manifests."""
 
 
 # -- writing --------------------------------------------------------------------------------------------------------------------------
@@ -55,8 +67,12 @@ def draft(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.partial")
 
 
-def begin(directory: Path) -> int:
+def begin(directory: Path, new: bool = True, folders: Sequence[str] = FOLDERS) -> int:
     """Make an empty draft; on one rank.
+
+    Args:
+        folders: those in it.
+        new: the folder of ``directory`` may be new, and is not on the disk yet.
 
     Returns:
         A descriptor that protects the draft from :func:`sweep` of other jobs until it is closed (or its process ends).
@@ -64,21 +80,23 @@ def begin(directory: Path) -> int:
     Raises:
         FileExistsError: ``directory`` exists, is not a checkpoint and not empty.
     """
-    free = directory.is_dir() and not any(directory.iterdir())
-    if directory.exists() and not free and not (directory / MANIFEST).is_file():
+    used = os.path.exists(directory) and _size(f"{directory}/{MANIFEST}") is None
+    if used and not (directory.is_dir() and not any(directory.iterdir())):
         raise FileExistsError(
             f"{directory} exists and is not a checkpoint ({MANIFEST} is missing): choose another path, or move it away"
         )
     partial = draft(directory)
-    _delete(partial)
+    if os.path.lexists(partial):
+        _delete(partial)
     descriptor = None
     try:
-        for folder in FOLDERS:
-            (partial / folder).mkdir(parents=True)
+        partial.mkdir(parents=True)
         descriptor = os.open(partial, os.O_RDONLY)
         _flock(descriptor, fcntl.LOCK_EX)
-        sync(directory.parent)
-        sync(directory.parent.parent)  # the root may be new as well
+        for folder in folders:
+            os.mkdir(f"{partial}/{folder}")
+        if new:
+            sync(directory.parent.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         if descriptor is not None:
@@ -96,27 +114,31 @@ def write_tree(folder: Path, stem: str, tree: tuple[Any, Mapping[str, Tensor]]) 
     return files
 
 
-def seal(directory: Path, manifest: Mapping[str, Any], files: Mapping[str, Record]) -> None:
+def seal(directory: Path, manifest: Mapping[str, Any], files: Mapping[str, Record]) -> Record:
     """Add the manifest to a draft and rename it to ``directory``; on one rank, when all have written.
 
     Args:
         files: all files of the draft.
+
+    Returns:
+        The record of the manifest.
 
     Raises:
         FileNotFoundError: a file is not in the draft: some rank writes to another file system.
     """
     partial = draft(directory)
     for name, known in files.items():
-        if not (partial / name).is_file() or (partial / name).stat().st_size != known["bytes"]:
+        if _size(f"{partial}/{name}") != known["bytes"]:
             raise FileNotFoundError(
                 f"{name} was written by its rank and is not in {partial}: all ranks need the same file system there"
             )
-    write_json(partial / MANIFEST, manifest)
-    for folder in (*FOLDERS, WEIGHTS, "."):
+    record = write_json(partial / MANIFEST, manifest)
+    folders = () if TREES in manifest else (*FOLDERS, WEIGHTS)
+    for folder in (*folders, "."):
         if folder != WEIGHTS or (partial / folder).is_dir():
-            sync(partial / folder)
+            sync(f"{partial}/{folder}")
     old = directory.with_name(f".{directory.name}.replaced")
-    if (directory / MANIFEST).is_file():
+    if _size(f"{directory}/{MANIFEST}") is not None:
         _delete(old)
         directory.rename(old)
     try:
@@ -126,35 +148,49 @@ def seal(directory: Path, manifest: Mapping[str, Any], files: Mapping[str, Recor
             old.rename(directory)
         raise
     sync(directory.parent)
-    _delete(old)
+    if os.path.lexists(old):
+        _delete(old)
+    return record
 
 
 # -- reading --------------------------------------------------------------------------------------------------------------------------
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
+def read_manifest(directory: Path) -> Manifest:
     """The manifest of a checkpoint whose files all exist with the right sizes; their content is not checked.
 
     Raises:
         DamagedCheckpoint: it is incomplete, changed since it was written, or of an unknown form.
         FileNotFoundError: there is no checkpoint at ``directory``; the error lists those in the same folder.
     """
-    path = directory / MANIFEST
-    if not path.is_file():
+    if _size(f"{directory}/{MANIFEST}") is None:
         beside = ", ".join(each.name for each in list_checkpoints(directory.parent)) or "none"
         raise FileNotFoundError(
             f"{directory} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {beside}"
         )
     manifest = check_manifest(directory, read_json(inside(directory, MANIFEST)))
     for name, known in manifest["files"].items():
-        file = inside(directory, name)
-        if not file.is_file():
+        size = _size(inside(directory, name))
+        if size is None:
             raise DamagedCheckpoint(f"{directory}: {name} is missing")
-        if file.stat().st_size != known["bytes"]:
+        if size != known["bytes"]:
             raise DamagedCheckpoint(
-                f"{directory}: {name} has {file.stat().st_size} bytes, and had {known['bytes']} when it was written"
+                f"{directory}: {name} has {size} bytes, and had {known['bytes']} when it was written"
             )
     return manifest
+
+
+def _size(path: Path | str) -> int | None:
+    """The size of a regular file; ``None``: there is none."""
+    try:
+        status = os.stat(path)
+    except ValueError:  # no name of a file
+        return None
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 class Opened:
@@ -188,27 +224,40 @@ class Opened:
 
     def tensors(self, folder: str) -> TensorFiles:
         """The tensors of ``model`` or ``optim``."""
+        if self.manifest.trees:
+            return self._joined(folder)
         there = {f"{folder}/{path.name}" for path in (self.directory / folder).glob("*.safetensors")}
         if strange := sorted(there - self.files.keys()):
             raise DamagedCheckpoint(f"{self.directory}: {strange[0]} is not in the manifest")
         return TensorFiles(self.directory / folder, [self.directory / name for name in sorted(there)])
 
     def tree(self, stem: str, tensors: Mapping[str, Any] | None = None) -> Any:
-        """A tree that :func:`write_tree` wrote; ``None`` when there is no such file.
+        """A tree of the checkpoint, such as :data:`SHARED`; ``None``: it has none of this name.
 
         Args:
             tensors: replacements for its tensors; by default they are read to the CPU.
         """
-        if f"{stem}.json" not in self.files:
+        where, name = f"{stem}.json", f"{stem}.safetensors"
+        if trees := self.manifest.trees:
+            if stem not in trees:
+                return None
+            where, value = f"{MANIFEST}, {stem}", trees[stem]
+            if tensors is None:
+                tensors = self._joined(stem).whole()
+        elif where not in self.files:
             return None
-        if tensors is None:
-            name = f"{stem}.safetensors"
-            tensors = read_tensors(inside(self.directory, name)) if name in self.files else {}
-        value = read_json(inside(self.directory, f"{stem}.json"))
+        else:
+            if tensors is None:
+                tensors = read_tensors(inside(self.directory, name)) if name in self.files else {}
+            value = read_json(inside(self.directory, where))
         try:
             return unpack(value, tensors)
         except ValueError as error:
-            raise DamagedCheckpoint(f"{self.directory}: {stem}.json: {error}") from error
+            raise DamagedCheckpoint(f"{self.directory}: {where}: {error}") from error
+
+    def _joined(self, name: str) -> TensorFiles:
+        """The tensors of a folder or a tree of a joined checkpoint."""
+        return TensorFiles(self.directory, [inside(self.directory, file) for file in self.files], f"{name}/")
 
     def close(self) -> None:
         if self._lock is not None:
@@ -240,6 +289,15 @@ def read_manifests(root: Path) -> dict[Path, dict[str, Any]]:
     return {path: manifest for _, _, path, manifest in sorted(found, key=lambda entry: entry[:2])}
 
 
+def is_as_written(path: Path, files: Mapping[str, Record], manifest: Record) -> bool:
+    """Check that a checkpoint of this process is still at ``path``, with these records of its files and of its manifest."""
+    try:
+        verify(path, {MANIFEST: manifest}, [(MANIFEST, 0)])
+        return all(_size(f"{path}/{name}") == known["bytes"] for name, known in files.items())
+    except (DamagedCheckpoint, OSError):
+        return False
+
+
 def complete(root: Path, without: str = "") -> Iterator[tuple[Path, dict[str, Any]]]:
     """The complete checkpoints directly in ``root``, except for ``without``, with their manifests, each read when it is asked for."""
     with os.scandir(root) if root.is_dir() else nullcontext(()) as entries:
@@ -265,7 +323,7 @@ def new_serials(root: Path, known: set[tuple[str, int, int]]) -> list[int]:
         for entry in entries:
             with suppress(DamagedCheckpoint, OSError):
                 status = entry.stat()
-                key = entry.name, status.st_ino, status.st_mtime_ns
+                key = identity(entry.name, status)
                 if key not in known and not entry.name.startswith("."):
                     known.add(key)
                     manifest = check_manifest(entry.path, read_json(inside(root / entry.name, MANIFEST)))
@@ -273,13 +331,18 @@ def new_serials(root: Path, known: set[tuple[str, int, int]]) -> list[int]:
     return serials
 
 
-def remove(path: Path, newest: Path | None = None) -> bool:
+def identity(name: str, status: os.stat_result) -> tuple[str, int, int]:
+    """Return a key that differs between checkpoints of the same name."""
+    return name, status.st_ino, status.st_mtime_ns
+
+
+def remove(path: Path, another: bool = False) -> bool:
     """Delete a checkpoint: it is hidden, then its manifest goes, then the rest; a kill in between leaves nothing that looks like one.
 
     Of a link to one only the link goes.
 
     Args:
-        newest: the one that the caller wrote last; while it is complete, the folder is not searched for another.
+        another: there is another complete one beside it: the folder is not searched for one.
 
     Returns:
         False: it stays, because someone is reading it, or because no other complete one lies beside it.
@@ -289,20 +352,20 @@ def remove(path: Path, newest: Path | None = None) -> bool:
         OSError: not everything could be deleted; a later call deletes the rest.
     """
     removed = path.with_name(f".{path.name}.removed")
-    if path.exists():
-        if not (path / MANIFEST).is_file():
+    if os.path.exists(path):
+        if _size(f"{path}/{MANIFEST}") is None:
             raise ValueError(f"{path} is not a checkpoint ({MANIFEST} is missing): it is not deleted")
-        stays = newest is not None and newest != path and is_readable(newest)
-        if not stays and not any(complete(path.parent, path.name)):
+        if not another and not any(complete(path.parent, path.name)):
             return False
         lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if lock is None:
             return False
         try:
-            _delete(removed)
+            if os.path.lexists(removed):
+                _delete(removed)
             path.rename(removed)
-            if not removed.is_symlink():
-                (removed / MANIFEST).unlink()
+            if not os.path.islink(removed):
+                os.unlink(f"{removed}/{MANIFEST}")
         finally:
             os.close(lock)
     if os.path.lexists(removed):
@@ -325,6 +388,8 @@ def is_read(path: Path) -> bool:
 def is_one(path: Path) -> bool:
     """Whether there is a checkpoint, usable or not: the manifest or all of its folders exist."""
     try:
+        if not os.path.lexists(path):
+            return False
         return os.path.lexists(path / MANIFEST) or all((path / folder).is_dir() for folder in FOLDERS)
     except OSError:  # no permission for the folder above, or too long a name
         return os.path.lexists(path)
@@ -347,7 +412,7 @@ def sweep(root: Path) -> None:
     for path in directories(root):
         ours = path.name.startswith(".") and path.suffix in (".partial", ".replaced", ".removed") and path not in whole
         with suppress(OSError):
-            if ours and all(each.name in (*FOLDERS, WEIGHTS, MANIFEST) for each in path.iterdir()):
+            if ours and all(each.name in (*FOLDERS, WEIGHTS, JOINED, MANIFEST) for each in path.iterdir()):
                 descriptor = os.open(path, os.O_RDONLY)
                 try:
                     if _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
@@ -365,9 +430,13 @@ def directories(root: Path) -> list[Path]:
 
 def _delete(path: Path) -> None:
     """Delete a directory as far as possible; of a link only the link."""
-    if path.is_symlink():
+    if os.path.islink(path):
         path.unlink()
-    else:
+        return
+    try:  # a joined one, without its manifest: a walk through it would take longer
+        os.unlink(f"{path}/{JOINED}")
+        os.rmdir(path)
+    except OSError:
         shutil.rmtree(path, ignore_errors=True)
 
 

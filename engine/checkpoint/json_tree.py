@@ -76,6 +76,16 @@ class _Packer:
             return item if math.isfinite(item) else {_TAG: "float", "value": str(item)}
         if kind is list:
             return [self.value(each, (*path, i)) for i, each in enumerate(item)]
+        if kind is dict:
+            # Loops, without a call for each key and each plain value: settings have hundreds of them.
+            for key in item:
+                if type(key) is not str or key.startswith(_TAG):
+                    return self._mapping(item, path)
+            packed = {}
+            for key, each in item.items():
+                plain = each is None or type(each) in (bool, int, str)
+                packed[key] = each if plain else self.value(each, (*path, key))
+            return packed
         if kind in _MAPPINGS.values():
             return self._mapping(item, path)
         if kind in _SEQUENCES.values():
@@ -93,8 +103,6 @@ class _Packer:
 
     def _mapping(self, item: dict[Any, Any], path: tuple[Any, ...]) -> Any:
         kind = type(item)
-        if kind is dict and all(type(key) is str and not key.startswith(_TAG) for key in item):
-            return {key: self.value(each, (*path, key)) for key, each in item.items()}
         for key in item:
             if not _is_key(key):
                 raise TypeError(f"{_where(path)} has a key of type {type(key).__name__}, {key!r}: {_KEYS}")

@@ -161,9 +161,9 @@ def _problems(where: Location, name: str, known: str = "") -> list[str]:
             found.append(str(error).removeprefix(f"{directory}: "))
     there = {
         str(path.relative_to(directory))
-        for folder in (*FOLDERS, WEIGHTS)
+        for folder in (*FOLDERS, WEIGHTS, ".")
         for path in (directory / folder).glob("*")
-        if path.is_file()
+        if path.is_file() and path.name != MANIFEST
     }
     found += [f"{file} is not in the manifest" for file in sorted(there - files.keys())]
     if not found:
@@ -177,6 +177,8 @@ def _problems(where: Location, name: str, known: str = "") -> list[str]:
 def _open(directory: Path, files: Sequence[str] | Mapping[str, Any]) -> None:
     """Read all that is not a tensor: headers and trees. Raises on errors."""
     with Opened(directory, folders=()) as opened:
+        for stem in opened.manifest.trees:
+            opened.tree(stem, defaultdict(Unread))
         for file in files:
             if file.endswith(".safetensors"):
                 check_header(directory / file)

@@ -1,11 +1,13 @@
 """The manifest of a checkpoint: its content, its versions, and the checks before it is used.
 
-A version of this library reads the format that it writes and the one before. Load and save an older one with a version that
+A version of this library reads the formats that it writes and the one before. Load and save an older one with a version that
 reads it; a newer one needs a newer version. Both are errors that say this, and such a checkpoint is never replaced or removed.
+A checkpoint has the lowest format that can express it, so versions that read format 3 read those of large models.
 
 ====== =============================================================================================================================
 format what changed
 ====== =============================================================================================================================
+4      small checkpoints have their trees in the manifest, as ``$trees``, and their tensors in one file
 3      ``serial``; the classes of optimizers and schedulers in ``state/shared.json``
 2      checksums of blocks
 ====== =============================================================================================================================
@@ -16,16 +18,20 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.checkpoint.files import BLOCK, DamagedCheckpoint, Record, is_entry
 from engine.checkpoint.json_tree import pack, unpack
 
-FORMAT = 3
-READABLE = (FORMAT - 1, FORMAT)
+FORMAT, JOINED_FORMAT = 3, 4
+READABLE = (FORMAT - 1, JOINED_FORMAT)
 MANIFEST = "manifest.json"
 FOLDERS = ("model", "optim", "state")
+JOINED = "rank=00000.safetensors"
+"""The file with all tensors of a joined checkpoint; their names begin with the names of the trees or folders that they would be in."""
+TREES = "$trees"
+"""The entry with the trees of a joined checkpoint. No fact of a user has such a name."""
 WEIGHTS = "weights"
 """One more folder, in checkpoints that have other weights besides the trained ones; versions that do not know it call these damaged."""
 SCORED_WITH = "scored_with"
@@ -38,19 +44,38 @@ _LATEST = 253402300800.0
 _MOST_SERIAL = 1 << 62
 
 
-def manifest_of(world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record], serial: int) -> dict[str, Any]:
+class Manifest(dict[str, Any]):
+    """A manifest that was read and checked, without its trees."""
+
+    trees: dict[str, Any]
+    """The trees of a joined checkpoint, as :func:`engine.checkpoint.json_tree.pack` returns them; empty: they are in files of their own."""
+
+
+class PackedFacts(dict[str, Any]):
+    """Facts of a user in the form of JSON."""
+
+
+def manifest_of(
+    world_size: int,
+    facts: Mapping[str, Any],
+    files: Mapping[str, Record],
+    serial: int,
+    trees: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """The manifest of a checkpoint that was just completed.
 
     Args:
         facts: small JSON values by name, such as counters and metrics (NaN is fine).
         serial: see :func:`next_serial`.
+        trees: those of a joined checkpoint, as JSON.
 
     Raises:
         TypeError, ValueError: ``facts`` has something that is not such a value, or has a reserved name.
     """
-    value = packed_facts(facts)
-    head = {"format": FORMAT, "serial": serial, "saved_at": time.time(), "world_size": world_size}
-    manifest = {**head, **value, "files": dict(sorted(files.items()))}
+    value = facts if isinstance(facts, PackedFacts) else packed_facts(facts)
+    version = JOINED_FORMAT if trees else FORMAT
+    head = {"format": version, "serial": serial, "saved_at": time.time(), "world_size": world_size}
+    manifest = {**head, **value, "files": dict(sorted(files.items())), **({TREES: dict(trees)} if trees else {})}
     return {**manifest, "crc32": _sum(manifest)}
 
 
@@ -71,7 +96,7 @@ def age_of(manifest: Mapping[str, Any]) -> tuple[int, float, int, float]:
     return manifest["serial"], 0.0 if manifest["serial"] else saved_at, step if type(step) is int else -1, saved_at
 
 
-def packed_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+def packed_facts(facts: Mapping[str, Any]) -> PackedFacts:
     """As JSON; errors as of :func:`manifest_of`."""
     if taken := [name for name in _OURS if name in facts]:
         raise ValueError(f"the names {taken} are reserved in the manifest: choose other names")
@@ -80,10 +105,10 @@ def packed_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(
             f"the manifest is for small JSON values by name; found tensors {sorted(tensors)}, names {list(facts)}"
         )
-    return value
+    return PackedFacts(value)
 
 
-def check_manifest(where: Any, manifest: Any) -> dict[str, Any]:
+def check_manifest(where: Any, manifest: Any) -> Manifest:
     """Check a manifest that was read; one of the previous format is converted to the current one.
 
     Raises:
@@ -91,7 +116,7 @@ def check_manifest(where: Any, manifest: Any) -> dict[str, Any]:
     """
     if not isinstance(manifest, dict) or type(manifest.get("format")) is not int:
         raise DamagedCheckpoint(f"{where}: {MANIFEST} has no format version")
-    if manifest["format"] not in READABLE:
+    if not READABLE[0] <= manifest["format"] <= READABLE[1]:
         raise DamagedCheckpoint(f"{where}: {_unreadable(manifest['format'])}")
     older = {"serial": 0} if manifest["format"] < FORMAT else {}
     for name, kind in _OURS.items():
@@ -106,21 +131,37 @@ def check_manifest(where: Any, manifest: Any) -> dict[str, Any]:
             f"{where}: {MANIFEST} is not what was written: its checksum is {found}, expected {manifest['crc32']!r}"
         )
     manifest = {**manifest, **older}
-    _check_values(where, manifest)
+    trees = manifest.pop(TREES, {}) if manifest["format"] >= JOINED_FORMAT else {}
+    _check_trees(where, manifest, trees)
+    _check_values(where, manifest, (JOINED,) if trees else ())
     try:
         value = unpack(manifest, {})
     except ValueError as error:
         raise DamagedCheckpoint(f"{where}: {MANIFEST}: {error}") from error
     if type(value) is not dict:
         raise DamagedCheckpoint(f"{where}: {MANIFEST} is not a dict")
-    return value
+    checked = Manifest(value)
+    checked.trees = trees
+    return checked
 
 
-def _check_values(where: Any, manifest: Mapping[str, Any]) -> None:
-    """Check what is used as a path, a size or a loop's end."""
+def _check_trees(where: Any, manifest: Mapping[str, Any], trees: Any) -> None:
+    """Check the entry of a joined checkpoint: other formats have none, and it is what makes the format 4."""
+    joined = manifest["format"] >= JOINED_FORMAT
+    if not isinstance(trees, dict) or joined != bool(trees) or not all(map(_is_part, trees)):
+        raise DamagedCheckpoint(f"{where}: {MANIFEST} has no usable {TREES!r}")
+
+
+def _is_part(name: str) -> bool:
+    """Check that ``name`` is a file or a tree in one of the folders of a checkpoint."""
+    folder, _, file = name.partition("/")
+    return folder in (*FOLDERS, WEIGHTS) and is_entry(file)
+
+
+def _check_values(where: Any, manifest: Mapping[str, Any], joined: Sequence[str]) -> None:
+    """Check what is used as a path, a size or a loop's end. ``joined``: the files of a joined checkpoint."""
     for name, known in manifest["files"].items():
-        folder, _, file = name.partition("/")
-        if folder not in (*FOLDERS, WEIGHTS) or not is_entry(file):
+        if not (name in joined if joined else _is_part(name)):
             raise DamagedCheckpoint(
                 f"{where}: {MANIFEST} names the file {name!r}, which leads out of the checkpoint or is not part of one"
             )
@@ -137,8 +178,8 @@ def _check_values(where: Any, manifest: Mapping[str, Any]) -> None:
 
 
 def _unreadable(version: int) -> str:
-    here = f"has format {version!s:.20}, and this version reads {READABLE[0]} and {READABLE[1]}"
-    if version > FORMAT:
+    here = f"has format {version!s:.20}, and this version reads {READABLE[0]} to {READABLE[1]}"
+    if version > READABLE[1]:
         return f"{here}: load it with the newer version that wrote it"
     return f"{here}: load it with an older version that still reads it, and save it again"
 
@@ -155,4 +196,7 @@ def _sums(known: Mapping[str, Any]) -> bool:
 
 def _sum(manifest: Mapping[str, Any]) -> str:
     rest = {name: value for name, value in manifest.items() if name != "crc32"}
-    return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
+    return f"{zlib.crc32(_sorted(rest).encode()):08x}"
+
+
+_sorted = json.JSONEncoder(sort_keys=True).encode

@@ -43,7 +43,7 @@ def split(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
 
 def _merged(rows: list[Any]) -> Any:
     """Merge the JSON trees of ranks with different names; for the same name, rank 0's value."""
-    if not all(isinstance(row, dict) for row in rows):
+    if len(rows) == 1 or not all(isinstance(row, dict) for row in rows):
         return rows[0]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: _merged([row[name] for row in rows if name in row]) for name in names}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,9 +20,10 @@ from engine.checkpoint.files import (
     check_json_size,
     inside,
     is_entry,
+    json_text,
     parse_json,
 )
-from engine.checkpoint.manifest import FOLDERS, MANIFEST, age_of, check_manifest, manifest_of, next_serial
+from engine.checkpoint.manifest import FOLDERS, JOINED, MANIFEST, age_of, check_manifest, manifest_of, next_serial
 from engine.utils.text import has_password, terminal_text
 
 
@@ -164,7 +164,7 @@ class Remote:
     def draft(self, name: str) -> Path:
         return self._drafts[name]
 
-    def begin(self, name: str, first: bool) -> None:
+    def begin(self, name: str, first: bool, folders: Sequence[str] = FOLDERS) -> None:
         if first and self.files.exists(self._at(name)):
             if not self.files.exists(self._at(f"{name}/{MANIFEST}")) and not self._remains(name):
                 raise FileExistsError(
@@ -172,7 +172,7 @@ class Remote:
                 )
             self._delete(name)
         self._drafts[name] = Path(tempfile.mkdtemp(dir=self._copies))
-        for folder in FOLDERS:
+        for folder in folders:
             (self._drafts[name] / folder).mkdir()
 
     def send(self, name: str, files: Iterable[str]) -> None:
@@ -181,16 +181,23 @@ class Remote:
             self.files.makedirs(target.rpartition("/")[0])
             self.files.put_file(str(self._drafts[name] / file), target)
 
-    def seal(self, name: str, world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record]) -> None:
+    def seal(
+        self,
+        name: str,
+        world_size: int,
+        facts: Mapping[str, Any],
+        files: Mapping[str, Record],
+        trees: Mapping[str, Any] | None = None,
+    ) -> None:
         self._serial = next_serial([self._serial, *self._new_serials()])
-        manifest = manifest_of(world_size, facts, files, self._serial)
+        manifest = manifest_of(world_size, facts, files, self._serial, trees)
         for file, known in files.items():
             found = self.files.size(self._at(f"{name}/{file}"))
             if found != known["bytes"]:
                 raise OSError(
                     f"{self.path(name)}/{file} has {found} bytes after sending, and {known['bytes']} were written"
                 )
-        self.files.pipe_file(self._at(f"{name}/{MANIFEST}"), json.dumps(manifest, allow_nan=False, indent=1).encode())
+        self.files.pipe_file(self._at(f"{name}/{MANIFEST}"), json_text(manifest))
         self._drop(name)
 
     def _new_serials(self) -> list[int]:
@@ -323,12 +330,12 @@ class Remote:
         return [name for name in names if is_entry(name)]
 
     def _remains(self, name: str) -> bool:
-        """Whether these files belong to a checkpoint that was being written or removed: only checkpoints have such state files."""
+        """Whether these files belong to a checkpoint that was being written or removed: only checkpoints have files of such names."""
         found = (
             path.removeprefix(self._at(name)).strip("/").partition("/") for path in self.files.find(self._at(name))
         )
         return any(
-            inner in FOLDERS and file.startswith("rank=") for inner, _, file in found
+            inner == JOINED or (inner in FOLDERS and file.startswith("rank=")) for inner, _, file in found
         )  # checkpoints in it do not count
 
     def manifest(self, name: str) -> dict[str, Any]:

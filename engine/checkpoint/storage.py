@@ -7,13 +7,14 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from engine.checkpoint import directory
 from engine.checkpoint.files import DamagedCheckpoint, Record, check_entry, read_json
-from engine.checkpoint.manifest import FOLDERS, MANIFEST, check_manifest, manifest_of, next_serial
+from engine.checkpoint.manifest import FOLDERS, JOINED, MANIFEST, check_manifest, manifest_of, next_serial
 from engine.checkpoint.one_file import is_one_file, unpack
 from engine.checkpoint.remote_storage import Remote
 
@@ -28,8 +29,8 @@ class Location(Protocol):
     def path(self, name: str) -> Path | str:
         """The path of the checkpoint of this name."""
 
-    def begin(self, name: str, first: bool) -> None:
-        """Prepare a draft; every rank calls it, ``first`` (one of them) before the others."""
+    def begin(self, name: str, first: bool, folders: Sequence[str] = FOLDERS) -> None:
+        """Prepare a draft with these ``folders``; every rank calls it, ``first`` (one of them) before the others."""
 
     def draft(self, name: str) -> Path:
         """The directory into which this rank writes its files."""
@@ -37,8 +38,15 @@ class Location(Protocol):
     def send(self, name: str, files: Iterable[str]) -> None:
         """Note that this rank has written these files."""
 
-    def seal(self, name: str, world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record]) -> None:
-        """Turn the draft into a checkpoint when all ranks have written; one rank calls it."""
+    def seal(
+        self,
+        name: str,
+        world_size: int,
+        facts: Mapping[str, Any],
+        files: Mapping[str, Record],
+        trees: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Turn the draft into a checkpoint when all ranks have written; one rank calls it. Arguments: as of :func:`manifest_of`."""
 
     def abandon(self, name: str, first: bool) -> None:
         """Remove the draft."""
@@ -99,6 +107,19 @@ _REMAINS = {
 }
 
 
+@dataclass(frozen=True)
+class _Written:
+    """A checkpoint that this process has written."""
+
+    name: str
+    files: Mapping[str, Record]
+    manifest: Record
+
+    def is_whole(self, root: Path) -> bool:
+        """Check that it is still there as it was written."""
+        return directory.is_as_written(root / self.name, self.files, self.manifest)
+
+
 class Local:
     """A directory that all ranks share."""
 
@@ -109,7 +130,9 @@ class Local:
         self.root = str(self.directory)
         self._lock: int | None = None
         self._serial, self._known = 0, set[tuple[str, int, int]]()
-        self._newest: Path | None = None
+        self._newest: _Written | None = None
+        self._new = True
+        """The directory may not be on the disk yet: its maker does not wait for that."""
 
     def path(self, name: str) -> Path:
         return self.directory / name
@@ -117,18 +140,27 @@ class Local:
     def draft(self, name: str) -> Path:
         return directory.draft(self.path(name))
 
-    def begin(self, name: str, first: bool) -> None:
+    def begin(self, name: str, first: bool, folders: Sequence[str] = FOLDERS) -> None:
         if first:
-            self._lock = directory.begin(self.path(name))
+            self._lock = directory.begin(self.path(name), self._new, folders)
+            self._new = False
 
     def send(self, name: str, files: Iterable[str]) -> None:
         """Nothing to do: the files are in the draft."""
 
-    def seal(self, name: str, world_size: int, facts: Mapping[str, Any], files: Mapping[str, Record]) -> None:
+    def seal(
+        self,
+        name: str,
+        world_size: int,
+        facts: Mapping[str, Any],
+        files: Mapping[str, Record],
+        trees: Mapping[str, Any] | None = None,
+    ) -> None:
         # Each manifest is read once. Other jobs, and other writers of this one, may save here too.
         self._serial = next_serial([self._serial, *directory.new_serials(self.directory, self._known)])
-        directory.seal(self.path(name), manifest_of(world_size, facts, files, self._serial), files)
-        self._newest = self.path(name)
+        manifest = manifest_of(world_size, facts, files, self._serial, trees)
+        self._newest = _Written(name, files, directory.seal(self.path(name), manifest, files))
+        self._known.add(directory.identity(name, os.stat(self.path(name))))
         self._unlock()
 
     def abandon(self, name: str, first: bool) -> None:
@@ -155,7 +187,9 @@ class Local:
         complete = self.manifests() if complete is None else complete
         for name in sorted(os.listdir(self.root)) if self.directory.is_dir() else ():
             try:
-                if name not in complete and any(_exists(f"{self.root}/{name}/{part}") for part in (*FOLDERS, MANIFEST)):
+                if name not in complete and any(
+                    _exists(f"{self.root}/{name}/{part}") for part in (*FOLDERS, JOINED, MANIFEST)
+                ):
                     found[name] = self._reason(self.path(name))
             except OSError as error:
                 found[name] = str(error)
@@ -184,7 +218,9 @@ class Local:
         return self.path(name)
 
     def remove(self, name: str) -> bool:
-        return directory.remove(self.path(check_entry(self.root, name)), self._newest)
+        newest, path = self._newest, self.path(check_entry(self.root, name))
+        another = newest is not None and newest.name != name and newest.is_whole(self.directory)
+        return directory.remove(path, another)
 
     def busy(self, name: str) -> bool:
         path = self.path(name)

@@ -8,6 +8,7 @@ Torch is imported where tensors are used: ``fit checkpoint list`` reads none.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -52,6 +53,8 @@ _READ = {
     for name, short in FORMATS.items()
 }
 """torch's names of the dtypes, and bytes of an element, by safetensors' names."""
+_JOINED = {"float64", "float32", "float16", "complex64", "bool", "int64", "int32", "int16", "int8", "uint8"}
+"""The dtypes that both ``torch.cat`` and NumPy have."""
 _LONGEST_HEADER = 100_000_000
 """Bytes; safetensors reads no longer one."""
 _MOST = 1 << 63
@@ -88,6 +91,7 @@ def known_format(dtype: torch.dtype) -> bool:
     return (name := _name(dtype)) in FORMATS or name == "complex128"
 
 
+@functools.cache
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -130,6 +134,8 @@ def serialize_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         TypeError: safetensors has no name for a tensor's dtype.
         ValueError: a tensor has a name that a file cannot have.
     """
+    import torch
+
     if "__metadata__" in tensors:
         raise ValueError(
             "a tensor has the name '__metadata__', which safetensors needs for itself: choose another name"
@@ -153,8 +159,27 @@ def serialize_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         raise ValueError(f"a tensor has a name with a lone surrogate, which no file can hold: {error}") from error
     header += b" " * (-len(header) % 8)
     yield len(header).to_bytes(8, "little") + header
-    for _, tensor in ordered:
-        yield _bytes(tensor)
+    for _, run in itertools.groupby((tensor for _, tensor in ordered), _joins):
+        alike = list(run)
+        if _joins(alike[0]) is None:
+            yield from map(_bytes, alike)
+            continue
+        for first in range(0, len(alike), _AT_ONCE):
+            with torch.no_grad():
+                joined = torch.cat([tensor.reshape(-1) for tensor in alike[first : first + _AT_ONCE]])
+            yield joined.numpy().view("u1")
+
+
+_AT_ONCE, _SMALL = 256, 1 << 14
+"""So many tensors are written together, if each has at most so many bytes: to copy them costs less than a write of each."""
+
+
+def _joins(tensor: Tensor) -> torch.dtype | None:
+    """The dtype of a small plain tensor of the host, which is copied together with its neighbours of that dtype; ``None`` for others."""
+    import torch
+
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu and tensor.nbytes <= _SMALL
+    return tensor.dtype if plain and _name(tensor.dtype) in _JOINED else None
 
 
 _json = json.JSONEncoder(ensure_ascii=False).encode
@@ -181,12 +206,13 @@ class TensorFiles:
     Args:
         directory: the folder of the files; errors name it.
         files: by default all of the folder's.
+        prefix: only tensors whose names begin with it count, and their names are without it.
 
     Raises:
         DamagedCheckpoint: a file is not a safetensors file, or shards of a tensor are missing.
     """
 
-    def __init__(self, directory: Path, files: Iterable[Path] | None = None) -> None:
+    def __init__(self, directory: Path, files: Iterable[Path] | None = None, prefix: str = "") -> None:
         self.directory = directory
         self.stored: dict[str, Stored] = {}
         """The tensors by name."""
@@ -196,7 +222,8 @@ class TensorFiles:
         for path in sorted(directory.glob("*.safetensors")) if files is None else files:
             self.metadata[path], stored = _read_header(path)
             for name, part in stored.items():
-                self._parts.setdefault(name, []).append(part)
+                if name.startswith(prefix):
+                    self._parts.setdefault(name.removeprefix(prefix), []).append(part)
         for name, parts in self._parts.items():
             known = _whole(name, parts)
             if isinstance(known, str):
@@ -261,7 +288,12 @@ class TensorFiles:
         for name, begin, target in boxes:
             if self.stored[name].dtype == torch.complex128:
                 name, begin, target = name + COMPLEX, (*begin, 0), torch.view_as_real(target)
-            for part in self._parts[name]:
+            parts = self._parts[name]
+            if len(parts) == 1 and parts[0].shape == target.shape:  # all of it, in one piece
+                if target.numel():
+                    pieces.setdefault(parts[0].file, []).append((parts[0], (parts[0].begin, parts[0].shape), target))
+                continue
+            for part in parts:
                 if (box := _common((tuple(begin), target.shape), (part.begin, part.shape))) is not None:
                     low, size = box
                     here = tuple(slice(at - b, at - b + n) for at, b, n in zip(low, begin, size, strict=True))

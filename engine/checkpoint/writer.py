@@ -12,16 +12,17 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from torch import Tensor, nn
 
-from engine.checkpoint import other_weights, write_shares
+from engine.checkpoint import directory, other_weights, write_shares
 from engine.checkpoint.directory import RANK, SHARED, write_tree
-from engine.checkpoint.files import DamagedCheckpoint, Record, in_parallel, is_entry
+from engine.checkpoint.files import DamagedCheckpoint, Record, encode_json, in_parallel, is_entry
 from engine.checkpoint.host_copies import Staging
 from engine.checkpoint.json_tree import pack
-from engine.checkpoint.manifest import WEIGHTS, packed_facts
+from engine.checkpoint.manifest import FOLDERS, JOINED, WEIGHTS, PackedFacts, packed_facts
 from engine.checkpoint.model_state import _merged, split
 from engine.checkpoint.storage import locate, same
 from engine.checkpoint.storage import split as location_of
@@ -74,12 +75,12 @@ class _Job:
     name: str
     parts: dict[str, Part]
     trees: dict[str, Packed]
-    facts: Mapping[str, Any]
+    facts: PackedFacts
     remove: Sequence[str]
     staging: Staging | None
+    joined: bool
+    """The checkpoint has one file for all tensors, and the trees in its manifest."""
     future: Future[None] | None = None
-    superseded: threading.Event = field(default_factory=threading.Event)
-    """Another checkpoint takes over the copies' buffers, or they are freed already."""
 
 
 class Saver:
@@ -110,7 +111,9 @@ class Saver:
         self._failures = 0
         self._stuck: set[str] = set()
         self._job: _Job | None = None
-        self._buffered: _Job | None = None  # the latest one with copies
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None  # takes jobs from the queue
+        self._claimed = False  # the next save copies into the buffers: the thread does not free them
         self._lock = threading.Lock()
         self._side: Group | None = None
         self._staging: Staging | None = None
@@ -175,7 +178,8 @@ class Saver:
         if self.group.world_size > 1:
             # All of a process's savers share that group: its collectives come in one order on all ranks, one checkpoint after another.
             wait([saver._job.future for saver in _open if saver._job is not None and saver._job.future is not None])
-        self._take_buffers(job)
+        with self._lock:
+            self._claimed = True
         if self._staging is None:
             self._staging = Staging(self.group.device)
         loose = {(stem, n): tensor for stem, (_, tensors) in job.trees.items() for n, tensor in tensors.items()}
@@ -183,15 +187,12 @@ class Saver:
         job.staging = self._staging
         job.future, self._job = Future(), job
         _open.add(self)
-        # A daemon: a failing rank exits even when the thread waits for ranks that are gone.
-        threading.Thread(target=self._run, args=(job, job.future, self._side), name="checkpoint", daemon=True).start()
-
-    def _take_buffers(self, job: _Job | None) -> None:
-        """From here on, the thread of the last save does not free them."""
         with self._lock:
-            if self._buffered is not None:
-                self._buffered.superseded.set()
-            self._buffered = job
+            self._queue.put(job)
+            if self._thread is None or not self._thread.is_alive():  # a fork leaves it behind
+                # A daemon: a failing rank exits even when the thread waits for ranks that are gone.
+                self._thread = threading.Thread(target=self._serve, args=(self._side,), name="checkpoint", daemon=True)
+                self._thread.start()
 
     def hold(self) -> None:
         """Wait until tensors may change, because the checkpoint in progress has its copies."""
@@ -245,7 +246,10 @@ class Saver:
                 raise
             logger.error("the checkpoint in progress was abandoned: %s: %s", type(error).__name__, error)
             self._staging = None  # the thread still reads it
-        self._take_buffers(None)
+        with self._lock:
+            if self._thread is not None:
+                self._queue.put(None)
+                self._thread = None
         if self._staging is not None:
             self._staging.close()
         self._staging = self._rows = None
@@ -312,15 +316,16 @@ class Saver:
         Returns:
             The job, and the names of its tensors that only an optimizer step changes.
         """
+        facts = PackedFacts()
         parts: dict[str, Part] = {}
         trees: dict[str, Packed] = {}
         later: set[str] = set()
         rows: list[Any] = []
 
         def work() -> list[Any]:
+            facts.update(packed_facts(content.facts))
             tensors, model = split(content.model)
             optim, states = pack(dict(content.optim), is_cut)
-            packed_facts(content.facts)
             trees.update(
                 {
                     "model/model": (model, {}),
@@ -353,11 +358,34 @@ class Saver:
         if self.group.is_main:
             trees |= {stem: (_merged([row[stem] for row in every]), {}) for stem in joined}
         mine = {key: part for key, part in parts.items() if key in self._mine}
-        return _Job(name, mine, trees, content.facts, list(remove), None), later
+        small = self.group.world_size == 1 and _is_small(mine, trees)
+        return _Job(name, mine, trees, facts, list(remove), None, small), later
 
     # -- on the writing thread ----------------------------------------------------------------------------------------------
 
-    def _run(self, job: _Job, future: Future[None], group: Group) -> None:
+    def _serve(self, group: Group) -> None:
+        """Write the jobs of the queue; free the buffers and end when no job has come for :data:`KEEP_S`."""
+        while True:
+            try:
+                job = self._queue.get(timeout=KEEP_S)
+            except Empty:
+                with self._lock:
+                    if self._claimed:
+                        continue
+                    self._thread = None
+                    if self._staging is not None:
+                        self._staging.close()
+                    return
+            if job is None:
+                return
+            self._run(job, group)
+            del job
+
+    def _run(self, job: _Job, group: Group) -> None:
+        assert job.future is not None
+        with self._lock:
+            self._claimed = False
+        future = job.future
         try:
             device_copies.on(group.device, partial(self._write, job, group))
         except BaseException as error:
@@ -365,10 +393,6 @@ class Saver:
         else:
             future.set_result(None)
         job.parts, job.trees = {}, {}
-        if job.staging is not None and not job.superseded.wait(KEEP_S):
-            with self._lock:
-                if not job.superseded.is_set():
-                    job.staging.close()
 
     def _write(self, job: _Job, group: Group) -> None:
         try:
@@ -390,12 +414,25 @@ class Saver:
             if not self._swept:
                 self._swept = True
                 self.location.sweep()
-            self.location.begin(job.name, True)
+            self.location.begin(job.name, True, () if job.joined else FOLDERS)
 
     def _fill(self, job: _Job, group: Group) -> dict[str, Record]:
         if not group.is_main:
             self.location.begin(job.name, False)
-        folder, rank = self.location.draft(job.name), group.rank
+        folder = self.location.draft(job.name)
+        if job.joined:
+            tensors = {key: part.tensor for key, part in job.parts.items()}
+            tensors |= {f"{stem}/{n}": tensor for stem, (_, found) in job.trees.items() for n, tensor in found.items()}
+            files = {JOINED: write_tensors(folder / JOINED, tensors)} if tensors else {}
+        else:
+            files = self._fill_folders(job, group, folder)
+        if job.staging is not None:
+            job.staging.check(last=True)
+        self.location.send(job.name, files)
+        return files
+
+    def _fill_folders(self, job: _Job, group: Group, folder: Path) -> dict[str, Record]:
+        rank = group.rank
         works: list[Callable[[], dict[str, Record]]] = []
         for kind in ("optim", "model", WEIGHTS):
             own = {key.partition("/")[2]: part for key, part in job.parts.items() if key.startswith(f"{kind}/")}
@@ -406,15 +443,16 @@ class Saver:
                 works.append(partial(_tensors, folder, name, some))
         works += [partial(write_tree, folder, stem, tree) for stem, tree in job.trees.items()]
         write = partial(device_copies.on, group.device)  # a blocking save's tensors are on it
-        files = {name: known for found in in_parallel(write, works) for name, known in found.items()}
-        if job.staging is not None:
-            job.staging.check(last=True)
-        self.location.send(job.name, files)
-        return files
+        size = sum(part.tensor.nbytes for part in job.parts.values())
+        return {name: known for found in in_parallel(write, works, size) for name, known in found.items()}
 
     def _seal(self, job: _Job, group: Group, files: list[dict[str, Record]]) -> None:
         self.location.seal(
-            job.name, group.world_size, job.facts, {name: known for own in files for name, known in own.items()}
+            job.name,
+            group.world_size,
+            job.facts,
+            {name: known for own in files for name, known in own.items()},
+            {stem: value for stem, (value, _) in job.trees.items()} if job.joined else None,
         )
         self._tell("saved", job.name)
 
@@ -426,6 +464,20 @@ def _finish() -> None:
 
 
 atexit.register(_finish)
+
+
+def _is_small(parts: Mapping[str, Part], trees: Mapping[str, Packed]) -> bool:
+    """Check whether a checkpoint is small enough for the joined form."""
+    size = sum(part.tensor.nbytes for part in parts.values())
+    size += sum(tensor.nbytes for _, tensors in trees.values() for tensor in tensors.values())
+    if size > directory.JOINED_BYTES:
+        return False
+    texts = 0
+    for value, _ in trees.values():
+        texts += len(encode_json(value))
+        if texts > directory.JOINED_TREES:
+            return False
+    return True
 
 
 def stepped(optimizers: Sequence[Any]) -> set[int]:

@@ -1,10 +1,11 @@
-"""What a checkpoint costs: a blocking save, the stall of one in the background, a load, and a resume deep in an epoch.
+"""What a checkpoint costs: a blocking save, the stall of one in the background, a load, a resume deep in an epoch, and saves of small models.
 
-``python tests/benchmarks/checkpoint.py [--megabytes 400 1200] [--rounds 5] [--dir /tmp]``. A model with AdamW's state; every round runs each
-contestant once, so that a slow moment of the machine meets all of them; figures are medians, and ratios to ``torch.save`` and ``torch.load``.
+``python tests/benchmarks/checkpoint.py [--megabytes 400 1200] [--rounds 5] [--dir /tmp] [--small]``. A model with AdamW's state; every round runs
+each contestant once, so that a slow moment of the machine meets all of them; figures are medians, and ratios to ``torch.save`` and ``torch.load``.
 Ours waits for the disk (fsync) and checks checksums; ``torch.save`` does neither, so it is shown with an fsync, too. "+MB" is the most
 memory beyond what was there before; pages of a file that is mapped while it is read count.
-Lightning (Fabric) and Accelerate are timed when they are installed.
+Lightning (Fabric) and Accelerate are timed when they are installed. ``--small`` shows only the last part, in processor time: it does not change with
+what else the machine does.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import Engine
+from callbacks import ModelCheckpoint
+from engine import Engine, Fit, TrainModule
 
 try:
     import lightning
@@ -82,9 +85,9 @@ Objects = dict[str, Any]
 class Ours:
     """``Engine.save_state`` and ``load_state``."""
 
-    def make(self, megabytes: int) -> Objects:
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Objects:
         engine = Engine(accelerator="cpu")
-        model, optimizer = engine.prepare(*made(megabytes))
+        model, optimizer = engine.prepare(model, optimizer)
         return {"engine": engine, "model": model, "optimizer": optimizer}
 
     def save(self, o: Objects, place: Path) -> None:
@@ -99,8 +102,7 @@ class Torch:
 
     sync = False
 
-    def make(self, megabytes: int) -> Objects:
-        model, optimizer = made(megabytes)
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Objects:
         return {"model": model, "optimizer": optimizer}
 
     def save(self, o: Objects, place: Path) -> None:
@@ -123,10 +125,10 @@ class SyncedTorch(Torch):
 class Fabric:
     """Lightning's, for users' own loops."""
 
-    def make(self, megabytes: int) -> Objects:
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Objects:
         fabric = lightning.fabric.Fabric(accelerator="cpu", devices=1)
         fabric.launch()
-        model, optimizer = fabric.setup(*made(megabytes))
+        model, optimizer = fabric.setup(model, optimizer)
         return {"engine": fabric, "model": model, "optimizer": optimizer}
 
     def save(self, o: Objects, place: Path) -> None:
@@ -137,9 +139,9 @@ class Fabric:
 
 
 class Accelerate:
-    def make(self, megabytes: int) -> Objects:
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Objects:
         accelerator = accelerate.Accelerator(cpu=True)
-        model, optimizer = accelerator.prepare(*made(megabytes))
+        model, optimizer = accelerator.prepare(model, optimizer)
         return {"engine": accelerator, "model": model, "optimizer": optimizer}
 
     def save(self, o: Objects, place: Path) -> None:
@@ -162,7 +164,7 @@ def measured(name: str, kind: str, megabytes: int, place: Path) -> tuple[float, 
     child = os.fork()
     if child == 0:
         contestant = CONTESTANTS[name]
-        objects = contestant.make(megabytes)
+        objects = contestant.wrap(*made(megabytes))
         if kind == "save":
             step(objects["model"], objects["optimizer"], objects.get("engine"))
         os.write(send, json.dumps(peak(lambda: getattr(contestant, kind)(objects, place))).encode())
@@ -174,9 +176,9 @@ def measured(name: str, kind: str, megabytes: int, place: Path) -> tuple[float, 
     return took, extra
 
 
-def step(model: Any, optimizer: Any, backward: Any = None, rows: int = 64) -> None:
-    loss = model(torch.ones(rows, WIDTH))
-    loss.backward() if backward is None else backward.backward(loss)
+def step(model: Any, optimizer: Any, engine: Any = None, rows: torch.Tensor | None = None) -> None:
+    loss = model(torch.ones(64, WIDTH) if rows is None else rows).square().mean()
+    loss.backward() if engine is None else engine.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -262,19 +264,129 @@ def resume(rounds: int) -> None:
     )
 
 
+class Small(nn.Module):
+    """Many parameters of 64 numbers."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.full((64,), float(index))) for index in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(list(self.parts)).square().mean() * x.mean()
+
+
+class Tiny(TrainModule):
+    """One layer with AdamW: a run whose saves cost more than its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+BATCHES = 50
+
+
+def fit_run(root: Path, saves: ModelCheckpoint | None) -> None:
+    module, batches = Tiny(), [torch.ones(2, 8)] * BATCHES
+    Fit(accelerator="cpu", devices=1, root_dir=root, callbacks=[] if saves is None else [saves]).run(module, batches)
+
+
+def lightning_run(root: Path, saves: bool) -> None:
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss: torch.Tensor = self.layer(batch).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    keep = lightning.pytorch.callbacks.ModelCheckpoint(dirpath=root, every_n_train_steps=1, save_top_k=1)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=[keep] if saves else [], enable_checkpointing=saves, **quiet
+    )
+    trainer.fit(Module(), DataLoader([torch.ones(8)] * (2 * BATCHES), batch_size=2))
+
+
+def processor_ms(work: Callable[[], Any], times: int = 1) -> float:
+    begun = time.process_time()
+    for _ in range(times):
+        work()
+    return (time.process_time() - begun) * 1e3 / times
+
+
+def small(rounds: int, root: Path, count: int = 1000) -> None:
+    """Print what a save of a tiny model costs, alone and in a run that saves after each step; and a save and a load of many small parameters."""
+    rows: dict[str, list[float]] = defaultdict(list)
+    contestants = {name: item for name, item in CONTESTANTS.items() if name != "torch.save + fsync"}
+
+    def stepped(module: Callable[[], nn.Module]) -> dict[str, Objects]:
+        ready = {}
+        for name, contestant in contestants.items():
+            model = module()
+            ready[name] = contestant.wrap(model, torch.optim.AdamW(model.parameters()))
+            step(**ready[name], rows=torch.ones(2, 8))
+        return ready
+
+    tiny, many = stepped(lambda: nn.Linear(8, 8)), stepped(lambda: Small(count))
+    for number in range(rounds + 1):
+        place = root / f"small{number}"
+        place.mkdir()
+        runs: dict[str, Callable[[Path], None]] = {
+            "Fit, default": lambda root: fit_run(root, ModelCheckpoint(every=1)),
+            "Fit, asynchronous=True": lambda root: fit_run(root, ModelCheckpoint(every=1, asynchronous=True)),
+            "Fit, asynchronous=False": lambda root: fit_run(root, ModelCheckpoint(every=1, asynchronous=False)),
+            "Lightning Trainer": lambda root: lightning_run(root, True),
+        }
+        bare = {name: lambda root: fit_run(root, None) for name in runs if name.startswith("Fit")}
+        bare["Lightning Trainer"] = lambda root: lightning_run(root, False)
+        for index, (name, run) in enumerate(runs.items()):
+            if name.startswith("Fit") or lightning is not None:
+                spent = processor_ms(partial(run, place / f"run{index}")) - processor_ms(
+                    partial(bare[name], place / f"bare{index}")
+                )
+                rows[f"{name}: a save of a tiny model in a run (ms)"].append(spent / BATCHES)
+        for name, contestant in contestants.items():
+            rows[f"{name}: a save of a tiny model (ms)"].append(
+                processor_ms(partial(contestant.save, tiny[name], place), 20)
+            )
+            for kind in ("save", "load"):
+                spent = processor_ms(partial(getattr(contestant, kind), many[name], place))
+                rows[f"{name}: a {kind} of {count} small parameters (us each)"].append(spent * 1e3 / count)
+        shutil.rmtree(place)
+    print(f"\nprocessor time, medians (and the least) of {rounds} rounds")
+    for name, values in sorted(rows.items(), key=lambda row: row[0].partition(": ")[2]):
+        print(f"{name:<70}{statistics.median(values[1:]):>8.2f} ({min(values[1:]):.2f})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, nargs="+", default=[400, 1200])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", default=tempfile.gettempdir())
+    parser.add_argument("--small", action="store_true")
     given = parser.parse_args()
     warnings.simplefilter("ignore")  # the peers'
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    if given.small:
+        with tempfile.TemporaryDirectory(dir=given.dir) as place:
+            small(given.rounds, Path(place))
+        return
     warm = Path(tempfile.mkdtemp())
     for contestant in CONTESTANTS.values():  # imports belong to nobody's time
         if isinstance(contestant, (Ours, Torch)):
-            objects = contestant.make(1)
+            objects = contestant.wrap(*made(1))
             step(objects["model"], objects["optimizer"], objects.get("engine"))
             contestant.save(objects, warm)
             contestant.load(objects, warm)
@@ -286,6 +398,8 @@ def main() -> None:
         finally:
             shutil.rmtree(root)
     resume(given.rounds)
+    with tempfile.TemporaryDirectory(dir=given.dir) as place:
+        small(given.rounds, Path(place))
 
 
 if __name__ == "__main__":

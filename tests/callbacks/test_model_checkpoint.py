@@ -19,7 +19,7 @@ def steps_in(root):
 
 
 def weight_in(checkpoint):
-    return load_file(checkpoint / "model" / "rank=00000.safetensors")["weight"].item()
+    return load_file(checkpoint / "rank=00000.safetensors")["model/weight"].item()
 
 
 def path(root, step):

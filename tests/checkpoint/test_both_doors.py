@@ -212,6 +212,7 @@ def older(directory: Path, *, of_run: bool) -> None:
     (directory / "manifest.json").write_text(json.dumps(resummed(manifest)))
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 @pytest.mark.parametrize("by_run", [True, False])
 @pytest.mark.parametrize("of_run", [True, False])
 def test_checkpoints_of_the_version_before(tmp_path: Path, of_run: bool, by_run: bool, expected: Any) -> None:

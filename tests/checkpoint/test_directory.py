@@ -17,17 +17,22 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import read, resummed, save
+from support.internals import new_content, new_saver
 
 from engine.checkpoint import directory
 from engine.checkpoint.directory import Opened, begin, list_checkpoints, remove, sweep
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.manifest import FORMAT
+from engine.checkpoint.listing import problems
+from engine.checkpoint.manifest import FORMAT, JOINED_FORMAT
 from engine.checkpoint.storage import Local
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_what_is_written_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("limit", "version"), [(-1, FORMAT), (4 << 20, JOINED_FORMAT)])
+def test_what_is_written_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, version: int) -> None:
+    """In both forms."""
+    monkeypatch.setattr(directory, "JOINED_BYTES", limit)
     path = save(tmp_path / "checkpoints" / "step=00000003")
     found = read(path)
     assert torch.equal(found.model["head.weight"], torch.ones(2, 3))
@@ -38,10 +43,12 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
     assert found.own["rng"].tolist() == [0, 1, 2, 3]
     assert found.manifest["step"] == 3
     assert math.isnan(found.manifest["metrics"]["loss"])
-    assert found.manifest["format"] == FORMAT
+    assert found.manifest["format"] == version
+    assert "$trees" not in found.manifest
     assert os.listdir(path.parent) == ["step=00000003"]
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 def test_the_files_are_those_of_the_page(tmp_path: Path) -> None:
     path = save(tmp_path / "step=1")
     names = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
@@ -61,6 +68,84 @@ def test_the_files_are_those_of_the_page(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     assert sum(tensor.nbytes for tensor in load_file(path / "model" / "rank=00000.safetensors").values()) == 32
+
+
+def test_a_small_one_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two files, without folders; and each of them, the draft and the place of its name are synced once."""
+    from safetensors.torch import load_file
+
+    save(tmp_path / "step=1")
+    synced: list[int] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), fsync(descriptor)))
+    saver = new_saver(tmp_path)
+    for name in ("step=2", "step=3"):
+        synced.clear()
+        path = Path(saver.save(name, new_content()))
+    assert len(synced) == 4
+    assert sorted(os.listdir(path)) == ["manifest.json", "rank=00000.safetensors"]
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert list(manifest["files"]) == ["rank=00000.safetensors"]
+    assert sorted(manifest["$trees"]) == ["model/model", "optim/optim", "state/rank=00000", "state/shared"]
+    assert sorted(load_file(path / "rank=00000.safetensors")) == [
+        "model/body.bias",
+        "model/head.weight",
+        "optim/0.state.w.step",
+        "state/rank=00000/rng",
+    ]
+
+
+def test_large_ones_are_not_joined(tmp_path: Path) -> None:
+    """Neither with many bytes of tensors nor of JSON: whoever lists checkpoints reads the manifests."""
+    names = {
+        "tensors": {"model": {"w": torch.zeros(1 << 20), "b": torch.zeros(1)}},
+        "json": {"shared": {"text": "x" * (1 << 16)}},
+    }
+    for name, changes in names.items():
+        path = save(tmp_path / name, **changes)
+        assert (path / "state" / "shared.json").is_file()
+        assert read(path).manifest["format"] == FORMAT
+
+
+def test_damage_of_a_joined_one_is_found(tmp_path: Path) -> None:
+    path = save(tmp_path / "step=1")
+    manifest, tensors = path / "manifest.json", path / "rank=00000.safetensors"
+    text, content = manifest.read_text(), tensors.read_bytes()
+    manifest.write_text(text.replace('"body.weight"', '"body.w"'))  # in a tree
+    with pytest.raises(DamagedCheckpoint, match=r"manifest.json is not what was written"):
+        Opened(path)
+    manifest.write_text(text)
+    for change, message in (
+        (content[:-1], r"rank=00000.safetensors has \d+ bytes, and had"),
+        (content[:-1] + b"\xff", r"rank=00000.safetensors is not what was written"),
+    ):
+        tensors.write_bytes(change)
+        with pytest.raises(DamagedCheckpoint, match=message):
+            Opened(path)
+        assert problems(path)[str(path)]
+    tensors.write_bytes(content)
+    (path / "extra").touch()
+    assert problems(path)[str(path)] == ["extra is not in the manifest"]
+    (path / "extra").unlink()
+    assert problems(path) == {str(path): []}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(({"$trees": trees}, r"no usable '\$trees'") for trees in (None, [], {}, 3, {"../x": 1}, {"model/../x": 1})),
+        ({"format": 3}, r"names the file 'rank=00000.safetensors'"),
+        ({"files": {"model/rank=00000.safetensors": {"bytes": 0, "crc32": ["00000000"]}}}, "is not part of one"),
+        ({"$trees": {"state/shared": {"$": "eval"}}}, r"manifest.json, state/shared: not a packed tree"),
+        ({"$trees": {"state/shared": {"$": "tensor", "name": "x"}}}, r"manifest.json, state/shared: not a packed tree"),
+    ],
+)
+def test_a_wrong_manifest_of_a_joined_one_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = save(tmp_path / "step=1")
+    manifest = json.loads((path / "manifest.json").read_text()) | changes
+    (path / "manifest.json").write_text(json.dumps(resummed(manifest)))
+    with pytest.raises(DamagedCheckpoint, match=message):
+        Opened(path).tree("state/shared")
 
 
 def test_what_is_read_is_independent_of_the_files(tmp_path: Path) -> None:
@@ -154,6 +239,7 @@ FILES = (
 )
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 @pytest.mark.parametrize("name", FILES)
 def test_damage_is_found_and_named(tmp_path: Path, name: str) -> None:
     path = save(tmp_path / "step=1")
@@ -177,10 +263,11 @@ def rewritten(path: Path, **changes: Any) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": FORMAT + 1}, "version that wrote it"),
+        ({"format": JOINED_FORMAT + 1}, "version that wrote it"),
         ({"format": None}, "no format version"),
         ({"files": []}, "no usable 'files'"),
         ({"files": {}}, "model/rank=00000.safetensors is not in the manifest"),
@@ -218,6 +305,7 @@ def test_an_unreadable_manifest_is_refused(tmp_path: Path, text: str) -> None:
     assert list_checkpoints(tmp_path) == []
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 @pytest.mark.parametrize("name", ["state/shared.json", "state"])
 def test_a_link_out_of_the_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
     path = save(tmp_path / "step=1")
@@ -235,6 +323,7 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path / "no") == []
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 def test_the_list_has_complete_ones_in_the_order_of_writing(tmp_path: Path) -> None:
     first, second, third = (save(tmp_path / name) for name in ("step=50", "step=30", "step=100"))
     (third / "optim" / "optim.json").unlink()
@@ -253,7 +342,7 @@ def test_a_kill_while_removing_leaves_nothing_that_looks_like_one(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", killed)
+        patch.setattr(os, "unlink", killed)
         with pytest.raises(KeyboardInterrupt):
             remove(path)
     assert [each.name for each in list_checkpoints(tmp_path)] == ["step=2"]
@@ -289,6 +378,7 @@ def test_the_calls_of_a_removal_do_not_grow_with_what_is_kept(tmp_path: Path) ->
     assert counts[0] == counts[1] < 600, counts
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 def test_a_removal_that_fails_in_the_middle_is_completed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,9 +417,11 @@ import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from support.checkpoints import read, resummed, save
+from engine.checkpoint import directory
 from engine.checkpoint.directory import list_checkpoints, sweep
 
 root, again = Path(sys.argv[1]), sys.argv[3] == "again"
+directory.JOINED_BYTES = int(sys.argv[4])
 for n in range(1, 1000):
     place = root / str(n)
     save(place / "step=1", 1.0)
@@ -368,12 +460,16 @@ print("killed", n - 1)
 
 
 @pytest.mark.parametrize("place", ["again", pytest.param("beside", marks=pytest.mark.slow)])
-def test_a_kill_at_any_operation_loses_no_earlier_checkpoint(tmp_path: Path, place: str) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parents[1]), place]
+@pytest.mark.parametrize(("limit", "least"), [(-1, 60), (4 << 20, 25)])
+def test_a_kill_at_any_operation_loses_no_earlier_checkpoint(
+    tmp_path: Path, place: str, limit: int, least: int
+) -> None:
+    """In both forms."""
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parents[1]), place, str(limit)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) >= 60
+    assert int(done.stdout.split()[-1]) >= least
 
 
 def test_there_are_only_files_that_hold_no_code(tmp_path: Path) -> None:
@@ -382,6 +478,7 @@ def test_there_are_only_files_that_hold_no_code(tmp_path: Path) -> None:
     assert read(path).shared["x"].startswith(b"cos")
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 @pytest.mark.parametrize("name", ["manifest.json", "state/shared.json"])
 def test_a_file_that_is_larger_than_any_that_is_written(tmp_path: Path, name: str) -> None:
     checkpoint = save(tmp_path / "step=1")

@@ -147,6 +147,7 @@ def test_what_is_there_already_stays(trained: tuple[Tied, Path], tmp_path: Path)
         export_tensors({"a": torch.ones(1)}, tmp_path / "out")
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 def test_a_damaged_checkpoint_is_not_exported(trained: tuple[Tied, Path], tmp_path: Path) -> None:
     file = next((trained[1] / "model").glob("*.safetensors"))
     raw = bytearray(file.read_bytes())

@@ -238,6 +238,7 @@ def test_from_a_url(tmp_path: Path) -> None:
         Tied.load_from_checkpoint("memory://runs/step=00000002")
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 def test_nothing_there_and_damage(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"is not a checkpoint, and contains none .*beside it: none"):
         Tied.load_from_checkpoint(tmp_path / "nothing")

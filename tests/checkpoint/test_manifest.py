@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import ModelCheckpoint
 from engine import Engine, Fit, TrainModule
 from engine.checkpoint.listing import entries
-from engine.checkpoint.manifest import FORMAT, READABLE
+from engine.checkpoint.manifest import JOINED_FORMAT, READABLE
 from engine.checkpoint.storage import locate
 
 STORED = Path(__file__).parent / "format_2"
@@ -77,10 +77,12 @@ def close(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def test_a_run_goes_on_from_the_format_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_run_goes_on_from_the_format_before(tmp_path: Path, version: int) -> None:
     """Weights, Adam's moments, schedule, order of the data, dropout's random numbers: what a run without an interruption has at its end."""
-    assert READABLE == (2, FORMAT)
-    shutil.copytree(STORED / "fit", tmp_path / "one" / "checkpoints" / "step=00000003")
+    assert READABLE == (2, JOINED_FORMAT)
+    stored = STORED.with_name(f"format_{version}") / "fit"
+    shutil.copytree(stored, tmp_path / "one" / "checkpoints" / "step=00000003")
     resumed, whole = Net(), Net()
     result = run(tmp_path / "one", resumed, "auto")
     run(tmp_path / "two", whole)
@@ -88,12 +90,13 @@ def test_a_run_goes_on_from_the_format_before(tmp_path: Path) -> None:
     assert close(resumed, whole)
     assert [entry["step"] for entry in entries(tmp_path / "one")] == [3, 6]
     written = locate(tmp_path / "one" / "checkpoints").manifests()
-    assert [manifest["format"] for manifest in written.values()] == [2, FORMAT]
-    assert Net.load_from_checkpoint(STORED / "fit").hparams == {"width": 2}
+    assert [manifest["format"] for manifest in written.values()] == [version, JOINED_FORMAT]
+    assert Net.load_from_checkpoint(stored).hparams == {"width": 2}
 
 
-def test_a_loop_goes_on_from_the_format_before() -> None:
-    assert close(loop(STORED / "engine", 3), loop(None, 6))
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_loop_goes_on_from_the_format_before(version: int) -> None:
+    assert close(loop(STORED.with_name(f"format_{version}") / "engine", 3), loop(None, 6))
 
 
 def test_of_the_format_before_the_time_tells_which_was_written_last(tmp_path: Path) -> None:
@@ -106,11 +109,12 @@ def test_of_the_format_before_the_time_tells_which_was_written_last(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("version", "what"), [(FORMAT + 1, "the newer version that wrote it"), (1, "an older version that still reads it")]
+    ("version", "what"),
+    [(JOINED_FORMAT + 1, "the newer version that wrote it"), (1, "an older version that still reads it")],
 )
 def test_other_formats_say_which_version_is_needed(tmp_path: Path, version: int, what: str) -> None:
     shutil.copytree(STORED / "engine", tmp_path / "it")
     manifest = json.loads((tmp_path / "it" / "manifest.json").read_text())
     (tmp_path / "it" / "manifest.json").write_text(json.dumps(resummed(manifest | {"format": version})))
-    with pytest.raises(ValueError, match=f"has format {version}, and this version reads 2 and 3: load it with {what}"):
+    with pytest.raises(ValueError, match=f"has format {version}, and this version reads 2 to 4: load it with {what}"):
         loop(tmp_path / "it", 1)

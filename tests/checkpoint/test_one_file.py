@@ -61,9 +61,11 @@ def test_a_url_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A checkpoint, and its archive."""
+    """A checkpoint with its files in folders, and its archive."""
     root = tmp_path_factory.mktemp("packed")
-    folder = train_and_save(root / "run", Tied())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.checkpoint.directory.JOINED_BYTES", -1)
+        folder = train_and_save(root / "run", Tied())
     pack(folder, root / "x.ckpt")
     return folder, root / "x.ckpt"
 

@@ -124,6 +124,7 @@ def test_they_are_listed_and_checked(trained: tuple[Path, dict[str, Any]], tmp_p
     assert problems(path) == {str(path): []}
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 def test_damage_is_found(tmp_path: Path) -> None:
     done = linear_fit(tmp_path, EMA(0.5), ModelCheckpoint(), max_epochs=1).run(Tied(), LINEAR_BATCHES)
     path = Path(str(done.last_checkpoint))
@@ -148,6 +149,7 @@ class Own(Callback):
         return {self.name: {"net.bias": torch.full((1,), 7.0)}}
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 def test_weights_of_ones_own_cover_a_part_of_the_model(tmp_path: Path) -> None:
     done = linear_fit(tmp_path, Own("seven"), ModelCheckpoint(), max_epochs=1).run(Linear(), LINEAR_BATCHES)
     path = Path(str(done.last_checkpoint))
@@ -276,6 +278,7 @@ def changed(path: Path, **entries_: Any) -> None:
     (path / "manifest.json").write_text(json.dumps(resummed(manifest)))
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 def test_a_checkpoint_that_does_not_say_gives_the_trained_weights_and_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,7 @@ from callbacks import ModelCheckpoint
 from engine import Resume
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.listing import problems
-from engine.checkpoint.manifest import FORMAT
+from engine.checkpoint.manifest import JOINED_FORMAT
 from engine.checkpoint.storage import locate
 from engine.cli.checkpoint import main
 from engine.compat.convert.untrusted_files import DistributedFiles
@@ -58,6 +58,7 @@ def tree(root: Path) -> dict[str, bytes | None]:
 # -- what a checkpoint names ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 @pytest.mark.parametrize("where", ["absolute", "../other", "", ".", "..", 7, "folder/inner"])
 def test_a_checkpoint_that_names_other_data_for_removal_is_refused(tmp_path: Path, where: Any) -> None:
     root = trained(tmp_path / "run")
@@ -77,6 +78,7 @@ def test_a_checkpoint_that_names_other_data_for_removal_is_refused(tmp_path: Pat
     assert {**tree(other), **tree(root / "folder")} == before
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 def test_a_newer_checkpoint_is_not_the_one_that_an_older_names_for_removal(tmp_path: Path) -> None:
     root = trained(tmp_path / "run")
     rewrite(root / name(4), lambda shared: {**shared, "postponed": [name(8)]}, "state/shared.json")
@@ -87,6 +89,7 @@ def test_a_newer_checkpoint_is_not_the_one_that_an_older_names_for_removal(tmp_p
     assert tree(root / name(8)) == before
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 def test_names_in_a_checkpoint_of_another_folder_mean_nothing_here(tmp_path: Path) -> None:
     """Names of the same form stand in each folder; those that a checkpoint lists are of its own."""
     theirs, ours = trained(tmp_path / "theirs"), trained(tmp_path / "ours", steps=2, every=1)
@@ -157,7 +160,7 @@ def unreadable(path: Path) -> None:
 
 
 UNUSABLE = {
-    "newer": (of_format(FORMAT + 1), "the newer version that wrote it"),
+    "newer": (of_format(JOINED_FORMAT + 1), "the newer version that wrote it"),
     "older": (of_format(1), "an older version"),
     "interrupted": (cut_short, "model/rank=00000.safetensors has"),
     "flipped": (flipped, "is not what was written"),
@@ -166,6 +169,7 @@ UNUSABLE = {
 }
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 @pytest.mark.parametrize("wanted", ["auto", "last"])
 @pytest.mark.parametrize("kind", UNUSABLE)
 def test_when_none_can_be_used_each_is_listed_and_nothing_is_written(tmp_path: Path, kind: str, wanted: str) -> None:
@@ -184,6 +188,7 @@ def test_when_none_can_be_used_each_is_listed_and_nothing_is_written(tmp_path: P
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 @pytest.mark.parametrize("kind", UNUSABLE)
 def test_the_one_before_is_taken_with_a_report_and_the_other_one_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
@@ -249,6 +254,7 @@ def test_a_number_beyond_all_others_does_not_stop_saving(tmp_path: Path) -> None
     assert [result.step, list(locate(root).manifests())[-1]] == [12, name(12)]
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 def test_weights_only_reads_no_more_than_weights(tmp_path: Path) -> None:
     root, module = trained(tmp_path), Linear()
     rewrite(root / name(8), lambda shared: {**shared, "postponed": 3}, "state/shared.json")
@@ -376,6 +382,7 @@ def sharding(info: Any) -> Callable[[Path], None]:
     return change
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -406,6 +413,7 @@ def test_values_that_cannot_be_are_damage_and_the_one_before_is_taken(
     assert result.step == 6  # from step 4
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 def test_a_pipe_in_a_file_s_place_is_damage(tmp_path: Path) -> None:
     root = trained(tmp_path)
     for step, file in ((4, "manifest.json"), (8, "state/shared.json")):

@@ -176,7 +176,9 @@ def test_what_is_cut_short_is_not_there_and_swept(root: str, monkeypatch: pytest
     assert list(locate(root).manifests()) == ["step=1", "step=2"]
 
 
-def test_old_remains_far_away_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("limit", "file"), [(-1, "state/rank=00000.json"), (4 << 20, "rank=00000.safetensors")])
+def test_old_remains_far_away_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, file: str) -> None:
+    monkeypatch.setattr("engine.checkpoint.directory.JOINED_BYTES", limit)
     for url in (f"file://{tmp_path}/far", f"memory://{uuid.uuid4().hex}/far"):
         where = locate(url)
         for name in ("step=1", "step=2"):
@@ -184,7 +186,7 @@ def test_old_remains_far_away_are_swept(tmp_path: Path, monkeypatch: pytest.Monk
         files, inside = fsspec.core.url_to_fs(url)
         files.rm_file(f"{inside}/step=2/manifest.json")
         where.sweep()
-        assert files.exists(f"{inside}/step=2/state/rank=00000.json")
+        assert files.exists(f"{inside}/step=2/{file}")
         with monkeypatch.context() as patch:
             patch.setattr("engine.checkpoint.remote_storage.OLD", timedelta(seconds=-5))
             where.sweep()
@@ -208,6 +210,7 @@ def remote_damage(where: Location, name: str, change: Any) -> None:
     files.pipe_file(path, change(files.cat_file(path)))
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 def test_damage_far_away(root: str) -> None:
     where = locate(root)
     save(where.path("step=1"))
@@ -242,6 +245,7 @@ def test_a_place_that_cannot_be_looked_into_is_not_full_of_checkpoints(
     assert not where.busy("one")
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 def test_names_that_lead_out_of_the_copy() -> None:
     url = f"memory://{uuid.uuid4().hex}"
     save(f"{url}/step=1")

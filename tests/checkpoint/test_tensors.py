@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.checkpoints import record_of
 from support.ranks import run_script
+from torch import nn
 
 from engine.checkpoint.files import BLOCK, DamagedCheckpoint, blocks, fill
 from engine.checkpoint.tensors import FORMATS, TensorFiles, _untiled, write_tensors
@@ -135,6 +138,39 @@ def test_parts_fill_a_tensor_once(
             TensorFiles(tmp_path)
     else:
         assert torch.equal(TensorFiles(tmp_path).whole()["a"], whole)
+
+
+def test_small_tensors_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters, scalars, views, conjugates and tensors without elements among them; large ones and types that NumPy lacks stay apart."""
+    numbers = torch.arange(24.0)
+    tensors = {
+        **{f"w{i}": nn.Parameter(numbers[i : i + 3].clone()) for i in range(20)},
+        "transposed": numbers.reshape(4, 6).T,
+        "every second": numbers[::2],
+        "scalar": torch.tensor(7.0),
+        "empty": torch.zeros(0, 3),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "minus": torch.tensor([1 + 2j]).conj().imag,
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "flags": torch.tensor([True, False]),
+        "large": torch.full((5000,), 3.0),
+    }
+    writes = 0
+    write = os.write
+
+    def counted(descriptor: int, content: Any) -> int:
+        nonlocal writes
+        writes += 1
+        return write(descriptor, content)
+
+    monkeypatch.setattr(os, "write", counted)
+    write_tensors(tmp_path / "a.safetensors", tensors)
+    assert writes <= 7
+    saved = TensorFiles(tmp_path).whole()
+    assert saved.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert saved[name].dtype == tensor.dtype
+        assert torch.equal(saved[name], tensor.detach()), name
 
 
 def test_many_parts_are_compared_quickly(tmp_path: Path) -> None:

@@ -145,6 +145,25 @@ def test_a_change_after_the_files_are_written_does_no_harm(tmp_path: Path) -> No
     saver.close()
 
 
+def test_saves_share_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that a finished save's thread has waited for; a small save starts no others."""
+    saver, threads = Saver(group_of_one(), tmp_path), []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda self: (threads.append(self), start(self)))
+    for name in ("a", "b", "c"):
+        saver.save(name, new_content(), asynchronous=True)
+        saver.wait()
+    assert [thread.name for thread in threads] == ["checkpoint"]
+    saver.close()
+    threads[0].join(PATIENCE_S)
+    assert not threads[0].is_alive()
+    saver.save("d", new_content(2.0), asynchronous=True)  # it begins again
+    saver.wait()
+    assert len(threads) == 2
+    assert read(tmp_path / "d").model["head.weight"].tolist() == [[2.0] * 3] * 2
+    saver.close()
+
+
 def test_buffers_are_used_again(tmp_path: Path) -> None:
     saver, weight = Saver(group_of_one(), tmp_path), nn.Parameter(torch.ones(3))
     places = []

@@ -28,10 +28,12 @@ NAMES = [f"step={step:08d}" for step in SCORES]
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with three checkpoints."""
+    """A run's folder with three checkpoints, whose files are in folders."""
     root = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
-    train_and_save(root, Tied(), [torch.randn(8, 6) for _ in SCORES], scores=SCORES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.checkpoint.directory.JOINED_BYTES", -1)
+        train_and_save(root, Tied(), [torch.randn(8, 6) for _ in SCORES], scores=SCORES)
     return root / "checkpoints"
 
 

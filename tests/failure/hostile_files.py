@@ -43,6 +43,7 @@ from support.checkpoints import record_of, resummed
 from callbacks import ModelCheckpoint, write_report
 from callbacks.report.runs import logged_at
 from engine import Fit, TrainModule
+from engine.checkpoint import directory
 from engine.checkpoint.one_file import pack
 from engine.cli.checkpoint import main as command
 from engine.compat.convert.convert import convert
@@ -58,6 +59,7 @@ tempfile.tempdir = str(root / "temporary")
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))  # a bomb must not need the machine
 DATA = [torch.ones(2, 4)] * 2
 LIMIT_S = 5
+directory.JOINED_BYTES = -1  # a checkpoint with all kinds of files
 
 
 class Net(TrainModule):

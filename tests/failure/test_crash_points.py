@@ -141,6 +141,7 @@ def test_a_place_that_becomes_read_only() -> None:
         subprocess.run(["umount", str(root / "checkpoints")], check=True)
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 def test_damage_is_passed_over_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """``"auto"`` and ``"last"`` take the one before it; a path is refused."""
     linear_fit(tmp_path, ModelCheckpoint(every=4, save_top_k=-1)).run(Linear(), LINEAR_BATCHES)

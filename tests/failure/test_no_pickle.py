@@ -134,6 +134,7 @@ SHARDED = {"format": "pt", "DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets
 LINKED = {"aliases": {"head.weight": "not there"}, "extra": {}}
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -198,6 +199,7 @@ def pickle_beside(path: Path) -> None:
     (path / "model" / ".metadata").write_bytes(pickle.dumps(Evil()))
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 @pytest.mark.parametrize(
     "change",
     [renamed("../secret.safetensors"), renamed("model/../../secret.safetensors"), renamed("/etc/passwd"), extra_file],
@@ -209,6 +211,7 @@ def test_hostile_names_are_refused(tmp_path: Path, change: Callable[[Path], None
         read(path)
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 def test_a_pickle_beside_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = save(tmp_path / "step=1")
@@ -217,6 +220,7 @@ def test_a_pickle_beside_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 def test_huge_shapes_take_no_memory(tmp_path: Path) -> None:
     """What a tensor claims to be is compared with what its file holds before memory is taken for it."""
     path = save(tmp_path / "step=1")

@@ -46,6 +46,7 @@ def bytes_in(folder: Path) -> int:
     return found
 
 
+@pytest.mark.usefixtures("checkpoints_in_folders")
 def test_the_bytes_of_a_checkpoint_are_those_of_a_real_one(tmp_path: Path) -> None:
     fit = Fit(accelerator="cpu", max_steps=1, root_dir=tmp_path, callbacks=[ModelCheckpoint()], log_every_n_steps=0)
     plan = fit.plan(Net(), rows(8, 4), world_size=1, device="cpu")
