@@ -181,6 +181,101 @@ def test_hostile_content_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not (tmp_path / "ran").exists()
 
 
+JOINED = "rank=00000.safetensors"
+
+
+def reheaded(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
+    """Another header before the same data."""
+
+    def changed(content: bytes) -> bytes:
+        size = struct.unpack("<Q", content[:8])[0]
+        header = json.loads(content[8 : 8 + size])
+        change(header)
+        return safetensors(header, content[8 + size :])
+
+    return changed
+
+
+def entry(**values: Any) -> Callable[[bytes], bytes]:
+    return reheaded(lambda header: header["model/head.weight"].update(values))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content[:-1],
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:8],
+        lambda content: b"",
+        lambda content: content + b"more",
+        lambda content: pickle.dumps(Evil()),
+        lambda content: struct.pack("<Q", 1 << 62) + content[8:],
+        entry(data_offsets=[0, 1 << 42], shape=[1 << 40]),
+        entry(shape=[1 << 40]),
+        entry(shape=[1 << 62, 1 << 62]),
+        entry(shape=[0, 1 << 62], data_offsets=[0, 0]),
+        entry(data_offsets=[1 << 40, (1 << 40) + 24]),
+        entry(data_offsets=[-24, 0]),
+        entry(dtype="PICKLE"),
+        reheaded(lambda header: header.update({"model/head.weight": header["model/body.bias"]})),
+        reheaded(lambda header: header.update({"model/another": header["model/head.weight"]})),
+        reheaded(lambda header: header.pop("model/head.weight")),
+        reheaded(lambda header: header.update(__metadata__={"DCP_SHARDING_INFO": '{"model/head.weight": 1}'})),
+    ],
+)
+def test_hostile_tensors_of_a_joined_checkpoint_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], bytes]
+) -> None:
+    """Offsets that are wrong, overlap or lead out of the file, and sizes that nothing holds: before memory is taken for them."""
+    monkeypatch.chdir(tmp_path)
+    path = save(tmp_path / "step=1")
+    swapped(path, JOINED, change((path / JOINED).read_bytes()))
+    with pytest.raises(DamagedCheckpoint, match="step=1"):
+        read(path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "trees",
+    [
+        None,
+        [],
+        {},
+        "model/model",
+        {"../secret": {}},
+        {"model/model": LINKED},
+        {"model/model": []},
+        {"optim/optim": {"0": {"$": "object", "class": "os.system"}}},
+        {"optim/optim": {"0": {"$": "tensor", "name": "../../secret"}}},
+        {"optim/optim": {"0": {"$": "bytes", "base64": 7}}},
+        {"optim/optim": 7},
+        {"state/shared": {"$": "eval"}},
+        {"state/shared": {"$": "set", "items": [[1]]}},
+    ],
+)
+def test_hostile_trees_of_a_joined_checkpoint_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trees: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = save(tmp_path / "step=1")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["$trees"] = {**manifest["$trees"], **trees} if isinstance(trees, dict) and trees else trees
+    write_manifest(path, manifest)
+    with pytest.raises(DamagedCheckpoint, match="step=1"):
+        read(path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "model/rank=00000.safetensors", "other"])
+def test_a_joined_checkpoint_has_one_file(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path / "step=1")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][name] = manifest["files"][JOINED]
+    write_manifest(path, manifest)
+    with pytest.raises(DamagedCheckpoint, match="names the file"):
+        read(path)
+
+
 def renamed(name: str) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         manifest = json.loads((path / "manifest.json").read_text())

@@ -53,7 +53,21 @@ def test_the_bytes_of_a_checkpoint_are_those_of_a_real_one(tmp_path: Path) -> No
     fit.run(Net(), rows(8, 4))
     (folder,) = (tmp_path / "checkpoints").glob("step=*")
     assert plan.checkpoint_bytes == bytes_in(folder / "model") + bytes_in(folder / "optim")
-    assert plan.checkpoint_files == len([*folder.glob("model/*.safetensors"), *folder.glob("optim/*.safetensors")])
+    assert plan.checkpoint_files == len([file for file in folder.rglob("*") if file.is_file()])
+
+
+@pytest.mark.parametrize("above", [0, 1])
+def test_the_files_of_a_small_checkpoint_are_those_of_a_real_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, above: int
+) -> None:
+    """It is joined up to a size."""
+    fit = Fit(accelerator="cpu", max_steps=1, root_dir=tmp_path, callbacks=[ModelCheckpoint()], log_every_n_steps=0)
+    plan = fit.plan(Net(), rows(8, 4), world_size=1, device="cpu")
+    if above:
+        monkeypatch.setattr("engine.checkpoint.directory.JOINED_BYTES", plan.checkpoint_bytes - 1)
+    fit.run(Net(), rows(8, 4))
+    (folder,) = (tmp_path / "checkpoints").glob("step=*")
+    assert plan.checkpoint_files == len([file for file in folder.rglob("*") if file.is_file()])
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,10 @@ FAULTS = {
     ),
     "early": Fault(
         "a checkpoint has its name before it has its manifest", "engine/checkpoint/directory.py",
-        "    write_json(partial / MANIFEST, manifest)\n    for folder in (*FOLDERS, WEIGHTS, \".\"):\n"
-        "        if folder != WEIGHTS or (partial / folder).is_dir():\n            sync(partial / folder)\n",
-        "    partial.rename(directory)\n    sync(directory)\n    write_json(directory / MANIFEST, manifest)\n    return\n",
+        "    record = write_json(partial / MANIFEST, manifest)\n    folders = () if TREES in manifest else (*FOLDERS, WEIGHTS)\n"
+        "    for folder in (*folders, \".\"):\n        if folder != WEIGHTS or (partial / folder).is_dir():\n"
+        "            sync(f\"{partial}/{folder}\")\n",
+        "    partial.rename(directory)\n    sync(directory)\n    return write_json(directory / MANIFEST, manifest)\n",
     ),
     "lock": Fault(
         "who is said to hold a folder holds it, dead or alive", "engine/checkpoint/run_locks.py",
