@@ -1,6 +1,7 @@
 """Run by ``test_hostile_checkpoints.py``: files of all kinds that nobody would write, through every door that takes such a file.
 
-``hostile_files.py TESTS FOLDER KINDS``: the folder of tests, an empty folder, and some of :data:`DOORS`.
+``hostile_files.py TESTS FOLDER KINDS FORM``: the folder of tests, an empty folder, some of :data:`DOORS`, and ``joined`` or ``folders``, the form
+of the checkpoint that is changed.
 """
 
 import contextlib
@@ -59,7 +60,9 @@ tempfile.tempdir = str(root / "temporary")
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))  # a bomb must not need the machine
 DATA = [torch.ones(2, 4)] * 2
 LIMIT_S = 5
-directory.JOINED_BYTES = -1  # a checkpoint with all kinds of files
+JOINED = sys.argv[4] == "joined"
+if not JOINED:
+    directory.JOINED_BYTES = -1  # a checkpoint with all kinds of files
 
 
 class Net(TrainModule):
@@ -95,7 +98,7 @@ pack(BASE, root / "base.ckpt")
 WHOLE = (root / "base.ckpt").read_bytes()
 NAMES = ["manifest.json", *json.loads((BASE / "manifest.json").read_text())["files"]]
 CONTENT = {name: (BASE / name).read_bytes() for name in NAMES}
-MODEL = "model/rank=00000.safetensors"
+MODEL = "rank=00000.safetensors" if JOINED else "model/rank=00000.safetensors"
 SECRET = root / "secret"
 SECRET.write_text("secret")
 os.mkfifo(root / "fifo")

@@ -20,6 +20,7 @@ sys.path.insert(0, tests)
 from support.checkpoints import record_of, resummed
 from callbacks import ModelCheckpoint
 from engine import Engine, Fit, TrainModule
+from engine.checkpoint import directory
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.listing import entries, facts, problems
 from engine.cli.checkpoint import main as command
@@ -87,19 +88,27 @@ HOSTILE = [
     {"$": "float", "value": "nan"}, {"$": "tensor", "name": "rng.torch"}, {"$": "set", "items": [[1]]}, {"$": "bytes", "base64": "AA=="},
     {"__class__": "os.system"}, {"$": "eval", "items": ["os.system('touch ran')"]},
 ]
-WEIGHTS = "model/rank=00000.safetensors"
+PREFIX = "model/" if sys.argv[4] == "joined" else ""  # of the names of tensors
+WEIGHTS = "rank=00000.safetensors" if PREFIX else "model/rank=00000.safetensors"
+if not PREFIX:
+    directory.JOINED_BYTES = -1
 
 
 def seal(path):
     if not (path / "manifest.json").is_file():
         return
-    manifest = json.loads((path / "manifest.json").read_text())
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+    except (ValueError, RecursionError):
+        return
     manifest["files"] = {name: record_of(path / name) if (path / name).is_file() else known for name, known in manifest["files"].items()}
     (path / "manifest.json").write_text(json.dumps(resummed(manifest)))
 
 
 def fields(path):
     for file in ("manifest.json", "state/shared.json", "state/rank=00000.json", "optim/optim.json", "model/model.json"):
+        if not (path / file).is_file():
+            continue  # the manifest has it
         value = json.loads((path / file).read_text())
         for where in paths(value):
             if where and not (file == "manifest.json" and where[0] == "crc32"):
@@ -133,20 +142,21 @@ def fifo(name):
     return change
 
 
-BOTH = ("net.weight", "net.bias")
+SHARED, OPTIM = ("manifest.json", "manifest.json") if PREFIX else ("state/shared.json", "optim/optim.json")
+BOTH = (PREFIX + "net.weight", PREFIX + "net.bias")
 SPECIAL = {
     **{f"offsets {info!r:.40}": sharding(info) for info in (
         [], 3, "[" * 5000, "{}", "nothing", *({name: {"saved_offsets": value} for name in BOTH} for value in (
             [], None, "x", [0, 0, 0], [-1], [2**70], [2**62, 2**62], [1e308], [None], {"a": 1}, [[0]])))},
     "header of a number": lambda path: raw(WEIGHTS, struct.pack("<Q", 1 << 60))(path),
     "empty": raw(WEIGHTS, b""),
-    "huge shape": lambda path: header(path, lambda text: text["net.weight"].update(shape=[1 << 40])),
+    "huge shape": lambda path: header(path, lambda text: text[PREFIX + "net.weight"].update(shape=[1 << 40])),
     "names": lambda path: header(path, lambda text: {("\\x1b[2J" + name if name != "__metadata__" else name): value for name, value in text.items()}),
-    "deep": raw("state/shared.json", b"[" * 100000 + b"]" * 100000),
-    "an option of GPUs": lambda path: (path / "optim/optim.json").write_text(
-        (path / "optim/optim.json").read_text().replace('"capturable": false', '"capturable": true')),
-    "no text": raw("optim/optim.json", b"\\xff\\xfe"),
-    **{f"fifo {name}": fifo(name) for name in (WEIGHTS, "state/shared.json", "manifest.json")},
+    "an option of GPUs": lambda path: (path / OPTIM).write_text(
+        (path / OPTIM).read_text().replace('"capturable": false', '"capturable": true')),
+    "no text": raw(OPTIM, b"\\xff\\xfe"),
+    **{f"deep {name}": raw(name, b"[" * 100000 + b"]" * 100000) for name in {SHARED, OPTIM}},
+    **{f"fifo {name}": fifo(name) for name in {WEIGHTS, SHARED, "manifest.json"}},
 }
 
 
@@ -265,16 +275,26 @@ print("done")
 
 
 @pytest.mark.slow
-def test_hostile_checkpoints_do_nothing(tmp_path: Path) -> None:
-    out = run_script(SCRIPT, Path(__file__).parents[1], tmp_path, 150, timeout=900)
+@pytest.mark.parametrize("form", ["folders", "joined"])
+def test_hostile_checkpoints_do_nothing(form: str, tmp_path: Path) -> None:
+    out = run_script(SCRIPT, Path(__file__).parents[1], tmp_path, 150, form, timeout=900)
     assert "done" in str(out)
 
 
-@pytest.mark.parametrize(("kinds", "least"), [("archive", 230), ("pickle,index", 130), ("folder,report", 90)])
-def test_hostile_files_do_nothing(kinds: str, least: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "form", "least"),
+    [
+        ("archive", "folders", 230),
+        ("archive", "joined", 200),
+        ("pickle,index", "folders", 130),
+        ("folder,report", "folders", 90),
+        ("folder", "joined", 50),
+    ],
+)
+def test_hostile_files_do_nothing(kinds: str, form: str, least: int, tmp_path: Path) -> None:
     """Through every door: no raw error, no hang, no more bytes than there were, nothing from outside, nothing outside."""
     here = Path(__file__).parent
-    out = run_script(here / "hostile_files.py", here.parent, tmp_path, kinds, timeout=240).stdout
+    out = run_script(here / "hostile_files.py", here.parent, tmp_path, kinds, form, timeout=240).stdout
     assert int(out.split("inputs:")[1].split()[0]) >= least
 
 
