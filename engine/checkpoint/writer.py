@@ -183,7 +183,12 @@ class Saver:
         if self._staging is None:
             self._staging = Staging(self.group.device)
         loose = {(stem, n): tensor for stem, (_, tensors) in job.trees.items() for n, tensor in tensors.items()}
-        self._staging.begin({key: part.tensor for key, part in job.parts.items()} | loose, later)
+        try:
+            self._staging.begin({key: part.tensor for key, part in job.parts.items()} | loose, later)
+        except BaseException:
+            with self._lock:
+                self._claimed = False
+            raise
         job.staging = self._staging
         job.future, self._job = Future(), job
         _open.add(self)
