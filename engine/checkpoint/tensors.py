@@ -159,9 +159,9 @@ def serialize_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         raise ValueError(f"a tensor has a name with a lone surrogate, which no file can hold: {error}") from error
     header += b" " * (-len(header) % 8)
     yield len(header).to_bytes(8, "little") + header
-    for _, run in itertools.groupby((tensor for _, tensor in ordered), _joins):
+    for _, run in itertools.groupby((tensor for _, tensor in ordered), _joined_dtype):
         alike = list(run)
-        if _joins(alike[0]) is None:
+        if _joined_dtype(alike[0]) is None:
             yield from map(_bytes, alike)
             continue
         for first in range(0, len(alike), _AT_ONCE):
@@ -174,7 +174,7 @@ _AT_ONCE, _SMALL = 256, 1 << 14
 """So many tensors are written together, if each has at most so many bytes: to copy them costs less than a write of each."""
 
 
-def _joins(tensor: Tensor) -> torch.dtype | None:
+def _joined_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype of a small plain tensor of the host, which is copied together with its neighbours of that dtype; ``None`` for others."""
     import torch
 

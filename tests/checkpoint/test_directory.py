@@ -22,14 +22,13 @@ from support.internals import new_content, new_saver
 from engine.checkpoint import directory
 from engine.checkpoint.directory import Opened, begin, list_checkpoints, remove, sweep
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.listing import problems
-from engine.checkpoint.manifest import FORMAT, JOINED_FORMAT
+from engine.checkpoint.manifest import FORMAT
 from engine.checkpoint.storage import Local
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("limit", "version"), [(-1, FORMAT), (4 << 20, JOINED_FORMAT)])
+@pytest.mark.parametrize(("limit", "version"), [(-1, FORMAT), (4 << 20, FORMAT + 1)])
 def test_what_is_written_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, version: int) -> None:
     """In both forms."""
     monkeypatch.setattr(directory, "JOINED_BYTES", limit)
@@ -122,12 +121,8 @@ def test_damage_of_a_joined_one_is_found(tmp_path: Path) -> None:
         tensors.write_bytes(change)
         with pytest.raises(DamagedCheckpoint, match=message):
             Opened(path)
-        assert problems(path)[str(path)]
     tensors.write_bytes(content)
-    (path / "extra").touch()
-    assert problems(path)[str(path)] == ["extra is not in the manifest"]
-    (path / "extra").unlink()
-    assert problems(path) == {str(path): []}
+    Opened(path).close()
 
 
 @pytest.mark.parametrize(
@@ -267,7 +262,7 @@ def rewritten(path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": JOINED_FORMAT + 1}, "version that wrote it"),
+        ({"format": FORMAT + 2}, "version that wrote it"),
         ({"format": None}, "no format version"),
         ({"files": []}, "no usable 'files'"),
         ({"files": {}}, "model/rank=00000.safetensors is not in the manifest"),

@@ -20,7 +20,7 @@ from callbacks import ModelCheckpoint
 from engine import Resume
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.listing import problems
-from engine.checkpoint.manifest import JOINED_FORMAT
+from engine.checkpoint.manifest import FORMAT
 from engine.checkpoint.storage import locate
 from engine.cli.checkpoint import main
 from engine.compat.convert.untrusted_files import DistributedFiles
@@ -160,7 +160,7 @@ def unreadable(path: Path) -> None:
 
 
 UNUSABLE = {
-    "newer": (of_format(JOINED_FORMAT + 1), "the newer version that wrote it"),
+    "newer": (of_format(FORMAT + 2), "the newer version that wrote it"),
     "older": (of_format(1), "an older version"),
     "interrupted": (cut_short, "model/rank=00000.safetensors has"),
     "flipped": (flipped, "is not what was written"),

@@ -245,6 +245,15 @@ def test_verify_finds_what_is_no_checkpoint_or_has_more(folder: Path, run: Outpu
     assert "manifest.json is missing" in run("verify", folder / NAMES[1], status=1)
 
 
+def test_verify_finds_what_is_beside_the_files_of_a_joined_one(tmp_path: Path, run: Output) -> None:
+    train_and_save(tmp_path, Tied(), [torch.randn(8, 6)])
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    assert {path.name for path in checkpoint.iterdir()} == {"manifest.json", "rank=00000.safetensors"}
+    assert "intact" in run("verify", checkpoint)
+    (checkpoint / "extra").touch()
+    assert run.json("verify", checkpoint, status=1) == {str(checkpoint): ["extra is not in the manifest"]}
+
+
 def test_verify_opens_the_files(folder: Path, run: Output) -> None:
     """A file whose checksum is right and that is not a safetensors file."""
     path = folder / NAMES[0]

@@ -40,11 +40,11 @@ from torch.distributed.checkpoint.metadata import (
 
 sys.path.insert(0, sys.argv[1])
 from support.checkpoints import record_of, resummed
+from support.internals import write_folders
 
 from callbacks import ModelCheckpoint, write_report
 from callbacks.report.runs import logged_at
 from engine import Fit, TrainModule
-from engine.checkpoint import directory
 from engine.checkpoint.one_file import pack
 from engine.cli.checkpoint import main as command
 from engine.compat.convert.convert import convert
@@ -62,7 +62,7 @@ DATA = [torch.ones(2, 4)] * 2
 LIMIT_S = 5
 JOINED = sys.argv[4] == "joined"
 if not JOINED:
-    directory.JOINED_BYTES = -1  # a checkpoint with all kinds of files
+    write_folders()  # a checkpoint with all kinds of files
 
 
 class Net(TrainModule):
@@ -387,6 +387,7 @@ def instead(name, make):
             shutil.rmtree(path)
         elif os.path.lexists(path):
             path.unlink()
+        path.parent.mkdir(exist_ok=True)  # a joined checkpoint has no folders
         make(path)
 
     return change

@@ -18,9 +18,9 @@ tests, root = sys.argv[1], Path(sys.argv[2])
 least = int(sys.argv[3])
 sys.path.insert(0, tests)
 from support.checkpoints import record_of, resummed
+from support.internals import write_folders
 from callbacks import ModelCheckpoint
 from engine import Engine, Fit, TrainModule
-from engine.checkpoint import directory
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.listing import entries, facts, problems
 from engine.cli.checkpoint import main as command
@@ -91,7 +91,7 @@ HOSTILE = [
 PREFIX = "model/" if sys.argv[4] == "joined" else ""  # of the names of tensors
 WEIGHTS = "rank=00000.safetensors" if PREFIX else "model/rank=00000.safetensors"
 if not PREFIX:
-    directory.JOINED_BYTES = -1
+    write_folders()
 
 
 def seal(path):

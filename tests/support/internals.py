@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from engine.callback import Callback
+from engine.checkpoint import directory
 from engine.checkpoint.directory import Opened
 from engine.checkpoint.reader import Source
 from engine.checkpoint.writer import Content, Saver
@@ -47,6 +48,11 @@ def group_of_job(timeout_s: float = 300) -> Group:
 def new_saver(root: Path | str) -> Saver:
     """What one process writes checkpoints below ``root`` with."""
     return Saver(group_of_one(), root)
+
+
+def write_folders() -> None:
+    """Let small checkpoints of this process have the files of large ones."""
+    directory.JOINED_BYTES = -1
 
 
 def new_content(value: float = 1.0, **changes: Any) -> Content:
