@@ -427,7 +427,11 @@ class Saver:
         folder = self.location.draft(job.name)
         if job.joined:
             tensors = {key: part.tensor for key, part in job.parts.items()}
-            tensors |= {f"{stem}/{n}": tensor for stem, (_, its_tensors) in job.trees.items() for n, tensor in its_tensors.items()}
+            tensors |= {
+                f"{stem}/{n}": tensor
+                for stem, (_, its_tensors) in job.trees.items()
+                for n, tensor in its_tensors.items()
+            }
             files = {JOINED: write_tensors(folder / JOINED, tensors)} if tensors else {}
         else:
             files = self._fill_folders(job, group, folder)
