@@ -604,7 +604,7 @@ class TrainModule(nn.Module):
         """The loader of a validation; several in a list or a dict, as in the next two."""
 
     def test_dataloader(self) -> Any:
-        """The loader of a testing."""
+        """The loader of a test."""
 
     def predict_dataloader(self) -> Any:
         """The loader of a prediction."""

@@ -87,7 +87,7 @@ class DataModule:
         """The loader of a validation; several in a list or a dict."""
 
     def test_dataloader(self) -> Any:
-        """The loader of a testing; several in a list or a dict."""
+        """The loader of a test; several in a list or a dict."""
 
     def predict_dataloader(self) -> Any:
         """The loader of a prediction; several in a list or a dict."""

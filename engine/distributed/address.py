@@ -62,9 +62,9 @@ def is_free(port: int) -> bool:
     return True
 
 
-def is_loopback(address: str) -> bool:
-    """Whether ``address`` (or a name of this form) means only this machine itself."""
-    return address == "localhost" or address == "::1" or address.startswith("127.")
+def is_loopback(address: str | None) -> bool:
+    """Check whether ``address`` (or a name of this form) means only this machine itself; ``None`` means none."""
+    return address is not None and (address in ("localhost", "::1") or address.startswith("127."))
 
 
 def outward() -> str | None:

@@ -162,7 +162,7 @@ class MeshParallel(FSDP):
             self._losses = loss_parallel()
             self._losses.__enter__()
         if self.pipelined:
-            # Perhaps from an earlier run, under another object of this class.
+            # An earlier run, under another strategy object of this class, may have set it up.
             depth: Depth = vars(user_module(model))["_depth"]
             if self._holds and self._depth is not depth:
                 raise ValueError(

@@ -158,8 +158,3 @@ def shown(variables: Mapping[str, str]) -> str:
 def derived_port(*marks: object) -> int:
     """A port from 10000 to 29999 (below the ephemeral ports) that follows from ``marks``."""
     return 10000 + zlib.crc32("/".join(map(str, marks)).encode()) % 20000
-
-
-def is_loopback(address: str | None) -> bool:
-    """Whether an address always means the local machine."""
-    return address is not None and (address in ("localhost", "::1") or address.startswith("127."))
