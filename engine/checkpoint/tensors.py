@@ -159,6 +159,9 @@ def serialize_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         raise ValueError(f"a tensor has a name with a lone surrogate, which no file can hold: {error}") from error
     header += b" " * (-len(header) % 8)
     yield len(header).to_bytes(8, "little") + header
+    if len(ordered) < _FEW:
+        yield from (_bytes(tensor) for _, tensor in ordered)
+        return
     for _, run in itertools.groupby((tensor for _, tensor in ordered), _joined_dtype):
         alike = list(run)
         if _joined_dtype(alike[0]) is None:
@@ -170,8 +173,8 @@ def serialize_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
             yield joined.numpy().view("u1")
 
 
-_AT_ONCE, _SMALL = 256, 1 << 14
-"""So many tensors are written together, if each has at most so many bytes: to copy them costs less than a write of each."""
+_FEW, _AT_ONCE, _SMALL = 4, 256, 1 << 14
+"""From so many tensors on, up to so many are written together, if each has at most so many bytes: to copy them costs less than a write of each."""
 
 
 def _joined_dtype(tensor: Tensor) -> torch.dtype | None:

@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import source_of
-from support.internals import group_of_one
+from support.internals import group_of_one, open_checkpoint
 from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from engine import FP8, FSDP, Callback, DeepSpeed, Engine, Fit, MeshParallel, Precision, TrainModule
-from engine.checkpoint.tensors import TensorFiles
 
 VOCAB, WIDTH, TOKENS, GLOBAL = 64, 32, 16, 8
 
@@ -330,7 +329,7 @@ def test_checkpoints_go_from_any_precision_to_any(found: Any, name: str, precisi
 
 @pytest.mark.parametrize("which", ["alone", "fsdp"])
 def test_checkpoints_hold_plain_tensors(found: Any, root: Path, which: str) -> None:
-    stored = TensorFiles(root / which / LAST / "model").stored
+    stored = open_checkpoint(root / which / LAST).tensors("model").stored
     kinds, shapes = (
         {str(entry.dtype) for entry in stored.values()},
         {name: list(entry.shape) for name, entry in stored.items()},

@@ -191,6 +191,7 @@ _CLASSES = frozenset(
 _PLAIN = {
     ("torch.serialization", "_get_layout"): lambda *_: None,
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): lambda *_: None,
+    ("builtins", "getattr"): lambda *_: None,  # Python 3.11.0 to 3.11.3 pickle members of enumerations by it
     ("torch", "Size"): tuple,
     ("builtins", "set"): set,
     ("collections", "OrderedDict"): dict,

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from support.checkpoints import Tied, tied_batches, train_and_save
 from support.internals import checkpoint_source, open_checkpoint
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint import HuggingFaceStorageWriter, metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from engine import Fit, Resume, TrainModule
@@ -302,6 +302,17 @@ def test_a_distributed_checkpoint(tmp_path: Path, around: bool) -> None:
         state = source.read_optim(source.optim["0"], lambda stored: torch.empty(stored.shape, dtype=stored.dtype))
     assert state["param_groups"][0]["lr"] == 0.03
     assert torch.equal(state["state"]["head.bias"]["exp_avg"], optimizer.state[module.head.bias]["exp_avg"])
+
+
+def test_an_index_that_an_early_python_3_11_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It pickles a member of an enumeration as a call of ``getattr``."""
+    formats = metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(formats, "__reduce_ex__", lambda self, _: (getattr, (formats, self.name)))
+    dcp.save({"w": torch.arange(4.0)}, checkpoint_id=tmp_path / "d", no_dist=True)
+    assert b"getattr" in (tmp_path / "d" / ".metadata").read_bytes()
+    convert(tmp_path / "d", tmp_path / "ours", trust_pickle=True)
+    with open_checkpoint(tmp_path / "ours") as opened:
+        assert list(opened.tensors("model").stored) == ["w"]
 
 
 def test_parts_of_a_distributed_checkpoint_are_put_together(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.internals import open_checkpoint
 from support.ranks import clean_environment, ranks_of_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -280,8 +281,9 @@ def test_a_checkpoint_of_an_adapter_is_the_adapter_and_resumes_on_the_same_model
     again = module_of("lora", total_steps=10)
     fit(tmp_path / "b", max_epochs=2, callbacks=[second, ModelCheckpoint()]).run(again, loader(), resume="last")
     assert first.found + second.found == whole.found
-    files = list((tmp_path / "b").glob("checkpoints/*/model/*.safetensors"))
-    names = set().union(*(load_file(file) for file in files))
+    names = set().union(
+        *(open_checkpoint(path).tensors("model").stored for path in (tmp_path / "b" / "checkpoints").iterdir())
+    )
     assert names == {f"model.{name}" for name, p in again.model.named_parameters() if "lora_" in name}
     loaded = HFModule.load_from_checkpoint(tmp_path / "b", model=model_of("lora"))
     assert torch.equal(logits_of(loaded.model), logits_of(again.model))
