@@ -62,7 +62,7 @@ def test_an_sdist_has_no_tests_and_builds_the_same_wheel(built: tuple[Path, set[
     (sdist,) = (copy / "dist").glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-        archive.extractall(tmp_path, filter="data")
+    subprocess.run(["tar", "-xf", sdist, "-C", tmp_path], check=True)  # tarfile has its filters from Python 3.11.4 on
     assert not [name for name in names if name.startswith("tests")]
     assert files <= names
     (source,) = tmp_path.iterdir()
