@@ -173,8 +173,8 @@ class EngineSnapshot:
         prepared, shared, source = self._prepared, loaded.shared, loaded.source
         here = (len(self.optimizers), len(self.schedulers), len(prepared.loaders))
         # A run's one loader is the training data's; others are read from their start.
-        known = max(here[2], 1) if loaded.saved_by_run else len(shared["loaders"])
-        found = (len(source.optim), len(shared["schedulers"]), known)
+        loaders = max(here[2], 1) if loaded.saved_by_run else len(shared["loaders"])
+        found = (len(source.optim), len(shared["schedulers"]), loaders)
         if found != here:
             raise ValueError(
                 f"{loaded.path} has (optimizers, schedulers, loaders) = {found}, and {here} were prepared: prepare the same objects before loading"
@@ -190,7 +190,7 @@ class EngineSnapshot:
     def restore_optimizers(self, loaded: Loaded, how: Resume) -> None:
         """Restore optimizers and schedulers, which have been checked."""
         source, module, strategy = loaded.source, self.module, self._prepared.strategy
-        given = [
+        configured_groups = [
             [{k: v for k, v in group.items() if k not in {"params", *counters(o)}} for group in o.param_groups]
             for o in self.optimizers
         ]
@@ -203,7 +203,7 @@ class EngineSnapshot:
         for index, state in enumerate(loaded.shared["schedulers"]):
             load_scheduler(loaded, index, self.schedulers[index], state)
         if how.hyperparameters == "configured":
-            for optimizer, groups in zip(self.optimizers, given, strict=True):
+            for optimizer, groups in zip(self.optimizers, configured_groups, strict=True):
                 configure(optimizer, groups)
             for scheduler in self.schedulers:
                 rebase(scheduler)
@@ -237,7 +237,7 @@ class EngineCheckpoints:
     def save(
         self, output_dir: str | Path, wait: bool, facts: dict[str, Any], left_out: Sequence[nn.Module] = ()
     ) -> Path | str:
-        """As :meth:`engine.Engine.save_state`; ``left_out``: prepared models whose weights somebody else saves."""
+        """Save as :meth:`engine.Engine.save_state` does; ``left_out``: prepared models whose weights somebody else saves."""
         stepper = self._prepared.stepper
         stepper.settle()
         location, name = split(output_dir)
@@ -266,7 +266,7 @@ class EngineCheckpoints:
             self._saver.wait()
 
     def load(self, input_dir: str | Path, strict: bool, left_out: Sequence[nn.Module] = ()) -> dict[str, Any]:
-        """As :meth:`engine.Engine.load_state`; ``left_out``: prepared models whose weights somebody else loads."""
+        """Load as :meth:`engine.Engine.load_state` does; ``left_out``: prepared models whose weights somebody else loads."""
         self.wait()
         location, _ = split(input_dir)
         with opening(self._prepared.group, location, str(input_dir)) as loaded:

@@ -103,7 +103,7 @@ class RunCheckpoints:
     def best_weights(self) -> str | None:
         """The weights that the best one's score was measured with, as its manifest names them; all ranks call this together.
 
-        ``None``: there is no best one, or it cannot be read.
+        ``None``: no checkpoint has a score, or the best cannot be read.
         """
         if self.best is None:
             return None

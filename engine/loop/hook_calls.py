@@ -152,9 +152,9 @@ def _for_a_logger(method: Hook, logbook: Logbook) -> Hook:
 
     def on_log(*arguments: Any) -> None:
         run, module, metrics, step = arguments
-        given = {name: value for name, value in metrics.items() if name not in logbook.withheld}
-        if given:
-            method(run, module, given, step)
+        reported = {name: value for name, value in metrics.items() if name not in logbook.withheld}
+        if reported:
+            method(run, module, reported, step)
 
     return on_log
 

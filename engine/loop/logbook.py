@@ -81,7 +81,8 @@ class Logbook:
         """The last window of those whose values are in :attr:`metrics`, published or not."""
         self.epoch_windows: dict[str, int] = {}
         """By name, the last window before the value of an epoch or an evaluation was published."""
-        self.record_to(training)
+        self.recorder = training
+        """The recorder in use; the module logs to it from :meth:`record_to` on."""
 
     def record_to(self, recorder: Recorder) -> None:
         """From now on the module logs to this ``recorder``."""

@@ -119,6 +119,7 @@ class Run:
         """The warnings that this run has given: ``"nan"``, ``"endless"``."""
         self.logs_itself = not any(callback.shows_progress for callback in callbacks)
         """Whether no progress bar shows the steps."""
+        self.logbook.record_to(self.logbook.training)  # last: a module whose run could not be made logs nowhere
 
     @property
     def loggers(self) -> list[Any]:
@@ -574,17 +575,21 @@ class Run:
         Raises:
             ValueError: two callbacks use one name, or a name is not usable.
         """
-        found: dict[str, dict[str, Any]] = {}
+        collected: dict[str, dict[str, Any]] = {}
         for callback in self.callbacks:
             for name, weights in callback.other_weights(self, self.module).items():
-                if name in found or name == TRAINED or not name or "/" in name:
-                    why = "another callback has weights of this name" if name in found else "a name is text without '/'"
+                if name in collected or name == TRAINED or not name or "/" in name:
+                    why = (
+                        "another callback has weights of this name"
+                        if name in collected
+                        else "a name is text without '/'"
+                    )
                     why = "the weights that are trained are called so" if name == TRAINED else why
                     raise ValueError(
                         f"{type(callback).__name__} has the weights {name!r}: {why}; give them another name"
                     )
-                found[name] = weights
-        return found
+                collected[name] = weights
+        return collected
 
     def _only_steps_change_weights(self) -> bool:
         """Whether nothing but an optimizer step changes parameters and optimizer states, which a save may then copy later."""

@@ -112,8 +112,8 @@ class RunSnapshot(EngineSnapshot):
 
     def entries(self, own: Mapping[str, Any]) -> Entries:
         """The dict that hooks of checkpoints get, with their ``own`` entries."""
-        known = {"epoch": self._state.epoch, "global_step": self._state.step}
-        return Entries(own, {**known, "hyper_parameters": dict(self._module.hparams)})
+        counters = {"epoch": self._state.epoch, "global_step": self._state.step}
+        return Entries(own, {**counters, "hyper_parameters": dict(self._module.hparams)})
 
     def shared(self) -> dict[str, Any]:
         """The state that is the same on all ranks, without what hooks and callbacks add."""

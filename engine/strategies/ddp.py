@@ -198,7 +198,7 @@ def _unchecked() -> dist.ProcessGroup | None:
 
 def _bf16_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket in bf16, on gloo too, which torch's own hook refuses. As there, each rank divides by the number of ranks before the sum, so
-    that the sum cannot overflow; where that is no power of two, each rank rounds."""
+    that the sum cannot overflow; if their number is not a power of two, each rank rounds."""
     buffer = bucket.buffer()
     compressed = buffer.to(torch.bfloat16).div_(dist.get_world_size())
     future = dist.all_reduce(compressed, async_op=True).get_future()

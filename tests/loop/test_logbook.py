@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.ranks import ranks_of
 from support.toys import Weight, fit, ones
 
@@ -46,3 +47,15 @@ def test_two_ranks_know_the_same_of_the_latest_steps(tmp_path: Path) -> None:
     assert names == ["2-1", "4-3", "5-4"]
     assert read == last == {"loss": 8.0, "turn": 4.0, "mine": 5.0}
     assert Path(best).name == "5-4"
+
+
+def test_a_module_whose_run_could_not_be_made_logs_nowhere(tmp_path: Path) -> None:
+    class TakesTooLittle(Callback):
+        def on_train_start(self) -> None:  # type: ignore[override]
+            pass
+
+    module = Weight()
+    with pytest.raises(TypeError, match="on_train_start"):
+        fit(tmp_path, callbacks=TakesTooLittle()).run(module, ones(1))
+    with pytest.warns(UserWarning, match="outside a Fit run records nothing"):
+        module.log("x", 1.0)
