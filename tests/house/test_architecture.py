@@ -32,7 +32,7 @@ LIMITS = {
     "units_by_name": 95,
     "closure": 180,
     "walk files": 91,
-    "walk switches": 341,
+    "walk switches": 342,
     "walk calls": 619,
     "walk frames": 5,
     "walk window": 63,
