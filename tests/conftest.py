@@ -4,9 +4,11 @@ import contextlib
 import gc
 import glob
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import pytest
 
@@ -17,7 +19,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Before torch is loaded, here and in the processes that tests start.
+# Before torch is loaded, here and in the processes that tests start. Threads of several workers would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 if bf16_ends_the_process():
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
 
@@ -55,3 +58,17 @@ def _errors_are_shown_as_before() -> Iterator[None]:
 def checkpoints_in_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small checkpoints have the files of large ones: for tests that change one of them."""
     monkeypatch.setattr("engine.checkpoint.directory.JOINED_BYTES", -1)
+
+
+@pytest.fixture(scope="module")
+def no_pickle_is_read() -> Iterator[None]:
+    """Reading a pickle fails in this process: for the test files of what writes and reads checkpoints."""
+    import torch
+
+    def refused(*arguments: Any, **options: Any) -> NoReturn:
+        raise AssertionError("a pickle was read")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((pickle, "load"), (pickle, "loads"), (torch, "load")):
+            patch.setattr(owner, name, refused)
+        yield

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from engine import Engine
 
+pytestmark = pytest.mark.usefixtures("no_pickle_is_read")
+
 DATA = TensorDataset(torch.arange(23.0).reshape(23, 1))
 
 

@@ -13,6 +13,8 @@ from callbacks import ModelCheckpoint
 from engine import Callback, TrainModule
 from engine.checkpoint.json_tree import pack
 
+pytestmark = pytest.mark.usefixtures("no_pickle_is_read")
+
 
 def steps_in(root):
     return sorted(int(path.name.removeprefix("step=")) for path in (root / "checkpoints").glob("step=*"))

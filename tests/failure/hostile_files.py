@@ -234,13 +234,13 @@ def listening(path):
 
 
 kept, rng = [], random.Random(0)
-zeros = {MODEL: bytes(200_000_000)}
+zeros = {MODEL: bytes(40_000_000)}
 ARCHIVES = {
     **{f"method {method}": lambda path, method=method: archive(path, method=method) for method in (8, 12, 14)},
     **{f"{name} deflated": lambda path, name=name: archive(path, methods={name: 8}) for name in NAMES},
     **{f"bomb {method}": lambda path, method=method: sealed(path, zeros, method=method) for method in (8, 12, 14)},
     "bomb beside the manifest": lambda path: archive(
-        path, changed={"model/x.safetensors": bytes(200_000_000)}, method=8
+        path, changed={"model/x.safetensors": bytes(40_000_000)}, method=8
     ),
     **{f"flags {value}": flags(value) for value in (1, 1 << 5, 1 << 6, 1 << 13, 0x41, 0xFFFF & ~8)},
     **{
@@ -521,8 +521,8 @@ PICKLES = {
         legacy(tuples(60, KEY))(path),
         path.write_bytes(path.read_bytes() + b"PK\5\6" + bytes(18)),
     ),
-    "deep pickle": pickled(b"]" * 100_000 + b"a" * 99_999),
-    "old deep pickle": legacy(b"]" * 100_000 + b"a" * 99_999),
+    "deep pickle": pickled(b"]" * 30_000 + b"a" * 29_999),
+    "old deep pickle": legacy(b"]" * 30_000 + b"a" * 29_999),
     "deep tuple": pickled(b")" + b"\x85" * 100_000),
     "deflated": pickled(b"]" + b"]a" * 20_000_000, deflated=True),
     "deflated text": pickled(b"X" + struct.pack("<L", 150_000_000) + b"a" * 150_000_000, deflated=True),
@@ -621,7 +621,7 @@ REPORTS = {
             "aliases": LAUGHS,
             "merges": MERGES,
             "itself": b"a: &a [*a]",
-            "deep": b"[" * 5000,
+            "deep": b"[" * 2000,
             "deep blocks": b"".join(b" " * i + b"a:\n" for i in range(500)),
             "no text": b"\xff\xfe",
             "object": b"a: !!python/object/apply:os.system ['touch ran']",
@@ -658,7 +658,7 @@ REPORTS = {
             "deep": b"[" * 100_000 + b"\n",
             "no text": b"\xff\n\0\n",
             "endless": endless(START),
-            "braces": b"{\n" * (31 << 20),
+            "braces": b"{\n" * (8 << 20),
             "zeros": linked("/dev/zero"),
             "socket": listening,
             "checkpoint": START + b'{"event": "checkpoint", "time": 2, "path": "/dev/zero\\u0000", "step": 1}\n',

@@ -24,6 +24,8 @@ from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.resume import opening
 from engine.checkpoint.storage import Local
 
+pytestmark = pytest.mark.usefixtures("no_pickle_is_read")
+
 
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in (root / "checkpoints").iterdir())

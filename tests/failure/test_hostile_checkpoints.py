@@ -277,7 +277,7 @@ print("done")
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["folders", "joined"])
 def test_hostile_checkpoints_do_nothing(form: str, tmp_path: Path) -> None:
-    out = run_script(SCRIPT, Path(__file__).parents[1], tmp_path, 150, form, timeout=900)
+    out = run_script(SCRIPT, Path(__file__).parents[1], tmp_path, 150, form, timeout=900, forked=True)
     assert "done" in str(out)
 
 
@@ -294,7 +294,7 @@ def test_hostile_checkpoints_do_nothing(form: str, tmp_path: Path) -> None:
 def test_hostile_files_do_nothing(kinds: str, form: str, least: int, tmp_path: Path) -> None:
     """Through every door: no raw error, no hang, no more bytes than there were, nothing from outside, nothing outside."""
     here = Path(__file__).parent
-    out = run_script(here / "hostile_files.py", here.parent, tmp_path, kinds, form, timeout=240).stdout
+    out = run_script(here / "hostile_files.py", here.parent, tmp_path, kinds, form, timeout=240, forked=True).stdout
     assert int(out.split("inputs:")[1].split()[0]) >= least
 
 

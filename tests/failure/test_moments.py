@@ -19,6 +19,8 @@ from torch import nn
 from callbacks import EarlyStopping, ModelCheckpoint
 from engine import Callback, Resume
 
+pytestmark = pytest.mark.usefixtures("no_pickle_is_read")
+
 LARGE = 5_000_000
 """Numbers whose copy takes longer than a step."""
 

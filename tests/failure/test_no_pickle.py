@@ -7,8 +7,6 @@ import os
 import pickle
 import shutil
 import struct
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 from support.checkpoints import read, resummed, save
 from support.internals import checkpoint_source, open_checkpoint
-from support.ranks import clean_environment, run_ranks, run_script
+from support.ranks import run_ranks, run_script
 
 from engine.checkpoint.files import DamagedCheckpoint
 
@@ -74,34 +72,6 @@ def test_no_pickle_is_read(tmp_path: Path, strategy: str, ranks: int) -> None:
     assert suffixes == {".json", ".safetensors"}
     for path in tmp_path.rglob("*.safetensors"):
         load_file(path)
-
-
-SUITES = (
-    "checkpoint/test_directory.py",
-    "checkpoint/test_json_tree.py",
-    "checkpoint/test_load_from_checkpoint.py",
-    "checkpoint/test_storage.py",
-    "checkpoint/test_tensors.py",
-    "checkpoint/test_write_shares.py",
-    "checkpoint/test_writer.py",
-    "loop/test_snapshot.py",
-    "metrics/test_torchmetrics_states.py",
-    "test_states.py",
-    "callbacks/test_model_checkpoint.py",
-    "failure/test_crash_points.py",
-    "failure/test_moments.py",
-)
-
-
-@pytest.mark.slow
-def test_the_suites_of_checkpoints_read_none() -> None:
-    tests = Path(__file__).parents[1]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "support.no_pickle", *(str(tests / name) for name in SUITES)]
-    environment = clean_environment(PYTHONPATH=f"{tests}{os.pathsep}{tests.parent}")
-    done = subprocess.run(
-        command, env=environment, cwd=tests.parent, capture_output=True, text=True, timeout=400, check=False
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
 
 
 class Evil:

@@ -16,6 +16,8 @@ from callbacks import ModelCheckpoint
 from engine import Callback, Run, TrainModule
 from engine.checkpoint.writer import Saver
 
+pytestmark = pytest.mark.usefixtures("no_pickle_is_read")
+
 
 class Hears(Callback):
     """What was said, with the run's step and what lay on the disk then."""

@@ -14,6 +14,8 @@ from torch import nn
 from callbacks import ModelCheckpoint
 from engine import Callback, Resume, TrainModule
 
+pytestmark = pytest.mark.usefixtures("no_pickle_is_read")
+
 
 class Net(TrainModule):
     """Counts as it learns; the rate halves at each epoch's end."""

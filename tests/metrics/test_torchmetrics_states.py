@@ -12,6 +12,8 @@ from torch import nn
 
 from engine.metrics.torchmetrics_states import load_metric_states, metric_states, unchanged
 
+pytestmark = pytest.mark.usefixtures("no_pickle_is_read")
+
 
 class Holder(nn.Module):
     def __init__(self) -> None:

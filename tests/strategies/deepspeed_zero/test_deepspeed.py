@@ -939,6 +939,12 @@ def compiled_adam() -> Any:
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") and shutil.which("ninja")), reason="needs g++ and ninja")
 def test_cpu_adam(tmp_path: Path) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text(
+        '#!/bin/sh\nexec g++ "$@" -O0 -g0\n'
+    )  # it is asked whether it is right: that compiles in half the time
+    compiler.chmod(0o755)
     # In the user's cache, the lock of a compilation that was killed would make this one wait forever.
-    ran = ranks_of_file(__file__, 2, "compiled_", timeout=600, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    extensions = {"TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": str(compiler)}
+    ran = ranks_of_file(__file__, 2, "compiled_", timeout=600, **extensions)
     assert all(distance < 1e-5 for distance in ran["adam"])
