@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
 from engine import Engine, TrainModule
-from engine.data import prepared_loader as loaders
-from engine.data.device_prefetch import ahead, pinned
+from engine.data import loader as loaders
+from engine.data.prefetch import ahead, pinned
 from engine.utils import accelerator
 
 

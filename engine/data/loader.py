@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
-from engine.data.device_prefetch import SideStream, ahead
-from engine.data.feed import feed_for
+from engine.data.combined import CombinedLoader, combined_feed
+from engine.data.feed import Feed
+from engine.data.indexed import indexed_feed
+from engine.data.prefetch import SideStream, ahead
+from engine.data.stream import StreamFeed
+from engine.data.user_loaders import altered
 from engine.distributed.group import Group
 from engine.step.window import ALONE, Window
 from engine.utils import accelerator
+from engine.utils.log import warn_once
 from engine.utils.seed import isolated
 from engine.utils.tree import move
 
@@ -86,13 +92,12 @@ class PreparedLoader:
     @property
     def given(self) -> int:
         """Micro-batches of the epoch that this rank was given so far, those before a resume included."""
-        return self._origin // self._feed.advance(1) + self._given
+        return self._origin // self._feed.stride(1) + self._given
 
     @property
     def samples(self) -> int | None:
         """The units that :attr:`position` counts, per epoch; ``None`` if their number depends on the epoch or world size."""
-        found: int | None = getattr(self._feed, "units", None)
-        return found
+        return self._feed.units
 
     @property
     def epoch(self) -> int:
@@ -117,7 +122,7 @@ class PreparedLoader:
         self._origin, self._given, self._share, self._size = start, 0, ALONE, self.window_size or window.size
         # Creating a DataLoader's iterator draws a random number. In the middle of an epoch that has happened before.
         with torch.random.fork_rng(devices=()) if start else contextlib.nullcontext():
-            micros = self._feed.micros(self._epoch, start, self._size, self.limit, stream)
+            micros = self._feed.micro_batches(self._epoch, start, self._size, self.limit, stream)
         # Hooks may read the model: they are called at their batch's turn.
         if moves and not self.transfer and accelerator.has_streams(device):
             micros, moves = ahead(micros, SideStream(device, self._move), self._feed.reads_ahead), False
@@ -131,9 +136,9 @@ class PreparedLoader:
             self._over = True
             # Feeds that count batches do not read on to the iterator's end. Found later, in a cycle, it would wait 5 s for each worker: garbage
             # collection stops the threads of its queues before its __del__ asks the workers to end.
-            self._feed.leave()
+            self._feed.stop_pass()
         except GeneratorExit:  # ended early: worker processes must not wait for the next pass
-            self._feed.leave()
+            self._feed.stop_pass()
             raise
         finally:
             window.share = outer
@@ -160,8 +165,7 @@ class PreparedLoader:
     def units(self, start: int, count: int) -> list[int] | None:
         """The indices of an epoch's samples from ``start`` on, in the order in which all ranks together get them; for data of ready batches their
         numbers, and ``None`` for streams and for a sampler that draws each order once. All ranks call this together."""
-        indices_at = None if self.samples is None else getattr(self._feed, "indices_at", None)
-        return None if indices_at is None else list(indices_at(self._epoch, start, count) or ()) or None
+        return None if self.samples is None else self._feed.indices_at(self._epoch, start, count) or None
 
     def close(self) -> None:
         """End the loader's worker processes now: otherwise an error's traceback would keep them alive."""
@@ -183,7 +187,7 @@ class PreparedLoader:
     @property
     def skipped(self) -> int:
         """Micro-batches per rank of the epoch that come before the next pass."""
-        return 0 if self._begun else self._start // self._feed.advance(1)
+        return 0 if self._begun else self._start // self._feed.stride(1)
 
     @property
     def position(self) -> int:
@@ -203,10 +207,10 @@ class PreparedLoader:
         if not self._begun:
             return self._stream if self._start or self._stream is not None else self.carried()
         if position == 0:
-            return self._feed.opening()
+            return self._feed.start_state()
         here, closed = self._place_in_epoch()
         if position is not None and position != here:
-            if not closed or position != here - self._feed.advance(self._size):
+            if not closed or position != here - self._feed.stride(self._size):
                 raise ValueError(
                     f"state(position={position}): {type(self.loader).__name__} is at {here}; only the latest window's ends are known"
                 )
@@ -215,7 +219,7 @@ class PreparedLoader:
 
     def carried(self) -> Any:
         """What the next epoch begins from, at the end of one: the state of data that counts on from pass to pass; else ``None``."""
-        return self._feed.carry()
+        return self._feed.next_pass_state()
 
     def state_dict(self) -> dict[str, Any]:
         """The position at the end of the latest complete window, valid for any number of processes (``presharded`` data: for the same
@@ -246,7 +250,7 @@ class PreparedLoader:
         other.limit, other.transfer, other.window_size = self.limit, self.transfer, self.window_size
         if self._begun:
             self._epoch, self._start = self._epoch + 1, 0
-        other.resume(self._epoch, self._start + num_batches * self._feed.advance(1))
+        other.resume(self._epoch, self._start + num_batches * self._feed.stride(1))
         self._begun = self._over = True  # the other's first pass also counts as this loader's
         return other
 
@@ -256,7 +260,7 @@ class PreparedLoader:
             return self._start, True
         windows, more = divmod(self._given, self._size)
         closed = not more or self._share.last
-        return self._origin + (windows + (closed and more > 0)) * self._feed.advance(self._size), closed
+        return self._origin + (windows + (closed and more > 0)) * self._feed.stride(self._size), closed
 
     def _move(self, batch: Any) -> Any:
         return move(batch, self._group.device, self._dtype)
@@ -289,8 +293,68 @@ class PreparedLoader:
     @property
     def stride(self) -> int:
         """The increase of the position by a full window."""
-        return self._feed.advance(self.window_size or self._window.size)
+        return self._feed.stride(self.window_size or self._window.size)
 
 
 def _itself(loader: Any) -> Any:
     return loader
+
+
+def feed_for(data: Any, group: Group, seed: int, feistel: bool = True) -> Feed:
+    """The feed for the user's data. A collective.
+
+    Args:
+        feistel: compute large shuffles rather than store them (see :class:`engine.data.order.FeistelIndices`).
+
+    Raises:
+        TypeError: it cannot be iterated, or is a dataset without a loader.
+    """
+    if isinstance(data, CombinedLoader):
+        return combined_feed(data, group, seed, feistel)
+    feed = indexed_feed(data, group, seed, feistel)
+    if feed is not None:
+        return feed
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        raise TypeError(
+            f"a loader gives batches, and {type(data).__name__} is a dataset of samples: give DataLoader(dataset, batch_size=32, shuffle=True), "
+            "or batch_size=None if its items are batches already"
+        )
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        raise TypeError(
+            f"a loader must be iterable (a DataLoader, a list of batches, a generator), got {type(data).__name__}: {data!r:.80}"
+        )
+    return StreamFeed(data, group, seed)
+
+
+def in_dataset_order(loader: Any) -> Any:
+    """The loader itself if its order is fixed, else a copy that reads the dataset in order, with a warning; for ``overfit_batches``.
+
+    Raises:
+        ValueError: a user's class makes its batches.
+    """
+    if isinstance(loader, PreparedLoader):
+        loader = loader.loader
+    if isinstance(loader, CombinedLoader):
+        members = [in_dataset_order(member) for member in loader.members]
+        if all(new is member for new, member in zip(members, loader.members, strict=True)):
+            return loader
+        named = dict(zip(loader.loaders, members, strict=True)) if isinstance(loader.loaders, dict) else members
+        return CombinedLoader(named, loader.mode)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    batches = loader.batch_sampler
+    sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    if type(sampler) is SequentialSampler:
+        return loader
+    if batches is not None and type(batches) is not BatchSampler:
+        raise ValueError(
+            f"overfit_batches needs the same batches in every epoch, and {type(batches).__name__} makes those of {type(loader).__name__}: "
+            "give a DataLoader with batch_size= and shuffle=False, or a list of batches"
+        )
+    warn_once(
+        f"overfit_batches: {type(loader).__name__} is read in the dataset's order, not in that of {type(sampler).__name__}"
+    )
+    order = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
+    if batches is None:
+        return altered(loader, sampler=order)
+    return altered(loader, sampler=order, batch_sampler=BatchSampler(order, batches.batch_size, batches.drop_last))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.data.indexed import Micro
+from engine.data.feed import MicroBatch
 from engine.utils import accelerator, device_copies
 from engine.utils.tree import map_tensors
 
@@ -71,7 +71,7 @@ def pinned(batch: Any) -> Any:
     return map_tensors(pin, batch, own)
 
 
-def ahead(micros: Iterator[Micro], side: Side, across: bool) -> Iterator[Micro]:
+def ahead(micros: Iterator[MicroBatch], side: Side, across: bool) -> Iterator[MicroBatch]:
     """``micros`` on the device: while one is computed, only the next is copied.
 
     Two batches are on the device, unless the caller still has an earlier one when it asks for the next: ``for batch in loader`` has, up to a
@@ -80,7 +80,7 @@ def ahead(micros: Iterator[Micro], side: Side, across: bool) -> Iterator[Micro]:
     Args:
         across: whether the next window's first micro-batch may be read during a window's last one.
     """
-    waiting: Micro | None = None
+    waiting: MicroBatch | None = None
     for batch, share in micros:
         copied = side.copy(batch), share
         if waiting is not None:
