@@ -24,7 +24,6 @@ from torchdata.stateful_dataloader import sampler as torchdata_sampler
 
 from engine import Engine
 from engine.data.stream import InProcessReader, StreamFeed, StreamReader, WorkerReader, reader_for
-from engine.data.user_loaders import presharded
 
 
 @pytest.fixture(autouse=True)
@@ -479,16 +478,6 @@ def test_any_object_with_a_state() -> None:
     _, other = prepared(Mine())
     other.load_state_dict(loader.state_dict())
     assert bare(other) == [[3], [4], [5], [6]]
-
-
-def test_who_is_divided_already() -> None:
-    class Split(Numbers):
-        _distributed = (0, 2)  # as split_dataset_by_node of Hugging Face's datasets leaves it
-
-    assert presharded(DataLoader(Split()))
-    assert presharded(DataLoader(Divided(0)))
-    assert not presharded(DataLoader(Numbers()))
-    assert not presharded(range(3))
 
 
 def test_left_early_no_worker_stays() -> None:
