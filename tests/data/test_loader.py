@@ -61,6 +61,17 @@ def test_an_epoch_left_early_counts() -> None:
     assert loader.epoch == 1
 
 
+def test_the_first_batch_can_be_seen_between_two_passes() -> None:
+    _, loader = prepared()
+    _, other = prepared()
+    read(loader), read(other)
+    first = loader.first()
+    assert first is not None
+    rest = read(loader)
+    assert rest[0] == first.tolist()
+    assert rest == read(other)
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(torch.ones(9, 2))
@@ -86,7 +97,7 @@ def test_resume_goes_on_in_the_middle() -> None:
     assert other.epoch == 2
     read(other)
     assert other.epoch == 3
-    assert other._start == 0
+    assert other.skipped == 0
 
 
 def test_resume_at_the_end_is_an_empty_pass() -> None:
