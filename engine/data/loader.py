@@ -147,7 +147,7 @@ class PreparedLoader:
 
     def __iter__(self) -> Generator[Any, None, None]:
         window, device, dtype = self._window, self._group.device, self._dtype
-        start = self._upcoming()
+        start = self._next or Place(self.epoch + 1)
         current = self._pass = Pass(start, self.window_size or window.size)
         self._next = None
         moves = self._moves and (device.type != "cpu" or dtype is not None)
@@ -188,7 +188,7 @@ class PreparedLoader:
         """
         if self.samples is None or self.carried() is not None:
             return None
-        start = self._upcoming()
+        start = self._next or Place(self.epoch + 1)
         with isolated(), contextlib.closing(iter(self)) as batches:
             batch = next(batches, None)
         self.close()
@@ -284,14 +284,10 @@ class PreparedLoader:
         )
         other.reseed(seed, self.order)
         other.limit, other.transfer, other.window_size = self.limit, self.transfer, self.window_size
-        start = self._upcoming()
+        start = self._next or Place(self.epoch + 1)
         other.resume(start.epoch, start.position + num_batches * self._feed.stride(1))
         self._next, self._pass = None, Pass(start, over=True)  # the other's first pass also counts as this loader's
         return other
-
-    def _upcoming(self) -> Place:
-        """The place where the next pass starts."""
-        return Place(self._pass.start.epoch + 1) if self._next is None else self._next
 
     @property
     def order(self) -> str | None:
