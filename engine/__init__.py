@@ -10,7 +10,7 @@ _NAMES = {
     "TrainModule": "engine.module",
     "DataModule": "engine.data.datamodule",
     "Engine": "engine.engine",
-    "CombinedLoader": "engine.data.combined_loaders",
+    "CombinedLoader": "engine.data.combined",
     "Loss": "engine.step.gradients",
     "Plan": "engine.planning.plan",
     "Precision": "engine.step.precision",
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from engine.config.duration import Duration as Duration
     from engine.config.duration import Every as Every
     from engine.config.settings import Settings as Settings
-    from engine.data.combined_loaders import CombinedLoader as CombinedLoader
+    from engine.data.combined import CombinedLoader as CombinedLoader
     from engine.data.datamodule import DataModule as DataModule
     from engine.distributed.environment import Environment as Environment
     from engine.distributed.rank_zero import get_logger as get_logger

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from engine import strategies
 from engine.checkpoint.export import export_tensors
 from engine.config.settings import check
-from engine.data.combined_loaders import CombinedLoader
-from engine.data.prepared_loader import PreparedLoader
+from engine.data.combined import CombinedLoader
+from engine.data.loader import PreparedLoader
 from engine.distributed import collectives
 from engine.distributed.environment import Environment
 from engine.distributed.group import Group, join_here, own_environment

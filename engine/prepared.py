@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from engine.data.prepared_loader import PreparedLoader
+from engine.data.loader import PreparedLoader
 from engine.distributed.group import Group
 from engine.step.optimizer_step import Stepper
 from engine.step.window import Window

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from engine import DDP, Engine, Loss
-from engine.data.prepared_loader import PreparedLoader
+from engine.data.loader import PreparedLoader
 
 
 def engine_of(**settings: Any) -> Engine:

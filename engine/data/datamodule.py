@@ -50,7 +50,7 @@ class DataModule:
     """The run under the names of Lightning's ``Trainer``, to read; outside of a run an ``AttributeError``."""
 
     prepare_data_per_node: bool = True
-    """Whether :meth:`prepare_data` runs on one process of each machine, or on rank 0 alone."""
+    """``True``: :meth:`prepare_data` runs on one process of each machine; ``False``: on rank 0 alone."""
 
     def attach(self, run: Run | None) -> None:
         """Enter a ``run`` (leave it: ``None``); called by it."""
@@ -104,12 +104,12 @@ class DataModule:
     ) -> None:
         """Keep the arguments of ``__init__`` in :attr:`hparams`, and in every checkpoint; ``args``, ``ignore``, ``frame`` and ``logger`` as of
         :class:`engine.TrainModule`."""
-        own = inspect.currentframe()
-        save(self, args, ignore, logger, frame or (own.f_back if own else None))
+        here = inspect.currentframe()
+        save(self, args, ignore, logger, frame or (here.f_back if here else None))
 
     @property
     def hparams(self) -> HParams:
-        """What :meth:`save_hyperparameters` kept; entries are attributes too."""
+        """The hyperparameters that :meth:`save_hyperparameters` kept; entries are attributes too."""
         return saved_by(self)
 
     @property
@@ -152,10 +152,10 @@ class DataModule:
         """
         sizes = {"batch_size": batch_size, "num_workers": num_workers}
         parameters = inspect.signature(cls).parameters
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         data = cls(**datamodule_kwargs, **{name: n for name, n in sizes.items() if takes_any or name in parameters})
-        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
-        for kind, dataset in given.items():
+        datasets = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        for kind, dataset in datasets.items():
             if dataset is not None:
                 setattr(data, f"{kind}_dataloader", partial(_loaders, dataset, kind == "train", sizes))
         return data
@@ -164,7 +164,7 @@ class DataModule:
 def _loaders(dataset: Any, shuffle: bool, sizes: dict[str, Any]) -> Any:
     """A loader for a dataset, or for each one in a list or a dict."""
     if isinstance(dataset, Mapping):
-        return {name: _loaders(each, shuffle, sizes) for name, each in dataset.items()}
-    if isinstance(dataset, (list, tuple)) and dataset and all(isinstance(each, Dataset) for each in dataset):
-        return [_loaders(each, shuffle, sizes) for each in dataset]
+        return {name: _loaders(member, shuffle, sizes) for name, member in dataset.items()}
+    if isinstance(dataset, (list, tuple)) and dataset and all(isinstance(member, Dataset) for member in dataset):
+        return [_loaders(member, shuffle, sizes) for member in dataset]
     return DataLoader(dataset, shuffle=shuffle and not isinstance(dataset, IterableDataset), **sizes)

@@ -1,77 +1,81 @@
-"""Feeds: sources of an epoch's micro-batches, one class for each kind of user data."""
+"""The base class of what gives a rank its micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset
+from engine.data.user_loaders import end_workers
+from engine.step.window import Share
 
-from engine.data.combined_loaders import CombinedLoader, combined
-from engine.data.indexed import Micro, indexed
-from engine.data.stream import Stream
-from engine.distributed.group import Group
+MicroBatch = tuple[Any, Share]
+"""A batch for one rank, and its share of its window."""
 
 
-class Feed(Protocol):
-    """A source of micro-batches: :class:`~engine.data.indexed.SampleIndices`, :class:`~engine.data.indexed.BatchIndices` and
-    :class:`~engine.data.indexed.Batches` of data with indices, :class:`~engine.data.stream.Stream` of other data, and
-    :class:`~engine.data.combined_loaders.Indexed` of several loaders."""
+class Feed(ABC):
+    """Gives one rank the micro-batches of an epoch, each with its share of the window's weight.
 
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether reading beyond a window's end does not change what a checkpoint there must save."""
+    ``feed_for`` (``loader.py``) creates it, and a ``PreparedLoader`` owns it. Feeds over data with indices are in ``indexed.py``, those over
+    streams in ``stream.py``, those over several loaders in ``combined.py``. A position counts samples or ready batches of an epoch, over all ranks.
+    """
+
+    reads_ahead = False
+    """True if reading beyond a window's end does not change what a checkpoint there must save."""
+    iterator: Iterator[Any] | None = None
+    """The iterator of the current pass over the user's loader: it owns worker processes."""
 
     @property
     def feistel(self) -> bool:
-        """Whether a shuffle is computed rather than stored; a resume must do the same."""
+        """True if a shuffle is computed rather than stored; a resume must do the same."""
+        return False
 
+    @property
+    def units(self) -> int | None:
+        """Samples (or batches, where these are ready) of every epoch; ``None``: their number depends on the epoch or the ranks, or is unknown."""
+        return None
+
+    @abstractmethod
     def length(self, limit: int | None) -> int | None:
-        """Micro-batches of this rank in an epoch; ``None`` when unknown in advance."""
+        """Micro-batches of this rank in an epoch; ``None`` when unknown in advance. ``limit``: the maximum."""
 
-    def micros(self, epoch: int, start: int, window: int, limit: int | None, state: Any = None) -> Iterator[Micro]:
-        """The micro-batches of an epoch from position ``start`` on; ``state`` is the result of :meth:`state` there."""
+    @abstractmethod
+    def stride(self, window: int) -> int:
+        """How far a full window of ``window`` micro-batches moves the position."""
 
-    def advance(self, window: int) -> int:
-        """The increase of the position by a full window."""
+    @abstractmethod
+    def micro_batches(
+        self, epoch: int, start: int, window: int, limit: int | None, state: Any = None
+    ) -> Iterator[MicroBatch]:
+        """The micro-batches of an epoch from position ``start`` on.
 
-    def state(self, closed: bool) -> Any:
-        """The state that a resume needs besides the position, after the current window (``closed``) or before it; ``None``: nothing."""
+        Args:
+            window: micro-batches in a window.
+            limit: the maximum number of micro-batches in the epoch.
+            state: the result of :meth:`state` at ``start``.
+        """
 
-    def opening(self) -> Any:
+    @abstractmethod
+    def state(self, after_window: bool) -> Any:
+        """The state that a resume needs besides the position, after the current window or before it; ``None``: nothing."""
+
+    def start_state(self) -> Any:
         """The state needed to start this pass again; ``None``: nothing."""
+        return None
 
-    def carry(self) -> Any:
-        """At the end of a pass, the start of the next one: the state of data that continues across passes; else ``None``."""
+    def next_pass_state(self) -> Any:
+        """The state from which the next pass starts, for data that continues across passes; else ``None``. For use at the end of a pass."""
+        return None
 
-    def leave(self) -> None:
-        """Release a pass that ends early: worker processes must not wait for the next one."""
+    def indices_at(self, epoch: int, start: int, count: int) -> list[int] | None:
+        """The dataset's indices of these units, in order, of ready batches their numbers; ``None`` when they cannot be known."""
+        return None
+
+    def stop_pass(self) -> None:
+        """Release the iterator of a pass that ends: worker processes must not wait for the next one."""
+        self.iterator = None
 
     def close(self) -> None:
-        """End the data's worker processes."""
-
-
-def feed_for(data: Any, group: Group, seed: int, feistel: bool = True) -> Feed:
-    """The feed for the user's data. A collective.
-
-    Args:
-        feistel: whether large shuffles are computed rather than stored (see :mod:`engine.data.permutation`).
-
-    Raises:
-        TypeError: it cannot be iterated, or is a dataset without a loader.
-    """
-    if isinstance(data, CombinedLoader):
-        return combined(data, group, seed, feistel)
-    found = indexed(data, group, seed, feistel)
-    if found is not None:
-        return found
-    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        raise TypeError(
-            f"a loader gives batches, and {type(data).__name__} is a dataset of samples: give DataLoader(dataset, batch_size=32, shuffle=True), "
-            "or batch_size=None if its items are batches already"
-        )
-    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
-        raise TypeError(
-            f"a loader must be iterable (a DataLoader, a list of batches, a generator), got {type(data).__name__}: {data!r:.80}"
-        )
-    return Stream(data, group, seed)
+        """End the worker processes of the data."""
+        end_workers(self.iterator)
+        self.iterator = None

@@ -1,17 +1,19 @@
-"""Data without indices, distributed to the ranks as it is read."""
+"""Data without indices: how it is read, with a position after each batch, and how it is distributed to the ranks as it is read."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
-from engine.data.indexed import Micro
-from engine.data.sampler import mixed
-from engine.data.stream_position import Source, end_workers, presharded, source_for
+from engine.data.feed import Feed, MicroBatch
+from engine.data.order import mixed
+from engine.data.user_loaders import altered, end_orphan, end_workers, presharded, stateful
 from engine.distributed.collectives import gather_json, gather_row
 from engine.distributed.group import Group
 from engine.step.window import shares
@@ -19,8 +21,11 @@ from engine.utils.log import warn_once
 from engine.utils.seed import isolated
 from engine.utils.tree import batch_size
 
+_NOTHING = object()
+_OVER = {"over": True}
 
-class Stream:
+
+class StreamFeed(Feed):
     """Data without indices: an ``IterableDataset``'s loader, a generator, any iterable.
 
     Every rank reads the stream, which must be the same on all, and keeps each ``world_size``-th batch: after a round of ``world_size``
@@ -32,64 +37,56 @@ class Stream:
     and a rank without more data continues at weight 0 until all are at the end.
     """
 
-    iterator: Iterator[Any] | None = None
-    reads_ahead = False
-    feistel = False
-
-    def __init__(
-        self,
-        data: Any,
-        group: Group,
-        seed: int,
-        source: Source | None = None,
-        size: Callable[[Any], int | None] = batch_size,
-    ) -> None:
-        self.data, self.group, self.seed, self.size = data, group, seed, size
+    def __init__(self, data: Any, group: Group, seed: int, reader: StreamReader | None = None) -> None:
+        self.data, self.group, self.seed = data, group, seed
         self.presharded = presharded(data)
         self.round = 1 if self.presharded else group.world_size
         self.turn = 0 if self.presharded else group.rank
-        self.source = source or source_for(data)
-        self.shuffle = self.source.shuffle()
+        self.reader = reader or reader_for(data)
+        self.shuffle = self.reader.shuffle()
         if self.shuffle is not None and not self.presharded and len(set(gather_json(group, self.shuffle))) > 1:
             raise ValueError(
                 "the ranks shuffle this stream differently, and each would keep its batches of another order: give .shuffle() the same seed "
                 "on every rank"
             )
         self._begun = self._ended = False
-        self._opened: Any = None  # the mark before the current window
+        self._window_start: Any = None
+        """The reader's position before the current window."""
 
     def length(self, limit: int | None) -> int | None:
         try:
             total = len(self.data)
         except TypeError:
             return None
-        own = -(-total // self.round)
-        return own if limit is None else min(own, limit)
+        batches = -(-total // self.round)
+        return batches if limit is None else min(batches, limit)
 
-    def advance(self, window: int) -> int:
+    def stride(self, window: int) -> int:
         return window * self.round
 
-    def micros(self, epoch: int, start: int, window: int, limit: int | None, state: Any = None) -> Iterator[Micro]:
+    def micro_batches(
+        self, epoch: int, start: int, window: int, limit: int | None, state: Any = None
+    ) -> Iterator[MicroBatch]:
         usable = state is not None and "source" in state and bool(start) != state.get("carried", False)
-        usable = usable and self._whose() == (state["rank"], state["world_size"])
+        usable = usable and self._owner() == (state["rank"], state["world_size"])
         if start and state is not None and state.get("shuffle") != self.shuffle:
             warn_once(
                 "this stream is shuffled in another order than before the resume: samples may be repeated or left out. Give .shuffle() the same seed"
             )
         state = state if usable else None
         self._begun, self._ended = True, state is not None and state["ended"]
-        self.source.set_epoch(epoch)
+        self.reader.set_epoch(epoch)
         batches: Iterator[Any] = iter(())
         if not self._ended:
-            source = state["source"] if state else None
-            batches = self._open(epoch, source if source and self.source.fits(source) else None, start)
+            saved = state["source"] if state else None
+            batches = self._open(epoch, saved if saved and self.reader.accepts(saved) else None, start)
         end = None if limit is None else limit * self.round
         return self._windows(batches, start, window, end)
 
-    def _open(self, epoch: int, source: Any, start: int) -> Iterator[Any]:
-        with self._apart(epoch, start):
-            self.iterator, batches = self.source.begin(source)
-        if start and source is None:
+    def _open(self, epoch: int, saved: Any, start: int) -> Iterator[Any]:
+        with self._isolated_start(epoch, start):
+            self.iterator, batches = self.reader.begin(saved)
+        if start and saved is None:
             warn_once(
                 f"this data cannot be entered in the middle ({self._reason()}): "
                 f"{start} batches are read and discarded to get back to the position"
@@ -102,47 +99,38 @@ class Stream:
             return "its state does not include its shuffle buffer"
         return "it has no state_dict, or its state was saved with other numbers of workers or ranks"
 
-    def state(self, closed: bool) -> Any:
-        """The data's state after the latest window (``closed``), or before it; ``None`` if it has none."""
+    def state(self, after_window: bool) -> Any:
         if not self._begun:
             return None
-        ended = closed and self._ended
-        mark = None if ended else self.source.mark() if closed else self._opened
-        source = None if mark is None else self.source.state(mark)
+        ended = after_window and self._ended
+        position = None if ended else self.reader.position() if after_window else self._window_start
+        source = None if position is None else self.reader.state(position)
         if source is None and not ended and self.shuffle is None:
             return None
-        rank, world_size = self._whose()
+        rank, world_size = self._owner()
         shuffle = {} if self.shuffle is None else {"shuffle": self.shuffle}
         return {"source": source, "ended": ended, "rank": rank, "world_size": world_size, **shuffle}
 
-    def opening(self) -> Any:
-        return None
-
-    def carry(self) -> Any:
-        """The start of the next pass for data that continues across passes; ``None``: it starts again."""
-        source = self.source.carry() if self._begun else None
-        rank, world_size = self._whose()
+    def next_pass_state(self) -> Any:
+        source = self.reader.next_pass_state() if self._begun else None
+        rank, world_size = self._owner()
         return (
             None
             if source is None
             else {"source": source, "ended": False, "rank": rank, "world_size": world_size, "carried": True}
         )
 
-    def leave(self) -> None:
-        self.iterator = None
-
     def close(self) -> None:
-        end_workers(self.iterator)
-        self.iterator = None
-        self.source.close()
+        super().close()
+        self.reader.close()
 
-    def _whose(self) -> tuple[int | None, int | None]:
-        """The only rank that a state is valid for; ``None`` for all."""
+    def _owner(self) -> tuple[int | None, int | None]:
+        """The only rank that a state is valid for, and its world size; ``None`` for all."""
         return (self.group.rank, self.group.world_size) if self.presharded else (None, None)
 
     @contextlib.contextmanager
-    def _apart(self, epoch: int, start: int) -> Iterator[None]:
-        """Starting to read may draw random numbers: in the middle of an epoch that has happened before."""
+    def _isolated_start(self, epoch: int, start: int) -> Iterator[None]:
+        """Keep the random numbers that starting to read may draw apart: in the middle of an epoch that has happened before."""
         if self.round == 1 and not start:
             yield
             return
@@ -151,12 +139,12 @@ class Stream:
                 torch.manual_seed(mixed(self.seed, epoch))
             yield
 
-    def _windows(self, batches: Iterator[Any], position: int, window: int, end: int | None) -> Iterator[Micro]:
+    def _windows(self, batches: Iterator[Any], position: int, window: int, end: int | None) -> Iterator[MicroBatch]:
         spare: Any = _NOTHING
         resumed = position > 0
         while True:
-            self._opened = None if self._ended else self.source.mark()
-            own = []
+            self._window_start = None if self._ended else self.reader.position()
+            mine = []
             for _ in range(window):
                 # A position counts full windows: it is beyond the end when the last one was short.
                 count = self.round if end is None else min(self.round, max(0, end - position))
@@ -165,33 +153,293 @@ class Stream:
                     if read == self.turn or spare is _NOTHING:
                         spare = batch
                     if read == self.turn:
-                        own.append(batch)
+                        mine.append(batch)
                     read += 1
                 position += read
                 self._ended = self._ended or read < count
                 if read < self.round:
                     break
-            sizes = self._agree([self.size(b) or 1 for b in own], window)
+            sizes = self._agree([self.reader.samples(batch) or 1 for batch in mine], window)
             if not sizes:
                 return
             if (
                 spare is _NOTHING and resumed
             ):  # this rank's data was exhausted before: any batch of it works at weight 0
-                spare = next(self.source.begin()[1], _NOTHING)
+                spare = next(self.reader.begin()[1], _NOTHING)
             if spare is _NOTHING:
                 raise ValueError(
                     f"rank {self.group.rank} got no batch from {type(self.data).__name__} while other ranks did: give every rank some data"
                 )
             for j, share in enumerate(shares(sizes, self.group.rank)):
-                yield (own[j] if j < len(own) else spare), share
+                yield (mine[j] if j < len(mine) else spare), share
 
     def _agree(self, sizes: list[int], window: int) -> tuple[tuple[int, ...], ...]:
         """``[micro-batch][rank]`` sizes of the next window; empty when every rank is at its end."""
         if self.group.world_size == 1:
             return tuple((size,) for size in sizes)
-        mine = torch.tensor(sizes + [0] * (window - len(sizes)), dtype=torch.int64)
-        every = gather_row(self.group, mine).t().tolist()
-        return tuple(tuple(micro) for micro in every if any(micro))
+        row = torch.tensor(sizes + [0] * (window - len(sizes)), dtype=torch.int64)
+        rows = gather_row(self.group, row).t().tolist()
+        return tuple(tuple(micro) for micro in rows if any(micro))
 
 
-_NOTHING = object()
+# -- readers: data is read batch by batch, with the position after each, and from a position on ------------------------------------------------
+
+
+def reader_for(data: Any) -> StreamReader:
+    """The reader of ``data``, an iterable or a ``DataLoader`` over an ``IterableDataset``."""
+    # A loader with its own iteration may read ahead or change batches: its dataset's state is not its position.
+    plain = isinstance(data, DataLoader) and not stateful(data) and type(data).__iter__ is DataLoader.__iter__
+    if not plain or isinstance(data.dataset, IterDataPipe) or (data.num_workers and not data.in_order):
+        return StreamReader(data)
+    return WorkerReader(data) if data.num_workers else InProcessReader(data)
+
+
+class StreamReader:
+    """Reads data unchanged; the position is the data's own state, or else its iterator's."""
+
+    samples = staticmethod(batch_size)
+    """The number of samples in a batch; ``None``: unknown."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self.workers: int = getattr(data, "num_workers", 0)
+        self.buffers = shuffle_buffers(data)
+        self._iterator: Any = None
+
+    def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
+        """A pass over the data, from ``state`` on or from the start: its iterator, and the batches."""
+        if state is not None and "data" in state:
+            self.data.load_state_dict(state["data"])
+        iterator = iter(self.data)
+        if state is not None and "iterator" in state:
+            iterator.load_state_dict(state["iterator"])
+        self._iterator = iterator if stateful(iterator) and not stateful(self.data) else None
+        return iterator, _rest(iterator) if iterator is self.data else iterator
+
+    def position(self) -> Any:
+        """A copy of the data's state after the last batch read, which later reading cannot change; ``None`` if it has none."""
+        if self.buffers:
+            return None
+        return states_of(data=self.data) if self._iterator is None else states_of(iterator=self._iterator)
+
+    def state(self, position: Any) -> dict[str, Any] | None:
+        """A :meth:`position` as a tree of plain values."""
+        return None if position is None else {"workers": self.workers, **position}
+
+    def next_pass_state(self) -> dict[str, Any] | None:
+        """The start of the next pass, as it would be in this process: for a dataset that continues across passes; ``None``: nothing."""
+        return self.state(self.position()) if stateful(self.data) and not self.buffers else None
+
+    def accepts(self, state: Any) -> bool:
+        """True if :meth:`begin` can continue from ``state``: it was saved with as many worker processes, from data of this kind."""
+        kind = "data" if stateful(self.data) else "iterator"
+        return bool(state["workers"] == self.workers and kind in state)
+
+    def shuffle(self) -> str | None:
+        """The values that determine the order of a stream with shuffle buffers; ``None``: it has none."""
+        return (
+            repr([buffer.generator.bit_generator.state["state"] for buffer in self.buffers]) if self.buffers else None
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Notify the data and its dataset, if they listen."""
+        for owner in (self.data, getattr(self.data, "dataset", None)):
+            if owner is not None and callable(getattr(owner, "set_epoch", None)):
+                owner.set_epoch(epoch)
+
+    def close(self) -> None:
+        """End the worker processes of an iterator that the data keeps."""
+        if isinstance(self.data, DataLoader) and stateful(self.data):
+            end_workers(self.data._iterator)
+            self.data._iterator = None
+
+
+class InProcessReader(StreamReader):
+    """Reads a loader without workers: the dataset is at the end of the last batch."""
+
+    def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
+        self.dataset = TrackedDataset(self.data.dataset, states=state and state["states"])
+        iterator = iter(altered(self.data, dataset=self.dataset))
+        return iterator, iterator
+
+    def position(self) -> Any:
+        return self.dataset.position()
+
+    def state(self, position: Any) -> dict[str, Any] | None:
+        return None if position is None else {"workers": 0, "states": [position]}
+
+    def next_pass_state(self) -> dict[str, Any] | None:
+        if self.buffers or not stateful(self.data.dataset):
+            return None
+        return {"workers": 0, "states": [{"dataset": self.data.dataset.state_dict()}]}
+
+    def accepts(self, state: Any) -> bool:
+        return "states" in state and state["workers"] == 0
+
+
+class WorkerReader(StreamReader):
+    """Reads a loader with workers, which have read ahead: the position is each worker's state after its last batch that arrived here."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        notified = data.persistent_workers and callable(getattr(data.dataset, "set_epoch", None))
+        self.epoch = (
+            torch.zeros((), dtype=torch.int64).share_memory_() if notified else None
+        )  # persistent workers have copies of the dataset
+        self.whole = self._loader()
+        self.next = 0
+        self.positions: list[dict[str, Any] | None] = []
+
+    def _loader(self, first: int = 0, states: list[Any] | None = None) -> DataLoader[Any]:
+        dataset = TrackedDataset(self.data.dataset, first, states, self.epoch)
+        return altered(
+            self.data,
+            dataset=dataset,
+            collate_fn=TaggingCollate(self.data.collate_fn, dataset),
+            worker_init_fn=WorkerRole(self.data.worker_init_fn, dataset),
+        )
+
+    def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
+        # Workers that continue other workers' positions are used for one pass, even persistent ones.
+        loader = self.whole if state is None else self._loader(state["next"], state["states"])
+        self.next = state["next"] if state else 0
+        self.positions = list(state["states"]) if state else [None] * self.workers
+        iterator = iter(loader)
+        return iterator, self._batches(iterator)
+
+    def _batches(self, tagged: Iterator[Any]) -> Iterator[Any]:
+        for worker, position, batch in tagged:
+            self.positions[worker], self.next = position, (worker + 1) % self.workers
+            yield batch
+
+    def position(self) -> Any:
+        return self.next, tuple(self.positions)
+
+    def state(self, position: Any) -> dict[str, Any] | None:
+        following, positions = position
+        if not any(positions):
+            return None
+        return {"workers": self.workers, "next": following, "states": list(positions)}
+
+    def next_pass_state(self) -> dict[str, Any] | None:
+        return None  # the next pass has new workers, with new copies of the dataset
+
+    def accepts(self, state: Any) -> bool:
+        return "states" in state and bool(state["workers"] == self.workers)
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        if self.epoch is not None:
+            self.epoch.fill_(epoch)
+
+    def close(self) -> None:
+        end_workers(self.whole._iterator)
+        self.whole._iterator = None
+
+
+class TrackedDataset(IterableDataset[Any]):
+    """A dataset whose position can be read, and that can start at another position, in this process or in a worker.
+
+    ``states`` are of the workers (or of this process alone), and worker ``i`` continues as worker ``first + i``: that one's batch is next.
+    """
+
+    def __init__(
+        self, dataset: Any, first: int = 0, states: list[Any] | None = None, epoch: torch.Tensor | None = None
+    ) -> None:
+        self.dataset, self.first, self.states, self.epoch = dataset, first, states, epoch
+        self.iterator: Any = None
+        self.over = False
+        self.forgets = bool(shuffle_buffers(dataset))
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        if self.epoch is not None:
+            self.dataset.set_epoch(int(self.epoch))
+        state = self.states[worker.id if worker else 0] if self.states else None
+        self.over = state is not None and state.get("over", False)
+        if self.over:
+            return iter(())
+        if state is not None and "dataset" in state:
+            self.dataset.load_state_dict(state["dataset"])
+        self.iterator = iter(self.dataset)
+        if state is not None and "iterator" in state:
+            self.iterator.load_state_dict(state["iterator"])
+        iterator: Iterator[Any] = self.iterator
+        if worker is not None:
+            end_orphan()
+        return self._watched(iterator) if stateful(self.dataset) or stateful(iterator) else iterator
+
+    def _watched(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        yield from iterator
+        self.over = True
+
+    def position(self) -> dict[str, Any] | None:
+        """The dataset's state. At the end of a pass it may have started again already: then the state says that the pass is over."""
+        if self.forgets:
+            return None
+        return (
+            _OVER
+            if self.over
+            else states_of(
+                dataset=self.dataset, **({} if self.iterator is self.dataset else {"iterator": self.iterator})
+            )
+        )
+
+
+class TaggingCollate:
+    """The user's collate function in a worker; each batch is sent with the worker's number and its dataset's position after it."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any], dataset: TrackedDataset) -> None:
+        self.collate_fn, self.dataset = collate_fn, dataset
+
+    def __call__(self, samples: Any) -> tuple[int, dict[str, Any] | None, Any]:
+        worker = get_worker_info()
+        assert worker is not None
+        return worker.id, self.dataset.position(), self.collate_fn(samples)
+
+
+class WorkerRole:
+    """The worker's first call: it sets its number and the user's dataset, then calls the user's own function."""
+
+    def __init__(self, worker_init_fn: Callable[[int], Any] | None, dataset: TrackedDataset) -> None:
+        self.worker_init_fn, self.dataset = worker_init_fn, dataset
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        role = (self.dataset.first + worker_id) % info.num_workers
+        object.__setattr__(info, "id", role)  # it forbids a plain assignment
+        object.__setattr__(info, "dataset", self.dataset.dataset)
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(role)
+
+
+def states_of(**owners: Any) -> dict[str, Any] | None:
+    """The states of those ``owners`` that have one, copied; ``None`` when none has."""
+    states = {name: owner.state_dict() for name, owner in owners.items() if stateful(owner)}
+    return copy.deepcopy(states) or None
+
+
+def shuffle_buffers(data: Any) -> list[Any]:
+    """The shuffle buffers of a Hugging Face stream (``.shuffle(buffer_size=...)``), anywhere in it: its state does not include their contents."""
+    buffers = []
+    parts = [getattr(owner, "_ex_iterable", None) for owner in (data, getattr(data, "dataset", None))]
+    for part in parts:
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            buffers.append(part)
+        parts += [
+            inner
+            for inner in (getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ()))
+            if inner is not None
+        ]
+    return buffers
+
+
+def _rest(iterator: Any) -> Iterator[Any]:
+    """The batches that ``iterator`` has left. It is data that is its own iterator: another ``iter`` of it, at each window, would rewind it."""
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        yield batch

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.data.prepared_loader import PreparedLoader
+from engine.data.loader import PreparedLoader
 from engine.distributed.collectives import gather_object
 from engine.loop.lifecycle import watched
 from engine.loop.logbook import EvaluationValues

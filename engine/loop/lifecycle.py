@@ -17,7 +17,7 @@ from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import RunFolder, Trained
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
-from engine.data.sampler import mixed
+from engine.data.order import mixed
 from engine.distributed import failures, relaunch
 from engine.health import mismatch
 from engine.health.watchdog import Watchdog

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from engine.config.settings import Settings
-from engine.data.combined_loaders import CombinedLoader
+from engine.data.combined import CombinedLoader
 from engine.data.datamodule import DataModule
-from engine.data.overfit_order import in_order
-from engine.data.prepared_loader import BatchTransfer, PreparedLoader
+from engine.data.loader import BatchTransfer, PreparedLoader, in_dataset_order
 from engine.distributed.collectives import gather_json
 from engine.engine import Engine
 from engine.loop.method_arguments import step_accepting
@@ -246,7 +245,7 @@ class RunLoaders:
         elif not several:
             loaders = [loaders]
         if self._fits and self._settings.overfit_batches:
-            loaders = [in_order(loader) for loader in loaders]
+            loaders = [in_dataset_order(loader) for loader in loaders]
         prepared = [self._engine.prepare_data_loader(loader) for loader in loaders]
         self.sources[kind], self.prepared[kind] = source, prepared
         for index, loader in enumerate(prepared):
@@ -336,7 +335,7 @@ class HookedTransfer(BatchTransfer):
         (self._before, self._transfer, self._after), self._index = owners, index
 
     def move(self, batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-        """See :meth:`engine.data.prepared_loader.BatchTransfer.move`."""
+        """See :meth:`engine.data.loader.BatchTransfer.move`."""
         index = self._index
         if self._before is not None:
             batch = self._before.on_before_batch_transfer(batch, index)

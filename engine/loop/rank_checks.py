@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.data.prepared_loader import PreparedLoader
+from engine.data.loader import PreparedLoader
 from engine.distributed.collectives import gather, gather_json
 from engine.distributed.group import Group
 from engine.loop.run import Run

@@ -23,7 +23,7 @@ from engine.config.hyperparameters import as_data, for_loggers
 from engine.config.masked import Config, described, plain, without_secrets
 from engine.config.settings import Settings
 from engine.config.yaml_writer import as_yaml
-from engine.data.prepared_loader import PreparedLoader
+from engine.data.loader import PreparedLoader
 from engine.distributed.agreement import STOP
 from engine.distributed.collectives import stack
 from engine.engine import Engine

@@ -5,7 +5,7 @@ Wrong input is an error here, before the first step.
 
 from __future__ import annotations
 
-from engine.data.prepared_loader import PreparedLoader
+from engine.data.loader import PreparedLoader
 from engine.loop.closure_step import STEP_METHODS, ClosureOptimization, refuse
 from engine.loop.first_checks import check_parameters
 from engine.loop.optimization import Optimization

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from engine.data.prepared_loader import PreparedLoader
+from engine.data.loader import PreparedLoader
 from engine.loop.run import Run
 from engine.planning import torch_private
 from engine.planning.step_time import STAGES_OF_A_RANK

@@ -24,7 +24,7 @@ from engine.callback import Callback, affecting_steps, own_kind, with_own
 from engine.checkpoint.run_folder import RunFolder
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
-from engine.data.prepared_loader import BatchTransfer, PreparedLoader
+from engine.data.loader import BatchTransfer, PreparedLoader
 from engine.distributed.agreement import Agreement
 from engine.distributed.group import DeviceKind
 from engine.fit import Fit

@@ -21,7 +21,7 @@ from engine.checkpoint.directory import Opened
 from engine.checkpoint.reader import Source
 from engine.checkpoint.writer import Content, Saver
 from engine.config.resolve import Resolved, resolve
-from engine.data.sampler import Deal
+from engine.data.deal import Deal
 from engine.distributed.agreement import Agreement, Stopwatch
 from engine.distributed.environment import Environment, detect
 from engine.distributed.group import Group, join

@@ -1,6 +1,6 @@
 """Loaders that deal out data by padding: the last step is filled up from the first, and a batch is read ahead to know the end.
 
-The engine's own loaders (:mod:`engine.data.prepared_loader`) pad nothing; these serve comparisons with trainers that do.
+The engine's own loaders (:mod:`engine.data.loader`) pad nothing; these serve comparisons with trainers that do.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 from engine.compat.accelerate.padded_shards import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler
 from engine.compat.accelerate.utils.random import share_states
-from engine.data.prepared_loader import PreparedLoader
-from engine.data.stream_position import altered
+from engine.data.loader import PreparedLoader
+from engine.data.user_loaders import altered
 from engine.distributed.collectives import broadcast_object
 from engine.distributed.group import Group
 from engine.utils.tree import batch_size, leaves, map_tensors, move

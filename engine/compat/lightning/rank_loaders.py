@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from engine.data.prepared_loader import PreparedLoader
+from engine.data.loader import PreparedLoader
 from engine.engine import Engine
 from engine.loop.loaders import is_loader
 from engine.step.window import Window

@@ -25,7 +25,7 @@ from engine.compat.lightning.names import CLASSES
 from engine.compat.lightning.plugins import CheckpointIO as CheckpointIO
 from engine.compat.refusals import refused_class, refusing
 from engine.config.hyperparameters import HParams as AttributeDict  # noqa: F401
-from engine.data.combined_loaders import CombinedLoader as CombinedLoader
+from engine.data.combined import CombinedLoader as CombinedLoader
 from engine.data.datamodule import DataModule
 from engine.distributed.rank_zero import rank_zero_only as rank_zero_only
 from engine.module import TrainModule

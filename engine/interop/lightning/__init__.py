@@ -23,7 +23,7 @@ from engine.compat.lightning.module import LightningModule as LightningModule
 from engine.compat.lightning.names import ABSENT, MODULES, TOP
 from engine.compat.lightning.trainer import Trainer as Trainer
 from engine.compat.lightning.utilities import seed_everything as seed_everything
-from engine.data.combined_loaders import CombinedLoader as CombinedLoader
+from engine.data.combined import CombinedLoader as CombinedLoader
 from engine.interop import Moved, moved
 
 pytorch = sys.modules[__name__]

@@ -36,7 +36,7 @@ FAULTS = {
         "self._engine.accumulate_grad_batches = self.window_at(state.epoch)", "self._engine.accumulate_grad_batches = self.window_at(0)",
     ),
     "sampler": Fault(
-        "a short window is cut at wrong places", "engine/data/sampler.py",
+        "a short window is cut at wrong places", "engine/data/deal.py",
         "edges = [last + r * part + min(r, larger) for r", "edges = [last + r * part + (larger if r else 0) for r",
         ("ddp3", "ddp2"),
     ),

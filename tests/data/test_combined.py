@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from engine import CombinedLoader, Engine, Fit, TrainModule
-from engine.data.combined_loaders import _own
+from engine.data.combined import _rank_numbers
 
 
 class Numbers(Dataset[int]):
@@ -255,12 +255,12 @@ def test_few_passes_orders_are_kept() -> None:
 
 def test_numbers_of_a_late_member_are_found_at_once() -> None:
     units = 10**12
-    assert list(_own(new_deal(units, 1, window=3), 0, units - 3, units)) == list(range(units - 3, units))
-    assert list(_own(new_deal(units, 1, window=2, world_size=2, rank=1), 4, units // 2, units // 2 + 5)) == [
+    assert list(_rank_numbers(new_deal(units, 1, window=3), 0, units - 3, units)) == list(range(units - 3, units))
+    assert list(_rank_numbers(new_deal(units, 1, window=2, world_size=2, rank=1), 4, units // 2, units // 2 + 5)) == [
         units // 2 + 1,
         units // 2 + 3,
     ]
-    assert list(_own(new_deal(11, 1, window=2, world_size=2, rank=1), 0, 2, 11)) == [
+    assert list(_rank_numbers(new_deal(11, 1, window=2, world_size=2, rank=1), 0, 2, 11)) == [
         3,
         5,
         7,

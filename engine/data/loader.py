@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
-from engine.data.device_prefetch import SideStream, ahead
-from engine.data.feed import feed_for
+from engine.data.combined import CombinedLoader, combined_feed
+from engine.data.feed import Feed
+from engine.data.indexed import indexed_feed
+from engine.data.prefetch import SideStream, ahead
+from engine.data.stream import StreamFeed
+from engine.data.user_loaders import altered
 from engine.distributed.group import Group
-from engine.step.window import ALONE, Window
+from engine.step.window import ALONE, Share, Window
 from engine.utils import accelerator
+from engine.utils.log import warn_once
 from engine.utils.seed import isolated
 from engine.utils.tree import move
 
@@ -27,6 +34,41 @@ class BatchTransfer:
             dtype: of floating point tensors; ``None``: as they are.
         """
         return move(batch, device, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in the data, at which a pass starts."""
+
+    epoch: int = 0
+    position: int = 0
+    state: Any = None
+    """The state that the feed needs there besides the position (:meth:`engine.data.feed.Feed.state`)."""
+
+
+@dataclass(slots=True)
+class Pass:
+    """A pass over the data, as far as it has come."""
+
+    start: Place
+    window: int = 1
+    """Micro-batches in a full window."""
+    yielded: int = 0
+    """Micro-batches of this rank so far."""
+    share: Share = ALONE
+    """The share of the latest micro-batch in its window."""
+    over: bool = False
+    """True if the data is exhausted."""
+
+    @property
+    def after_window(self) -> bool:
+        """True if all of the latest window was yielded."""
+        return not self.yielded % self.window or self.share.last
+
+    @property
+    def windows(self) -> int:
+        """Complete windows so far."""
+        return -(-self.yielded // self.window) if self.after_window else self.yielded // self.window
 
 
 class PreparedLoader:
@@ -45,13 +87,13 @@ class PreparedLoader:
         self.loader = loader
         self.limit: int | None = None
         """The maximum number of micro-batches per rank in an epoch."""
-        self._group, self._window, self._seed, self._dtype, self._place = group, window, seed, dtype, place
+        self._group, self._window, self._seed, self._dtype, self._moves = group, window, seed, dtype, place
         self._feed = feed_for(loader, group, seed)
         self._feistel = True
-        self._epoch = 0
-        self._begun = self._over = False
-        self._start, self._stream = 0, None
-        self._origin, self._given, self._share, self._size = 0, 0, ALONE, 1
+        self._next: Place | None = Place()
+        """The place where the next pass starts; ``None``: at the start of the epoch after this pass's."""
+        self._pass = Pass(Place())
+        """The latest pass."""
         self.transfer: BatchTransfer | None = None
         """A run's, with hooks of the module or the data, which may read the model at their batch's turn."""
         self.window_size: int | None = None
@@ -86,60 +128,56 @@ class PreparedLoader:
     @property
     def given(self) -> int:
         """Micro-batches of the epoch that this rank was given so far, those before a resume included."""
-        return self._origin // self._feed.advance(1) + self._given
+        return self._pass.start.position // self._feed.stride(1) + self._pass.yielded
 
     @property
     def samples(self) -> int | None:
         """The units that :attr:`position` counts, per epoch; ``None`` if their number depends on the epoch or world size."""
-        found: int | None = getattr(self._feed, "units", None)
-        return found
+        return self._feed.units
 
     @property
     def epoch(self) -> int:
         """The epoch whose order is used; each pass starts the next one unless ``set_epoch`` is called."""
-        return self._epoch
+        return self._pass.start.epoch if self._next is None else self._next.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Use the order of this epoch in the next pass."""
-        if epoch != self._epoch:
-            self._epoch, self._start, self._stream = epoch, 0, None
-        self._begun = self._over = False
+        if self._next is None or epoch != self._next.epoch:
+            self._next = Place(epoch)
 
     def __iter__(self) -> Generator[Any, None, None]:
-        if self._begun:
-            self._epoch, self._start, self._stream = self._epoch + 1, 0, None
-        self._begun, self._over = True, False
-        window, device = self._window, self._group.device
-        moves = self._place and (device.type != "cpu" or self._dtype is not None)
-        move = self._by_transfer if self.transfer else self._move
+        window, device, dtype = self._window, self._group.device, self._dtype
+        start = self._next or Place(self.epoch + 1)
+        current = self._pass = Pass(start, self.window_size or window.size)
+        self._next = None
+        moves = self._moves and (device.type != "cpu" or dtype is not None)
         moves = moves or self.transfer is not None
-        start, stream, self._start, self._stream = self._start, self._stream, 0, None
-        self._origin, self._given, self._share, self._size = start, 0, ALONE, self.window_size or window.size
+        transfer = self.transfer or BatchTransfer()
         # Creating a DataLoader's iterator draws a random number. In the middle of an epoch that has happened before.
-        with torch.random.fork_rng(devices=()) if start else contextlib.nullcontext():
-            micros = self._feed.micros(self._epoch, start, self._size, self.limit, stream)
+        with torch.random.fork_rng(devices=()) if start.position else contextlib.nullcontext():
+            batches = self._feed.micro_batches(start.epoch, start.position, current.window, self.limit, start.state)
         # Hooks may read the model: they are called at their batch's turn.
         if moves and not self.transfer and accelerator.has_streams(device):
-            micros, moves = ahead(micros, SideStream(device, self._move), self._feed.reads_ahead), False
+            batches, moves = ahead(batches, SideStream(device, dtype), self._feed.reads_ahead), False
         outer = window.share
         try:
-            for batch, share in micros:
-                window.share = self._share = share
-                self._given += 1
-                yield move(batch) if moves else batch
+            for batch, share in batches:
+                window.share = current.share = share
+                current.yielded += 1
+                yield transfer.move(batch, device, dtype) if moves else batch
                 del batch  # the next one takes its memory
-            self._over = True
+            current.over = True
             # Feeds that count batches do not read on to the iterator's end. Found later, in a cycle, it would wait 5 s for each worker: garbage
             # collection stops the threads of its queues before its __del__ asks the workers to end.
-            self._feed.leave()
+            self._feed.stop_pass()
         except GeneratorExit:  # ended early: worker processes must not wait for the next pass
-            self._feed.leave()
+            self._feed.stop_pass()
             raise
         finally:
             window.share = outer
-        if not self._given and not start:
+        if not current.yielded and not start.position:
             raise ValueError(
-                f"{type(self.loader).__name__} yielded no batch in epoch {self._epoch}: "
+                f"{type(self.loader).__name__} yielded no batch in epoch {start.epoch}: "
                 "it is empty, or a generator, which can be read only once (pass a list, a DataLoader or an object whose __iter__ starts again)"
             )
 
@@ -150,18 +188,17 @@ class PreparedLoader:
         """
         if self.samples is None or self.carried() is not None:
             return None
-        epoch, start, stream = self._epoch, self._start, self._stream
+        start = self._next or Place(self.epoch + 1)
         with isolated(), contextlib.closing(iter(self)) as batches:
             batch = next(batches, None)
         self.close()
-        self.resume(epoch, start, stream)
+        self._next = start
         return batch
 
     def units(self, start: int, count: int) -> list[int] | None:
         """The indices of an epoch's samples from ``start`` on, in the order in which all ranks together get them; for data of ready batches their
         numbers, and ``None`` for streams and for a sampler that draws each order once. All ranks call this together."""
-        indices_at = None if self.samples is None else getattr(self._feed, "indices_at", None)
-        return None if indices_at is None else list(indices_at(self._epoch, start, count) or ()) or None
+        return None if self.samples is None else self._feed.indices_at(self.epoch, start, count) or None
 
     def close(self) -> None:
         """End the loader's worker processes now: otherwise an error's traceback would keep them alive."""
@@ -173,23 +210,25 @@ class PreparedLoader:
         Args:
             state: the result of :meth:`state` there. Without it, data that needs one is read from the epoch's start, with a warning.
         """
-        self._epoch, self._start, self._stream, self._begun, self._over = epoch, position, state, False, False
+        self._next = Place(epoch, position, state)
 
     def restart(self) -> None:
         """Start the next pass at the beginning of its epoch, wherever a checkpoint was in it; without effect after a pass has begun."""
-        if not self._begun:
-            self.resume(self._epoch, 0)
+        if self._next is not None:
+            self._next = Place(self._next.epoch)
 
     @property
     def skipped(self) -> int:
         """Micro-batches per rank of the epoch that come before the next pass."""
-        return 0 if self._begun else self._start // self._feed.advance(1)
+        return 0 if self._next is None else self._next.position // self._feed.stride(1)
 
     @property
     def position(self) -> int:
         """How much of the epoch's data is consumed, at the end of the latest complete window: in samples, or for data of ready batches
         in batches of all ranks."""
-        return self._place_in_epoch()[0]
+        if self._next is not None:
+            return self._next.position
+        return self._pass.start.position + self._pass.windows * self._feed.stride(self._pass.window)
 
     def state(self, position: int | None = None) -> Any:
         """The state that a resume at the latest window's end needs besides the position: a tree of plain values and tensors, or ``None``.
@@ -200,30 +239,31 @@ class PreparedLoader:
         Raises:
             ValueError: it is neither.
         """
-        if not self._begun:
-            return self._stream if self._start or self._stream is not None else self.carried()
+        start = self._next
+        if start is not None:
+            return start.state if start.position or start.state is not None else self.carried()
         if position == 0:
-            return self._feed.opening()
-        here, closed = self._place_in_epoch()
+            return self._feed.start_state()
+        here, after_window = self.position, self._pass.after_window
         if position is not None and position != here:
-            if not closed or position != here - self._feed.advance(self._size):
+            if not after_window or position != here - self._feed.stride(self._pass.window):
                 raise ValueError(
                     f"state(position={position}): {type(self.loader).__name__} is at {here}; only the latest window's ends are known"
                 )
-            closed = False
-        return self._feed.state(closed)
+            after_window = False
+        return self._feed.state(after_window)
 
     def carried(self) -> Any:
-        """What the next epoch begins from, at the end of one: the state of data that counts on from pass to pass; else ``None``."""
-        return self._feed.carry()
+        """The state from which the next epoch begins, at the end of one, for data that counts on from pass to pass; else ``None``."""
+        return self._feed.next_pass_state()
 
     def state_dict(self) -> dict[str, Any]:
         """The position at the end of the latest complete window, valid for any number of processes (``presharded`` data: for the same
         number, each with its own): ``epoch``, ``position``, ``stream`` (:meth:`state`) and, if it has one, ``order``."""
         order = {} if self.order is None else {"order": self.order}
-        if self._begun and self._over:
-            return {"epoch": self._epoch + 1, "position": 0, "stream": self.carried(), **order}
-        return {"epoch": self._epoch, "position": self.position, "stream": self.state(), **order}
+        if self._next is None and self._pass.over:
+            return {"epoch": self.epoch + 1, "position": 0, "stream": self.carried(), **order}
+        return {"epoch": self.epoch, "position": self.position, "stream": self.state(), **order}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next pass continue where :meth:`state_dict` was taken. A collective."""
@@ -240,30 +280,14 @@ class PreparedLoader:
             raise ValueError(f"num_batches={num_batches} must be 0 or more")
         seed, dtype = self._seed, self._dtype
         other = PreparedLoader(
-            self.loader, group=self._group, window=self._window, seed=seed, dtype=dtype, place=self._place
+            self.loader, group=self._group, window=self._window, seed=seed, dtype=dtype, place=self._moves
         )
         other.reseed(seed, self.order)
         other.limit, other.transfer, other.window_size = self.limit, self.transfer, self.window_size
-        if self._begun:
-            self._epoch, self._start = self._epoch + 1, 0
-        other.resume(self._epoch, self._start + num_batches * self._feed.advance(1))
-        self._begun = self._over = True  # the other's first pass also counts as this loader's
+        start = self._next or Place(self.epoch + 1)
+        other.resume(start.epoch, start.position + num_batches * self._feed.stride(1))
+        self._next, self._pass = None, Pass(start, over=True)  # the other's first pass also counts as this loader's
         return other
-
-    def _place_in_epoch(self) -> tuple[int, bool]:
-        """The position at the latest window's end, and whether all of it was yielded."""
-        if not self._begun:
-            return self._start, True
-        windows, more = divmod(self._given, self._size)
-        closed = not more or self._share.last
-        return self._origin + (windows + (closed and more > 0)) * self._feed.advance(self._size), closed
-
-    def _move(self, batch: Any) -> Any:
-        return move(batch, self._group.device, self._dtype)
-
-    def _by_transfer(self, batch: Any) -> Any:
-        assert self.transfer is not None
-        return self.transfer.move(batch, self._group.device, self._dtype)
 
     @property
     def order(self) -> str | None:
@@ -289,8 +313,68 @@ class PreparedLoader:
     @property
     def stride(self) -> int:
         """The increase of the position by a full window."""
-        return self._feed.advance(self.window_size or self._window.size)
+        return self._feed.stride(self.window_size or self._window.size)
 
 
 def _itself(loader: Any) -> Any:
     return loader
+
+
+def feed_for(data: Any, group: Group, seed: int, feistel: bool = True) -> Feed:
+    """The feed for the user's data. A collective.
+
+    Args:
+        feistel: compute large shuffles rather than store them (see :class:`engine.data.order.FeistelIndices`).
+
+    Raises:
+        TypeError: it cannot be iterated, or is a dataset without a loader.
+    """
+    if isinstance(data, CombinedLoader):
+        return combined_feed(data, group, seed, feistel)
+    feed = indexed_feed(data, group, seed, feistel)
+    if feed is not None:
+        return feed
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        raise TypeError(
+            f"a loader gives batches, and {type(data).__name__} is a dataset of samples: give DataLoader(dataset, batch_size=32, shuffle=True), "
+            "or batch_size=None if its items are batches already"
+        )
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        raise TypeError(
+            f"a loader must be iterable (a DataLoader, a list of batches, a generator), got {type(data).__name__}: {data!r:.80}"
+        )
+    return StreamFeed(data, group, seed)
+
+
+def in_dataset_order(loader: Any) -> Any:
+    """The loader itself if its order is fixed, else a copy that reads the dataset in order, with a warning; for ``overfit_batches``.
+
+    Raises:
+        ValueError: a user's class makes its batches.
+    """
+    if isinstance(loader, PreparedLoader):
+        loader = loader.loader
+    if isinstance(loader, CombinedLoader):
+        members = [in_dataset_order(member) for member in loader.members]
+        if all(new is member for new, member in zip(members, loader.members, strict=True)):
+            return loader
+        named = dict(zip(loader.loaders, members, strict=True)) if isinstance(loader.loaders, dict) else members
+        return CombinedLoader(named, loader.mode)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    batches = loader.batch_sampler
+    sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    if type(sampler) is SequentialSampler:
+        return loader
+    if batches is not None and type(batches) is not BatchSampler:
+        raise ValueError(
+            f"overfit_batches needs the same batches in every epoch, and {type(batches).__name__} makes those of {type(loader).__name__}: "
+            "give a DataLoader with batch_size= and shuffle=False, or a list of batches"
+        )
+    warn_once(
+        f"overfit_batches: {type(loader).__name__} is read in the dataset's order, not in that of {type(sampler).__name__}"
+    )
+    order = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
+    if batches is None:
+        return altered(loader, sampler=order)
+    return altered(loader, sampler=order, batch_sampler=BatchSampler(order, batches.batch_size, batches.drop_last))

@@ -1,13 +1,12 @@
-"""Who trains on which sample: every sample once, weighed as in one big batch, in an order of (seed, epoch) alone."""
+"""Who trains on which sample: every sample once, weighed as in one big batch."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 
 import pytest
-import torch
 
-from engine.data.sampler import Deal, mixed, permutation
+from engine.data.deal import Deal
 from engine.step.window import shares
 
 
@@ -110,31 +109,3 @@ def test_entering_at_a_position_gives_the_rest(world_size: int) -> None:
     whole, stride = dealt(deal), 3 * 2 * world_size
     assert dealt(deal, stride) == whole[1:]
     assert dealt(deal, 40) == []
-
-
-def test_order_is_a_function_of_seed_and_epoch() -> None:
-    first = permutation(100, 7, 3)
-    torch.manual_seed(1)
-    assert torch.equal(first, permutation(100, 7, 3))
-    assert first.sort().values.tolist() == list(range(100))
-    assert not torch.equal(first, permutation(100, 7, 4))
-    assert not torch.equal(first, permutation(100, 8, 3))
-
-
-def test_drawing_leaves_torchs_random_numbers() -> None:
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    permutation(100, 7, 3)
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_neighbouring_seeds_and_epochs_do_not_meet() -> None:
-    found = {mixed(seed, epoch) for seed in range(100) for epoch in range(100)}
-    assert len(found) == 10_000
-    assert all(0 <= value < 2**63 for value in found)
-
-
-def test_splitmix() -> None:
-    # The finalizer of Steele, Lea and Flood (2014): its published first output for seed 0 is 0xE220A8397B1DCDAF, at z = 0x9E3779B97F4A7C15.
-    seed = (0x9E3779B97F4A7C15 - 0x2545F4914F6CDD1D) * pow(0x9E3779B97F4A7C15, -1, 1 << 64) % (1 << 64)
-    assert mixed(seed, 0) == 0xE220A8397B1DCDAF >> 1

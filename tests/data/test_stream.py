@@ -10,6 +10,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing import active_children
 from typing import Any
 
@@ -22,7 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as torchdata_sampler
 
 from engine import Engine
-from engine.data.stream_position import FromWorkers, InProcess, Source, presharded, source_for
+from engine.data.stream import InProcessReader, StreamFeed, StreamReader, WorkerReader, reader_for
 
 
 @pytest.fixture(autouse=True)
@@ -446,10 +447,10 @@ class Own(DataLoader[int]):
 
 
 def test_which_data_is_read_how() -> None:
-    assert type(source_for(DataLoader(Numbers()))) is InProcess
-    assert type(source_for(DataLoader(Numbers(), num_workers=1))) is FromWorkers
+    assert type(reader_for(DataLoader(Numbers()))) is InProcessReader
+    assert type(reader_for(DataLoader(Numbers(), num_workers=1))) is WorkerReader
     for data in (Own(Numbers()), torchdatas(Numbers()), range(3), DataLoader(Numbers(), num_workers=1, in_order=False)):
-        assert type(source_for(data)) is Source
+        assert type(reader_for(data)) is StreamReader
     _, loader = prepared(Own(Numbers(3), num_workers=1))
     assert bare(loader) == [[1], [2], [3]]
 
@@ -477,16 +478,6 @@ def test_any_object_with_a_state() -> None:
     _, other = prepared(Mine())
     other.load_state_dict(loader.state_dict())
     assert bare(other) == [[3], [4], [5], [6]]
-
-
-def test_who_is_divided_already() -> None:
-    class Split(Numbers):
-        _distributed = (0, 2)  # as split_dataset_by_node of Hugging Face's datasets leaves it
-
-    assert presharded(DataLoader(Split()))
-    assert presharded(DataLoader(Divided(0)))
-    assert not presharded(DataLoader(Numbers()))
-    assert not presharded(range(3))
 
 
 def test_left_early_no_worker_stays() -> None:
@@ -677,3 +668,69 @@ def test_divided_data_has_a_state_for_each_rank(two: dict[str, Any]) -> None:
     loader.load_state_dict(saved[0][1])
     with pytest.warns(UserWarning, match="other numbers of workers or ranks"):
         assert bare(loader) == [[4, 5], [6]]
+
+
+# -- how a stream is distributed; the group is a stand-in: feeds ask it for rank and world size ---------------------------------------------
+
+
+@dataclass
+class Stand:
+    world_size: int = 1
+    rank: int = 0
+
+
+def feed(data: Any, world_size: int = 1, rank: int = 0) -> Any:
+    return StreamFeed(data, Stand(world_size, rank), 0)  # type: ignore[arg-type]
+
+
+def read(source: Any, epoch: int = 0, start: int = 0, window: int = 1, limit: int | None = None) -> list[list[int]]:
+    """The samples of each micro-batch that counts."""
+    return [batch.tolist() for batch, share in source.micro_batches(epoch, start, window, limit) if share.size]
+
+
+class Flow(IterableDataset[int]):
+    def __init__(self, count: int, presharded: bool = False) -> None:
+        self.count, self.presharded, self.epochs = count, presharded, []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+
+def test_a_stream_is_read_in_windows() -> None:
+    source = feed(DataLoader(Flow(7), batch_size=2))
+    found = [
+        (batch.tolist(), round(1 / share.divisor, 6), share.last)
+        for batch, share in source.micro_batches(0, 0, 3, None)
+    ]
+    assert found == [([0, 1], 0.333333, False), ([2, 3], 0.333333, False), ([4, 5], 0.333333, True), ([6], 1.0, True)]
+
+
+def test_a_stream_is_told_its_epoch() -> None:
+    data = Flow(2)
+    read(feed(DataLoader(data)), epoch=3)
+    assert data.epochs == [3]
+
+
+def test_a_streams_middle_is_reached_by_reading() -> None:
+    source = feed(DataLoader(Flow(8), batch_size=2))
+    with pytest.warns(UserWarning, match="2 batches are read and discarded"):
+        assert read(source, start=2) == [[4, 5], [6, 7]]
+    assert read(source, limit=3, window=2) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_streams_length() -> None:
+    assert feed(DataLoader(Flow(8))).length(None) is None
+    assert feed(range(5)).length(None) == 5
+    assert feed(range(5), 2, 0).length(None) == 3
+    assert feed(range(5), 2, 0).length(2) == 2
+
+    class Divided(list[int]):
+        presharded = True
+
+        def __init__(self) -> None:
+            super().__init__(range(5))
+
+    assert feed(Divided(), 2, 1).length(None) == 5

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from multiprocessing import active_children
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
-from engine import Engine
-from engine.data.prepared_loader import BatchTransfer, PreparedLoader
+from engine import CombinedLoader, Engine, Fit, TrainModule
+from engine.data.loader import BatchTransfer, PreparedLoader, feed_for, in_dataset_order
 from engine.step.window import ALONE
 
 
@@ -52,6 +61,17 @@ def test_an_epoch_left_early_counts() -> None:
     assert loader.epoch == 1
 
 
+def test_the_first_batch_can_be_seen_between_two_passes() -> None:
+    _, loader = prepared()
+    _, other = prepared()
+    read(loader), read(other)
+    first = loader.first()
+    assert first is not None
+    rest = read(loader)
+    assert rest[0] == first.tolist()
+    assert rest == read(other)
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(torch.ones(9, 2))
@@ -77,7 +97,7 @@ def test_resume_goes_on_in_the_middle() -> None:
     assert other.epoch == 2
     read(other)
     assert other.epoch == 3
-    assert other._start == 0
+    assert other.skipped == 0
 
 
 def test_resume_at_the_end_is_an_empty_pass() -> None:
@@ -287,3 +307,112 @@ def test_skipping_in_a_stream_counts() -> None:
     engine, _ = prepared()
     with pytest.warns(UserWarning, match="3 batches are read and discarded"):
         assert read(engine.skip_first_batches((torch.tensor([i]) for i in range(5)), 3)) == [[3], [4]]
+
+
+class Sequence(Dataset[int]):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (DataLoader(Sequence()), "SampleFeed"),
+        (DataLoader(Sequence(), batch_size=None), "BatchFeed"),
+        (DataLoader(Stream()), "StreamFeed"),
+        ([torch.zeros(1)], "ListFeed"),
+        ((torch.zeros(1),), "ListFeed"),
+        ((i for i in range(3)), "StreamFeed"),
+        (CombinedLoader([[1], [2]]), "CombinedFeed"),
+        (CombinedLoader([[1], range(2)]), "StreamFeed"),
+    ],
+)
+def test_each_kind_of_data_has_its_feed(data: Any, kind: str) -> None:
+    assert type(feed_for(data, Engine(accelerator="cpu").group, 0)).__name__ == kind
+
+
+@pytest.mark.parametrize("data", [3, None, object()])
+def test_data_that_cannot_be_iterated(data: Any) -> None:
+    with pytest.raises(TypeError, match=f"a loader must be iterable.*got {type(data).__name__}"):
+        feed_for(data, Engine(accelerator="cpu").group, 0)
+
+
+# -- the same batches in every epoch, for ``overfit_batches`` --------------------------------------------------------------------------------
+
+IN_ORDER = pytest.mark.filterwarnings("ignore:overfit_batches. DataLoader is read")
+DATA = torch.arange(10.0)
+
+
+class Reads(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[Any] = []
+        self.validated: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append({k: v.tolist() for k, v in batch.items()} if isinstance(batch, dict) else batch.tolist())
+        return self.w * 1.0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(batch.tolist())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.w], lr=1.0)
+
+
+def run(root: Path, loader: Any, val: Any = None, **settings: Any) -> Reads:
+    module = Reads()
+    Fit(accelerator="cpu", devices=1, root_dir=root, max_epochs=2, num_sanity_val_steps=0, **settings).run(
+        module, loader, val
+    )
+    return module
+
+
+LOADERS = {
+    "shuffled": lambda: DataLoader(DATA, batch_size=2, shuffle=True),
+    "weighted": lambda: DataLoader(DATA, batch_size=2, sampler=WeightedRandomSampler([1.0] * 10, 10)),
+    "batch sampler": lambda: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 2, False)),
+    "in order": lambda: DataLoader(DATA, batch_size=2),
+    "ready batches": lambda: DataLoader(DATA.reshape(5, 2), batch_size=None, shuffle=True),
+    "list": lambda: list(DATA.reshape(5, 2)),
+}
+
+
+@IN_ORDER
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(("given", "count"), [(2, 2), (0.4, 2), (1, 1), (1.0, 5)])
+def test_the_first_batches_in_every_epoch(tmp_path: Path, name: str, given: float, count: int) -> None:
+    loader = LOADERS[name]()
+    before = getattr(loader, "sampler", None)
+    module = run(tmp_path, loader, LOADERS[name](), overfit_batches=given)
+    assert module.seen == module.validated == 2 * [[2.0 * i, 2.0 * i + 1] for i in range(count)]
+    assert getattr(loader, "sampler", None) is before  # the user's loader stays as it is
+
+
+@IN_ORDER
+def test_members_of_a_combination_are_read_in_order(tmp_path: Path) -> None:
+    module = run(tmp_path, {"a": LOADERS["shuffled"](), "b": LOADERS["list"]()}, overfit_batches=1)
+    assert module.seen == 2 * [{"a": [0.0, 1.0], "b": [0.0, 1.0]}]
+    same = CombinedLoader([LOADERS["in order"](), LOADERS["list"]()])
+    assert in_dataset_order(same) is same
+
+
+def test_batches_of_a_class_of_ones_own_are_refused(tmp_path: Path) -> None:
+    class Own(BatchSampler):
+        pass
+
+    loader = DataLoader(DATA, batch_sampler=Own(RandomSampler(DATA), 2, False))
+    with pytest.raises(
+        ValueError, match="overfit_batches needs the same batches in every epoch, and Own makes those of DataLoader"
+    ):
+        run(tmp_path, loader, overfit_batches=1)
+
+
+def test_runs_without_overfit_batches_are_shuffled(tmp_path: Path) -> None:
+    module = run(tmp_path, LOADERS["shuffled"](), seed=1)
+    assert module.seen[:5] != module.seen[5:]
+    assert sorted(x for batch in module.seen for x in batch) == sorted(2 * DATA.tolist())

@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.data.indexed import Micro
+from engine.data.feed import MicroBatch
 from engine.utils import accelerator, device_copies
-from engine.utils.tree import map_tensors
-
-
-class Side(Protocol):
-    """A stream for copies while the device computes: :class:`SideStream`."""
-
-    def copy(self, batch: Any) -> Any:
-        """Start copying; the result may be used after :meth:`join`."""
-
-    def join(self) -> None:
-        """Make later computations wait for the copies that were started."""
+from engine.utils.tree import map_tensors, move
 
 
 class SideStream:
-    """A stream of the device next to the one that computes.
+    """A stream of the device next to the one that computes, for copies of batches.
 
     A copy waits for computations that were queued before it. This makes it safe to reuse the memory of a freed batch for the copy
     without ``record_stream``, which would not see the tensors inside custom batch classes. As the copy starts before the
     previous batch is computed, the two still overlap.
+
+    Args:
+        dtype: of floating point tensors on the device; ``None``: as they are.
     """
 
-    def __init__(self, device: torch.device, move: Callable[[Any], Any]) -> None:
-        self.device, self.move = device, move
+    def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        self.device, self.dtype = device, dtype
         self.stream = device_copies.side_stream(device, "batches")
         self.pins = accelerator.pins(device)
 
     def copy(self, batch: Any) -> Any:
+        """Start copying; the result may be used after :meth:`join`."""
         self.stream.wait_stream(accelerator.current_stream(self.device))
         with self.stream:
-            return self.move(pinned(batch) if self.pins else batch)
+            return move(pinned(batch) if self.pins else batch, self.device, self.dtype)
 
     def join(self) -> None:
+        """Make later computations wait for the copies that were started."""
         accelerator.current_stream(self.device).wait_stream(self.stream)
 
 
@@ -57,31 +52,31 @@ def pinned(batch: Any) -> Any:
         plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
         return tensor.pin_memory() if plain and tensor.device.type == "cpu" and not tensor.is_pinned() else tensor
 
-    def own(item: Any) -> Any:
+    def pin_itself(item: Any) -> Any:
         if not callable(getattr(item, "pin_memory", None)) or isinstance(item, type):
             return NotImplemented
         try:
-            found = (copy.copy(item) if hasattr(item, "__copy__") else item).pin_memory()
+            result = (copy.copy(item) if hasattr(item, "__copy__") else item).pin_memory()
         except (
             RuntimeError
         ):  # some of its tensors cannot be pinned, or are on the device already: it is copied all the same
             return item
-        return item if found is None else found
+        return item if result is None else result
 
-    return map_tensors(pin, batch, own)
+    return map_tensors(pin, batch, pin_itself)
 
 
-def ahead(micros: Iterator[Micro], side: Side, across: bool) -> Iterator[Micro]:
-    """``micros`` on the device: while one is computed, only the next is copied.
+def ahead(batches: Iterator[MicroBatch], side: SideStream, across: bool) -> Iterator[MicroBatch]:
+    """The micro-batches on the device: while one is computed, only the next is copied.
 
     Two batches are on the device, unless the caller still has an earlier one when it asks for the next: ``for batch in loader`` has, up to a
     ``del batch`` at the end of its body.
 
     Args:
-        across: whether the next window's first micro-batch may be read during a window's last one.
+        across: read the next window's first micro-batch during a window's last one.
     """
-    waiting: Micro | None = None
-    for batch, share in micros:
+    waiting: MicroBatch | None = None
+    for batch, share in batches:
         copied = side.copy(batch), share
         if waiting is not None:
             yield waiting

@@ -1,4 +1,4 @@
-"""Which rank trains on which sample when: pure arithmetic over (seed, epoch, position, world).
+"""Which rank gets which part of an epoch's order, in which micro-batch: pure arithmetic over (position, world).
 
 Global batch ``i`` of an epoch is ``order[i*G:(i+1)*G]`` with ``G = batch_size * world_size * window``. Each rank takes its share of it in at
 most ``window`` micro-batches. A short last global batch is divided as evenly as possible; a rank without samples repeats
@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
-Window = tuple[list[range], list[list[range]]]
+WindowRanges = tuple[list[range], list[list[range]]]
 """A window's micro-batches of one rank as ranges of positions, and ``[micro-batch][rank]`` of all (empty: all of them are full)."""
 
 
@@ -51,7 +49,7 @@ class Deal:
         """Micro-batches of each rank in an epoch."""
         return -(-self.used // self.round)
 
-    def windows(self, start: int = 0) -> Iterator[Window]:
+    def windows(self, start: int = 0) -> Iterator[WindowRanges]:
         """From position ``start`` (in units) on, each window: this rank's micro-batches as ranges of positions, and ``[micro-batch][rank]`` of all.
 
         For a full window only this rank's ranges are listed (the second list is empty): all its micro-batches are full.
@@ -107,18 +105,18 @@ class Shards:
         return len(self) * self.round
 
     def __len__(self) -> int:
-        """Micro-batches per rank in an epoch: those of the rank with the most, while others repeat some."""
-        most = -(-max(self._held()) // self.batch)
+        """Micro-batches per rank in an epoch: as many as the rank with the most has, while others repeat some."""
+        most = -(-max(self._units_used()) // self.batch)
         return most if self.limit is None else min(most, self.limit)
 
-    def windows(self, start: int = 0) -> Iterator[Window]:
-        """As :meth:`Deal.windows`, with ranges of each rank's own units; it lists all ranks in every window.
+    def windows(self, start: int = 0) -> Iterator[WindowRanges]:
+        """The windows from position ``start`` on, like :meth:`Deal.windows`, with ranges of each rank's own units; every window lists all ranks.
 
         Raises:
             ValueError: this rank has no units while others do.
         """
-        held = self._held()
-        spare = range(min(self.batch, held[self.rank]))
+        by_rank = self._units_used()
+        spare = range(min(self.batch, by_rank[self.rank]))
         lows = range(start // self.world_size, len(self) * self.batch, self.batch)
         if lows and not spare:
             raise ValueError(
@@ -126,29 +124,10 @@ class Shards:
             )
         for first in range(0, len(lows), self.window):
             dealt = [
-                [range(min(low, units), min(low + self.batch, units)) for units in held]
+                [range(min(low, units), min(low + self.batch, units)) for units in by_rank]
                 for low in lows[first : first + self.window]
             ]
             yield [micro[self.rank] or spare for micro in dealt], dealt
 
-    def _held(self) -> list[int]:
+    def _units_used(self) -> list[int]:
         return [units - units % self.batch if self.drop_last else units for units in self.units]
-
-
-def permutation(units: int, seed: int, epoch: int) -> torch.Tensor:
-    """The shuffled order of an epoch. Shape ``(units,)``, int64; the same on every rank and at every world size."""
-    generator = torch.Generator(device="cpu").manual_seed(mixed(seed, epoch))
-    return torch.randperm(units, generator=generator, device="cpu")
-
-
-def repeated(epoch: int, number: int) -> int:
-    """The epoch whose order repetition ``number`` within an epoch uses: first the epoch's own, then none of a near epoch (< 2**31)."""
-    return (epoch + number * 1_000_003) % 2**31
-
-
-def mixed(seed: int, epoch: int) -> int:
-    """A 63-bit seed from two numbers (splitmix64's finalizer), so that seeds 0, 1, 2 and epochs 0, 1, 2 never share an order."""
-    z = (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1342543DE82EF95 + 0x2545F4914F6CDD1D) & 0xFFFFFFFFFFFFFFFF
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (z ^ (z >> 31)) >> 1

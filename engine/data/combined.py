@@ -1,21 +1,25 @@
-"""Several loaders as one: which batches are combined, and how they are distributed to the ranks."""
+"""Several loaders as one: which batches are combined, how they are distributed to the ranks, and how they are read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from engine.data.combined_rows import Reader, Rows, rows
-from engine.data.indexed import Batches, BatchIndices, Cut, Micro, SampleIndices, indexed, weighed
-from engine.data.sampler import Deal, mixed, repeated
-from engine.data.stream import Stream
-from engine.data.stream_position import presharded
+from engine.data.deal import Deal
+from engine.data.feed import Feed, MicroBatch
+from engine.data.indexed import Cut, IndexedFeed, indexed_feed, with_exchanged_sizes
+from engine.data.order import epoch_of_repetition, mixed
+from engine.data.stream import StreamFeed, StreamReader, reader_for
+from engine.data.user_loaders import presharded
 from engine.distributed.group import Group
 from engine.step.window import Share, shares
 from engine.utils.errors import nearest
 from engine.utils.tree import batch_size
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
+_END = object()
+"""A member that has ended gives this in a batch's place."""
 
 
 class CombinedLoader:
@@ -76,7 +80,7 @@ class CombinedLoader:
 
     @property
     def presharded(self) -> bool:
-        """Whether each rank has its own share of every member already."""
+        """True if each rank has its own share of every member already."""
         return all(map(presharded, self.members))
 
     def __len__(self) -> int:
@@ -85,7 +89,7 @@ class CombinedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate without an engine: one process, the members' own orders."""
-        return rows(self.mode, self.packed, [Reader(member) for member in self.members])
+        return combined_batches(self, [MemberReader(member) for member in self.members])
 
     def packed(self, batches: list[Any]) -> Any:
         """The members' batches in a container like the user's."""
@@ -101,73 +105,75 @@ def total(mode: str, counts: list[int]) -> int:
     return min(counts) if mode == "min_size" else max(counts)
 
 
-def combined(loader: CombinedLoader, group: Group, seed: int, feistel: bool = True) -> Indexed | Stream:
-    """The feed of a combination.
+def combined_feed(loader: CombinedLoader, group: Group, seed: int, feistel: bool = True) -> CombinedFeed | StreamFeed:
+    """The feed of a combination. A collective.
 
     Raises:
         ValueError: only some members are divided among the ranks already.
     """
     # A seed for each: two members of one length would be shuffled alike.
-    feeds = [indexed(member, group, mixed(seed, index + 1), feistel) for index, member in enumerate(loader.members)]
-    known = [feed for feed in feeds if feed is not None]
+    feeds = [
+        indexed_feed(member, group, mixed(seed, index + 1), feistel) for index, member in enumerate(loader.members)
+    ]
+    with_indices = [feed for feed in feeds if feed is not None]
     divided = [presharded(member) for member in loader.members]
     if any(divided) and not all(divided):
         raise ValueError(
             "CombinedLoader: some of the loaders are presharded, others are not; make all or none of them presharded"
         )
-    for feed in known:
+    for feed in with_indices:
         if not divided[0] and feed.order is not None and feed.order.sharded:
             raise ValueError(
                 f"CombinedLoader: {type(feed.order.sampler).__name__} divides the data among the ranks already, but here whole combined "
                 "batches are distributed: give this member a plain sampler"
             )
-    if len(known) == len(feeds) and not divided[0]:
-        return Indexed(loader, known, group)
-    source = Rows(loader, loader.members, feeds, loader.mode, loader.packed)
-    return Stream(loader, group, seed, source, size=lambda batch: _samples(loader, batch))
+    if len(with_indices) == len(feeds) and not divided[0]:
+        return CombinedFeed(loader, with_indices, group)
+    return StreamFeed(loader, group, seed, CombinedReader(loader, feeds))
 
 
 def _samples(loader: CombinedLoader, batch: Any) -> int:
+    """The number of samples in a combined batch."""
     if loader.mode == "sequential":
         return batch_size(batch) or 1
     parts = batch.values() if isinstance(batch, dict) else batch
     return sum(batch_size(part) or 1 for part in parts if part is not None)
 
 
-# -- members with indices: any position of the combination is entered directly --------------------------------------------------------------
+# -- all members have indices: any position of the combination is entered directly --------------------------------------------------------------
 
 
-class _Passes:
+class MemberPasses:
     """A member's batches, numbered consecutively over its passes in one epoch of the combination."""
 
-    def __init__(self, feed: SampleIndices | BatchIndices | Batches) -> None:
+    def __init__(self, feed: IndexedFeed) -> None:
         self.feed = feed
         self.epoch, self.count = 0, 0
         self.cuts: dict[int, Cut] = {}
-        self.together = feed.order is not None and feed.order.together
-        self.opening: Any = None
+        self.drawn_by_all_ranks = feed.order is not None and feed.order.drawn_by_all_ranks
+        self.start_state: Any = None
         """The state needed to draw this epoch's first pass again."""
 
     def begin(self, epoch: int, state: Any) -> int:
-        """Batches in one pass."""
+        """Start an epoch of the combination; the result is the number of batches in one pass."""
         self.epoch, self.cuts = epoch, {}
         if self.feed.order is not None:
             self.feed.order.enter(state)
         self.count = self.cut(0).batches
-        self.opening = self.feed.state(closed=True)
+        self.start_state = self.feed.state(after_window=True)
         return self.count
 
     def draw(self, last: int) -> None:
         """Prepare passes that the ranks must draw together: later, each rank's workers are at another position."""
-        if self.together:
+        if self.drawn_by_all_ranks:
             for number in range(last):  # also those before a resume's position: a sampler may count its passes
                 self.cut(number)
 
     def cut(self, number: int) -> Cut:
         if number not in self.cuts:
-            if len(self.cuts) > 2 and not self.together:
+            if len(self.cuts) > 2 and not self.drawn_by_all_ranks:
                 del self.cuts[min(self.cuts)]  # the workers read at most one pass ahead of the weights
-            self.cuts[number] = self.feed.cut(repeated(self.epoch, number))
+            self.cuts[number] = self.feed.cut(epoch_of_repetition(self.epoch, number))
         return self.cuts[number]
 
     def size(self, number: int) -> int:
@@ -183,42 +189,39 @@ class _Passes:
             yield cut.items(number % self.count % cut.batches)  # a user's sampler may draw fewer in a later pass
 
 
-class Indexed:
+class CombinedFeed(Feed):
     """The combination of members with indices. The position counts combined batches of all ranks."""
 
-    def __init__(
-        self, loader: CombinedLoader, feeds: Sequence[SampleIndices | BatchIndices | Batches], group: Group
-    ) -> None:
+    def __init__(self, loader: CombinedLoader, feeds: Sequence[IndexedFeed], group: Group) -> None:
         self.loader, self.group, self.feeds = loader, group, feeds
-        self.members = [_Passes(feed) for feed in feeds]
+        self.members = [MemberPasses(feed) for feed in feeds]
         self.reads_ahead = all(feed.reads_ahead for feed in feeds)
         self.offsets: list[int] = []
+
+    @property
+    def feistel(self) -> bool:
+        return any(feed.feistel for feed in self.feeds)
 
     def length(self, limit: int | None) -> int | None:
         counts = [feed.whole() for feed in self.feeds]
         known = [count for count in counts if count is not None]
         return len(self._deal(total(self.loader.mode, known), 1, limit)) if len(known) == len(counts) else None
 
-    def advance(self, window: int) -> int:
+    def stride(self, window: int) -> int:
         return self.group.world_size * window
 
-    @property
-    def feistel(self) -> bool:
-        """Whether a member's shuffle is computed rather than stored."""
-        return any(feed.feistel for feed in self.feeds)
+    def state(self, after_window: bool) -> Any:
+        return _orders([member.start_state for member in self.members])
 
-    def state(self, closed: bool) -> Any:
-        return _orders([member.opening for member in self.members])
+    def start_state(self) -> Any:
+        return self.state(after_window=False)
 
-    def opening(self) -> Any:
-        return self.state(closed=False)
+    def next_pass_state(self) -> Any:
+        return _orders([feed.next_pass_state() for feed in self.feeds])
 
-    def carry(self) -> Any:
-        return _orders([feed.carry() for feed in self.feeds])
-
-    def leave(self) -> None:
+    def stop_pass(self) -> None:
         for feed in self.feeds:
-            feed.leave()
+            feed.stop_pass()
 
     def close(self) -> None:
         for feed in self.feeds:
@@ -227,7 +230,9 @@ class Indexed:
     def _deal(self, units: int, window: int, limit: int | None) -> Deal:
         return Deal(units, 1, window, self.group.world_size, self.group.rank, limit=limit)
 
-    def micros(self, epoch: int, start: int, window: int, limit: int | None, state: Any = None) -> Iterator[Micro]:
+    def micro_batches(
+        self, epoch: int, start: int, window: int, limit: int | None, state: Any = None
+    ) -> Iterator[MicroBatch]:
         mode = self.loader.mode
         orders = state["orders"] if state is not None else [None] * len(self.members)
         counts = [member.begin(epoch, order) for member, order in zip(self.members, orders, strict=True)]
@@ -243,20 +248,20 @@ class Indexed:
                 member.draw(-(-deal.used // member.count))
         batches = self._one_by_one(deal, start) if mode == "sequential" else self._side_by_side(deal, start)
         if not all(feed.sized for feed in self.feeds):
-            return weighed(batches, deal, start, self.group, lambda batch: _samples(self.loader, batch))
+            return with_exchanged_sizes(batches, deal, start, self.group, partial(_samples, self.loader))
         return zip(batches, self._shares(deal, start), strict=True)
 
     def _side_by_side(self, deal: Deal, start: int) -> Iterator[Any]:
         cycle = self.loader.mode == "max_size_cycle"
         ends = [deal.used if cycle else min(member.count, deal.used) for member in self.members]
         parts = [
-            member.fetch(_own(deal, start, 0, end)) if end else iter(())
+            member.fetch(_rank_numbers(deal, start, 0, end)) if end else iter(())
             for member, end in zip(self.members, ends, strict=True)
         ]
         return self._packed(deal, start, ends, parts)
 
     def _packed(self, deal: Deal, start: int, ends: list[int], parts: list[Iterator[Any]]) -> Iterator[Any]:
-        for number in _own(deal, start, 0, deal.used):
+        for number in _rank_numbers(deal, start, 0, deal.used):
             yield self.loader.packed(
                 [next(part) if number < end else None for part, end in zip(parts, ends, strict=True)]
             )
@@ -264,7 +269,8 @@ class Indexed:
     def _one_by_one(self, deal: Deal, start: int) -> Iterator[Any]:
         def opened(index: int) -> Iterator[Any]:
             low = self.offsets[index]
-            return self.members[index].fetch(number - low for number in _own(deal, start, low, self.offsets[index + 1]))
+            numbers = _rank_numbers(deal, start, low, self.offsets[index + 1])
+            return self.members[index].fetch(number - low for number in numbers)
 
         def read() -> Iterator[Any]:
             for number in numbers:
@@ -273,8 +279,8 @@ class Indexed:
                     parts[index] = opened(index)
                 yield next(parts[index])
 
-        numbers = _own(deal, start, 0, deal.used)
-        first = next(_own(deal, start, 0, deal.used), None)
+        numbers = _rank_numbers(deal, start, 0, deal.used)
+        first = next(_rank_numbers(deal, start, 0, deal.used), None)
         parts: dict[int, Iterator[Any]] = {}
         if first is not None:  # now, as any loader's iterator is created when a pass starts
             parts[self._member_of(first)] = opened(self._member_of(first))
@@ -292,11 +298,12 @@ class Indexed:
 
     def _shares(self, deal: Deal, start: int) -> Iterator[Share]:
         ranks = deal.world_size
-        for base, (own, dealt) in zip(range(start, deal.used, ranks * deal.window), deal.windows(start), strict=True):
+        bases = range(start, deal.used, ranks * deal.window)
+        for base, (ranges, dealt) in zip(bases, deal.windows(start), strict=True):
             if dealt:
                 sizes = tuple(tuple(self._size(part.start) if part else 0 for part in micro) for micro in dealt)
             else:
-                sizes = tuple(tuple(self._size(base + j * ranks + r) for r in range(ranks)) for j in range(len(own)))
+                sizes = tuple(tuple(self._size(base + j * ranks + r) for r in range(ranks)) for j in range(len(ranges)))
             yield from shares(sizes, deal.rank)
 
 
@@ -304,14 +311,201 @@ def _orders(states: list[Any]) -> dict[str, Any] | None:
     return {"orders": states} if any(state is not None for state in states) else None
 
 
-def _own(deal: Deal, start: int, low: int, high: int) -> Iterator[int]:
+def _rank_numbers(deal: Deal, start: int, low: int, high: int) -> Iterator[int]:
     """This rank's numbers from ``start`` on, only those in [low, high), without iterating over the rest."""
     full = deal.round * deal.window
     first = start + max(0, low - start) // full * full
     short = start + max(0, deal.used - start) // full * full
     # In the last, short window any number may be a rank's, which repeats one when it has none.
     stop = min(high, short)
-    for _, (own, _) in zip(range(first, stop, full), deal.windows(first), strict=False):
-        yield from (part.start for part in own if low <= part.start < high)
-    for own, _ in deal.windows(short):
-        yield from (part.start for part in own if low <= part.start < high)
+    for _, (ranges, _) in zip(range(first, stop, full), deal.windows(first), strict=False):
+        yield from (part.start for part in ranges if low <= part.start < high)
+    for ranges, _ in deal.windows(short):
+        yield from (part.start for part in ranges if low <= part.start < high)
+
+
+# -- a member has no indices: each member is read pass after pass, and reports its position -----------------------------------------------------
+
+
+class MemberReader:
+    """Reads one member, pass after pass."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self.iterator: Iterator[Any] | None = None
+        self.passes, self.count, self.over = 0, 0, False
+        """Earlier passes, batches read in this one, and whether it has ended."""
+        self.start: Any = None
+        """The state from which the next pass starts."""
+
+    def next(self) -> Any:
+        """The next batch of this pass, or ``_END``."""
+        if self.iterator is None:
+            self.iterator = self.open()
+        batch = next(self.iterator, _END)
+        self.count += batch is not _END
+        return batch
+
+    def again(self) -> Any:
+        """The first batch of another pass."""
+        self.iterator, self.passes, self.count = None, self.passes + 1, 0
+        batch = self.next()
+        if batch is _END:
+            kind = type(self.data).__name__
+            raise ValueError(
+                f"CombinedLoader: a {kind} yielded no batch when it was read again: it is empty, or can be read only once"
+            )
+        return batch
+
+    def open(self) -> Iterator[Any]:
+        """Start to read where the position says."""
+        return iter(self.data)
+
+    def position(self) -> Any:
+        """The place in this pass, besides the number of batches."""
+        return None
+
+    def state(self, position: Any) -> Any:
+        """A :meth:`position` as a tree of plain values."""
+        return None
+
+
+class IndexedMember(MemberReader):
+    """A member with indices: can start anywhere."""
+
+    def __init__(self, data: Any, feed: IndexedFeed, epoch: int) -> None:
+        super().__init__(data)
+        self.feed, self.epoch = feed, epoch
+
+    def open(self) -> Iterator[Any]:
+        cut = self.feed.cut(epoch_of_repetition(self.epoch, self.passes))
+        return self.feed.fetch(cut.items(number) for number in range(self.count, cut.batches))
+
+
+class StreamMember(MemberReader):
+    """A member that is a stream: starts from its state."""
+
+    def __init__(self, data: Any, reader: StreamReader) -> None:
+        super().__init__(data)
+        self.reader = reader
+        self.begun = False
+
+    def open(self) -> Iterator[Any]:
+        state, self.start, self.begun = self.start, None, True
+        return self.reader.begin(state)[1]
+
+    def position(self) -> Any:
+        return (True, self.reader.position()) if self.begun else (False, self.start)
+
+    def state(self, position: Any) -> Any:
+        begun, place = position
+        return self.reader.state(place) if begun and place is not None else place
+
+
+def combined_batches(loader: CombinedLoader, readers: Sequence[MemberReader]) -> Iterator[Any]:
+    """The combined batches, from where the readers are."""
+    try:
+        yield from _one_by_one(readers) if loader.mode == "sequential" else _side_by_side(loader, readers)
+    finally:
+        for reader in readers:
+            reader.iterator = None  # the position stays known, worker processes end
+
+
+def _one_by_one(readers: Sequence[MemberReader]) -> Iterator[Any]:
+    for reader in readers:
+        while not reader.over:
+            batch = reader.next()
+            reader.over = batch is _END
+            if not reader.over:
+                yield batch
+
+
+def _side_by_side(loader: CombinedLoader, readers: Sequence[MemberReader]) -> Iterator[Any]:
+    mode = loader.mode
+    while True:
+        row = []
+        for reader in readers:
+            batch = _END if reader.over and mode == "max_size" else reader.next()
+            if batch is _END:
+                reader.over = True
+                if mode == "min_size" or all(r.over for r in readers):
+                    return
+                batch = reader.again() if mode == "max_size_cycle" else None
+            row.append(batch)
+        yield loader.packed(row)
+
+
+class CombinedReader(StreamReader):
+    """Reads combined batches in turn; the state consists of the members' positions.
+
+    Args:
+        feeds: of the members that have indices; ``None``: a stream.
+    """
+
+    def __init__(self, loader: CombinedLoader, feeds: Sequence[IndexedFeed | None]) -> None:
+        super().__init__(loader)
+        self.loader, self.feeds = loader, feeds
+        self.epoch = 0
+        self.sources = [
+            reader_for(member) if feed is None else None for feed, member in zip(feeds, loader.members, strict=True)
+        ]
+        self.buffers = [buffer for source in self.sources if source is not None for buffer in source.buffers]
+        self.readers: list[MemberReader] = []
+
+    def samples(self, batch: Any) -> int:
+        return _samples(self.loader, batch)
+
+    def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
+        self.readers = [self._reader(index) for index in range(len(self.feeds))]
+        for reader, saved in zip(self.readers, state["members"] if state else (), strict=False):
+            reader.passes, reader.count = saved["pass"], saved["given"]
+            reader.over, reader.start = saved["over"], saved["state"]
+        # Start now, because a resume restores the random numbers that this draws; later members of a sequence start at their turn.
+        cycle, sequential = self.loader.mode == "max_size_cycle", self.loader.mode == "sequential"
+        for reader in [r for r in self.readers if not r.over or cycle][: 1 if sequential else None]:
+            reader.iterator = reader.open()
+        return None, combined_batches(self.loader, self.readers)
+
+    def _reader(self, index: int) -> MemberReader:
+        member, feed, source = self.loader.members[index], self.feeds[index], self.sources[index]
+        if feed is not None:
+            return IndexedMember(member, feed, self.epoch)
+        assert source is not None
+        return StreamMember(member, source)
+
+    def position(self) -> Any:
+        return [(reader.passes, reader.count, reader.over, reader.position()) for reader in self.readers]
+
+    def state(self, position: Any) -> dict[str, Any] | None:
+        members = [
+            {"pass": passes, "given": count, "over": over, "state": reader.state(place)}
+            for reader, (passes, count, over, place) in zip(self.readers, position, strict=True)
+        ]
+        return {"mode": self.loader.mode, "members": members}
+
+    def accepts(self, state: Any) -> bool:
+        if state.get("mode") != self.loader.mode or len(state["members"]) != len(self.sources):
+            return False
+        read = [
+            (saved, source)
+            for saved, source in zip(state["members"], self.sources, strict=True)
+            if saved["given"] and source is not None
+        ]
+        return all(
+            self._done(saved) or (saved["state"] is not None and source.accepts(saved["state"]))
+            for saved, source in read
+        )
+
+    def _done(self, saved: dict[str, Any]) -> bool:
+        return saved["over"] and self.loader.mode != "max_size_cycle"
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        for source in self.sources:
+            if source is not None:
+                source.set_epoch(epoch)
+
+    def close(self) -> None:
+        for part in (*self.feeds, *self.sources):
+            if part is not None:
+                part.close()

@@ -1,4 +1,4 @@
-"""Where micro-batches come from: one feed for each kind of data. The group is a stand-in: feeds ask it for rank and world size."""
+"""Micro-batches of data with indices. The group is a stand-in: feeds ask it for rank and world size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -24,9 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from engine.data.feed import feed_for
-from engine.data.indexed import Batches, BatchIndices, SampleIndices
-from engine.data.stream import Stream
+from engine.data.indexed import indexed_feed
 
 
 @dataclass
@@ -38,12 +35,12 @@ class Stand:
 
 
 def feed(data: Any, world_size: int = 1, rank: int = 0, seed: int = 0) -> Any:
-    return feed_for(data, Stand(world_size, rank), seed)  # type: ignore[arg-type]
+    return indexed_feed(data, Stand(world_size, rank), seed)  # type: ignore[arg-type]
 
 
 def read(source: Any, epoch: int = 0, start: int = 0, window: int = 1, limit: int | None = None) -> list[list[int]]:
     """The samples of each micro-batch that counts."""
-    return [batch.tolist() for batch, share in source.micros(epoch, start, window, limit) if share.size]
+    return [batch.tolist() for batch, share in source.micro_batches(epoch, start, window, limit) if share.size]
 
 
 def everywhere(data: Any, world_size: int, **options: Any) -> list[int]:
@@ -61,38 +58,6 @@ class Numbers(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return index
-
-
-class Flow(IterableDataset[int]):
-    def __init__(self, count: int, presharded: bool = False) -> None:
-        self.count, self.presharded, self.epochs = count, presharded, []
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epochs.append(epoch)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.count))
-
-
-@pytest.mark.parametrize(
-    ("data", "kind"),
-    [
-        (DataLoader(Numbers(3)), SampleIndices),
-        (DataLoader(Numbers(3), batch_size=None), BatchIndices),
-        (DataLoader(Flow(3)), Stream),
-        ([torch.zeros(1)], Batches),
-        ((torch.zeros(1),), Batches),
-        ((i for i in range(3)), Stream),
-    ],
-)
-def test_kinds(data: Any, kind: type) -> None:
-    assert type(feed(data)) is kind
-
-
-@pytest.mark.parametrize("data", [3, None, object()])
-def test_what_cannot_be_iterated(data: Any) -> None:
-    with pytest.raises(TypeError, match=f"a loader must be iterable.*got {type(data).__name__}"):
-        feed(data)
 
 
 # -- samples ----------------------------------------------------------------------------------------------------------------------
@@ -119,7 +84,7 @@ def test_shuffle_is_one_order_for_any_world_size() -> None:
 def test_a_position_is_entered_directly() -> None:
     loader = DataLoader(Numbers(24), batch_size=2, shuffle=True)
     source = feed(loader, 2, 1, seed=5)
-    assert source.advance(3) == 12
+    assert source.stride(3) == 12
     assert read(source, start=12, window=3) == read(source, window=3)[3:]
 
 
@@ -281,7 +246,7 @@ def test_without_batching_a_shuffled_index_is_a_number() -> None:
             return index
 
     source = feed(DataLoader(Keyed(), batch_size=None, shuffle=True))
-    assert sorted(i for i, _ in source.micros(0, 0, 1, None)) == list(range(6))
+    assert sorted(i for i, _ in source.micro_batches(0, 0, 1, None)) == list(range(6))
 
 
 class Mine(DataLoader[int]):
@@ -316,7 +281,7 @@ def test_lengths(drop_last: bool, lengths: tuple[int, ...]) -> None:
         sources = [feed(loader, world_size, rank) for rank in range(world_size)]
         assert [source.length(None) for source in sources] == [expected] * world_size
         assert sources[0].length(1) == 1
-        assert len(list(sources[-1].micros(0, 0, 2, None))) == expected
+        assert len(list(sources[-1].micro_batches(0, 0, 2, None))) == expected
 
 
 def test_a_limit_is_in_micro_batches_of_a_rank() -> None:
@@ -338,7 +303,7 @@ def test_a_list_of_batches_is_a_sequence_of_batches() -> None:
     assert read(feed(data, 2, 0)) == [[0, 1], [5]]
     assert read(feed(data, 2, 1)) == [[2, 3, 4]]
     assert [feed(data, 2, r).length(None) for r in range(2)] == [2, 2]
-    assert len(list(feed(data, 2, 1).micros(0, 0, 1, None))) == 2  # the second one a repetition at weight 0
+    assert len(list(feed(data, 2, 1).micro_batches(0, 0, 1, None))) == 2  # the second one a repetition at weight 0
 
 
 @pytest.mark.parametrize("window", [1, 2])
@@ -347,7 +312,7 @@ def test_batches_weigh_their_samples(world_size: int, window: int) -> None:
     data = listed(2, 3, 1, 4, 2)
     weights: dict[int, float] = {}
     for rank in range(world_size):
-        for batch, share in feed(data, world_size, rank).micros(0, 0, window, None):
+        for batch, share in feed(data, world_size, rank).micro_batches(0, 0, window, None):
             for sample in batch.tolist() if share.size else []:
                 weights[sample] = 1 / (len(batch) * share.divisor * world_size)
     bounds = [0, 2, 5, 6, 10, 12]
@@ -369,7 +334,7 @@ def test_a_batch_sampler_of_the_users_keeps_its_batches() -> None:
     assert read(feed(loader)) == [[0, 1, 2], [3], [4, 5]]
     assert read(feed(loader, 2, 0)) == [[0, 1, 2], [4, 5]]
     assert read(feed(loader, 2, 1)) == [[3]]
-    shares = [share for _, share in feed(loader, 2, 0).micros(0, 0, 1, None)]
+    shares = [share for _, share in feed(loader, 2, 0).micro_batches(0, 0, 1, None)]
     assert shares[0].divisor == pytest.approx(4 / 6)
 
 
@@ -389,41 +354,3 @@ def test_a_batch_sampler_without_a_length() -> None:
 def test_without_batching_samples_are_batches() -> None:
     loader = DataLoader(Subset(listed(2, 3, 1), range(3)), batch_size=None)
     assert read(feed(loader, 2, 1)) == [[2, 3, 4]]
-
-
-# -- streams ----------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_stream_is_read_in_windows() -> None:
-    source = feed(DataLoader(Flow(7), batch_size=2))
-    found = [(batch.tolist(), round(1 / share.divisor, 6), share.last) for batch, share in source.micros(0, 0, 3, None)]
-    assert found == [([0, 1], 0.333333, False), ([2, 3], 0.333333, False), ([4, 5], 0.333333, True), ([6], 1.0, True)]
-
-
-def test_a_stream_is_told_its_epoch() -> None:
-    data = Flow(2)
-    read(feed(DataLoader(data)), epoch=3)
-    assert data.epochs == [3]
-
-
-def test_a_streams_middle_is_reached_by_reading() -> None:
-    source = feed(DataLoader(Flow(8), batch_size=2))
-    with pytest.warns(UserWarning, match="2 batches are read and discarded"):
-        assert read(source, start=2) == [[4, 5], [6, 7]]
-    assert read(source, limit=3, window=2) == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_a_streams_length() -> None:
-    assert feed(DataLoader(Flow(8))).length(None) is None
-    assert feed(range(5)).length(None) == 5
-    assert feed(range(5), 2, 0).length(None) == 3
-    assert feed(range(5), 2, 0).length(2) == 2
-
-    class Divided(list[int]):
-        presharded = True
-
-        def __init__(self) -> None:
-            super().__init__(range(5))
-
-    source = Stream(Divided(), Stand(2, 1), 0)  # type: ignore[arg-type]
-    assert source.length(None) == 5

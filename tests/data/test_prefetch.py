@@ -16,12 +16,12 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
 from engine import Engine, TrainModule
-from engine.data import prepared_loader as loaders
-from engine.data.device_prefetch import ahead, pinned
+from engine.data import loader as loaders
+from engine.data.prefetch import SideStream, ahead, pinned
 from engine.utils import accelerator
 
 
-class Notes:
+class Notes(SideStream):
     def __init__(self) -> None:
         self.events: list[str] = []
 
@@ -98,7 +98,7 @@ class Stays(loaders.BatchTransfer):
 def test_the_prepared_loader_reads_ahead_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, hooks and the place in the epoch stay those of the batch that is given out."""
     notes = Notes()
-    monkeypatch.setattr(loaders, "SideStream", lambda device, move: notes)
+    monkeypatch.setattr(loaders, "SideStream", lambda device, dtype: notes)
     monkeypatch.setattr(accelerator, "has_streams", lambda device: device.type == "cuda")
     engine = Engine(accelerator="cpu", accumulate_grad_batches=2)
     monkeypatch.setattr(engine.group, "device", torch.device("cuda"))
@@ -142,12 +142,12 @@ def test_a_run_has_two_batches_on_the_device(tmp_path: Path, monkeypatch: pytest
     counts = []
 
     class Stand(Notes):
-        def __init__(self, device: torch.device, move: Any) -> None:
+        def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
             super().__init__()
-            self.move = move
+            self.dtype = dtype
 
         def copy(self, batch: Any) -> Any:
-            found = self.move(batch)
+            found = batch.to(self.dtype)
             alive.append(weakref.ref(found))
             counts.append(sum(each() is not None for each in alive))
             return found

@@ -1,0 +1,569 @@
+"""The order in which an epoch's samples come: a function of seed and epoch, or a user's sampler, drawn under a seed of the epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import random
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+
+from engine.data.deal import WindowRanges
+from engine.data.user_loaders import is_a, presharded, stateful
+from engine.distributed.collectives import broadcast_object, gather_json
+from engine.distributed.group import Group
+from engine.utils.log import warn_once
+from engine.utils.seed import isolated, seed_everything
+
+LARGE = 2**24
+"""Samples from which on a shuffle is computed (:class:`FeistelIndices`): a list of this size takes 128 MiB and half a second per rank and epoch."""
+
+_ENDLESS = 10_000_000
+_SHARDS = (
+    ("num_replicas", "rank"),
+    ("num_processes", "process_index"),
+    ("world_size", "rank"),
+    ("_world_size", "_rank"),
+)
+"""Attributes by which samplers declare the number of shards and the index of theirs."""
+_WORD = 0xFFFFFFFF
+_BLOCK = 8192
+
+
+# -- the indices of an epoch ------------------------------------------------------------------------------------------------------------------
+
+
+def mixed(seed: int, epoch: int) -> int:
+    """A 63-bit seed from two numbers (splitmix64's finalizer), so that seeds 0, 1, 2 and epochs 0, 1, 2 never share an order."""
+    z = (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1342543DE82EF95 + 0x2545F4914F6CDD1D) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (z ^ (z >> 31)) >> 1
+
+
+def epoch_of_repetition(epoch: int, number: int) -> int:
+    """The epoch whose order repetition ``number`` within an epoch uses: first the epoch's own, then none of a near epoch (< 2**31)."""
+    return (epoch + number * 1_000_003) % 2**31
+
+
+def permutation(units: int, seed: int, epoch: int) -> Tensor:
+    """The shuffled order of an epoch. Shape ``(units,)``, int64; the same on every rank and at every world size."""
+    generator = torch.Generator(device="cpu").manual_seed(mixed(seed, epoch))
+    return torch.randperm(units, generator=generator, device="cpu")
+
+
+class StoredIndices(Sequence[Any]):
+    """An epoch's indices in memory: a list, a range or a tensor."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: Any) -> Any:
+        entry = self.items[index]
+        if isinstance(self.items, Tensor):
+            return entry.tolist()  # indices as datasets expect them: plain numbers
+        return list(entry) if isinstance(index, slice) else entry
+
+    def pieces(self, windows: Iterable[WindowRanges]) -> Iterator[list[Any]]:
+        """The entries of each micro-batch."""
+        items, plain = self.items, not isinstance(self.items, Tensor)
+        for ranges, _ in windows:
+            for part in ranges:
+                piece = items[part.start : part.stop]
+                yield list(piece) if plain else piece.tolist()
+
+
+class FeistelIndices:
+    """A shuffle of any size that is never stored: each index is a function of (seed, epoch) and its position.
+
+    An alternating Feistel network permutes the numbers with as many bits as ``size - 1``; a result beyond ``size`` goes
+    through it again until it is below (cycle walking: less than twice on average). See Black and Rogaway, "Ciphers with Arbitrary Finite
+    Domains", CT-RSA 2002. All products stay below 2**62, so that int64 gives the same on every platform.
+
+    Args:
+        size: ``range(size)`` is permuted.
+        count: the number of entries that are used, the first ones; ``None``: all.
+
+    Raises:
+        ValueError: ``size`` is negative or beyond 2**62, or ``count`` beyond ``size``.
+    """
+
+    def __init__(self, size: int, seed: int, epoch: int, count: int | None = None) -> None:
+        self.size, self.count = size, size if count is None else count
+        if not 0 <= self.count <= size <= 2**62:
+            raise ValueError(
+                f"a permutation of {size} numbers with {self.count} used: size must be 0 to 2**62, and count at most size"
+            )
+        bits = max(2, (size - 1).bit_length())
+        self._low_bits = bits // 2
+        self._masks = (1 << (bits - bits // 2)) - 1, (1 << (bits // 2)) - 1
+        key = mixed(seed, epoch)
+        rounds = 8 if bits >= 16 else 16  # halves of a few bits mix slowly
+        self._keys = [mixed(key, number) & _WORD for number in range(rounds)]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Any) -> Any:
+        """An entry, or a list of those of a slice."""
+        positions = range(self.count)[index]
+        if isinstance(positions, range):
+            return (
+                self.at(torch.arange(positions.start, positions.stop, positions.step, device="cpu")).tolist()
+                if positions
+                else []
+            )
+        return int(self.at(torch.tensor([positions], device="cpu")))
+
+    def at(self, positions: Tensor) -> Tensor:
+        """The entries at ``positions``. Shapes ``[n]``, int64, on the CPU."""
+        entries = self._network(positions)
+        outside = (entries >= self.size).nonzero().squeeze(1)
+        while outside.numel():
+            again = self._network(entries[outside])
+            entries[outside] = again
+            outside = outside[again >= self.size]
+        return entries
+
+    def pieces(self, windows: Iterable[WindowRanges]) -> Iterator[list[int]]:
+        """The entries of each micro-batch; several are computed at once, which costs as much as one."""
+        parts: list[range] = []
+        waiting = 0
+        for ranges, _ in windows:
+            parts += ranges
+            waiting += sum(map(len, ranges))
+            if waiting >= _BLOCK:
+                yield from self._split(parts)
+                parts, waiting = [], 0
+        yield from self._split(parts)
+
+    def _split(self, parts: list[range]) -> Iterator[list[int]]:
+        if parts:
+            positions = torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in parts])
+            yield from (piece.tolist() for piece in self.at(positions).split([len(part) for part in parts]))
+
+    def _network(self, numbers: Tensor) -> Tensor:
+        high, low = numbers >> self._low_bits, numbers & self._masks[1]
+        for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
+            high = high ^ _scrambled(low, even).bitwise_and_(self._masks[0])
+            low = low ^ _scrambled(high, odd).bitwise_and_(self._masks[1])
+        return (high << self._low_bits).bitwise_or_(low)
+
+
+def _scrambled(half: Tensor, key: int) -> Tensor:
+    """A hash of numbers below 2**32 under a key; use its low 32 bits."""
+    x = half ^ key
+    x.bitwise_xor_(x >> 15).mul_(0x2C1B3C6D).bitwise_and_(_WORD)
+    x.bitwise_xor_(x >> 12).mul_(0x297A2D39)
+    return x.bitwise_xor_(x >> 15)
+
+
+# -- the orders -------------------------------------------------------------------------------------------------------------------------------
+
+
+class SampleOrder:
+    """The order of a loader's units (samples, or batches of a batch sampler) in each epoch. :func:`order_for` creates it, a feed owns it.
+
+    Args:
+        sampler: the user's.
+        seed: of random orders.
+        sharded: each rank has its own order, because its sampler or its dataset is a shard already.
+    """
+
+    drawn_by_all_ranks = False
+    """True if :meth:`draw` is a collective."""
+    feistel = False
+    """True if :class:`FeistelIndices` compute the order index by index."""
+
+    def __init__(self, sampler: Any, group: Group, seed: int, sharded: bool) -> None:
+        self.sampler, self.group, self.seed, self.sharded = sampler, group, seed, sharded
+        self.lengths: list[int | None] = []
+
+    def agree(self, problem: str) -> None:
+        """Agree on one seed, and exchange lengths over the ranks. A collective.
+
+        Raises:
+            ValueError: ``problem`` on some rank, or ranks whose data should be the same differ in length; on all ranks.
+        """
+        rows = gather_json(self.group, {"problem": problem, "seed": self.seed, "units": self._units()})
+        for rank, row in enumerate(rows):
+            if row["problem"]:
+                raise ValueError(f"rank {rank}: {row['problem']}")
+        self.lengths = [row["units"] for row in rows]
+        if self.sharded:
+            return
+        self.seed = rows[0]["seed"]
+        if not self.drawn_by_all_ranks and len(set(self.lengths)) > 1:
+            raise ValueError(
+                f"the ranks' datasets have {', '.join(map(str, self.lengths))} samples: every rank must have the whole data, which is divided here "
+                "(if each rank has its own shard, set presharded = True on the dataset)"
+            )
+
+    def length(self) -> int | None:
+        """Units in an epoch, on the rank with most when they are sharded; ``None`` when a user's sampler does not say."""
+        if not self.sharded:
+            return self._units()
+        return None if None in self.lengths else max(length for length in self.lengths if length is not None)
+
+    def _units(self) -> int | None:
+        return len(self.sampler)
+
+    def draw(self, epoch: int, at_most: int | None = None) -> StoredIndices | FeistelIndices:
+        """The order of the epoch; for an endless sampler the first ``at_most`` units."""
+        raise NotImplementedError
+
+    def everywhere(self, length: int) -> tuple[int, ...]:
+        """The number of units on each rank, when they are sharded. A collective."""
+        return tuple(gather_json(self.group, length))
+
+    def state(self, over: bool) -> dict[str, Any] | None:
+        """The state needed besides the epoch to draw the latest order again; ``over``: to draw the one after it."""
+        return None
+
+    def enter(self, state: dict[str, Any] | None) -> None:
+        """Let the next :meth:`draw` continue from :meth:`state`."""
+
+
+class SequentialOrder(SampleOrder):
+    """0, 1, 2, ..."""
+
+    def __init__(self, source: Any, sampler: Any, group: Group, seed: int, sharded: bool) -> None:
+        super().__init__(sampler, group, seed, sharded)
+        self.source = source
+
+    def _units(self) -> int:
+        return len(self.source)
+
+    def draw(self, epoch: int, at_most: int | None = None) -> StoredIndices:
+        return StoredIndices(range(len(self.source)))
+
+
+class ShuffledOrder(SampleOrder):
+    """A permutation that is a function of (seed, epoch), or the first ``count`` entries of one."""
+
+    def __init__(
+        self, source: Any, sampler: Any, group: Group, seed: int, sharded: bool, feistel: bool, count: int | None = None
+    ) -> None:
+        super().__init__(sampler, group, seed, sharded)
+        self.source, self.count = source, count
+        self.feistel = feistel and len(source) >= LARGE
+
+    def _units(self) -> int:
+        return len(self.source) if self.count is None else self.count
+
+    def draw(self, epoch: int, at_most: int | None = None) -> StoredIndices | FeistelIndices:
+        if self.feistel:
+            return FeistelIndices(len(self.source), self.seed, epoch, self.count)
+        return StoredIndices(permutation(len(self.source), self.seed, epoch))
+
+
+class UserSamplerOrder(SampleOrder):
+    """The unchanged order of a user's sampler.
+
+    It is drawn as a whole when an epoch starts, under a seed of this epoch: global random numbers and the sampler's generators
+    are seeded for that and restored. Every rank draws, and rank 0's order is used if they differ. Resuming draws the same order: by the
+    sampler's ``state_dict`` if it has one, by ``set_epoch`` if it has that, else by also drawing all earlier passes.
+
+    Args:
+        randomly_seeded: torchdata created the sampler's generator with a random seed; the engine's seed takes its place.
+    """
+
+    drawn_by_all_ranks = True
+
+    def __init__(
+        self,
+        sampler: Any,
+        loader: DataLoader[Any],
+        group: Group,
+        seed: int,
+        sharded: bool,
+        randomly_seeded: bool,
+    ) -> None:
+        super().__init__(sampler, group, seed, sharded)
+        self.drawn_by_all_ranks = not sharded
+        self.dataset: Any = loader.dataset
+        self.generators = [
+            (generator, seed if randomly_seeded else seed_of(generator)) for generator in generators_of(sampler)
+        ]
+        self.epoch_listeners = [part for part in nested_samplers(sampler) if callable(getattr(part, "set_epoch", None))]
+        self.stateful = stateful(sampler)
+        plain = type(sampler).__module__.split(".")[0] in ("torch", "builtins")
+        self.replayed = not (plain or self.epoch_listeners or self.stateful)
+        self.passes = self.epoch = 0
+        self._before: Any = None
+        self._checksum: int | None = None
+        self._drawn: list[Any] | None = None
+        self._entering: dict[str, Any] | None = None
+
+    def _units(self) -> int | None:
+        try:
+            return len(self.sampler)
+        except (TypeError, NotImplementedError):
+            return None
+
+    def draw(self, epoch: int, at_most: int | None = None) -> StoredIndices:
+        entering, self._entering = self._entering, None
+        indices = self._pass(epoch, at_most) if entering is None else self._again(entering, epoch, at_most)
+        return StoredIndices(indices if self.sharded or self.group.cpu is None else self._shared(indices))
+
+    def state(self, over: bool) -> dict[str, Any] | None:
+        if self._drawn is None or self._entering is not None:
+            return self._entering
+        return {
+            "passes": self.passes - 1,
+            "epoch": self.epoch,
+            "print": self._fingerprint(),
+            "before": self._before,
+            "now": copy.deepcopy(self.sampler.state_dict()) if self.stateful else None,
+            "over": over,
+            "world_size": self.group.world_size if self.sharded else None,
+        }
+
+    def enter(self, state: dict[str, Any] | None) -> None:
+        self._entering = state
+
+    def _pass(self, epoch: int, at_most: int | None) -> list[Any]:
+        self._before = copy.deepcopy(self.sampler.state_dict()) if self.stateful else None
+        with isolated(), reseeded(self.generators, epoch):
+            seed_everything(mixed(self.seed, epoch) % 2**32)
+            for listener in self.epoch_listeners:
+                listener.set_epoch(epoch)
+            self._drawn = list(self.sampler) if self._units() is not None else self._some(at_most)
+        self._checksum, self.epoch = None, epoch
+        self.passes += 1
+        return self._drawn
+
+    def _some(self, at_most: int | None) -> list[Any]:
+        """All indices of a sampler without a length, which may be endless."""
+        bound = at_most if at_most is not None else max(_ENDLESS, 10 * len(self.dataset))
+        indices = list(itertools.islice(self.sampler, bound + (at_most is None)))
+        if at_most is None and len(indices) > bound:
+            raise ValueError(
+                f"{type(self.sampler).__name__} has no length, and yielded more than {bound} indices for {len(self.dataset)} samples: an "
+                "endless sampler needs an epoch's length: Fit(limit_train_batches=...), or .limit = ... (micro-batches per rank) of a prepared loader"
+            )
+        return indices
+
+    def _again(self, state: dict[str, Any], epoch: int, at_most: int | None) -> list[Any]:
+        """The order at which ``state`` was saved, or the one after it."""
+        saved_epoch = state["epoch"]
+        if self.replayed:
+            for number in range(self.passes, state["passes"]):
+                self._pass(number, at_most)
+        indices = self._pass(saved_epoch, at_most)
+        if self.stateful:
+            if self._fingerprint() != state["print"] and state["before"] is not None:
+                self.sampler.load_state_dict(copy.deepcopy(state["before"]))
+                indices = self._pass(saved_epoch, at_most)
+            if state["now"] is not None and not _same(state["now"], self.sampler.state_dict()):
+                self.sampler.load_state_dict(copy.deepcopy(state["now"]))
+            self._before = state["before"]
+        self.passes = state["passes"] + 1
+        moved = self.sharded and state["world_size"] != self.group.world_size
+        if self._fingerprint() != state["print"] and not moved:
+            warn_once(
+                f"{type(self.sampler).__name__} yields another order after the resume than before in epoch {saved_epoch}: samples may be repeated or "
+                "left out. Let its order follow from its arguments, set_epoch(epoch) and seeded generators, or give it state_dict and load_state_dict"
+            )
+        elif moved and not state["over"]:
+            warn_once(
+                f"{type(self.sampler).__name__} divides the data itself, and is resumed on {self.group.world_size} rank(s) where there were "
+                f"{state['world_size']}: in this epoch samples may be repeated or left out unless each rank takes every n-th index"
+            )
+        return self._pass(epoch, at_most) if state["over"] else indices
+
+    def _shared(self, indices: list[Any]) -> list[Any]:
+        """Rank 0's order, if the ranks have drawn different ones.
+
+        Raises:
+            ValueError: they have nothing in common: they look like shards, of which only rank 0's would be used; on all ranks.
+        """
+        if len(set(map(tuple, gather_json(self.group, [self._fingerprint(), len(indices)])))) == 1:
+            return indices
+        first = list(broadcast_object(self.group, indices if self.group.is_main else None))
+        common = self.group.is_main or not _apart(first, indices)
+        if not any(gather_json(self.group, common)[1:]):
+            raise ValueError(
+                f"{type(self.sampler).__name__} yields different samples on each rank, without declaring that it divides the data. If it does, set "
+                "presharded = True on it (or have it keep num_replicas and rank); else seed it alike on all ranks"
+            )
+        return first
+
+    def _fingerprint(self) -> int:
+        if self._checksum is None:
+            assert self._drawn is not None
+            try:
+                data = torch.tensor(self._drawn, dtype=torch.int64).numpy().tobytes()
+            except (TypeError, ValueError, RuntimeError):  # batches of a batch sampler, or keys that are not numbers
+                data = repr(self._drawn).encode()
+            self._checksum = zlib.crc32(data)
+        return self._checksum
+
+
+def order_for(sampler: Any, loader: DataLoader[Any], group: Group, seed: int, feistel: bool = True) -> SampleOrder:
+    """The order of a loader's sampler. A collective.
+
+    torch's own sequential, random and distributed samplers (the very classes) have orders that are functions of (seed, epoch); any other is
+    used unchanged.
+
+    Args:
+        sampler: yields indices of the dataset, or whole batches of them.
+        feistel: compute shuffles of :data:`LARGE` samples and more rather than store them.
+
+    Raises:
+        ValueError: the sampler divides the data for another number of processes.
+    """
+    order, problem = _order_and_problem(sampler, loader, group, seed, feistel)
+    order.agree(problem)
+    return order
+
+
+def _order_and_problem(
+    sampler: Any, loader: DataLoader[Any], group: Group, seed: int, feistel: bool
+) -> tuple[SampleOrder, str]:
+    divided = presharded(loader) or getattr(sampler, "presharded", False) is True
+    if type(sampler) is SequentialSampler:
+        return SequentialOrder(sampler.data_source, sampler, group, seed, divided), ""
+    if type(sampler) is DistributedSampler and not divided:
+        problem = (
+            ""
+            if sampler.num_replicas in (1, group.world_size, _processes())
+            else _misfit(sampler, sampler.num_replicas, sampler.rank, group)
+        )
+        if sampler.shuffle:
+            return ShuffledOrder(sampler.dataset, sampler, group, sampler.seed, False, feistel), problem
+        return SequentialOrder(sampler.dataset, sampler, group, seed, False), problem
+    # torchdata's sampler creates a generator with a random seed when the user gave none.
+    randomly_seeded = (
+        type(sampler) is not RandomSampler
+        and is_a(sampler, RandomSampler)
+        and sampler.generator is not loader.generator
+    )
+    if is_a(sampler, RandomSampler) and not sampler.replacement:
+        units, count = len(sampler.data_source), sampler.num_samples
+        if count == units or (feistel and units >= LARGE and count < units):
+            users_generator = None if randomly_seeded else sampler.generator
+            order_seed = seed if users_generator is None else users_generator.initial_seed()
+            return ShuffledOrder(
+                sampler.data_source, sampler, group, order_seed, divided, feistel, None if count == units else count
+            ), ""
+    replicas, rank = _shard(sampler)
+    shared = divided or replicas > 1
+    misfit = replicas > 1 and (replicas, rank) != (group.world_size, group.rank)
+    problem = _misfit(sampler, replicas, rank, group) if misfit else ""
+    return UserSamplerOrder(sampler, loader, group, seed, shared, randomly_seeded), problem
+
+
+def _shard(sampler: Any) -> tuple[int, int]:
+    """The shard of the data that a sampler, or one inside it, declares: (number of shards, index)."""
+    for part in nested_samplers(sampler):
+        for names in _SHARDS:
+            shard = tuple(getattr(part, name, None) for name in names)
+            if all(isinstance(value, int) for value in shard):
+                return shard  # type: ignore[return-value]
+    return 1, 0
+
+
+def _misfit(sampler: Any, replicas: int, rank: int, group: Group) -> str:
+    return (
+        f"{type(sampler).__name__} yields shard {rank} of {replicas}, but this is rank {group.rank} of {group.world_size} that see different data: "
+        f"create it with {group.world_size} shards (engine.data_group.world_size) and this rank's index, or pass a plain sampler, which is divided"
+    )
+
+
+def _processes() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _apart(first: list[Any], other: list[Any]) -> bool:
+    """True if two orders have no index in common."""
+
+    def flat(items: list[Any]) -> set[Any]:
+        return {index for item in items for index in (item if isinstance(item, (list, tuple)) else (item,))}
+
+    try:
+        return not flat(first) & flat(other)
+    except TypeError:
+        return False
+
+
+def _same(one: Any, other: Any) -> bool:
+    """True if two states are equal, tensors in them included."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+# -- the random number generators that samplers keep as attributes ----------------------------------------------------------------------------
+
+
+def nested_samplers(sampler: Any) -> list[Any]:
+    """The sampler, and the samplers that it has as attributes."""
+    samplers = [sampler]
+    for part in samplers:
+        for value in getattr(part, "__dict__", {}).values():
+            if isinstance(value, Sampler) and not any(value is known for known in samplers):
+                samplers.append(value)
+    return samplers
+
+
+def generators_of(sampler: Any) -> list[Any]:
+    """The random number generators of a sampler, and of those inside it."""
+    kinds = _generator_classes()
+    return [
+        value
+        for part in nested_samplers(sampler)
+        for value in getattr(part, "__dict__", {}).values()
+        if isinstance(value, kinds)
+    ]
+
+
+def _generator_classes() -> tuple[type, ...]:
+    numpy = sys.modules.get("numpy")  # without it there are none of its generators
+    return torch.Generator, random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ())
+
+
+def seed_of(generator: Any) -> int:
+    """A number that identifies this generator, as the user created it."""
+    if isinstance(generator, torch.Generator):
+        return generator.initial_seed()
+    fresh = copy.deepcopy(generator)
+    if isinstance(fresh, random.Random):
+        return fresh.getrandbits(63)
+    return int(fresh.integers(2**63 - 1) if hasattr(fresh, "integers") else fresh.randint(2**31))
+
+
+@contextlib.contextmanager
+def reseeded(generators: list[tuple[Any, int]], epoch: int) -> Iterator[None]:
+    """Inside the block, generators have a seed from the user's and the epoch; afterwards they are restored."""
+    with contextlib.ExitStack() as stack:
+        for generator, seed in generators:
+            new = mixed(seed, epoch)
+            if isinstance(generator, torch.Generator):
+                stack.callback(generator.set_state, generator.get_state())
+                generator.manual_seed(new)
+            elif isinstance(generator, random.Random):
+                stack.callback(generator.setstate, generator.getstate())
+                generator.seed(new)
+            elif hasattr(generator, "bit_generator"):
+                stack.callback(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+                generator.bit_generator.state = type(generator.bit_generator)(new).state
+            else:
+                stack.callback(generator.set_state, generator.get_state())
+                generator.seed(new % 2**32)
+        yield
