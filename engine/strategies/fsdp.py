@@ -26,8 +26,8 @@ from engine.distributed.collectives import all_reduce, gather_json
 from engine.distributed.group import Group
 from engine.distributed.mesh import degrees, make_mesh
 from engine.strategies import deferred_init, dtensors
-from engine.strategies.added_modules import Divided
 from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks
+from engine.strategies.model_structure import ShardedStructure
 from engine.strategies.tensor_class_states import SHARDED
 from engine.transforms import blocks, float8
 from engine.utils import accelerator, torch_private
@@ -80,7 +80,7 @@ class FSDP(Strategy):
     _sizes: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
     _replaced: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False, repr=False)
-    _divided: list[Divided] = field(default_factory=list, init=False, repr=False)
+    _structures: list[ShardedStructure] = field(default_factory=list, init=False, repr=False)
     _watches: list[RemovableHandle] = field(default_factory=list, init=False, repr=False)
     _settled: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False, repr=False)
 
@@ -153,15 +153,15 @@ class FSDP(Strategy):
             self._check(model)
             self._shard(model)
             model._sharded_as = made  # type: ignore[assignment]
-        divided: Divided = vars(model).get("_divided") or Divided(model, type(self).__name__)
-        divided.check()
-        self._watches.append(divided.watch())
-        self._divided.append(divided)
-        model._divided = divided  # type: ignore[assignment]
+        structure: ShardedStructure = vars(model).get("_structure") or ShardedStructure(model, type(self).__name__)
+        structure.check()
+        self._watches.append(structure.watch())
+        self._structures.append(structure)
+        model._structure = structure  # type: ignore[assignment]
         return model
 
     def release(self) -> None:
-        self._divided.clear()
+        self._structures.clear()
         while self._watches:
             self._watches.pop().remove()
 

@@ -245,8 +245,8 @@ class MeshParallel(FSDP):
     def run_pipeline(self, step: Step, root: Callable[[Any, float], Tensor], batch: Any, last: bool) -> Any:
         """Forward and backward of ``batch`` in chunks: ``step``, ``root`` and ``last`` as in :class:`engine.step.passes.Pipelines`."""
         assert self._depth is not None, "run_pipeline before setup"
-        for model in self._divided:  # the schedule calls its modules
-            model.check()
+        for structure in self._structures:  # the schedule calls the model's modules
+            structure.check()
         return self._depth.train(step, root, batch, last)
 
     def repoint(self, optimizer: Optimizer) -> None:
