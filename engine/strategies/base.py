@@ -26,7 +26,7 @@ from engine.step.window import Window
 from engine.strategies import deferred_init
 from engine.strategies.tensor_class_states import flat, whole_again
 from engine.transforms.blocks import user_module
-from engine.transforms.order import Transforms
+from engine.transforms.compile import Transforms
 from engine.utils import accelerator
 
 

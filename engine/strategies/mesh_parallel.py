@@ -24,7 +24,7 @@ from engine.strategies.pipeline import SCHEDULES, Pipeline, Step
 from engine.strategies.pipeline_parameters import Depth
 from engine.strategies.pipeline_stages import stages_of
 from engine.transforms.blocks import user_module
-from engine.transforms.order import Transforms
+from engine.transforms.compile import Transforms
 from engine.utils.errors import nearest
 
 _IN_PARTS = "its stages are on several ranks, and no rank runs the whole model"
