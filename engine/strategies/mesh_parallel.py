@@ -16,13 +16,14 @@ from engine.checkpoint.reader import Source
 from engine.config.settings import Settings
 from engine.distributed.group import Group
 from engine.distributed.mesh import data_group
-from engine.step.passes import Passes, PipelinedPasses
+from engine.step.passes import Passes
 from engine.step.precision import Scaler
 from engine.strategies import dtensors, tensor_parallel
 from engine.strategies.fsdp import FSDP
 from engine.strategies.pipeline import SCHEDULES, Pipeline, Step
 from engine.strategies.pipeline_parameters import Depth
 from engine.strategies.pipeline_stages import stages_of
+from engine.strategies.pipelined_passes import PipelinedPasses
 from engine.transforms.blocks import user_module
 from engine.transforms.compile import Transforms
 from engine.utils.errors import nearest
@@ -243,7 +244,7 @@ class MeshParallel(FSDP):
             tensor_parallel.cut(copied, plan, mesh["tp"], lambda module: None, lambda module, before: None, ())
 
     def run_pipeline(self, step: Step, root: Callable[[Any, float], Tensor], batch: Any, last: bool) -> Any:
-        """Forward and backward of ``batch`` in chunks: ``step``, ``root`` and ``last`` as in :class:`engine.step.passes.Pipelines`."""
+        """Forward and backward of ``batch`` in chunks; arguments as of :class:`engine.strategies.pipelined_passes.Pipelines`."""
         assert self._depth is not None, "run_pipeline before setup"
         for structure in self._structures:  # the schedule calls the model's modules
             structure.check()
