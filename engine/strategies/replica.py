@@ -270,7 +270,7 @@ class Replica(DistributedDataParallel):
 
 
 @contextmanager
-def _one_trained(module: nn.Module) -> Iterator[list[Tensor]]:
+def _one_trained(module: nn.Module) -> Iterator[Sequence[Tensor]]:
     """Train one parameter inside the block if none is trained, and yield it: torch builds no reducer otherwise."""
     lent = [] if any(True for _ in trained(module)) else list(module.parameters())[:1]
     for parameter in lent:
