@@ -8,7 +8,7 @@ import pytest
 from support.internals import new_window
 from torch import Tensor
 
-from engine.strategies import Single
+from engine import Single
 from engine.strategies.owned_step import OwnedStepper
 
 
