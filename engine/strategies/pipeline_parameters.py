@@ -62,9 +62,9 @@ class StageParameters:
                 self.replacements.materialise(part)
                 others = {self.replacements.current(p) for p, ranks in owners.items() if pipeline.rank not in ranks}
                 for module in part.modules():
-                    for key, parameter in module._parameters.items():
-                        if parameter is not None and parameter in others:
-                            module._parameters[key] = self.replacements.send_away(parameter)
+                    for key, sent in module._parameters.items():
+                        if sent is not None and sent in others:
+                            module._parameters[key] = self.replacements.send_away(sent)
         self.replacements.materialise(model)
 
     def follow_replacements(self, model: nn.Module) -> None:
