@@ -238,7 +238,11 @@ class MeshParallel(FSDP):
             tensor_parallel.shard_copy(copied, plan, mesh["tp"])
 
     def run_pipeline(self, step: Step, root: Callable[[Any, float], Tensor], batch: Any, last: bool) -> Any:
-        """Forward and backward of ``batch`` in chunks; arguments as of :class:`engine.strategies.pipelined_passes.Pipelines`."""
+        """Forward and backward of ``batch`` in chunks.
+
+        Args:
+            step, root, last: as in :class:`engine.strategies.pipelined_passes.Pipelines`.
+        """
         assert self._stages is not None, "run_pipeline before setup"
         for structure in self._structures:  # the schedule calls the model's modules
             structure.check()
