@@ -74,7 +74,7 @@ def kept(strategy: Strategy) -> dict[str, Any]:
     torch.manual_seed(rank)  # the ranks start with different values
     module = Net()
     model, optimizer = engine.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    before = strategy.model_state(module)
+    before = {name: value.clone() for name, value in strategy.model_state(module).items()}
 
     def step(batch: Tensor, count: int) -> Tensor:
         return model(batch).square().mean()
