@@ -37,8 +37,8 @@ from engine.step.wrappers import AutocastForward, PreparedOptimizer, PreparedSch
 from engine.strategies.base import Strategy
 from engine.strategies.foreign_wrappers import check_plain
 from engine.transforms import batch_norm
+from engine.transforms.compile import Transforms
 from engine.transforms.float8 import FP8, Layers
-from engine.transforms.order import Transforms
 from engine.utils import accelerator
 from engine.utils.extensions import completed
 from engine.utils.parameters import parameters_of

@@ -26,7 +26,7 @@ from engine.step.window import Window
 from engine.strategies import deferred_init
 from engine.strategies.tensor_class_states import flat, whole_again
 from engine.transforms.blocks import user_module
-from engine.transforms.order import Transforms
+from engine.transforms.compile import Transforms
 from engine.utils import accelerator
 
 
@@ -57,7 +57,7 @@ class Strategy(GradientSync):
     """Whether the strategy keeps master copies of the weights and their gradients, which the module does not have, and trains only the
     parameters that are trained when it sets up the model."""
     pipelined: bool = field(default=False, init=False, repr=False)
-    """Whether forward and backward passes run together, by :class:`engine.step.passes.PipelinedPasses`."""
+    """Whether forward and backward passes run together, by :class:`engine.strategies.pipelined_passes.PipelinedPasses`."""
     role: str = field(default="", init=False, repr=False)
     """What this rank has of the model that others have not, ``"pipeline stage 1 of 4"``; empty where all ranks do the same."""
     speaks: bool = field(default=True, init=False, repr=False)
@@ -78,8 +78,8 @@ class Strategy(GradientSync):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         for method, verb, caller in (
-            ("step", "stepper", "engine.step.owned_step.OwnedStepper"),
-            ("run_pipeline", "passes", "engine.step.passes.PipelinedPasses"),
+            ("step", "stepper", "engine.strategies.owned_step.OwnedStepper"),
+            ("run_pipeline", "passes", "engine.strategies.pipelined_passes.PipelinedPasses"),
         ):
             if hasattr(cls, method) and getattr(cls, verb) is getattr(Strategy, verb):
                 raise TypeError(

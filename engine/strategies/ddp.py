@@ -13,10 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from engine.strategies.averaging import GradientAverage, ReachedParameters
 from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks, trained
-from engine.strategies.changing_replica import Replica
-from engine.strategies.manual_average import ManualAverage
-from engine.strategies.weight_zero_batches import Reached
+from engine.strategies.replica import Replica
 from engine.transforms.blocks import user_module
 from engine.utils.errors import nearest
 from engine.utils.parameters import is_sharded
@@ -47,8 +46,8 @@ class DDP(Strategy):
     _optimizers: list[Optimizer] = field(default_factory=list, init=False, repr=False)
     _replicas: list[Replica] = field(default_factory=list, init=False, repr=False)
     _watches: list[RemovableHandle] = field(default_factory=list, init=False, repr=False)
-    _reached: Reached = field(default_factory=Reached, init=False, repr=False)
-    _manual: ManualAverage = field(default_factory=ManualAverage, init=False, repr=False)
+    _reached: ReachedParameters = field(default_factory=ReachedParameters, init=False, repr=False)
+    _average: GradientAverage = field(default_factory=GradientAverage, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.comm_hook is not None and self.comm_hook not in HOOKS:
@@ -123,7 +122,7 @@ class DDP(Strategy):
         for known in (self._watches, self._optimizers, self._replicas):
             known.clear()
         self._reached.forget()
-        self._manual.forget()
+        self._average.forget()
 
     def settle(self) -> None:
         if not self.group.failed:  # an error may have ended a backward pass early
@@ -143,7 +142,7 @@ class DDP(Strategy):
 
     def expect(self, models: Sequence[nn.Module], root: Tensor) -> None:
         for model in models:
-            if isinstance(model, Replica) and model.searching and model.require_backward_grad_sync:
+            if isinstance(model, Replica) and model.find_unused_parameters and model.require_backward_grad_sync:
                 # The search for unused parameters ran when forward returned nothing, and considered all of them unused.
                 model.reducer.prepare_for_backward([root])
 
@@ -154,7 +153,7 @@ class DDP(Strategy):
 
     def drop_repeated(self, parameters: Sequence[Tensor]) -> None:
         if self.find_unused_parameters and self.group.world_size > 1:
-            self._reached.settle(self.group, parameters)
+            self._reached.clear_unreached(self.group, parameters)
 
     def backward_nothing(self, models: Sequence[nn.Module], last: bool) -> None:
         for model in models:
@@ -171,7 +170,7 @@ class DDP(Strategy):
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         if self.group.world_size > 1:
-            self._manual(self.group, parameters)
+            self._average(self.group, parameters)
 
     def sum(self, value: Tensor | float) -> Tensor | float:
         return sum_over_ranks(self.group, value)

@@ -46,15 +46,16 @@ def materialise(
     module: nn.Module,
     device: torch.device,
     initialise: Callable[[nn.Module], None] | None,
-    replaced: Callable[[Tensor, Tensor], None] | None = None,
     away: Container[Tensor] = (),
-) -> None:
+) -> dict[Tensor, Tensor]:
     """Allocate and initialize on ``device`` what has no values.
 
     Args:
         initialise: called with each submodule that got memory; ``None``: the memory stays uninitialized.
-        replaced: called with each parameter and its replacement.
         away: parameters that are on other ranks, and are not touched.
+
+    Returns:
+        Parameters and buffers without values, and what has replaced each.
 
     Raises:
         ValueError: a module with its own parameters or buffers that ``initialise`` cannot initialize.
@@ -69,8 +70,6 @@ def materialise(
                     continue
                 if tensor.is_meta and tensor not in done:
                     done[tensor], fresh = _with_memory(tensor, device), True
-                    if replaced is not None and isinstance(tensor, nn.Parameter):
-                        replaced(tensor, done[tensor])
                 elif initialise is not None:  # initialized already, perhaps by a module that shares it
                     real = done.get(tensor, tensor)
                     kept[real] = real.detach().clone()
@@ -80,6 +79,7 @@ def materialise(
             with torch.no_grad():
                 for real, value in kept.items():
                     real.copy_(value)
+    return done
 
 
 def return_freed_memory() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,17 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from engine.checkpoint.reader import Source, own_state
 from engine.checkpoint.tensors import Stored
 from engine.config.settings import Settings
 from engine.distributed.collectives import all_reduce, gather_json
 from engine.distributed.group import Group
-from engine.distributed.mesh import degrees, make_mesh
 from engine.strategies import deferred_init, dtensors
-from engine.strategies.added_modules import Divided
 from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks
+from engine.strategies.mesh import degrees, make_mesh
+from engine.strategies.model_structure import ShardedStructure
+from engine.strategies.parameter_replacements import ParameterReplacements
 from engine.strategies.tensor_class_states import SHARDED
 from engine.transforms import blocks, float8
 from engine.utils import accelerator, torch_private
@@ -75,14 +75,11 @@ class FSDP(Strategy):
     """Parameters, by name (``"head.*"``), that stay whole on every rank; their gradients are averaged as under DDP."""
     reduce_each_micro_batch: bool = False
     """Reduce gradients after every micro-batch of a window rather than in its last one: a rank then never has the full gradients."""
-    _away: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False, repr=False)
-    _initialise: Callable[[nn.Module], None] | None = field(default=None, init=False, repr=False)
+    _replacements: ParameterReplacements = field(default_factory=ParameterReplacements, init=False, repr=False)
     _sizes: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
-    _replaced: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False, repr=False)
-    _divided: list[Divided] = field(default_factory=list, init=False, repr=False)
+    _structures: list[ShardedStructure] = field(default_factory=list, init=False, repr=False)
     _watches: list[RemovableHandle] = field(default_factory=list, init=False, repr=False)
-    _settled: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False, repr=False)
 
     def __post_init__(self) -> None:
         who, least = type(self).__name__, self.min_size
@@ -153,15 +150,15 @@ class FSDP(Strategy):
             self._check(model)
             self._shard(model)
             model._sharded_as = made  # type: ignore[assignment]
-        divided: Divided = vars(model).get("_divided") or Divided(model, type(self).__name__)
-        divided.check()
-        self._watches.append(divided.watch())
-        self._divided.append(divided)
-        model._divided = divided  # type: ignore[assignment]
+        structure: ShardedStructure = vars(model).get("_structure") or ShardedStructure(model, type(self).__name__)
+        structure.check()
+        self._watches.append(structure.watch())
+        self._structures.append(structure)
+        model._structure = structure  # type: ignore[assignment]
         return model
 
     def release(self) -> None:
-        self._divided.clear()
+        self._structures.clear()
         while self._watches:
             self._watches.pop().remove()
 
@@ -171,7 +168,7 @@ class FSDP(Strategy):
                 f"{class_name(model)} is sharded in part, but not as a whole: give the module that was prepared before, "
                 "or a new one with whole parameters, which strategy='fsdp' shards"
             )
-        self._initialise = deferred_init.initialiser(model) if self.group.is_main else None
+        self._replacements.begin(model, self.group)
 
     def _shard(self, model: nn.Module) -> None:
         self.transform(model)
@@ -203,7 +200,7 @@ class FSDP(Strategy):
                     parameter.register_post_accumulate_grad_hook(partial(self._average, root))
 
     def _fully_shard(self, module: nn.Module, ignored: set[Any], inputs: bool) -> None:
-        self._settle(module)
+        self._replacements.materialise(module)
         before = dict(module.named_parameters(remove_duplicate=False))
         half, fp8 = self.precision.autocast, self.precision.fp8
         if fp8 is not None and fp8.gathers:
@@ -221,7 +218,7 @@ class FSDP(Strategy):
             else OffloadPolicy(),
             ignored_params=ignored,
         )
-        self._note(module, before)
+        self._replacements.record(module, before)
 
     def _is_complex(self, module: nn.Module, ignored: set[Any]) -> bool:
         """Whether the parameters of a block are complex.
@@ -244,35 +241,6 @@ class FSDP(Strategy):
             )
         return any(dtype.is_complex for dtype in types)
 
-    def _settle(self, module: nn.Module) -> None:
-        """Move what is not sharded yet to the device, with rank 0's values; initialize what has none."""
-        if deferred_init.is_deferred(module, self._away):
-            deferred_init.return_freed_memory()
-            deferred_init.materialise(
-                module, self.group.device, self._initialise, self._replaced.__setitem__, self._away
-            )
-        tensors = (*module.parameters(), *module.buffers())
-        own = [t for t in tensors if not dtensors.is_sharded(t) and not t.is_meta and t not in self._settled]
-        for tensor in own:
-            tensor.data = tensor.data.to(self.group.device)
-            self._settled[tensor] = True
-        spread(self.group, [t.detach() for t in own])
-
-    def _note(self, module: nn.Module, before: dict[str, Any]) -> None:
-        """Remember which parameter replaced which of ``before``; the old ones are emptied."""
-        after = dict(module.named_parameters(remove_duplicate=False))
-        for name, old in before.items():
-            if after[name] is not old:
-                self._replaced[old] = after[name]
-                if not dtensors.is_sharded(old):
-                    old.data = old.data.new_empty(0)  # an optimizer that was created before still has it
-
-    def _now(self, parameter: Tensor) -> Tensor:
-        """A parameter's replacement, possibly after several steps: tensor parallel, then ``fully_shard``."""
-        while parameter in self._replaced:
-            parameter = self._replaced[parameter]
-        return parameter
-
     def mesh(self) -> DeviceMesh:
         """The mesh of all ranks with this strategy's axes. Created at its first use, by all ranks together."""
         if self._mesh is None:
@@ -286,7 +254,7 @@ class FSDP(Strategy):
         for group in optimizer.param_groups:
             parameters = group["params"]
             for i, old in enumerate(parameters):
-                new = self._now(old)
+                new = self._replacements.current(old)
                 if new is not old:
                     parameters[i] = new
                     if old in optimizer.state:
@@ -296,7 +264,7 @@ class FSDP(Strategy):
                 dtensors.is_sharded(p) for p in parameters
             ):
                 warn_once(f"{type(optimizer).__name__}: a checkpoint of this training will be an error: {SHARDED}")
-            kinds = {dtensors.is_sharded(p) for p in parameters if p not in self._away}
+            kinds = {dtensors.is_sharded(p) for p in parameters if not self._replacements.is_elsewhere(p)}
             if len(kinds) > 1 and not (group.get("foreach") is False and not group.get("fused")):
                 if group.get("foreach") or group.get("fused"):
                     warn_once(

@@ -15,16 +15,17 @@ from torch.optim import Optimizer
 from engine.checkpoint.reader import Source
 from engine.config.settings import Settings
 from engine.distributed.group import Group
-from engine.distributed.mesh import data_group
-from engine.step.passes import Passes, PipelinedPasses
+from engine.step.passes import Passes
 from engine.step.precision import Scaler
 from engine.strategies import dtensors, tensor_parallel
 from engine.strategies.fsdp import FSDP
+from engine.strategies.mesh import data_group
 from engine.strategies.pipeline import SCHEDULES, Pipeline, Step
-from engine.strategies.pipeline_parameters import Depth
+from engine.strategies.pipeline_parameters import StageParameters
 from engine.strategies.pipeline_stages import stages_of
+from engine.strategies.pipelined_passes import PipelinedPasses
 from engine.transforms.blocks import user_module
-from engine.transforms.order import Transforms
+from engine.transforms.compile import Transforms
 from engine.utils.errors import nearest
 
 _IN_PARTS = "its stages are on several ranks, and no rank runs the whole model"
@@ -69,7 +70,7 @@ class MeshParallel(FSDP):
     split: Sequence[str] = ()
     """Names of the modules that start the stages after the first; by default stages have about equal numbers of parameters."""
     _losses: AbstractContextManager[Any] | None = field(default=None, init=False, repr=False)
-    _depth: Depth | None = field(default=None, init=False, repr=False)
+    _stages: StageParameters | None = field(default=None, init=False, repr=False)
     _holds: bool = field(default=False, init=False, repr=False)
     """Whether a prepared model is using the pipeline."""
 
@@ -163,41 +164,36 @@ class MeshParallel(FSDP):
             self._losses.__enter__()
         if self.pipelined:
             # An earlier run, under another strategy object of this class, may have set it up.
-            depth: Depth = vars(user_module(model))["_depth"]
-            if self._holds and self._depth is not depth:
+            stages: StageParameters = vars(user_module(model))["_stages"]
+            if self._holds and self._stages is not stages:
                 raise ValueError(
                     f"MeshParallel(pp={self._sizes['pp']}) with two models: one MeshParallel runs one pipeline; give the second an Engine "
                     "with its own MeshParallel, or use tp and dp_shard"
                 )
-            self._depth, self._away, self._holds, depth.pipeline.weighted = depth, depth.away, True, None
+            self._stages, self._replacements, self._holds = stages, stages.replacements, True
+            stages.pipeline.weighted = None
         return prepared
 
     def _shard(self, model: nn.Module) -> None:
-        roots = [model]
-        if self.pipelined:
-            depth = self._cut_depth(user_module(model))
-            roots = list(depth.pipeline.modules.values())
+        """Apply the axes in their only valid order."""
+        stages = self._keep_own_stages(user_module(model)) if self.pipelined else None
         if self._sizes["tp"] > 1:
             mesh = self.mesh()
             plan = tensor_parallel.plan_for(model, self.plan, mesh, self.sequence_parallel)
             if plan is not None:
-                tensor_parallel.cut(model, plan, mesh["tp"], self._settle, self._note, self._away)
-            if self.pipelined:
-                depth.pipeline.shapes.change(partial(self._cut_copy, plan))
+                tensor_parallel.shard(model, plan, mesh["tp"], self._replacements)
+            if stages is not None:
+                stages.pipeline.shapes.change(partial(self._shard_copy, plan))
         self.transform(model)
         if self._sizes["dp_replicate"] * self._sizes["dp_shard"] > 1:
-            self._shard_parts(model, roots)
+            self._shard_parts(model, [model] if stages is None else list(stages.pipeline.modules.values()))
         else:
-            self._settle(model)
+            self._replacements.materialise(model)
             for own in model.parameters():
                 if dtensors.is_sharded(own) and own.requires_grad:
                     own.register_post_accumulate_grad_hook(dtensors.align)
-        if self.pipelined:
-            depth.tied = [(self._now(p), group, count) for p, group, count in depth.tied]
-            for module in model.modules():  # a tied parameter has other modules on other stages
-                for key, parameter in module._parameters.items():
-                    if parameter is not None and parameter in self._replaced:
-                        module._parameters[key] = self._now(parameter)  # type: ignore[assignment]
+        if stages is not None:
+            stages.follow_replacements(model)
 
     def release(self) -> None:
         super().release()
@@ -207,12 +203,12 @@ class MeshParallel(FSDP):
             self._losses = None
 
     def _holders(self, grad: Tensor) -> int:
-        copies = 1 if self._depth is None else next((count for p, _, count in self._depth.tied if p.grad is grad), 1)
+        copies = 1 if self._stages is None else next((count for p, _, count in self._stages.tied if p.grad is grad), 1)
         return self.group.world_size // self._sizes["pp"] * copies
 
     # -- the pipeline -----------------------------------------------------------------------------------------------------------
 
-    def _cut_depth(self, model: nn.Module) -> Depth:
+    def _keep_own_stages(self, model: nn.Module) -> StageParameters:
         pp = self._sizes["pp"]
         pipeline = Pipeline(
             model,
@@ -223,36 +219,39 @@ class MeshParallel(FSDP):
             partial(self.precision.context, self.group.device),
         )
         parts = stages_of(model, pipeline.num_stages, self.split)
-        depth = Depth(pipeline)
-        self._away = depth.away
-        depth.cut(model, parts, self.group, self._settle, self._now, self._replaced)
-        model._depth = depth  # type: ignore[assignment]
-        return depth
+        stages = StageParameters(pipeline, self._replacements)
+        stages.keep_own_stages(model, parts, self.group)
+        model._stages = stages  # type: ignore[assignment]
+        return stages
 
     @property
     def pipeline(self) -> Pipeline | None:
         """This rank's part of the pipeline; ``None``: there is none, or the model is not divided yet."""
-        return None if self._depth is None else self._depth.pipeline
+        return None if self._stages is None else self._stages.pipeline
 
-    def _cut_copy(self, plan: tensor_parallel.Plan | None, copied: nn.Module) -> None:
+    def _shard_copy(self, plan: tensor_parallel.Plan | None, copied: nn.Module) -> None:
         """Tensor parallel of a copy of the model without values; ``plan`` as of :func:`engine.strategies.tensor_parallel.plan_for`."""
         mesh = self.mesh()
         if plan is None:
             tensor_parallel.plan_for(copied, None, mesh, self.sequence_parallel)
         else:
-            tensor_parallel.cut(copied, plan, mesh["tp"], lambda module: None, lambda module, before: None, ())
+            tensor_parallel.shard_copy(copied, plan, mesh["tp"])
 
     def run_pipeline(self, step: Step, root: Callable[[Any, float], Tensor], batch: Any, last: bool) -> Any:
-        """Forward and backward of ``batch`` in chunks: ``step``, ``root`` and ``last`` as in :class:`engine.step.passes.Pipelines`."""
-        assert self._depth is not None, "run_pipeline before setup"
-        for model in self._divided:  # the schedule calls its modules
-            model.check()
-        return self._depth.train(step, root, batch, last)
+        """Forward and backward of ``batch`` in chunks.
+
+        Args:
+            step, root, last: as in :class:`engine.strategies.pipelined_passes.Pipelines`.
+        """
+        assert self._stages is not None, "run_pipeline before setup"
+        for structure in self._structures:  # the schedule calls the model's modules
+            structure.check()
+        return self._stages.train(step, root, batch, last)
 
     def repoint(self, optimizer: Optimizer) -> None:
         super().repoint(optimizer)
-        if self._depth is not None:
-            self._depth.keep_own(optimizer)
+        if self._stages is not None:
+            self._stages.keep_own(optimizer)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
@@ -265,19 +264,22 @@ class MeshParallel(FSDP):
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         state = super().model_state(module)
-        return state if self._depth is None else self._depth.joined_model(self.group, module, state)
+        return state if self._stages is None else self._stages.joined_model(self.group, module, state)
 
     def model_parts(self, module: nn.Module) -> dict[str, Any]:
         state = super().model_parts(module)
-        return state if self._depth is None else self._depth.own(state)
+        return state if self._stages is None else self._stages.own(state)
 
     def optimizer_parts(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
         state = super().optimizer_parts(optimizer, module)
-        return state if self._depth is None else self._depth.with_all_names(optimizer, module, state)
+        return state if self._stages is None else self._stages.with_all_names(optimizer, module, state)
 
     def load_optimizer(self, optimizer: Any, module: nn.Module, state: dict[str, Any], source: Source) -> None:
         super().load_optimizer(
-            optimizer, module, state if self._depth is None else self._depth.own_part(optimizer, module, state), source
+            optimizer,
+            module,
+            state if self._stages is None else self._stages.own_part(optimizer, module, state),
+            source,
         )
 
 

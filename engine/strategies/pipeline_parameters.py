@@ -15,32 +15,23 @@ from torch.utils.weak import WeakIdKeyDictionary
 from engine.distributed.group import Group
 from engine.step.gradients import Loss
 from engine.strategies import dtensors
+from engine.strategies.parameter_replacements import ParameterReplacements
 from engine.strategies.pipeline import Pipeline, Step
 from engine.utils.tree import on_host
 
 
-class Depth:
-    """The pipeline of one model, and its parameters on this rank."""
+class StageParameters:
+    """This rank's parameters of one model's pipeline."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
+    def __init__(self, pipeline: Pipeline, replacements: ParameterReplacements) -> None:
+        self.pipeline, self.replacements = pipeline, replacements
         self.tied: list[tuple[Tensor, Any, int]] = []
         """Parameters of this rank that stages on several ranks share: with these ranks' process group, and their number."""
         self._joined: dict[int, tuple[Any, int]] = {}
-        self.away: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Parameters of other ranks' stages, on the meta device."""
         self._groups: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._elsewhere: list[nn.Module] = []
 
-    def cut(
-        self,
-        model: nn.Module,
-        parts: list[list[nn.Module]],
-        group: Group,
-        settle: Callable[[nn.Module], None],
-        now: Any,
-        replaced: Any,
-    ) -> None:
+    def keep_own_stages(self, model: nn.Module, parts: list[list[nn.Module]], group: Group) -> None:
         """Keep this rank's stages of ``parts``; the other parameters go to the meta device, one module after another.
 
         Raises:
@@ -68,20 +59,18 @@ class Depth:
         pipeline.build(parts)
         for stage in parts:
             for part in stage:
-                settle(part)
-                self._send_away(part, {now(p) for p, ranks in owners.items() if pipeline.rank not in ranks}, replaced)
-        settle(model)
+                self.replacements.materialise(part)
+                others = {self.replacements.current(p) for p, ranks in owners.items() if pipeline.rank not in ranks}
+                for module in part.modules():
+                    for key, sent in module._parameters.items():
+                        if sent is not None and sent in others:
+                            module._parameters[key] = self.replacements.send_away(sent)
+        self.replacements.materialise(model)
 
-    def _send_away(self, part: nn.Module, away: set[Tensor], replaced: Any) -> None:
-        for module in part.modules():
-            for key, parameter in module._parameters.items():
-                if parameter is None or parameter not in away:
-                    continue
-                if parameter not in replaced:
-                    replaced[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-                    self.away[replaced[parameter]] = True
-                    parameter.data = parameter.data.new_empty(0)
-                module._parameters[key] = replaced[parameter]
+    def follow_replacements(self, model: nn.Module) -> None:
+        """Take the parameters that have replaced this rank's since; a tied one has modules on other stages too."""
+        self.tied = [(self.replacements.current(p), group, count) for p, group, count in self.tied]
+        self.replacements.update(model)
 
     def train(self, step: Step, root: Callable[[Any, float], Tensor], batch: Any, last: bool) -> Any:
         """One micro-batch, forward and backward. ``last``: it closes its window.
@@ -124,7 +113,7 @@ class Depth:
             return
         self._groups[optimizer] = [list(group["params"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if p not in self.away]
+            group["params"] = [p for p in group["params"] if not self.replacements.is_elsewhere(p)]
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
@@ -161,7 +150,7 @@ class Depth:
                 f"{sorted(map(str, there - here))[:5]}, only in the optimizer: {sorted(map(str, here - there))[:5]}"
             )
         own = [
-            [n for p, n in zip(g, ns, strict=True) if p not in self.away]
+            [n for p, n in zip(g, ns, strict=True) if not self.replacements.is_elsewhere(p)]
             for g, ns in zip(self._groups[optimizer], names, strict=True)
         ]
         groups = [{**g, "params": n} for g, n in zip(state["param_groups"], own, strict=True)]

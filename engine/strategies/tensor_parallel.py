@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from engine.strategies.base import class_name
+from engine.strategies.parameter_replacements import ParameterReplacements
 from engine.transforms.blocks import user_module
 from engine.utils.errors import nearest
 
@@ -118,47 +119,47 @@ def _style(pattern: str, style: ParallelStyle | str) -> ParallelStyle:
     return _STYLES[style]()
 
 
-def cut(
-    model: nn.Module,
-    plan: Plan,
-    mesh: DeviceMesh,
-    settle: Callable[[nn.Module], None],
-    note: Callable[[nn.Module, dict[str, Any]], None],
-    away: Container[Tensor],
-) -> None:
-    """Shard the modules of ``plan`` over ``mesh`` (one axis), in place.
-
-    Args:
-        settle: called with each module before it is sharded: moves it to the device, the same on all ranks.
-        note: called with each module and its parameters before sharding.
-        away: parameters that are on other ranks; their modules are skipped.
+def shard(model: nn.Module, plan: Plan, mesh: DeviceMesh, replacements: ParameterReplacements) -> None:
+    """Shard the modules of ``plan`` over ``mesh`` (one axis), in place; those whose parameters only other ranks have are skipped.
 
     Raises:
         ValueError: see :func:`fitting`; or modules that share a parameter are sharded in different ways.
     """
     for name, module, style in fitting(model, plan):
         _check_even(name, module, style, mesh.size())
-        if any(p in away for p in module.parameters()):
-            continue
-        settle(module)
-        before = dict(module.named_parameters(remove_duplicate=False))
-        try:
-            parallelize_module(module, mesh, style, src_data_rank=None)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            raise ValueError(
-                f"tensor parallel: {type(style).__name__} cannot shard {name!r} ({type(module).__name__}): {error}"
-            ) from error
-        _let_go(module)
-        after = dict(module.named_parameters(remove_duplicate=False))
-        replaced = {id(old): after[key] for key, old in before.items() if after[key] is not old}
-        for key, old in before.items():
-            after[key].requires_grad_(old.requires_grad)  # torch's styles set requires_grad on every parameter
-        for other in model.modules():  # tied parameters stay tied
-            for key, parameter in other._parameters.items():
-                if parameter is not None and id(parameter) in replaced:
-                    other._parameters[key] = replaced[id(parameter)]
-        note(module, before)
+        if not any(map(replacements.is_elsewhere, module.parameters())):
+            replacements.materialise(module)
+            before = dict(module.named_parameters(remove_duplicate=False))
+            _shard_module(model, name, module, style, mesh)
+            replacements.record(module, before)
     _check_tied(model, plan)
+
+
+def shard_copy(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Shard a copy of a model whose tensors have no values, as :func:`shard` does the model."""
+    for name, module, style in fitting(model, plan):
+        _check_even(name, module, style, mesh.size())
+        _shard_module(model, name, module, style, mesh)
+    _check_tied(model, plan)
+
+
+def _shard_module(model: nn.Module, name: str, module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    before = dict(module.named_parameters(remove_duplicate=False))
+    try:
+        parallelize_module(module, mesh, style, src_data_rank=None)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"tensor parallel: {type(style).__name__} cannot shard {name!r} ({type(module).__name__}): {error}"
+        ) from error
+    _let_go(module)
+    after = dict(module.named_parameters(remove_duplicate=False))
+    replaced = {id(old): after[key] for key, old in before.items() if after[key] is not old}
+    for key, old in before.items():
+        after[key].requires_grad_(old.requires_grad)  # torch's styles set requires_grad on every parameter
+    for other in model.modules():  # tied parameters stay tied
+        for key, parameter in other._parameters.items():
+            if parameter is not None and id(parameter) in replaced:
+                other._parameters[key] = replaced[id(parameter)]
 
 
 def _let_go(module: nn.Module) -> None:

@@ -20,6 +20,7 @@ from torch.utils import _pytree
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.fsdp import FSDPModule
+    from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["BatchNorm", "multiply", "norms", "register_dataclass", "unscale", "update_scale", "without_dynamo"]
 
@@ -90,15 +91,21 @@ def nccl_record() -> bytes | str | None:
     return record
 
 
-def reduce_by(reducer: Any, function: Any, state: Any) -> None:
-    """Let this reducer of ``DistributedDataParallel`` average gradients by ``function(state, bucket)``.
+# -- wrapped and sharded models -------------------------------------------------------------------------------------------------------
 
-    ``register_comm_hook`` does the same for the wrapper's first reducer, and refuses a second one.
+
+def check_reduced(wrapper: DistributedDataParallel) -> None:
+    """Do nothing if the latest backward pass has reduced all gradients.
+
+    Raises:
+        RuntimeError: it has not; torch's text has the numbers of their parameters.
     """
-    dist._register_comm_hook(reducer, state, function)
+    wrapper._check_reducer_finalized()
 
 
-# -- sharded models -------------------------------------------------------------------------------------------------------------------
+def static_graph_is_known(wrapper: DistributedDataParallel) -> bool:
+    """Whether a backward pass has recorded the graph of a wrapper that was made with ``static_graph=True``."""
+    return bool(wrapper._static_graph_delay_allreduce_enqueued)
 
 
 def unreduced_gradients(models: Iterable[nn.Module]) -> dict[int, Tensor]:

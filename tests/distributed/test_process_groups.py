@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from engine.distributed import process_groups
 from engine.distributed.environment import Environment
 from engine.distributed.group import Group, join
-from engine.distributed.mesh import data_group, make_mesh
+from engine.strategies.mesh import data_group, make_mesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 RANK = 21

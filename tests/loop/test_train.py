@@ -119,9 +119,9 @@ def test_few_frames_lie_between_run_and_training_step(tmp_path: Path) -> None:
     assert module.frames <= MOST_FRAMES
 
 
-def test_what_ddp_adds_to_these_frames_is_torchs(tmp_path: Path) -> None:
-    # Module.__call__ and forward of DistributedDataParallel and of the module inside, and what DDP does between them.
-    assert max(ranks_of(ranks_frames, 2, tmp_path)) <= MOST_FRAMES + 6
+def test_ddp_adds_torchs_frames_and_one_of_ours(tmp_path: Path) -> None:
+    # Module.__call__ and forward of DistributedDataParallel and of the module inside, what DDP does between them, and Replica.forward.
+    assert max(ranks_of(ranks_frames, 2, tmp_path)) <= MOST_FRAMES + 7
 
 
 class Returns(Weight):

@@ -11,7 +11,6 @@ from torch.optim import SGD
 
 from engine.step.gradients import Loss
 from engine.step.optimizer_step import Stepper
-from engine.step.owned_step import OwnedStepper
 from engine.step.precision import Scaler
 from engine.strategies import Single
 
@@ -275,11 +274,3 @@ def test_a_finite_step_that_a_guard_leaves_out_is_no_error() -> None:
     bench.backward(INF)
     with pytest.raises(FloatingPointError, match="not finite"):
         bench.stepper.step([bench.optimizer])
-
-
-def test_a_strategy_that_owns_the_step_takes_no_guard() -> None:
-    strategy = Single()
-    strategy.connect(Alone())  # type: ignore[arg-type]
-    stepper = OwnedStepper(new_window(), strategy, None, None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="Single steps by itself"):
-        stepper.guard_by(Above())

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +15,7 @@ import pytest
 import torch
 from support.ranks import ranks_of_file, run_ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from engine import DDP, Callback, Engine, Fit, Loss, TrainModule
 
@@ -246,6 +251,9 @@ def rank_settings() -> Any:
                 found[f"{name} {window} unfrozen"] = apart(
                     ours(unfreeze, window, strategy=strategy, **more), bare(unfreeze, window, **more)
                 )
+            for when, before in (("before", True), ("after", False)):
+                inside: Any = {"begin": freeze_all_but_head, "inside": unfreeze_inside(before)}
+                found[f"{name} inside, {when} its use"] = apart(ours(strategy=strategy, **inside), bare(**inside))
     # One strategy for many models, of which one may get the address of one that is gone.
     strategy = DDP(static_graph=True)
     found["static 4, many models"] = max(apart(ours(window=4, strategy=strategy), bare(window=4)) for _ in range(20))
@@ -379,6 +387,42 @@ def rank_adversarial() -> Any:
         adversarial(lambda *objects: (*objects, Tensor.backward), slice(None)),
     )
     return [distance, reducers[0].reducer is reducers[1]]
+
+
+def rank_wrapped_again() -> Any:
+    """The wrapper outlives the change, with the user's hooks on it; the reducer before does not, which would hold a copy of all gradients."""
+    engine, seen = Engine(accelerator="cpu"), Counter[str]()
+    model = engine.prepare(Net())
+
+    def noted(state: Any, bucket: Any) -> Any:
+        seen["reductions"] += 1
+        return allreduce_hook(None, bucket)
+
+    noted.__annotations__.clear()  # torch compares them with types, and they are strings
+    model.register_comm_hook(None, noted)
+    model.register_forward_hook(lambda *_: seen.update(["passes"]))
+    reducer, copied = weakref.ref(model.reducer), copy.deepcopy(model)
+    gc.disable()
+    for trained in (True, False, True):
+        model.module.middle.requires_grad_(trained)
+        engine.backward(model(torch.ones(2, 3).double()).mean())
+    gc.enable()
+    passes = dict(seen)
+    copied.module.requires_grad_(False)
+    copied(torch.ones(2, 3).double())  # belongs to no job: nobody is asked
+    return [passes, reducer() is None, type(copied).__name__]
+
+
+def rank_frozen_first() -> Any:
+    """A static graph whose first pass trains nothing: only the gradient of the input passes through it."""
+    engine = Engine(accelerator="cpu", strategy=DDP(static_graph=True))
+    model, inputs = engine.prepare(Net()), torch.ones(2, 3).double().requires_grad_()
+    for trained in (False, True, False, True):
+        model.module.requires_grad_(trained)
+        engine.backward(model(inputs * (1 + engine.process_index)).mean())
+    assert inputs.grad is not None
+    mine = model.module.head.weight.grad
+    return [bool(inputs.grad.any()), len(engine.gather(mine).view(RANKS, -1).unique(dim=0))]
 
 
 class Tuned(TrainModule):
@@ -542,6 +586,14 @@ def test_models_that_are_frozen_in_turns_keep_their_reducer(found: Any) -> None:
 def test_a_parameter_that_one_rank_reached_is_frozen_inside_a_window(found: Any) -> None:
     for distances in found["frozen_in_a_window"]:
         assert {name: distance for name, distance in distances.items() if distance > 1e-12} == {}
+
+
+def test_the_wrapper_outlives_a_change_and_its_reducer_does_not(found: Any) -> None:
+    assert found["wrapped_again"] == [[{"reductions": 3, "passes": 3}, True, "Replica"]] * RANKS
+
+
+def test_a_static_graph_that_begins_with_nothing_to_train(found: Any) -> None:
+    assert found["frozen_first"] == [[True, 1]] * RANKS
 
 
 def test_fit_follows_what_callbacks_and_training_steps_unfreeze(found: Any) -> None:

@@ -233,23 +233,22 @@ def test_fsdp_finds_the_tensors_in_a_loss() -> None:
     assert torch.utils._pytree.tree_leaves({"loss": loss}) == [loss.sum, loss.count]
 
 
-def rank_reduced_by_another_function() -> list[float]:
-    model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1, bias=False))
-    torch_private.reduce_by(model.reducer, taken, 3.0)
-    model(torch.ones(1, 1)).backward()
-    weight = model.module.weight
-    assert weight.grad is not None
-    return [weight.grad.item()]
+def rank_wrapped() -> list[Any]:
+    """What a wrapper says before and after backward passes: of a static graph, and one that leaves a parameter out."""
+    static = nn.parallel.DistributedDataParallel(nn.Linear(1, 1), static_graph=True)
+    before = torch_private.static_graph_is_known(static)
+    static(torch.ones(1, 1)).backward()
+    partly = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
+    torch_private.check_reduced(partly)
+    partly(torch.ones(1, 1))
+    next(partly.module[1].parameters()).sum().backward()
+    with pytest.raises(RuntimeError, match=r"did not receive grad for rank \d: 0 1 3"):
+        torch_private.check_reduced(partly)
+    return [before, torch_private.static_graph_is_known(static)]
 
 
-def taken(factor: float, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer() * factor)
-    return future
-
-
-def test_a_reducer_averages_by_another_function(found: Any) -> None:
-    assert found["reduced_by_another_function"] == [[3.0]] * 2
+def test_wrappers_know_their_graph_and_what_is_not_reduced(found: Any) -> None:
+    assert found["wrapped"] == [[False, True]] * 2
 
 
 def test_a_torch_without_a_name_is_one_error() -> None:

@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 from engine.distributed import process_groups
 from engine.step import gradients
 from engine.step.optimizers import Modes
-from engine.strategies.added_modules import Divided
 from engine.strategies.base import class_name
 from engine.strategies.deepspeed.shards import Shards
+from engine.strategies.model_structure import ShardedStructure
 from engine.utils.parameters import parameters_of
 from engine.utils.tree import leaves, map_tensors
 
@@ -91,7 +91,7 @@ class DrivenModel(nn.Module):
         self._fed = self._inside = False
         self.backwards = 0
         """How many backward passes have reached the model."""
-        self._divided: Divided | None = None
+        self._structure: ShardedStructure | None = None
         self._frozen: list[tuple[str, Tensor]] = []
         self._tree: Any = None
         self._hooks: list[Any] = []
@@ -107,7 +107,7 @@ class DrivenModel(nn.Module):
         """Train (or only run, without ``optimizer``) by this engine."""
         self._engine, self.optimizer, self.shards, self._fed = [engine], optimizer, shards, False
         if optimizer is not None:
-            self._divided = Divided(self.module, "DeepSpeed")
+            self._structure = ShardedStructure(self.module, "DeepSpeed")
             self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
             # The optimizer has flat shards now; their gradients are DeepSpeed's buffers, which must stay.
             optimizer.zero_grad = self._zero_grad
@@ -126,7 +126,7 @@ class DrivenModel(nn.Module):
 
     def release(self) -> None:
         """Release the optimizer; the model can still be run."""
-        self._divided = None
+        self._structure = None
         if self.optimizer is not None:
             vars(self.optimizer).pop("zero_grad", None)
         self.optimizer = self.shards = None
@@ -146,8 +146,8 @@ class DrivenModel(nn.Module):
         stage = self.made[0]
         if not self._engine and stage == 3:
             self._start(self)
-        if self._divided is not None and torch.is_grad_enabled():
-            self._divided.check()
+        if self._structure is not None and torch.is_grad_enabled():
+            self._structure.check()
             self._check_frozen()
         self._inside = True
         try:

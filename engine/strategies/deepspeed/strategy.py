@@ -18,7 +18,6 @@ from engine.checkpoint.reader import Report, Source, whole
 from engine.config.settings import Settings
 from engine.distributed.group import Group
 from engine.step.optimizer_step import Stepper
-from engine.step.owned_step import OwnedStepper, OwnsStep
 from engine.step.precision import Precision, Scaler
 from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
 from engine.strategies.deepspeed import configuration, shards
@@ -37,6 +36,7 @@ from engine.strategies.deepspeed.driven_model import (
     use_process_group,
 )
 from engine.strategies.deepspeed.shards import Shards
+from engine.strategies.owned_step import OwnedStepper, OwnsStep
 from engine.utils import accelerator
 from engine.utils.log import warn_once
 from engine.utils.parameters import parameters_of
@@ -368,7 +368,7 @@ class DeepSpeed(Strategy, OwnsStep):
         max_value: float | None,
         checked: bool,
     ) -> tuple[Tensor | None, bool]:
-        """Step one optimizer. ``checked``: as in :class:`engine.step.owned_step.OwnsStep`."""
+        """Step one optimizer. ``checked``: as in :class:`engine.strategies.owned_step.OwnsStep`."""
         if max_value is not None:
             raise ValueError("DeepSpeed clips by norm only")
         if len(optimizers) != 1:

@@ -11,7 +11,7 @@ from support.internals import group_of_job
 from support.ranks import ranks_of_file
 from torch import Tensor
 
-from engine.strategies.manual_average import ManualAverage
+from engine.strategies.averaging import GradientAverage
 
 
 def parameter(size: int, grad: float | None, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -35,12 +35,12 @@ def rank_means() -> Any:
         parameter(1, 2 * mine, torch.float64),
         frozen,
     ]
-    ManualAverage()(ranks, parameters)
+    GradientAverage()(ranks, parameters)
     return grads(parameters)
 
 
 def rank_collectives() -> Any:
-    ranks, average = group_of_job(), ManualAverage()
+    ranks, average = group_of_job(), GradientAverage()
     parameters = [parameter(2, 1.0), parameter(3, float(ranks.rank))]
     average(ranks, parameters)  # the ranks compare what they train
 
@@ -57,7 +57,7 @@ def rank_collectives() -> Any:
 
 
 def rank_changes() -> Any:
-    ranks, average = group_of_job(), ManualAverage()
+    ranks, average = group_of_job(), GradientAverage()
     parameters = [parameter(1, 1.0), parameter(2, 2.0)]
     average(ranks, parameters)
     parameters[1].requires_grad_(False).grad = None  # on all ranks

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from engine import Engine, Fit, TrainModule
-from engine.transforms.checkpointing import recompute
+from engine.transforms.recompute import recompute
 
 
 class Decaying(nn.Module):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import Engine, Fit, MeshParallel, TrainModule
-from engine.transforms.checkpointing import recompute
+from engine.transforms.recompute import recompute
 
 WIDTH = 16
 

@@ -1,0 +1,80 @@
+"""Which parameters stand for which while a model is sharded in several steps: pipeline stages, tensor parallel, ``fully_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from engine.distributed.group import Group
+from engine.strategies import deferred_init, dtensors
+from engine.strategies.base import spread
+
+
+class ParameterReplacements:
+    """The parameters that have replaced others, and those that only other ranks have. All keys are weak.
+
+    A strategy keeps one for its life: an optimizer that was created before one run may be prepared in the next.
+    """
+
+    def __init__(self) -> None:
+        self._newer: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """By parameter, the one that has replaced it; that one may be replaced too."""
+        self._placed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Tensors that are on the device, with rank 0's values."""
+        self._elsewhere: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Stand-ins on the meta device."""
+
+    def begin(self, model: nn.Module, group: Group) -> None:
+        """Start to shard ``model`` over the ranks of ``group``: rank 0 initializes what has no values."""
+        self._group, self._initialise = (group, deferred_init.initialiser(model) if group.is_main else None)
+
+    def materialise(self, module: nn.Module) -> None:
+        """Move what is not sharded yet to the device, with rank 0's values; initialize what has none."""
+        device = self._group.device
+        if deferred_init.is_deferred(module, self._elsewhere):
+            deferred_init.return_freed_memory()
+            made = deferred_init.materialise(module, device, self._initialise, self._elsewhere)
+            self._newer.update({old: new for old, new in made.items() if isinstance(old, nn.Parameter)})
+        tensors = (*module.parameters(), *module.buffers())
+        new = [t for t in tensors if not dtensors.is_sharded(t) and not t.is_meta and t not in self._placed]
+        for tensor in new:
+            tensor.data = tensor.data.to(device)
+            self._placed[tensor] = True
+        spread(self._group, [t.detach() for t in new])
+
+    def record(self, module: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+        """Record that the module's parameters have replaced ``before``, which are emptied: an optimizer may still have them."""
+        after = dict(module.named_parameters(remove_duplicate=False))
+        for name, old in before.items():
+            if after[name] is not old:
+                self._newer[old] = after[name]
+                if not dtensors.is_sharded(old):
+                    old.data = old.data.new_empty(0)
+
+    def current(self, parameter: Tensor) -> Tensor:
+        """The parameter that stands for this one now."""
+        while parameter in self._newer:
+            parameter = self._newer[parameter]
+        return parameter
+
+    def update(self, model: nn.Module) -> None:
+        """Give modules that share a parameter its replacement."""
+        for module in model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and parameter in self._newer:
+                    module._parameters[key] = self.current(parameter)  # type: ignore[assignment]
+
+    def send_away(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Free a parameter that only other ranks keep; return its stand-in."""
+        stand_in: nn.Parameter | None = self._newer.get(parameter)
+        if stand_in is None:
+            stand_in = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            self._newer[parameter], self._elsewhere[stand_in] = stand_in, True
+            parameter.data = parameter.data.new_empty(0)
+        return stand_in
+
+    def is_elsewhere(self, parameter: Tensor) -> bool:
+        """Whether only other ranks have this parameter."""
+        return parameter in self._elsewhere

@@ -1,0 +1,75 @@
+"""Forward and backward passes that run together, in chunks of a micro-batch, by a pipeline's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.distributed.group import Group
+from engine.step.gradients import Loss
+from engine.step.passes import Passes
+from engine.step.precision import Scaler
+from engine.step.window import Window
+
+
+class Pipelines(Protocol):
+    """A strategy that runs forward and backward passes together, as :class:`~engine.strategies.mesh_parallel.MeshParallel` does."""
+
+    data_group: Group
+    has_loss: bool
+    """Whether this rank computes the loss, rather than another one with the same data."""
+
+    def run_pipeline(
+        self, step: Callable[[Any, int], Any], root: Callable[[Any, float], Tensor], batch: Any, last: bool
+    ) -> Any:
+        """Forward and backward of one micro-batch in chunks.
+
+        Args:
+            step: the loss of a chunk and how many of its samples count (0: only up to the call of the model).
+            root: the scalar to start backward from, given a chunk's loss and its fraction of the micro-batch.
+            last: the micro-batch closes its window.
+
+        Returns:
+            The micro-batch's loss without a graph, the same on all ranks that see it.
+        """
+
+
+class PipelinedPasses(Passes):
+    """For strategies whose forward and backward passes run together, in parts of the micro-batch."""
+
+    def __init__(self, window: Window, strategy: Pipelines, scaler: Scaler | None) -> None:
+        super().__init__(window, strategy.data_group, scaler)
+        self._strategy = strategy
+        window.join()  # there is one model, and one loss
+
+    def forward_backward(
+        self, step: Callable[[Any, int], Any], batch: Any, backward: Callable[[Tensor | Loss], None], last: bool
+    ) -> Any:
+        """As :meth:`Passes.forward_backward`."""
+        window, strategy, scaler = self._begin(), self._strategy, self._scaler
+        if scaler is not None:
+            scaler.seed(
+                window.seed(1.0, torch.ones((), device=self._group.device))
+            )  # ranks without the loss need the scale too
+
+        def root(loss: Tensor | Loss, fraction: float) -> Tensor:
+            if isinstance(loss, Loss) and scaler is not None:
+                raise ValueError(
+                    "Loss(sum, count) with a pipeline under fp16: the sum may overflow; use precision='bf16-mixed', or return a mean"
+                )
+            # As with several ranks: the loss is known here, but not the whole divisor.
+            start, divisor = window.weigh(loss, max(2, self._group.world_size), False)
+            if not isinstance(loss, Loss):
+                divisor /= fraction
+            seed = window.seed(divisor, start)
+            return start * (seed if scaler is None else scaler.seed(seed))
+
+        found = strategy.run_pipeline(step, root, batch, last)
+        if not strategy.has_loss:
+            window.follow(isinstance(found, Loss))
+        if window.watching:
+            window.attribute()
+        return found

@@ -1,0 +1,310 @@
+"""A replica of a model that may change while it is trained: parameters frozen and unfrozen, modules added, replaced and removed, weights tied."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from engine.distributed.collectives import gather_json
+from engine.distributed.group import Group
+from engine.health import stacks
+from engine.step.gradients import check_held
+from engine.strategies.averaging import average
+from engine.strategies.base import spread, trained
+from engine.strategies.model_structure import TrainedParameters
+from engine.utils import torch_private
+from engine.utils.log import logger
+from engine.utils.tree import leaves
+
+PATIENCE_S = 5.0
+"""Seconds after which a rank whose model has changed warns that the others have not made the same change."""
+_WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+"""The end of torch's error about a reduction that did not finish; the numbers count the parameters that its reducer was given."""
+_WRAPPERS_OWN = {*vars(nn.Module()), "require_forward_param_sync"}
+"""Attributes that wrapping again does not replace: hooks, mode, submodules, and whether the next pass shares buffers."""
+_UNREDUCED = {"require_backward_grad_sync": False, "find_unused_parameters": False, "static_graph": False}
+"""Attributes of a wrapper during a pass whose gradients no reducer waits for."""
+
+
+class Replica(DistributedDataParallel):
+    """``DistributedDataParallel`` that detects changes of the module at each forward pass, and reduces the parameters that are trained now.
+
+    All ranks must make a change between the same forward passes: they compare what they train from then on. New parameters and the
+    buffers of new modules start with rank 0's values. Gradients of the open window are kept. A pass without trained parameters is not
+    reduced, and costs nothing when all of them are alternately frozen and unfrozen.
+
+    After a change the module is wrapped again, by the same class with the same arguments, and this object continues as that wrapper.
+
+    Args:
+        ranks: the group of the job.
+        optimizers: all that may have the module's parameters; the list may grow later.
+        options: of ``DistributedDataParallel``.
+
+    A forward pass raises:
+        ValueError: the ranks train different parameters, or have different values in parameters that were created inside a forward pass; a
+            trained parameter was replaced and its optimizer still has the old one. Raised on all ranks.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Group, optimizers: Sequence[Optimizer], **options: Any) -> None:
+        with _one_trained(module) as lent:
+            super().__init__(module, **options)
+        self._ranks, self._optimizers, self._options = ranks, optimizers, options
+        self._hook: tuple[object, Callable[..., Any]] | None = None
+        self._seen = TrainedParameters(module, self.parameters_to_ignore)
+        """What this replica knows of the module."""
+        self._reduced: Sequence[Tensor] = lent or self._seen.trained
+        """Parameters of the reducer, in its order."""
+        self._idle = not self._seen.trained
+        """Nothing is trained."""
+        self._open = False
+        """Some gradients are not reduced yet."""
+        self._trained_before: list[Tensor] = []
+        """Parameters that the open window has trained before its latest changes."""
+        self._outdated = False
+        """The module must be wrapped again before the next reduction."""
+        self._searches_once = False
+        """This reducer was made for one pass, in which it searches the graph for parameters without gradient."""
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduce gradients by ``hook``, also after a change of the module."""
+        super().register_comm_hook(state, hook)
+        self._hook = state, hook
+
+    def open_window(self) -> None:
+        """Note that a window leaves gradients to a later reduction. Every rank calls this, also one without a forward pass until then."""
+        self._open = True
+        self._trained_before.clear()
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether a pass may leave the reduction to a later one. The first pass of a static graph is always reduced: torch asserts it."""
+        return not self.static_graph or torch_private.static_graph_is_known(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the wrapper (such as an average of weights) belongs to no job, and stays as it is.
+        return {
+            **super().__getstate__(),
+            "_ranks": None,
+            "_optimizers": [],
+            "_options": {},
+            "_hook": None,
+            "_reduced": [],
+            "_trained_before": [],
+            "_idle": False,
+            "_outdated": False,
+        }
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward pass; before and after it the module is compared with what is wrapped."""
+        if (self._outdated or not self._seen.unchanged()) and torch.is_grad_enabled():
+            self._catch_up()
+        try:
+            if self._idle and self.require_backward_grad_sync and torch.is_grad_enabled():
+                output = self._forward_unreduced(*inputs, **kwargs)
+            else:
+                output = super().forward(*inputs, **kwargs)
+        except RuntimeError as error:
+            self._name_unused(error)
+            raise
+        if not self.require_backward_grad_sync:
+            if not self._open and torch.is_grad_enabled():  # setting an attribute of a module takes 14 calls
+                self._open = True
+            return output
+        changed = not self._seen.unchanged()
+        if (changed or self._open) and torch.is_grad_enabled():
+            if changed:
+                self._notice(used=True)
+                if self._outdated:
+                    self._follow(inside=True)
+                if self._searches_once:
+                    self.reducer.prepare_for_forward()
+                    self.reducer.prepare_for_backward(leaves(output))
+            self._close_window()
+        return output
+
+    def _forward_unreduced(self, *inputs: Any, **kwargs: Any) -> Any:
+        """A pass in which nothing is trained, so that no reducer may wait for its gradients. Buffers are shared as before any other pass."""
+        attributes = vars(self)
+        before = {name: attributes[name] for name in (*_UNREDUCED, "require_forward_param_sync")}
+        attributes.update(_UNREDUCED)
+        try:
+            return super().forward(*inputs, **kwargs)
+        finally:
+            attributes.update(before)
+
+    # -- a change -----------------------------------------------------------------------------------------------------------------
+
+    def leave_out(self) -> None:
+        """A micro-batch has no loss on this rank, and perhaps no forward pass: follow what the other ranks follow in theirs."""
+        self._catch_up()
+        if self._idle and self.require_backward_grad_sync:
+            self._close_window()
+
+    def _catch_up(self) -> None:
+        """Follow a change before a forward pass."""
+        if not self._seen.unchanged():
+            self._notice(used=False)
+        if self._outdated and self.require_backward_grad_sync:
+            self._follow(inside=False)
+
+    def _notice(self, used: bool) -> None:
+        """Take what the module consists of now. ``used``: a forward pass has computed with it already."""
+        before, self._seen = self._seen, TrainedParameters(self.module, self.parameters_to_ignore)
+        now = self._seen
+        check_held(before.named, now.named, self._optimizers)
+        self._idle = not now.trained
+        if self._open:
+            self._trained_before += before.trained
+        differs = self._searches_once or self._open or not _same(now.trained, self._reduced)
+        self._outdated = differs and (used or not self._idle)
+        new = now.newer_than(before)
+        if new:
+            self._agree("now has these parameters", list(dict.fromkeys(now.named.values())), used)
+            if used:  # too late to change them
+                self._compare([t for t in new if isinstance(t, nn.Parameter)])
+            else:
+                spread(self._ranks, [t.detach() for t in new])
+
+    def _follow(self, inside: bool) -> None:
+        """Reduce what is trained now, from this pass on. ``inside``: its forward pass is over, and may not have used new parameters."""
+        now = self._seen.trained
+        same = _same(now, self._reduced)
+        if not same:
+            self._agree("now trains these parameters", now, inside)
+        self._average_left_over()
+        if same and not self._searches_once:  # changed and changed back
+            self._outdated = False
+            return
+        self._searches_once = self._outdated = inside and not self._idle  # the next pass needs no search
+        self._wrap_again({"find_unused_parameters": True, "static_graph": False} if self._searches_once else {})
+
+    def _wrap_again(self, options: dict[str, Any]) -> None:
+        """Construct ``DistributedDataParallel`` again, with ``options`` in place of its own, and continue as that wrapper."""
+        self.check_finished()  # a pending error of the previous pass must not be lost with its reducer
+        with _one_trained(self.module) as lent:
+            again = DistributedDataParallel(self.module, **{**self._options, **options}, init_sync=False)
+        # The reducer before removes its hooks from the parameters when it is freed, which is now.
+        vars(self).update({name: value for name, value in vars(again).items() if name not in _WRAPPERS_OWN})
+        self._reduced = lent or self._seen.trained
+        if self._hook is not None:
+            state, function = self._hook
+            _start_again(state)
+            super().register_comm_hook(state, function)
+
+    def _average_left_over(self) -> None:
+        """Average the window's gradients of parameters that are no longer trained: the optimizer still uses them."""
+        if self._open:
+            now = {id(p) for p in self._seen.trained}
+            before = dict.fromkeys([*self._reduced, *self._trained_before])
+            self._trained_before.clear()
+            average(self._ranks, [p for p in before if id(p) not in now])
+
+    def _close_window(self) -> None:
+        """The window's last pass is over. Where nothing is trained, no reduction follows that would average what is left."""
+        if self._open:
+            if self._idle:
+                self._average_left_over()
+            self._open = False
+
+    def check_finished(self) -> None:
+        """Raise if the latest backward pass has left gradients unreduced. torch notices in the next forward pass only, and there may be none."""
+        try:
+            torch_private.check_reduced(self)
+        except RuntimeError as error:
+            self._name_unused(error)
+            raise
+
+    def _name_unused(self, error: RuntimeError) -> None:
+        """Replace torch's error about parameters that got no gradient in the pass before: it gives their numbers, and advice for another class."""
+        numbers = _WITHOUT_GRADIENT.search(str(error))
+        if numbers is None:
+            return
+        parameters = [self._reduced[int(number)] for number in numbers[1].split()]
+        raise RuntimeError(
+            f"the loss did not depend on these trained parameters, whose gradients strategy 'ddp' waits for: "
+            f"{_shown(self._seen.names(parameters))}. If a step may leave parameters out, use "
+            'strategy={"name": "ddp", "find_unused_parameters": True}; freeze those that are never trained (requires_grad_(False))'
+        ) from None
+
+    # -- the other ranks ----------------------------------------------------------------------------------------------------------
+
+    def _agree(self, what: str, parameters: Sequence[Tensor], inside: bool) -> None:
+        """Raise on all ranks unless all have made the same change. Waits for ranks that have made none, with a warning."""
+        names = self._seen.names(parameters)
+        form = [what, inside, *([name, list(p.shape), str(p.dtype)] for name, p in zip(names, parameters, strict=True))]
+        doing = f"waiting for the other ranks to make the same change of the model, which {what} on this rank: {_shown(names)}"
+        warning = threading.Timer(PATIENCE_S, logger.warning, [f"rank {self._ranks.rank} is {doing}"])
+        warning.daemon = True
+        warning.start()
+        try:
+            with stacks.doing(doing):
+                digests = gather_json(self._ranks, hashlib.sha256(repr(form).encode()).hexdigest())
+        except RuntimeError as error:
+            raise RuntimeError(f"rank {self._ranks.rank} was {doing}: {error}") from error
+        finally:
+            warning.cancel()
+        if len(set(digests)) > 1:
+            raise ValueError(
+                f"the ranks have changed the model in different ways:\n{_differences(gather_json(self._ranks, form))}"
+            )
+
+    def _compare(self, new: Sequence[Tensor]) -> None:
+        """Raise on all ranks if their values differ."""
+        firsts = [t.detach().clone() for t in new]
+        spread(self._ranks, firsts)
+        if not all(gather_json(self._ranks, all(map(torch.equal, firsts, [t.detach() for t in new])))):
+            raise ValueError(
+                "modules were added inside a forward pass (training_step), with different values on each rank: "
+                f"{_shown(self._seen.names(new))}. Add them before it, for example in on_train_batch_start, or with equal values on all ranks"
+            )
+
+
+@contextmanager
+def _one_trained(module: nn.Module) -> Iterator[Sequence[Tensor]]:
+    """Train one parameter inside the block if none is trained, and yield it: torch builds no reducer otherwise."""
+    lent = [] if any(True for _ in trained(module)) else list(module.parameters())[:1]
+    for parameter in lent:
+        parameter.requires_grad_(True)
+    try:
+        yield lent
+    finally:
+        for parameter in lent:
+            parameter.requires_grad_(False)
+
+
+def _start_again(state: Any) -> None:
+    """PowerSGD keeps matrices by bucket index, and bucket shapes have changed: reduce exactly until they are stable again."""
+    if type(state).__name__ == "PowerSGDState":
+        for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+            kept.clear()
+        state.iter = min(state.iter, state.start_powerSGD_iter - 2)
+
+
+def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _shown(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _differences(forms: Sequence[Sequence[Any]]) -> str:
+    """Rank 0's change, and that of the first rank with another one."""
+    rank = next(rank for rank, form in enumerate(forms) if form != forms[0])
+    lines = []
+    for who, other in ((0, rank), (rank, 0)):
+        what, inside, *own = forms[who]
+        only = [f"{name} {shape} {dtype}" for name, shape, dtype in own if [name, shape, dtype] not in forms[other]]
+        when = "inside its forward pass" if inside else "before its forward pass"
+        lines.append(f"  rank {who} {what}, changed {when}; only here: {_shown(only) or 'nothing'}")
+    return "\n".join(lines)
