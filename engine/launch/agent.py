@@ -30,9 +30,9 @@ from torch.distributed.elastic.multiprocessing import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
-from engine.distributed import address, first_failure, scratch, stores
-from engine.distributed.first_failure import Rank
-from engine.launch import child, rendezvous
+from engine.distributed import address, scratch, stores
+from engine.launch import child, first_failure, rendezvous
+from engine.launch.first_failure import Rank
 from engine.launch.job import Job, LaunchError
 from engine.launch.output import Direct, Output
 from engine.launch.signals import HANDLED, handle_signals, signals

@@ -9,10 +9,11 @@ from datetime import timedelta
 
 from engine import strategies
 from engine.config.settings import Settings
-from engine.distributed import failures, relaunch
+from engine.distributed import failures
 from engine.distributed.environment import Environment, detect
 from engine.distributed.environments.base import shown
 from engine.distributed.group import Group, join
+from engine.launch import script_ranks
 from engine.utils import accelerator
 from engine.utils.log import logger, warn_once
 
@@ -26,7 +27,7 @@ def crew(settings: Settings, environment: Environment | None = None) -> Iterator
     kind = accelerator.device_type(settings.accelerator)
     timeout = timedelta(seconds=settings.start_timeout.value)
     environment = environment or detect(os.environ)
-    started: relaunch.Started | None = None
+    started: script_ranks.ScriptRanks | None = None
     if environment.world_size == 1 and environment.name == "single":
         strategies.get(settings.strategy, 1)  # an unknown name is said before processes are started
         started = _start(kind, settings)
@@ -44,7 +45,7 @@ def crew(settings: Settings, environment: Environment | None = None) -> Iterator
         yield join(environment, device, timeout=timeout, store=started.store, check=started.check, debug=settings.debug)
 
 
-def _start(kind: str, settings: Settings) -> relaunch.Started | None:
+def _start(kind: str, settings: Settings) -> script_ranks.ScriptRanks | None:
     devices = settings.devices
     wanted = len(devices) if isinstance(devices, tuple) else accelerator.count(kind, devices)
     if settings.num_nodes > 1:
@@ -54,18 +55,18 @@ def _start(kind: str, settings: Settings) -> relaunch.Started | None:
             f"--nproc-per-node {wanted} --rdzv-backend c10d --rdzv-endpoint HOST:29500 script.py), or start it with srun or mpirun"
         )
     if wanted == 1:
-        if (started := relaunch.current()) is not None:
+        if (started := script_ranks.current()) is not None:
             started.demand(1)
         return None
     if settings.strategy == "single":
         raise ValueError(
             f"strategy='single' and devices={devices!r}: one process cannot use {wanted} devices; use strategy='ddp' or 'auto'"
         )
-    if relaunch.current() is None:
+    if script_ranks.current() is None:
         failures.refuse_imported_script()
         logger.info("this script runs as %d processes (%s): starting %d more", wanted, kind, wanted - 1)
     try:
-        return relaunch.start(wanted, timeout=timedelta(seconds=settings.start_timeout.value))
+        return script_ranks.start(wanted, timeout=timedelta(seconds=settings.start_timeout.value))
     except RuntimeError as error:
         if devices != "auto":
             raise

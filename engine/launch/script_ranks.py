@@ -26,10 +26,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine.distributed import command_line, failures, scratch, stores
+from engine.distributed import failures, scratch, stores
 from engine.distributed.environment import Environment
-from engine.distributed.first_failure import Rank, cause, lines_of_others, story, summary
+from engine.distributed.own_process import StartedRanks, own_process
 from engine.distributed.raise_in_thread import Interrupt
+from engine.launch import command_line
+from engine.launch.first_failure import Rank, cause, lines_of_others, story, summary
 from engine.utils.errors import RankError
 from engine.utils.log import logger
 
@@ -52,7 +54,7 @@ class _Child:
     end: Rank
 
 
-class Started:
+class ScriptRanks(StartedRanks):
     """The ranks that this process, rank 0, has started. Created by :func:`start`.
 
     ``environment`` describes rank 0 and ``store`` is the store of the rendezvous:
@@ -254,22 +256,13 @@ class Started:
         os._exit(1)
 
 
-_started: Started | None = None
-_alone = False
-
-
-def work_alone() -> None:
-    """Note a run without other ranks: from now on none can be started, because they would reach this run first."""
-    global _alone
-    _alone = True
-
-
-def current() -> Started | None:
+def current() -> ScriptRanks | None:
     """The result of :func:`start` in this process; ``None`` before it, in the other ranks, and in forks."""
-    return _started if _started is not None and _started._pid == os.getpid() else None
+    started = own_process.started
+    return started if isinstance(started, ScriptRanks) else None
 
 
-def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Started:
+def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> ScriptRanks:
     """Start ranks 1 to ``world_size`` - 1 by repeating this process's command line; this process is rank 0.
 
     They run until this process ends, which waits for them: further calls return the same object. Unless OMP_NUM_THREADS is
@@ -280,7 +273,6 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Sta
             process), another number of ranks was started before, or an earlier run used one process.
         ValueError: ``world_size`` is less than 2.
     """
-    global _started
     if world_size < 2:
         raise ValueError(f"world_size={world_size}: to start other ranks it must be at least 2")
     started = current()
@@ -288,7 +280,7 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Sta
         started.demand(world_size)
         return started
     command = command_line.repeatable(world_size)
-    if _alone:
+    if own_process.ran_alone:
         raise RuntimeError(
             f"{world_size} processes were requested, but an earlier Fit or Engine of this script has run in one process. The other ranks repeat the "
             f"script from its first line, and would reach that one first. Use the same number of devices for every run of one script (the first "
@@ -303,10 +295,11 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Sta
     directory = scratch.make("fit-ranks-")
     children = _spawn(command, world_size, store.port, directory, {**threads, **_BESIDE, **interface})
     environment = Environment("relaunch", 0, world_size, 0, world_size, 1, "127.0.0.1", store.port, agent_store=True)
-    _started = Started(environment, store, children, directory)
-    atexit.register(_started._finish)
+    ranks = ScriptRanks(environment, store, children, directory)
+    own_process.started = ranks
+    atexit.register(ranks._finish)
     sys.excepthook = failures.hook(environment)
-    return _started
+    return ranks
 
 
 def _spawn(

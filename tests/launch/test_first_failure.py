@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from engine.distributed import failures
-from engine.distributed.first_failure import Rank, cause, interrupted, lines_of_others, preempted, story, traceback_in
+from engine.launch.first_failure import Rank, cause, interrupted, lines_of_others, preempted, story, traceback_in
 
 GONE = """Traceback (most recent call last):
   File "a.py", line 1, in <module>

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.distributed.command_line import without_tool
+from engine.launch.command_line import without_tool
 
 
 @pytest.mark.parametrize(
