@@ -12,14 +12,11 @@ import contextlib
 import functools
 import logging
 import os
-import queue
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -31,14 +28,13 @@ from engine.distributed.environment import Environment
 from engine.distributed.own_process import StartedRanks, own_process
 from engine.distributed.raise_in_thread import Interrupt
 from engine.launch import command_line
-from engine.launch.first_failure import Rank, cause, lines_of_others, story, summary
-from engine.utils.errors import RankError
+from engine.launch.first_failure import first_failure, lines_of_others, report, summary
+from engine.launch.supervisor import FAIL_S, CommandRank, Rank, Supervisor, variables_of
+from engine.utils.errors import TERMINATED, RankError
 from engine.utils.log import logger
 
-SETTLE_S = 0.3
-"""After a failure: time (s) for ranks that fail of the same cause to write their tracebacks, so that the first can be found."""
-KILL_S = 5.0
-"""Time between SIGTERM and SIGKILL (s)."""
+PATIENCE_S = 10.0
+"""How long rank 0, when it is done, waits for the others until it says so (s)."""
 INTERRUPT_S = 2.5
 """After a failure a ``RankError`` interrupts rank 0's thread after this time (s), unless a collective has raised by then."""
 GIVE_UP_S = 5.0
@@ -48,12 +44,6 @@ _BESIDE = {"PYTHONBREAKPOINT": f"{__name__}.pass_breakpoint"}
 """Environment variables of the other ranks, unless they are set."""
 
 
-@dataclass(eq=False)
-class _Child:
-    process: subprocess.Popen[bytes]
-    end: Rank
-
-
 class ScriptRanks(StartedRanks):
     """The ranks that this process, rank 0, has started. Created by :func:`start`.
 
@@ -61,25 +51,22 @@ class ScriptRanks(StartedRanks):
     ``join(started.environment, device, timeout=..., store=started.store, check=started.check)``.
     """
 
-    def __init__(self, environment: Environment, store: dist.Store, children: list[_Child], directory: Path) -> None:
+    def __init__(self, environment: Environment, store: dist.Store, ranks: Sequence[Rank], directory: Path) -> None:
         self.environment = environment
         self.store = store
-        self._children = children
         self._directory = directory
         self._pid = os.getpid()
-        self._deaths: queue.SimpleQueue[_Child] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._failed = threading.Event()  # _story is set, once and for all
-        self._story = ""
+        self._failed = threading.Event()  # _report is set, once and for all
+        self._report = ""
         self._reported = False
         self._interrupt = Interrupt(
             RankError
         )  # withdrawn: rank 0's thread no longer needs the others, or has seen the failure
         self._broken = False  # the last training ended with an error: the others may wait forever
-        self._terminated = self._preempted = False
+        self._preempted = False
+        self._supervisor = Supervisor(ranks)
         self._threads: list[threading.Thread] = []
-        for child in children:
-            self._run_beside(functools.partial(self._wait, child), f"fit-rank-{child.end.rank}")
         self._run_beside(self._monitor, "fit-ranks")
 
     @contextlib.contextmanager
@@ -120,7 +107,7 @@ class ScriptRanks(StartedRanks):
         if self._failed.wait(wait_s if error is not None else 0.0):
             self._interrupt.withdraw()
             self._reported = True
-            raise RankError(self._story) from (error if error is not None and str(error) else None)
+            raise RankError(self._report) from (error if error is not None and str(error) else None)
         if error is not None:
             self._interrupt.withdraw()
 
@@ -132,118 +119,101 @@ class ScriptRanks(StartedRanks):
                 "it ends. Use the same number of devices for every run of one script."
             )
 
-    def _run_beside(self, target: Callable[[], None], name: str) -> None:
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _wait(self, child: _Child) -> None:
-        child.end.code = child.process.wait()
-        child.end.ended = time.time()
-        self._deaths.put(child)
-
-    def _monitor(self) -> None:
-        for _ in self._children:
-            child = self._deaths.get()
-            if child.end.code == 0 and self._interrupt.withdrawn.is_set():
-                continue
-            time.sleep(SETTLE_S)
-            if self._judge():
-                break
-        if self._failed.is_set() and not self._interrupt.withdrawn.is_set():
-            self._end_all()
-
-    def _judge(self) -> bool:
-        """Whether a rank has failed; the first time, its report is stored."""
-        with self._lock:
-            if not self._failed.is_set() and not self._terminated:
-                fine = (
-                    (0, 128 + signal.SIGTERM) if self._preempted else (0,)
-                )  # all ranks exit like this after a SIGTERM
-                needed = not self._interrupt.withdrawn.is_set()
-                ends = [child.end for child in self._children if child.end.ended]
-                dead = [end for end in ends if needed or end.code not in fine]
-                if dead:
-                    found = cause(dead)
-                    first = found[0] if found else min(dead, key=lambda end: end.ended)
-                    others = lines_of_others(
-                        (child.end for child in self._children if needed or child.end in dead), first
-                    )
-                    ended = "rank 0: was ended because of it" if needed else ""
-                    self._story = "\n".join([story(first), "", *filter(None, (ended, others))]).rstrip()
-                    self._failed.set()
-        return self._failed.is_set()
-
-    def _end_all(self) -> None:
-        self._run_beside(functools.partial(self._terminate, KILL_S), "fit-terminate")
-        if self._interrupt.withdrawn.wait(INTERRUPT_S):
-            return
-        self._interrupt.strike()  # for Python code outside collectives; ``check`` adds the message
-        if self._interrupt.withdrawn.wait(GIVE_UP_S - INTERRUPT_S):
-            return
-        self._terminate(0.0)
-        self._die(f"RankError: {self._story}\n\nrank 0 did not react within {GIVE_UP_S:g} s and is terminated.")
-
-    def _terminate(self, limit_s: float) -> None:
-        """Send SIGTERM to all running ranks, and SIGKILL to those still running ``limit_s`` later."""
-        self._terminated = True
-        for child in self._children:
-            child.end.told = child.end.told or not child.end.ended
-            child.process.terminate()
-        self._await_all(limit_s)
-        for child in self._children:
-            child.process.kill()
-
-    def _await_all(self, limit_s: float, until: threading.Event | None = None) -> None:
-        begun, told = time.monotonic(), False
-        while waiting := [child for child in self._children if not child.end.ended]:
-            waited = time.monotonic() - begun
-            if waited > limit_s or (until is not None and until.is_set()):
-                return
-            if waited > 10.0 and not told:
-                told = True
-                logger.warning(
-                    "rank 0 is done and waits for %s",
-                    ", ".join(f"rank {c.end.rank} (process {c.end.pid})" for c in waiting),
-                )
-            time.sleep(0.02)
-
-    def _finish(self) -> None:
-        """At the interpreter's exit: wait for the others, or end them if rank 0 ends with an error."""
+    def end_with_process(self) -> None:
+        """Wait for the others, or end them if rank 0 ends with an error. Called by the interpreter's exit."""
         if os.getpid() != self._pid:  # a fork of rank 0
             return
         self._interrupt.withdraw()
         # Set by the interpreter when it prints an uncaught exception.
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if isinstance(error, Exception):
-            limit_s = SETTLE_S
-        elif self._broken or error is not None:  # the others also got Ctrl-C, and may be saving
-            limit_s = KILL_S
-        else:
-            limit_s = float("inf")
         with contextlib.suppress(KeyboardInterrupt):
-            self._await_all(limit_s, until=self._failed)
+            if isinstance(error, Exception):
+                self._supervisor.settle()
+            elif self._broken or error is not None:  # the others also got Ctrl-C, and may be saving
+                self._supervisor.await_end(FAIL_S, until=self._failed)
+            else:
+                self._await_others()
         failed = not isinstance(error, KeyboardInterrupt) and self._judge()
-        self._terminate(KILL_S)
+        self._supervisor.end(signal.SIGTERM, FAIL_S)
         if isinstance(error, Exception) and not self._reported:  # rank 0's own, which was shown
             print(self._after(error), end="", file=sys.stderr, flush=True)
         elif failed and not self._reported:
             logging.shutdown()
-            self._die(f"RankError: {self._story}")
+            self._die(f"RankError: {self._report}")
         scratch.remove(self._directory)
-        for thread in self._threads:  # one that wakes up while the interpreter shuts down would abort the process
+        self._supervisor.close()
+        for thread in self._threads:  # as the supervisor's
             thread.join(1.0)
+
+    def _run_beside(self, target: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _monitor(self) -> None:
+        running = True
+        while running:
+            self._supervisor.changed.wait()
+            self._supervisor.changed.clear()
+            running = bool(self._supervisor.running())
+            if self._lost(self._needed()):
+                self._supervisor.settle()
+                if self._judge():
+                    break
+        if self._failed.is_set() and self._needed():
+            self._end_all()
+
+    def _needed(self) -> bool:
+        """Whether rank 0 needs the others now: before the first training, and in each."""
+        return not self._interrupt.withdrawn.is_set()
+
+    def _lost(self, needed: bool) -> list[Rank]:
+        """The ranks whose end is a failure: any as long as they are needed."""
+        fine = (0, TERMINATED) if self._preempted else (0,)  # all ranks exit like this after a SIGTERM
+        return [
+            rank
+            for rank in self._supervisor.ranks
+            if rank.exit_code is not None and not rank.ended_by_launcher and (needed or rank.exit_code not in fine)
+        ]
+
+    def _judge(self) -> bool:
+        """Whether a rank has failed; the first time, its report is stored."""
+        with self._lock:
+            needed = self._needed()
+            if not self._failed.is_set() and (lost := self._lost(needed)):
+                failure = first_failure(self._supervisor.ranks if needed else lost, still_needed=needed)
+                assert failure is not None
+                ended = "rank 0: was ended because of it" if needed else ""
+                self._report = "\n".join([failure.report, "", *filter(None, (ended, failure.others))]).rstrip()
+                self._failed.set()
+        return self._failed.is_set()
+
+    def _end_all(self) -> None:
+        self._run_beside(functools.partial(self._supervisor.end, signal.SIGTERM, FAIL_S), "fit-terminate")
+        if self._interrupt.withdrawn.wait(INTERRUPT_S):
+            return
+        self._interrupt.strike()  # for Python code outside collectives; ``check`` adds the message
+        if self._interrupt.withdrawn.wait(GIVE_UP_S - INTERRUPT_S):
+            return
+        self._supervisor.end(signal.SIGTERM, 0.0)
+        self._die(f"RankError: {self._report}\n\nrank 0 did not react within {GIVE_UP_S:g} s and is terminated.")
+
+    def _await_others(self) -> None:
+        if not self._supervisor.await_end(PATIENCE_S, until=self._failed) and not self._failed.is_set():
+            waiting = (f"rank {rank.rank} (process {rank.pid})" for rank in self._supervisor.running())
+            logger.warning("rank 0 is done and waits for %s", ", ".join(waiting))
+            self._supervisor.await_end(float("inf"), until=self._failed)
 
     def _after(self, error: Exception) -> str:
         """What follows rank 0's own ``error``: a line for each other rank, and the traceback of one that failed in another way."""
-        ends = [child.end for child in self._children]
-        said = {end: failures.read(end.error_file) for end in ends}
-        own = [
-            end
-            for end, (text, _, saw) in said.items()
-            if text and not saw and summary(text) != failures.last_line(error)
+        ranks = self._supervisor.ranks
+        texts = {rank: failures.read(rank.error_file) for rank in ranks}
+        other = [
+            rank
+            for rank, (text, _, is_consequence) in texts.items()
+            if text and not is_consequence and summary(text) != failures.last_line(error)
         ]
-        parts = [lines_of_others(ends, own[0] if own else None), *map(story, own[:1])]
+        parts = [lines_of_others(ranks, other[0] if other else None), *map(report, other[:1])]
         return "".join(f"{part}\n" for part in parts if part)
 
     def _die(self, text: str) -> None:
@@ -293,52 +263,42 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Scr
         if name not in os.environ:
             os.putenv(name, value)  # for gloo in this process; os.environ belongs to the script
     directory = scratch.make("fit-ranks-")
-    children = _spawn(command, world_size, store.port, directory, {**threads, **_BESIDE, **interface})
+    others = _start_others(command, world_size, store.port, directory, {**threads, **_BESIDE, **interface})
     environment = Environment("relaunch", 0, world_size, 0, world_size, 1, "127.0.0.1", store.port, agent_store=True)
-    ranks = ScriptRanks(environment, store, children, directory)
+    ranks = ScriptRanks(environment, store, others, directory)
     own_process.started = ranks
-    atexit.register(ranks._finish)
+    atexit.register(ranks.end_with_process)
     sys.excepthook = failures.hook(environment)
     return ranks
 
 
-def _spawn(
+def _start_others(
     command: Sequence[str], world_size: int, port: int, directory: Path, defaults: Mapping[str, str]
-) -> list[_Child]:
+) -> list[CommandRank]:
     """Start the other ranks. ``defaults``: variables that the environment may replace; ``directory``: for their error files."""
-    children: list[_Child] = []
+    ranks: list[CommandRank] = []
     try:
         for rank in range(1, world_size):
             error_file = directory / f"rank={rank}.json"
-            own = {**_variables(rank, world_size, port), "TORCHELASTIC_ERROR_FILE": str(error_file)}
-            variables = {**defaults, **os.environ, **own}
+            variables = {
+                **variables_of(rank, world_size, rank, world_size, 0, 1, (stores.LOCAL, port), attempt=0),
+                "TORCHELASTIC_ERROR_FILE": str(error_file),
+                "FIT_PARENT_PID": str(os.getpid()),
+            }
             process = subprocess.Popen(
-                command, env=variables, stdin=subprocess.DEVNULL, cwd=command_line.first_directory()
+                command,
+                env={**defaults, **os.environ, **variables},
+                stdin=subprocess.DEVNULL,
+                cwd=command_line.first_directory(),
             )
-            children.append(_Child(process, Rank(rank, rank, process.pid, error_file)))
+            ranks.append(CommandRank(rank, rank, process, error_file))
     except BaseException:
-        for child in children:
-            child.process.kill()
-            child.process.wait()
+        for started in ranks:
+            started.send(signal.SIGKILL)
+            started.wait()
         scratch.remove(directory)
         raise
-    return children
-
-
-def _variables(rank: int, world_size: int, port: int) -> Mapping[str, str]:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "FIT_PARENT_PID": str(os.getpid()),
-    }
+    return ranks
 
 
 def pass_breakpoint(*args: object, **kwargs: object) -> None:
