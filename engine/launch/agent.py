@@ -143,7 +143,7 @@ def signals_raised() -> Iterator[None]:
 
 
 class Program(ABC):
-    """What the ranks run."""
+    """A program that each rank runs."""
 
     @abstractmethod
     def start(
@@ -262,7 +262,7 @@ class Agent:
             self._supervisor.changed.wait(None if alone else POLL_S)
             self._supervisor.changed.clear()
             if any(rank.exit_code not in (None, 0) for rank in ranks):
-                self._supervisor.settle()
+                self._supervisor.await_other_failures()
                 if was_interrupted(ranks):
                     raise SignalReceived(signal.SIGINT)
                 return self._preempted() if was_preempted(ranks) else self._failed()

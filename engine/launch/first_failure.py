@@ -59,13 +59,13 @@ def first_failure(
 
 
 def was_preempted(ranks: Iterable[Rank]) -> bool:
-    """Whether no rank failed, and some ended on SIGTERM from a scheduler, or from another machine's agent."""
+    """Check whether no rank failed, and some ended on SIGTERM from a scheduler, or from another machine's agent."""
     codes = {rank.exit_code for rank in ranks}
     return TERMINATED in codes and codes <= {None, 0, TERMINATED, -signal.SIGTERM}
 
 
 def was_interrupted(ranks: Iterable[Rank]) -> bool:
-    """Whether no rank failed, and some ended on a Ctrl-C that the launcher did not get."""
+    """Check whether no rank failed, and some ended on a Ctrl-C that the launcher did not get."""
     codes = {rank.exit_code for rank in ranks}
     return INTERRUPTED in codes and codes <= {None, 0, INTERRUPTED, -signal.SIGINT}
 

@@ -48,20 +48,20 @@ def notebook(fn: Callable[..., T], *args: Any, num_processes: int | None = None)
         RuntimeError: the GPU's driver was started in this process already, and forks cannot share it; or this process is a rank.
         ValueError: more processes than GPUs, or fewer than one.
     """
-    wanted = os.environ.get("FIT_ACCELERATOR", "auto").lower()
+    kind = os.environ.get("FIT_ACCELERATOR", "auto").lower()
     with warnings.catch_warnings():
         # Python 3.12 warns about every fork of a process with threads, which a notebook's kernel always has.
         warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
-        found = 0 if wanted == "cpu" else accelerator.devices_of_forks()
-        if found is None:
+        devices = 0 if kind == "cpu" else accelerator.devices_of_forks()
+        if devices is None:
             raise RuntimeError(
                 "notebook() forks this process, and its GPU's driver has been started (a tensor or a model on the GPU, or "
                 "torch.cuda.is_available() called), which forks cannot share. Restart the kernel, and use the GPU only inside the function; "
                 "with the environment variable PYTORCH_NVML_BASED_CUDA_CHECK=1 torch.cuda.is_available() does not start the driver. To train "
                 "on the CPU, set FIT_ACCELERATOR=cpu"
             )
-        count = max(1, found) if num_processes is None else num_processes
-        check_devices("num_processes =", count, found, wanted)
+        count = max(1, devices) if num_processes is None else num_processes
+        check_devices("num_processes =", count, devices, kind)
         return _run(fn, args, count, multiprocessing.get_context("fork"), threads=1)
 
 

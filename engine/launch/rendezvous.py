@@ -107,7 +107,7 @@ class Meeting(ABC):
 
     @property
     def reachable(self) -> bool:
-        """Whether the other machines have answered recently."""
+        """Check whether the other machines have answered recently."""
         return True
 
     @abstractmethod
@@ -208,7 +208,7 @@ class Machines(Meeting):
 
     @property
     def reachable(self) -> bool:
-        """Whether the agents' store has answered recently."""
+        """Check whether the agents' store has answered recently."""
         return time.monotonic() - self._answered < SILENT_S
 
     def agree_on_cause(self, report: str, is_consequence: bool) -> str:

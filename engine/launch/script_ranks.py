@@ -1,4 +1,6 @@
-"""``Fit(devices=n)`` in a plain script: rank 0 starts the other ranks by repeating its own command line, and supervises them.
+"""The processes that a run needs: those that a launcher has started, or for ``Fit(devices=n)`` in a plain script those that rank 0 starts itself.
+
+It does so by repeating its own command line, and supervises them.
 
 Ranks 1 to n-1 are the same program with torchrun's variables in their environment; they run the script from its first line and connect
 to rank 0 where it joins the group. Rank 0's own environment is not changed. While rank 0 trains, a rank that ends for any reason ends all:
@@ -11,6 +13,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -23,15 +26,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from engine import strategies
+from engine.config.settings import Settings
 from engine.distributed import failures, scratch, stores
-from engine.distributed.environment import Environment
+from engine.distributed.environment import Environment, detect
+from engine.distributed.environments.base import shown
+from engine.distributed.group import Group, join
 from engine.distributed.own_process import StartedRanks, own_process
 from engine.distributed.raise_in_thread import Interrupt
-from engine.launch import command_line
 from engine.launch.first_failure import first_failure, lines_of_others, report, summary
 from engine.launch.supervisor import FAIL_S, CommandRank, Rank, Supervisor, variables_of
+from engine.utils import accelerator
 from engine.utils.errors import TERMINATED, RankError
-from engine.utils.log import logger
+from engine.utils.log import logger, warn_once
 
 PATIENCE_S = 10.0
 """How long rank 0, when it is done, waits for the others until it says so (s)."""
@@ -40,8 +47,100 @@ INTERRUPT_S = 2.5
 GIVE_UP_S = 5.0
 """After a failure rank 0's process is ended after this time (s), if its thread has not reacted: it hangs in native code."""
 
+TOOLS = (
+    "pdb",
+    "cProfile",
+    "profile",
+    "trace",
+    "coverage",
+    "debugpy",
+    "kernprof",
+    "line_profiler",
+    "memory_profiler",
+    "pyinstrument",
+    "scalene",
+    "viztracer",
+)
+"""Programs that run another one, for rank 0 only: they need a terminal, serve a port or write one file."""
+_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
+
+
 _BESIDE = {"PYTHONBREAKPOINT": f"{__name__}.pass_breakpoint"}
 """Environment variables of the other ranks, unless they are set."""
+
+
+@contextlib.contextmanager
+def joined(settings: Settings, environment: Environment | None = None) -> Iterator[Group]:
+    """The group of all processes of this job, met. An error that only says that others are gone is replaced by theirs.
+
+    ``environment``: this process's, if the caller has read it.
+    """
+    kind = accelerator.device_type(settings.accelerator)
+    timeout = timedelta(seconds=settings.start_timeout.value)
+    environment = environment or detect(os.environ)
+    started: ScriptRanks | None = None
+    if environment.world_size == 1 and environment.name == "single":
+        strategies.get(settings.strategy, 1)  # an unknown name is said before processes are started
+        started = _start_for(kind, settings)
+        environment = started.environment if started else environment
+    else:
+        _check_started(environment, settings)
+    index = (
+        environment.local_rank if not isinstance(settings.devices, tuple) else settings.devices[environment.local_rank]
+    )
+    device = accelerator.device(kind, index, own=environment.binds_devices)
+    if started is None:
+        yield join(environment, device, timeout=timeout, debug=settings.debug)
+        return
+    with started.training():
+        yield join(environment, device, timeout=timeout, store=started.store, check=started.check, debug=settings.debug)
+
+
+def _start_for(kind: str, settings: Settings) -> ScriptRanks | None:
+    devices = settings.devices
+    count = len(devices) if isinstance(devices, tuple) else accelerator.count(kind, devices)
+    if settings.num_nodes > 1:
+        raise ValueError(
+            f"num_nodes={settings.num_nodes}: several machines need a launcher; on each of them run "
+            f"fit launch --nnodes {settings.num_nodes} --nproc {count} --rdzv HOST:29500 script.py (or torchrun --nnodes {settings.num_nodes} "
+            f"--nproc-per-node {count} --rdzv-backend c10d --rdzv-endpoint HOST:29500 script.py), or start it with srun or mpirun"
+        )
+    if count == 1:
+        if (started := current()) is not None:
+            started.demand(1)
+        return None
+    if settings.strategy == "single":
+        raise ValueError(
+            f"strategy='single' and devices={devices!r}: one process cannot use {count} devices; use strategy='ddp' or 'auto'"
+        )
+    if current() is None:
+        failures.refuse_imported_script()
+        logger.info("this script runs as %d processes (%s): starting %d more", count, kind, count - 1)
+    try:
+        return start(count, timeout=timedelta(seconds=settings.start_timeout.value))
+    except RuntimeError as error:
+        if devices != "auto":
+            raise
+        warn_once(f"one of {count} devices is used, because other processes cannot be started from here: {error}")
+        return None
+
+
+def _check_started(environment: Environment, settings: Settings) -> None:
+    devices = len(settings.devices) if isinstance(settings.devices, tuple) else settings.devices
+    if devices not in ("auto", -1, environment.local_world_size):
+        raise ValueError(
+            f"devices={settings.devices!r} was asked for, but {environment.name} has started {environment.local_world_size} process(es) on this "
+            f"machine{_read_from(environment)}; leave devices out, or start as many"
+        )
+    if settings.num_nodes not in (1, environment.num_nodes):
+        raise ValueError(
+            f"num_nodes={settings.num_nodes} was asked for, but {environment.name} has started {environment.num_nodes} node(s)"
+            f"{_read_from(environment)}; leave it out"
+        )
+
+
+def _read_from(environment: Environment) -> str:
+    return f" (read: {shown(environment.variables)})" if environment.variables else ""
 
 
 class ScriptRanks(StartedRanks):
@@ -128,7 +227,7 @@ class ScriptRanks(StartedRanks):
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         with contextlib.suppress(KeyboardInterrupt):
             if isinstance(error, Exception):
-                self._supervisor.settle()
+                self._supervisor.await_other_failures()
             elif self._broken or error is not None:  # the others also got Ctrl-C, and may be saving
                 self._supervisor.await_end(FAIL_S, until=self._failed)
             else:
@@ -157,14 +256,14 @@ class ScriptRanks(StartedRanks):
             self._supervisor.changed.clear()
             running = bool(self._supervisor.running())
             if self._lost(self._needed()):
-                self._supervisor.settle()
+                self._supervisor.await_other_failures()
                 if self._judge():
                     break
         if self._failed.is_set() and self._needed():
             self._end_all()
 
     def _needed(self) -> bool:
-        """Whether rank 0 needs the others now: before the first training, and in each."""
+        """Check whether rank 0 needs the others now: before the first training, and in each."""
         return not self._interrupt.withdrawn.is_set()
 
     def _lost(self, needed: bool) -> list[Rank]:
@@ -177,7 +276,7 @@ class ScriptRanks(StartedRanks):
         ]
 
     def _judge(self) -> bool:
-        """Whether a rank has failed; the first time, its report is stored."""
+        """Check whether a rank has failed; the first time, store its report."""
         with self._lock:
             needed = self._needed()
             if not self._failed.is_set() and (lost := self._lost(needed)):
@@ -205,7 +304,7 @@ class ScriptRanks(StartedRanks):
             self._supervisor.await_end(float("inf"), until=self._failed)
 
     def _after(self, error: Exception) -> str:
-        """What follows rank 0's own ``error``: a line for each other rank, and the traceback of one that failed in another way."""
+        """The lines after rank 0's own ``error``: a line for each other rank, and the traceback of one that failed in another way."""
         ranks = self._supervisor.ranks
         texts = {rank: failures.read(rank.error_file) for rank in ranks}
         other = [
@@ -249,7 +348,7 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Scr
     if started is not None:
         started.demand(world_size)
         return started
-    command = command_line.repeatable(world_size)
+    command = repeatable(world_size)
     if own_process.ran_alone:
         raise RuntimeError(
             f"{world_size} processes were requested, but an earlier Fit or Engine of this script has run in one process. The other ranks repeat the "
@@ -289,7 +388,7 @@ def _start_others(
                 command,
                 env={**defaults, **os.environ, **variables},
                 stdin=subprocess.DEVNULL,
-                cwd=command_line.first_directory(),
+                cwd=_first_directory(),
             )
             ranks.append(CommandRank(rank, rank, process, error_file))
     except BaseException:
@@ -323,3 +422,77 @@ def _share_threads(world_size: int) -> dict[str, str]:
     if torch.get_num_threads() > share:
         torch.set_num_threads(share)
     return {"OMP_NUM_THREADS": str(share)}
+
+
+def repeatable(world_size: int) -> list[str]:
+    """The command that starts this program again: its interpreter with its options, its script or module, its arguments.
+
+    A debugger or profiler that runs the program (one of ``TOOLS``) is left out.
+
+    Raises:
+        RuntimeError: it cannot be repeated (interactive, notebook, pytest, script from standard input, a worker process).
+    """
+    main = sys.modules.get("__main__")
+    ipython = sys.modules.get("IPython")
+    if "ipykernel" in sys.modules:
+        reason = "it is a Jupyter kernel"
+    elif hasattr(sys, "ps1") or sys.flags.interactive or (ipython is not None and ipython.get_ipython() is not None):
+        reason = "it is an interactive interpreter"
+    elif "pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ:
+        reason = "it is a pytest session"
+    elif multiprocessing.parent_process() is not None:
+        reason = "it is a worker of the multiprocessing module"
+    elif getattr(main, "__file__", None) == "<stdin>" or (sys.orig_argv[1:] in ([], ["-"])):
+        reason = "the script was read from standard input"
+    elif not sys.executable or getattr(sys, "frozen", False):
+        reason = "it is an embedded or frozen interpreter"
+    elif (repeated := without_tool(sys.orig_argv[1:], sys.argv)) is None:
+        reason = f"it is unclear which of {sys.orig_argv} are the script and its arguments"
+    else:
+        return [sys.executable, *repeated]
+    raise RuntimeError(
+        f"{world_size} processes were requested, but the other ranks are started by repeating the command line of this one, and {reason}. "
+        f"Write a script and start it with: torchrun --nproc-per-node {world_size} script.py"
+    )
+
+
+def without_tool(arguments: Sequence[str], script: Sequence[str]) -> list[str] | None:
+    """The interpreter's arguments without a tool that runs the script.
+
+    Args:
+        arguments: all those of the interpreter: ``["-m", "pdb", "train.py", "--lr", "1"]``.
+        script: ``sys.argv`` as the tool leaves it to the script: its file and its arguments.
+
+    Returns:
+        ``["train.py", "--lr", "1"]``; ``None`` when a tool's arguments cannot be distinguished from the script's.
+    """
+    first = 0
+    while first < len(arguments) and arguments[first].startswith("-") and not arguments[first].startswith(("-m", "-c")):
+        first += 2 if arguments[first] in _WITH_VALUE else 1
+    options, rest = list(arguments[:first]), list(arguments[first:])
+    if _program(rest) not in TOOLS:
+        return list(arguments)
+    at = len(rest) - len(script)
+    if at < 1 or rest[at + 1 :] != list(script[1:]):
+        return None
+    if rest[at - 1] in ("-m", "--module"):
+        return [*options, "-m", *rest[at:]]
+    return [*options, *rest[at:]] if os.path.realpath(rest[at]) == os.path.realpath(script[0]) else None
+
+
+def _program(rest: Sequence[str]) -> str:
+    """The module or the command that the interpreter runs; ``""`` for a script, whatever its name."""
+    if not rest or rest[0].endswith(".py"):
+        return ""
+    if rest[0].startswith("-m"):
+        return (rest[0][2:] or "".join(rest[1:2])).split(".")[0]
+    return Path(rest[0]).name
+
+
+def _first_directory() -> str | None:
+    """The directory of the command line, if it names the script by a relative path: the script may have changed directory since."""
+    file = str(getattr(sys.modules.get("__main__"), "__file__", None) or "")
+    for argument in sys.orig_argv[1:]:
+        if argument and not os.path.isabs(argument) and file.endswith(os.sep + argument):
+            return file[: -len(argument)]
+    return None

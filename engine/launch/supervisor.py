@@ -29,7 +29,7 @@ class Rank(ABC):
     error_file: Path
     """The file in which it leaves its traceback, in Torch Elastic's JSON form."""
     host: str = ""
-    """Its machine, if the job's ranks may be on several."""
+    """The machine that it runs on, if the job's ranks may be on several."""
     log: Path | None = None
     """The file of its output, if there is one."""
     exit_code: int | None = None
@@ -41,7 +41,7 @@ class Rank(ABC):
 
     @property
     def failed(self) -> bool:
-        """Whether it failed by itself."""
+        """Check whether it failed by itself."""
         return not self.ended_by_launcher and self.exit_code not in (None, 0)
 
     @abstractmethod
@@ -121,7 +121,7 @@ class Supervisor:
         """The ranks that have not ended."""
         return [rank for rank in self.ranks if rank.exit_code is None]
 
-    def settle(self) -> None:
+    def await_other_failures(self) -> None:
         """Give ranks that fail of the same cause time to do so: the first one to be seen need not be the first to fail."""
         self.await_end(SETTLE_S)
 
