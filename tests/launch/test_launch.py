@@ -81,7 +81,8 @@ def test_ranks_have_the_variables_of_torchs_agent(tmp_path: Path) -> None:
     agent = Path(local_elastic_agent.__file__).read_text()
     expected = set(re.findall(r'(?:^ {16}|worker_env\[)"([A-Z_]+)"(?:: |\] = )', agent, re.MULTILINE))
     assert len(expected) >= 17
-    assert expected - names == {"CUDA_VISIBLE_DEVICES"} - set(os.environ)  # it is passed on
+    # Torch's agent sets those that choose devices only as this process has them: the ranks inherit them.
+    assert {name for name in expected - names if not name.endswith("_VISIBLE_DEVICES")} == set()
     assert "TORCHELASTIC_ERROR_FILE" in names
 
 
