@@ -24,7 +24,7 @@ from engine.distributed import failures
 from engine.distributed.environment import detect
 from engine.distributed.group import Group
 from engine.engine import Engine
-from engine.launch.local_ranks import crew
+from engine.launch.script_ranks import joined
 from engine.loop import compatibility, setup
 from engine.loop.callback_states import check_keys
 from engine.loop.evaluate import call_hooks, evaluate, predict, sanity_check
@@ -527,7 +527,7 @@ class Fit:
         if any(map(is_not, callbacks, settings.callbacks)):  # another library's
             settings = replace(settings, callbacks=callbacks)
         environment = detect(os.environ)
-        with StartLog(environment.rank == 0) as start_log, crew(settings, environment) as group:
+        with StartLog(environment.rank == 0) as start_log, joined(settings, environment) as group:
             yield self.new_run(module, stage, group, settings, data, start_log=start_log)
 
     def new_run(

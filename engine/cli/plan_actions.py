@@ -23,7 +23,7 @@ from engine.cli.targets import importable_here
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
 from engine.distributed.environment import detect
-from engine.launch.local_ranks import crew
+from engine.launch.script_ranks import joined
 from engine.planning.device_table import Link
 from engine.planning.devices import cluster_of
 from engine.planning.forecast import checked_costs
@@ -129,7 +129,7 @@ def _measure(processes: int | None, as_json: bool) -> int:
     if processes is not None and processes < 1:
         raise UsageError(f"--processes {processes}: give at least 1")
     log_to_terminal()
-    with crew(_measuring(processes)) as group:
+    with joined(_measuring(processes)) as group:
         found = measured(group)
         if group.is_main:
             print(

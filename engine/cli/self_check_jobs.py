@@ -23,7 +23,7 @@ from engine.config.settings import Settings
 from engine.distributed.environment import detect
 from engine.distributed.group import alone
 from engine.fit import Fit
-from engine.launch.local_ranks import crew
+from engine.launch.script_ranks import joined
 from engine.loop.run import Run
 from engine.module import TrainModule
 from engine.utils import accelerator
@@ -140,7 +140,7 @@ def resume(kind: str, ranks: Ranks) -> None:
 
 def together(kind: str, ranks: Ranks) -> None:
     """Collectives return the defined results."""
-    with crew(Settings(accelerator=kind, devices=ranks.count, strategy="ddp")) as group:
+    with joined(Settings(accelerator=kind, devices=ranks.count, strategy="ddp")) as group:
         self_check_collectives.check(group)
 
 

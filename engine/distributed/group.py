@@ -15,9 +15,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from engine.distributed import failures, process_groups, relaunch, stores
+from engine.distributed import failures, process_groups, stores
 from engine.distributed.environment import Environment, detect
 from engine.distributed.meeting import meet
+from engine.distributed.own_process import own_process
 from engine.utils import accelerator as accelerators
 from engine.utils import torch_private
 from engine.utils.log import logger
@@ -194,7 +195,7 @@ def join(
         return Group(environment, device, _existing(timeout, debug) if connected else None)
     if environment.world_size == 1:
         if environment.name == "single":
-            relaunch.work_alone()
+            own_process.ran_alone = True
         return Group(environment, device)
     failures.refuse_imported_script()
     process_groups.allow_descriptors(environment.world_size)
@@ -245,7 +246,7 @@ def own_environment(given: Environment | None = None) -> Environment:
 
     From here on an error that ends this process is recorded for the launcher.
     """
-    started = relaunch.current()
+    started = own_process.started
     found = given or (started.environment if started else detect(os.environ))
     failures.attach(found)
     return found
@@ -257,7 +258,7 @@ def join_here(environment: Environment, accelerator: str, *, timeout: timedelta,
     Raises:
         ValueError, RuntimeError: the accelerator is unknown or not there; or as :func:`join`.
     """
-    kind, started = accelerators.device_type(accelerator), relaunch.current()
+    kind, started = accelerators.device_type(accelerator), own_process.started
     device = accelerators.device(kind, environment.local_rank, own=environment.binds_devices)
     return join(environment, device, timeout=timeout, store=started.store if started else None, debug=debug)
 

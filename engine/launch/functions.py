@@ -8,22 +8,24 @@ import pickle
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing.context import ForkContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.elastic.multiprocessing import SignalException
 
-from engine.distributed import scratch
+from engine.distributed import failures, scratch
 from engine.distributed.environment import detect
-from engine.launch import agent, child, rendezvous
+from engine.launch import child, rendezvous
+from engine.launch.agent import Agent, Program, SignalReceived, signals_raised
 from engine.launch.job import Job, check_devices, cores
-from engine.launch.output import Direct
-from engine.launch.signals import signals
-from engine.launch.torch_log import torch_log
+from engine.launch.output import Streams, Terminal
+from engine.launch.supervisor import Rank
 from engine.utils import accelerator
-from engine.utils.errors import RankError
+from engine.utils.errors import INTERRUPTED, RankError
 
 T = TypeVar("T")
 
@@ -46,21 +48,21 @@ def notebook(fn: Callable[..., T], *args: Any, num_processes: int | None = None)
         RuntimeError: the GPU's driver was started in this process already, and forks cannot share it; or this process is a rank.
         ValueError: more processes than GPUs, or fewer than one.
     """
-    wanted = os.environ.get("FIT_ACCELERATOR", "auto").lower()
+    kind = os.environ.get("FIT_ACCELERATOR", "auto").lower()
     with warnings.catch_warnings():
         # Python 3.12 warns about every fork of a process with threads, which a notebook's kernel always has.
         warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
-        found = 0 if wanted == "cpu" else accelerator.devices_of_forks()
-        if found is None:
+        devices = 0 if kind == "cpu" else accelerator.devices_of_forks()
+        if devices is None:
             raise RuntimeError(
                 "notebook() forks this process, and its GPU's driver has been started (a tensor or a model on the GPU, or "
                 "torch.cuda.is_available() called), which forks cannot share. Restart the kernel, and use the GPU only inside the function; "
                 "with the environment variable PYTORCH_NVML_BASED_CUDA_CHECK=1 torch.cuda.is_available() does not start the driver. To train "
                 "on the CPU, set FIT_ACCELERATOR=cpu"
             )
-        count = max(1, found) if num_processes is None else num_processes
-        check_devices("num_processes =", count, found, wanted)
-        return _run(fn, args, count, "fork", threads=1)
+        count = max(1, devices) if num_processes is None else num_processes
+        check_devices("num_processes =", count, devices, kind)
+        return _run(fn, args, count, multiprocessing.get_context("fork"), threads=1)
 
 
 def debug(fn: Callable[..., T], *args: Any, num_processes: int = 2) -> list[T]:
@@ -95,12 +97,13 @@ def debug(fn: Callable[..., T], *args: Any, num_processes: int = 2) -> list[T]:
             f"debug({getattr(fn, '__qualname__', fn)}): it is defined in a notebook or at a prompt, where new processes cannot find "
             "it. Define it in a module, or use engine.launch.notebook, whose processes are forks"
         )
-    return _run(fn, args, num_processes, "spawn", threads=max(1, cores() // max(1, num_processes)), cpu=True)
+    threads = max(1, cores() // max(1, num_processes))
+    return _run(fn, args, num_processes, multiprocessing.get_context("spawn"), threads=threads, cpu=True)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The function of a rank. A single argument for torch's agent, which would expand macros in plain strings."""
+    """The function of the ranks, as it arrives in their processes."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -108,31 +111,72 @@ class _Call:
     threads: int
     cpu: bool
 
-    def __call__(self) -> Any:
+    def run(self, variables: Mapping[str, str], error_file: Path, result_file: Path) -> None:
+        """Call the function in this process, as a rank. A failure is left in ``error_file``, the value in ``result_file``."""
         os.setpgid(0, 0)  # the parent passes Ctrl-C on, once
         child.bind(self.parent)
         # A fork has the parent's handlers, and Fit replaces only Python's default ones.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.environ.update(variables)
         torch.set_num_threads(self.threads)
         if self.cpu:
             accelerator.hide()
-        return self.fn(*self.args)
+        try:
+            # Pickled by value: in torch's queues tensors are shared, and this process would have to wait for their reader.
+            result_file.write_bytes(pickle.dumps(self.fn(*self.args)))
+        except KeyboardInterrupt:
+            os._exit(INTERRUPTED)
+        except Exception as error:
+            failures.record(error, error_file)
+            sys.exit(1)
 
 
-def _enter(call: _Call) -> Any:
-    try:
-        return call()
-    except SystemExit as end:
-        if end.code in (None, 0):  # torch's agent would wait for the value
-            return None
-        raise
-    except KeyboardInterrupt:
-        os._exit(128 + signal.SIGINT)  # torch would take it for success
+class FunctionRank(Rank):
+    """A rank that calls a function in a process of multiprocessing."""
+
+    def __init__(
+        self, local_rank: int, rank: int, process: BaseProcess, pid: int, error_file: Path, result_file: Path
+    ) -> None:
+        super().__init__(local_rank, rank, pid, error_file)
+        self._process, self._result_file = process, result_file
+
+    def wait(self) -> int:
+        while (code := self._process.exitcode) is None:
+            self._process.join()
+        return code
+
+    def result(self) -> Any:
+        """The function's value; ``None`` if it has left the process (``sys.exit()``)."""
+        return pickle.loads(self._result_file.read_bytes()) if self._result_file.exists() else None
+
+
+class _Function(Program):
+    """A function, in forks of this process or in new ones."""
+
+    def __init__(self, call: _Call, context: ForkContext | SpawnContext) -> None:
+        self._call, self._context = call, context
+        self.ranks: list[FunctionRank] = []
+
+    def start(
+        self, local_rank: int, rank: int, variables: Mapping[str, str], error_file: Path, streams: Streams
+    ) -> FunctionRank:
+        result_file = error_file.with_suffix(".result")
+        process = self._context.Process(target=self._call.run, args=(variables, error_file, result_file))
+        process.start()
+        assert process.pid is not None
+        self.ranks.append(FunctionRank(local_rank, rank, process, process.pid, error_file, result_file))
+        return self.ranks[-1]
 
 
 def _run(
-    fn: Callable[..., Any], args: tuple[Any, ...], count: int, start_method: str, *, threads: int, cpu: bool = False
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    count: int,
+    context: ForkContext | SpawnContext,
+    *,
+    threads: int,
+    cpu: bool = False,
 ) -> list[Any]:
     if count < 1:
         raise ValueError(f"num_processes={count}: it must be at least 1")
@@ -144,20 +188,16 @@ def _run(
         )
     job = Job(command=(), nproc=count, grace_s=30.0, variables={"CUDA_VISIBLE_DEVICES": ""} if cpu else {})
     errors = scratch.make("fit-launch-")
-    with signals(), torch_log(errors / "agent.log"):
-        meeting = rendezvous.handler(job, Direct().say)
-        started = agent.make_agent(
-            job, meeting, Direct(), errors, _enter, (_Call(fn, args, os.getpid(), threads, cpu),), start_method
-        )
+    program = _Function(_Call(fn, args, os.getpid(), threads, cpu), context)
+    with signals_raised():
         try:
-            result = started.run()
-        except SignalException as error:
-            if error.sigval == signal.SIGINT:
+            agent = Agent(job, rendezvous.meeting_of(job, Terminal()), Terminal(), errors, program)
+            if not agent.run():
+                raise RankError(agent.report)
+            return [rank.result() for rank in program.ranks]
+        except SignalReceived as error:
+            if error.number == signal.SIGINT:
                 raise KeyboardInterrupt from None
-            raise SystemExit(128 + int(error.sigval)) from None
+            raise SystemExit(128 + error.number) from None
         finally:
-            meeting.shutdown()
             scratch.remove(errors)
-    if result is None or result.is_failed():
-        raise RankError(started.told)
-    return [result.return_values[rank] for rank in range(count)]

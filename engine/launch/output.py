@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import selectors
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -25,6 +26,10 @@ HOLD_S = 10.0
 _LAST_WORDS = ("Traceback (most recent call last):", "fit: error: ", failures.LOST)
 PIPE = 1 << 20
 """Maximum capacity of a pipe (Linux, without privileges)."""
+
+
+Streams = tuple[int | None, int | None]
+"""Descriptors for a rank's standard output and error; ``None``: those of this process."""
 
 
 @dataclass(eq=False)
@@ -66,12 +71,11 @@ class Output:
         """The file of a rank."""
         return self.directory / f"rank={rank}.log"
 
-    def open(self, ranks: Mapping[int, int], world_size: int) -> tuple[dict[int, str], dict[int, str]]:
-        """Pipes for the standard output and error of an attempt's ranks (local rank -> rank). Call :meth:`started` afterwards."""
+    def open(self, ranks: Sequence[int], world_size: int) -> list[Streams]:
+        """Open pipes for the standard output and error of an attempt's ranks. Call :meth:`started` afterwards."""
         self._prefixed = world_size > 1
-        paths: tuple[dict[int, str], dict[int, str]] = {}, {}
         with self._lock:
-            for local, rank in ranks.items():
+            for rank in ranks:
                 if rank not in self._files:
                     self._files[rank] = self.path(rank).open("ab", buffering=0)
                 self._tails[rank] = b""
@@ -81,11 +85,10 @@ class Output:
                     self._streams[reading] = _Stream(rank, reading, target, bool(is_error))
                     self._selector.register(reading, selectors.EVENT_READ)
                     self._writing.append(writing)
-                    paths[is_error][local] = f"/dev/fd/{writing}"
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="fit-output", daemon=True)
             self._thread.start()
-        return paths
+        return list(zip(self._writing[::2], self._writing[1::2], strict=True))
 
     def started(self) -> None:
         """Close our copies of the pipes' ends that the ranks have opened."""
@@ -228,17 +231,15 @@ class Output:
                     sys.stderr.write(f"fit launch: {self.directory}: cannot write the ranks' output ({error})\n")
 
 
-class Direct:
+class Terminal:
     """Ranks that write to this process's streams: nothing is read or kept."""
-
-    directory = Path()
 
     def path(self, rank: int) -> None:
         """There is no file."""
 
-    def open(self, ranks: Mapping[int, int], world_size: int) -> tuple[dict[int, str], dict[int, str]]:
-        """For torch an empty name means this process's own stream."""
-        return dict.fromkeys(ranks, ""), dict.fromkeys(ranks, "")
+    def open(self, ranks: Sequence[int], world_size: int) -> list[Streams]:
+        """This process's own streams."""
+        return [(None, None) for _ in ranks]
 
     def started(self) -> None:
         """Nothing to close."""
@@ -259,3 +260,20 @@ class Direct:
 
     def mark(self, text: str) -> None:
         """There is no file."""
+
+
+@contextlib.contextmanager
+def torch_log(path: Path) -> Iterator[None]:
+    """Send the log of torch's rendezvous to a file: the terminal is for the ranks and our own messages."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    handler = logging.FileHandler(path, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    before = logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = before
+        logger.removeHandler(handler)
+        handler.close()

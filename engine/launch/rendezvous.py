@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -24,6 +23,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from engine.distributed import address, stores
 from engine.distributed.stores import LOCAL
 from engine.launch.job import Job, LaunchError
+from engine.launch.output import Output, Terminal
 
 STORE_S = 10.0
 """Timeout (s) of one exchange with the store after the rendezvous."""
@@ -34,6 +34,12 @@ WATCH_S = 0.5
 
 SILENT_S = 4.0
 """At the end, a store that has not answered for so long (s) is not waited for."""
+ELSEWHERE_S = 2.0
+"""How long to wait for the cause of a failure from another machine (s)."""
+END_S = 310.0
+"""How long a machine whose ranks have ended waits for the others (s)."""
+CAUSE = "cause"
+"""The key in a round's store under which an agent reports a failure."""
 
 T = TypeVar("T")
 
@@ -65,199 +71,266 @@ def bounded(call: Callable[[], T], limit_s: float, what: str) -> T:
     return done[0]
 
 
-class Watched(RendezvousHandler):
-    """A rendezvous that a separate thread polls while ranks run: an agent must notice its ranks' exits even if the network hangs."""
+@dataclass(frozen=True)
+class Round:
+    """One meeting of the job's machines, for one attempt of its ranks."""
 
+    machine: int
+    """This machine's number."""
+    machines: int
+    first_rank: int
+    """This machine's first rank."""
+    world_size: int
+    """The ranks of all machines."""
+    restarts: int
+    """The largest of the machines' counts, because one that has just joined counts none: the same on all of them."""
+    master: tuple[str, int]
+    """Address and port of the ranks' store, a new one in each round: a script that calls ``init_process_group()`` itself would otherwise find
+    the keys of the ranks before."""
+
+
+class Meeting(ABC):
+    """How the agents of a job's machines meet in rounds, and learn of each other's failures."""
+
+    run_id: str
+    """The job's name."""
     local = LOCAL
     """This machine's name for the other machines."""
     address: str | None = LOCAL
     """This machine's address towards them."""
-    limit_s = 600.0
-    """How long the rendezvous may take (s)."""
+    machines_waiting = 0
+    """How many machines waited to join at the last check."""
     failed_elsewhere = False
     """The agent of another machine has reported that one of its ranks failed in this round."""
-    cause = ""
-    """That agent's report."""
-    _waiting = 0
-    _rounds = 0
-    _answered = 0.0
-    _over: threading.Event | None = None
-
-    @property
-    def cause_key(self) -> str:
-        """The key in the round's store under which an agent reports the cause of a failure."""
-        raise NotImplementedError
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Join the other agents in the next round. Raises torch's errors, at the latest some seconds after the join timeout."""
-        self._stop_asking()
-        found = bounded(
-            super().next_rendezvous,  # type: ignore[safe-super]
-            self.limit_s + 3 * STORE_S,
-            "the rendezvous of the machines",
-        )
-        self._rounds += 1
-        self._answered = time.monotonic()
-        self._over = threading.Event()
-        threading.Thread(
-            target=self._keep_asking, args=(self._over, found.store), name="fit-waiting", daemon=True
-        ).start()
-        return found
-
-    def num_nodes_waiting(self) -> int:
-        """How many machines waited to join at the last check."""
-        return self._waiting
-
-    @property
-    def met(self) -> bool:
-        """Whether there was at least one complete round."""
-        return self._rounds > 0
+    has_met = False
+    """There was at least one complete round."""
 
     @property
     def reachable(self) -> bool:
-        """Whether the store has answered recently."""
+        """Check whether the other machines have answered recently."""
+        return True
+
+    @abstractmethod
+    def next_round(self, nproc: int, restarts: int) -> Round:
+        """Meet the other agents.
+
+        Args:
+            nproc: this machine's ranks.
+            restarts: its count of restarts.
+
+        Raises:
+            RendezvousError, torch.distributed.DistError: the machines did not meet.
+        """
+
+    @abstractmethod
+    def agree_on_cause(self, report: str, is_consequence: bool) -> str:
+        """Send the other agents the report of a failure on this machine, or receive theirs if it is only the consequence of another."""
+
+    @abstractmethod
+    def await_others(self) -> None:
+        """Wait until the ranks of all machines have ended."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Tell the other agents that the job is over."""
+
+
+class OneMachine(Meeting):
+    """One machine without a rendezvous. Its ranks connect through a store that only this machine reaches, and nothing in it is unpickled.
+
+    Args:
+        port: of the first round's store; 0: any that is free. Later rounds use any.
+        run_id: random by default, so that other users of this machine cannot guess it.
+    """
+
+    def __init__(self, port: int, run_id: str | None) -> None:
+        self.run_id = run_id or secrets.token_hex(16)
+        self._store = stores.serve(LOCAL, port, timeout=_seconds(STORE_S))
+
+    def next_round(self, nproc: int, restarts: int) -> Round:
+        if self.has_met:
+            self._store = stores.serve(LOCAL, 0, timeout=_seconds(STORE_S))
+        self.has_met = True
+        return Round(0, 1, 0, nproc, restarts, (LOCAL, self._store.port))
+
+    def agree_on_cause(self, report: str, is_consequence: bool) -> str:
+        return report
+
+    def await_others(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Machines(Meeting):
+    """Several machines: torch's rendezvous, and a thread that polls it, because an agent must notice its ranks' ends even if the network hangs.
+
+    Args:
+        handler: torch's.
+        limit_s: how long the rendezvous may take (s).
+        local: this machine's name for the other machines.
+        address: its address towards them.
+        shared: the address of a store that all rounds share, if they do. The first round's ranks use it as well: the user has chosen its port.
+    """
+
+    def __init__(
+        self,
+        handler: RendezvousHandler,
+        limit_s: float,
+        local: str,
+        address: str | None,
+        shared: tuple[str, int] | None = None,
+    ) -> None:
+        self.run_id, self.local, self.address = handler.get_run_id(), local, address
+        self._handler, self._limit_s, self._shared = handler, limit_s, shared
+        self._rounds = 0
+        self._round: Round | None = None
+        self._store: dist.Store | None = None  # the agents', in this round
+        self._ranks_store: dist.TCPStore | None = None
+        self._cause = ""
+        self._answered = 0.0
+        self._over = threading.Event()
+
+    def next_round(self, nproc: int, restarts: int) -> Round:
+        self._stop_watching()
+        with _addresses_in_every_round():
+            self._round = bounded(
+                lambda: self._join(nproc, restarts),
+                self._limit_s + 3 * STORE_S,
+                "the rendezvous of the machines",
+            )
+        self.has_met = True
+        self._answered = time.monotonic()
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, args=(self._over,), name="fit-waiting", daemon=True).start()
+        return self._round
+
+    @property
+    def reachable(self) -> bool:
+        """Check whether the agents' store has answered recently."""
         return time.monotonic() - self._answered < SILENT_S
 
-    def shutdown(self) -> bool:
-        """Close the rendezvous for all machines, if it can still be reached."""
-        if not self.reachable:
-            return False
-        self._stop_asking()
+    def agree_on_cause(self, report: str, is_consequence: bool) -> str:
+        if self._round is None or self._round.machines == 1:
+            return report
+        if is_consequence and self._cause:
+            return self._cause
         try:
-            return bounded(super().shutdown, STORE_S / 2, "closing the rendezvous")  # type: ignore[safe-super]
+            if self.reachable:
+                exchange = self._await_cause if is_consequence else self._publish
+                return bounded(lambda: exchange(report), 2 * ELSEWHERE_S, "asking the other machines")
         except (RendezvousTimeoutError, dist.DistError):
-            return False
+            pass
+        lost = "The rank that this one lost was on another machine, which cannot be reached."
+        return f"{report}\n\n{lost}" if is_consequence else report
 
-    def _stop_asking(self) -> None:
-        if self._over is not None:
-            self._over.set()
-        self._waiting, self.failed_elsewhere, self.cause = 0, False, ""
+    def await_others(self) -> None:
+        with contextlib.suppress(RendezvousTimeoutError, dist.DistError):
+            bounded(self._count_until_all, END_S, "waiting for the other machines")
 
-    def _keep_asking(self, over: threading.Event, store: dist.Store) -> None:
-        broken_since = 0.0
+    def close(self) -> None:
+        if not self.reachable:
+            return
+        self._stop_watching()
+        with contextlib.suppress(RendezvousTimeoutError, dist.DistError):
+            bounded(self._handler.shutdown, STORE_S / 2, "closing the rendezvous")
+
+    def _join(self, nproc: int, restarts: int) -> Round:
+        """Join the next round, and learn from each machine how many ranks it has."""
+        info = self._handler.next_rendezvous()
+        self._rounds += 1
+        store = dist.PrefixStore(f"fit/{self._rounds}" if self._shared else "fit", info.store)
+        if info.rank == 0:
+            store.set("master", json.dumps(self._serve_ranks()))
+        store.set(f"machine/{info.rank}", json.dumps([nproc, restarts]))
+        host, port = json.loads(store.get("master"))
+        rows = [json.loads(store.get(f"machine/{machine}")) for machine in range(info.world_size)]
+        counts = [count for count, _ in rows]
+        self._store = store
+        return Round(
+            info.rank,
+            info.world_size,
+            sum(counts[: info.rank]),
+            sum(counts),
+            max(others for _, others in rows),
+            (host, port),
+        )
+
+    def _serve_ranks(self) -> tuple[str, int]:
+        if self._shared and self._rounds == 1:
+            return self._shared
+        self._ranks_store = dist.TCPStore(self.local, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        return self.local, self._ranks_store.port
+
+    def _stop_watching(self) -> None:
+        self._over.set()
+        self.machines_waiting, self.failed_elsewhere, self._cause = 0, False, ""
+
+    def _watch(self, over: threading.Event) -> None:
+        assert self._store is not None
+        store, broken_since = self._store, 0.0
         while not over.wait(WATCH_S):
             # An unreachable store says nothing about the ranks: keep monitoring them, and a restart will show. A connection closed by
             # the other side is different: the agent that served it has ended, and its ranks with it.
             try:
-                waiting = super().num_nodes_waiting()  # type: ignore[safe-super]
-                failed = store.check([self.cause_key])
+                waiting = self._handler.num_nodes_waiting()
+                failed = store.check([CAUSE])
                 self._answered = time.monotonic()
                 broken_since = 0.0
                 if failed and not over.is_set():
-                    self.cause = store.get(
-                        self.cause_key
-                    ).decode()  # read it now: the store may end with the agent that serves it
+                    self._cause = store.get(CAUSE).decode()  # now: the store may end with the agent that serves it
                 if not over.is_set():
-                    self._waiting, self.failed_elsewhere = waiting, failed
+                    self.machines_waiting, self.failed_elsewhere = waiting, failed
             except Exception as error:
                 if isinstance(error, dist.DistNetworkError) or isinstance(error.__cause__, dist.DistNetworkError):
                     broken_since = broken_since or time.monotonic()
                     if time.monotonic() - broken_since > SILENT_S / 2 and not over.is_set():
                         self.failed_elsewhere = True
 
+    def _publish(self, report: str) -> str:
+        assert self._store is not None
+        self._store.set(CAUSE, report)
+        time.sleep(2 * WATCH_S)  # the store may be served here: give the others time to read it
+        return report
 
-class Dynamic(Watched, DynamicRendezvousHandler):
-    """An elastic job; each round has its own store."""
-
-    cause_key = "fit/cause"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """As above. Also publishes rank 0's address in each round: torch does so once, and a machine that joins later would wait forever."""
-        self._bootstrap_store_info = None
-        return super().next_rendezvous()
-
-
-class Static(Watched, StaticTCPRendezvous):
-    """Numbered machines. Their agents share one store, in which the first machine publishes the ranks' store of a later round."""
-
-    _ranks_store: dist.Store | None = None
-
-    @property
-    def cause_key(self) -> str:
-        return f"fit/cause/{self._rounds}"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """As above. The first round's ranks use the agents' store, whose port the user has chosen; a later one's would find their keys in it."""
-        agents = super().next_rendezvous()
-        if self._rounds == 1:
-            return agents
-        info = bounded(
-            lambda: self._serve_round(dist.PrefixStore(f"fit/round/{self._rounds}", agents.store)),
-            self.limit_s + STORE_S,
-            "the publication of the ranks' store",
+    def _await_cause(self, report: str) -> str:
+        assert self._store is not None
+        deadline = time.monotonic() + ELSEWHERE_S
+        while time.monotonic() < deadline:
+            if self._store.check([CAUSE]):
+                return self._store.get(CAUSE).decode()
+            time.sleep(0.1)
+        return (
+            f"{report}\n\nThe rank that this one lost was on another machine, which reported no cause: it may be gone."
         )
-        return RendezvousInfo(agents.store, agents.rank, agents.world_size, info)
 
-    def _serve_round(self, published: dist.Store) -> RendezvousStoreInfo:
-        port = None
-        if self.rank == 0:
-            self._ranks_store = dist.TCPStore(
-                self.master_addr, 0, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=self.timeout
-            )
-            port = self._ranks_store.port
-        return RendezvousStoreInfo.build(self.rank, published, self.master_addr, port)
-
-
-class Alone(Watched):
-    """One machine without a rendezvous. Its ranks connect through a store that only this machine reaches, and nothing in it is unpickled.
-
-    Each round has a new store: a script that calls ``init_process_group()`` itself would find the keys of the ranks before.
-
-    Args:
-        port: of the first round's store; 0: any that is free. Later rounds use any.
-        run_id: the job's name, the prefix of the store's keys; random by default, so that other users of this machine cannot guess them.
-    """
-
-    cause_key = "fit/cause"
-
-    def __init__(self, port: int, run_id: str | None, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self._run_id = run_id or secrets.token_hex(16)
-        self._store = stores.serve(LOCAL, port, timeout=_seconds(STORE_S))
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """The next round, at once."""
-        if self._rounds:
-            self._store = stores.serve(LOCAL, 0, timeout=_seconds(STORE_S))
-        self._rounds += 1
-        part = dist.PrefixStore(f"{self._run_id}/{self._rounds}", self._store)
-        return RendezvousInfo(part, 0, 1, RendezvousStoreInfo(LOCAL, self._store.port))
-
-    @property
-    def reachable(self) -> bool:
-        """Always: the store is this process's own."""
-        return True
-
-    @property
-    def use_agent_store(self) -> bool:
-        """The ranks use the same store."""
-        return True
-
-    def get_backend(self) -> str:
-        """The name that torch's agent reports."""
-        return "alone"
-
-    def get_run_id(self) -> str:
-        """The job's name."""
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        """Never: no other agent can close it."""
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing to do: there are no other agents."""
-
-    def shutdown(self) -> bool:
-        """Nothing to do: there are no other agents."""
-        return True
+    def _count_until_all(self) -> None:
+        # Counted again and again: a wait would keep the connection, and heartbeats with it.
+        assert self._store is not None
+        assert self._round is not None
+        ended = self._store.add("ended", 1)
+        while ended < self._round.machines:
+            time.sleep(0.1)
+            ended = self._store.add("ended", 0)
 
 
-def handler(job: Job, say: Callable[[str], None]) -> Watched:
-    """The rendezvous of ``job``, served from this machine if the address is this machine's (and no other agent serves it yet).
+@contextlib.contextmanager
+def _addresses_in_every_round() -> Iterator[None]:
+    """Let torch publish an address in every round, though none of them is used: it would do so once, and a machine that joins later waits for it."""
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
-    Args:
-        say: called with a message when there is something to wait for.
+
+def meeting_of(job: Job, output: Output | Terminal) -> Meeting:
+    """The meeting of ``job``'s machines, served from this one if the address is this machine's (and no other agent serves it yet).
 
     Raises:
         LaunchError: the port is busy, or the address cannot be reached.
@@ -265,32 +338,28 @@ def handler(job: Job, say: Callable[[str], None]) -> Watched:
     host, port = job.endpoint or (LOCAL, 0)
     if job.max_nodes == 1:
         if not address.is_own(host):
-            say(f"--rdzv {host}:{port} is not needed for one machine: its ranks meet at {LOCAL}:{port}")
+            output.say(f"--rdzv {host}:{port} is not needed for one machine: its ranks meet at {LOCAL}:{port}")
         try:
-            return Alone(port, job.run_id, job.join_timeout_s)
+            return OneMachine(port, job.run_id)
         except dist.DistError as error:
             raise LaunchError(_busy(f"{host}:{port}", "another program or job holds it")) from error
-    local = _towards(job, host, port, say)
-    own: str | None = local
+    local = _towards(job, host, port, output)
+    outward: str | None = local
     if address.is_loopback(local) and not address.is_loopback(host):
         # Many machines resolve their own name to a loopback address; the others resolve it to the real one.
-        own, local = address.outward(), host
+        outward, local = address.outward(), host
     if job.node_rank is None:
-        found: Watched = _dynamic(
-            job, _served(job, host, port) if address.is_own(host) else _reached(job, host, port), local
-        )
-    else:
-        if job.node_rank == 0 and not address.is_free(port):
-            raise LaunchError(_busy(f"{host}:{port}", "another program holds it"))
-        found = Static(host, port, job.node_rank, job.max_nodes, job.name, job.join_timeout_s)
-        found.limit_s = job.join_timeout_s
-    found.local, found.address = local, own
-    return found
+        store = _served(job, host, port) if address.is_own(host) else _reached(job, host, port)
+        return Machines(_dynamic(job, store, local), job.join_timeout_s, local, outward)
+    if job.node_rank == 0 and not address.is_free(port):
+        raise LaunchError(_busy(f"{host}:{port}", "another program holds it"))
+    static = StaticTCPRendezvous(host, port, job.node_rank, job.max_nodes, job.name, job.join_timeout_s)
+    return Machines(static, job.join_timeout_s, local, outward, shared=(host, port))
 
 
-def _towards(job: Job, host: str, port: int, say: Callable[[str], None]) -> str:
+def _towards(job: Job, host: str, port: int, output: Output | Terminal) -> str:
     """This machine's address towards the rendezvous, whose name may become resolvable only some time after this machine's start."""
-    deadline, told = time.monotonic() + job.join_timeout_s, False
+    deadline, announced = time.monotonic() + job.join_timeout_s, False
     while True:
         try:
             return address.towards(host, port)
@@ -300,9 +369,11 @@ def _towards(job: Job, host: str, port: int, say: Callable[[str], None]) -> str:
                     f"--rdzv {host}:{port}: this machine did not find it within {job.join_timeout_s} s ({error}). "
                     "Is the name right, and is there a route to it?"
                 ) from error
-            if not told:
-                say(f"--rdzv {host}:{port} cannot be resolved yet ({error}); waiting up to {job.join_timeout_s} s")
-                told = True
+            if not announced:
+                output.say(
+                    f"--rdzv {host}:{port} cannot be resolved yet ({error}); waiting up to {job.join_timeout_s} s"
+                )
+                announced = True
         time.sleep(0.5)
 
 
@@ -353,11 +424,11 @@ def _busy(where: str, why: str) -> str:
     return f"--rdzv {where}: the port is busy: {why}. Choose another port (the same on all machines), or leave --rdzv out on a single machine"
 
 
-def _dynamic(job: Job, store: dist.Store, local: str) -> Dynamic:
+def _dynamic(job: Job, store: dist.Store, local: str) -> DynamicRendezvousHandler:
     # The total time of silence: several heartbeats may be late.
     interval = max(1, job.dead_after_s // 5)
     times: dict[str, Any] = {"join": _seconds(job.join_timeout_s), "last_call": _seconds(job.join_wait_s)}
-    dynamic: Dynamic = Dynamic.from_backend(
+    dynamic: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
         job.name,
         store,
         C10dRendezvousBackend(store, job.name),
@@ -368,7 +439,6 @@ def _dynamic(job: Job, store: dist.Store, local: str) -> Dynamic:
         keep_alive_interval=interval,
         keep_alive_max_attempt=max(1, job.dead_after_s // interval),
     )
-    dynamic.limit_s = job.join_timeout_s
     return dynamic
 
 

@@ -18,7 +18,8 @@ from engine.checkpoint.run_folder import RunFolder, Trained
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
 from engine.data.order import mixed
-from engine.distributed import failures, relaunch
+from engine.distributed import failures
+from engine.distributed.own_process import own_process
 from engine.health import mismatch
 from engine.health.watchdog import Watchdog
 from engine.loop.method_arguments import accepting
@@ -130,7 +131,7 @@ def _cause(run: Run, error: BaseException) -> BaseException:
     """The error for callbacks and the caller: the original one, unless it is only a consequence of another."""
     if run.interrupted and not isinstance(error, KeyboardInterrupt):
         error = KeyboardInterrupt()  # data workers get Ctrl-C too, and their exit is noticed first
-    started = relaunch.current()
+    started = own_process.started
     if started is not None:
         try:
             started.check(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from support.commands import COMMAND, Launched, alive, free_port, pids
 from support.ranks import PATIENCE_S, clean_environment
+from torch.distributed.elastic.agent.server import local_elastic_agent
 
 
 def script(place: Path, text: str, name: str = "script.py") -> Path:
@@ -70,6 +72,18 @@ def test_output_files_and_environment(tmp_path: Path) -> None:
     assert kept.startswith("out 1 ")
     assert "err 1\n" in kept
     assert "half\rwhole\nno newline" in kept
+
+
+def test_ranks_have_the_variables_of_torchs_agent(tmp_path: Path) -> None:
+    with Launched(tmp_path, "--nproc", 1, "--no-python", "env") as job:
+        assert job.wait() == 0, job.text
+    names = {line.partition("=")[0] for line in job.stdout.splitlines()}
+    agent = Path(local_elastic_agent.__file__).read_text()
+    expected = set(re.findall(r'(?:^ {16}|worker_env\[)"([A-Z_]+)"(?:: |\] = )', agent, re.MULTILINE))
+    assert len(expected) >= 17
+    # Torch's agent sets those that choose devices only as this process has them: the ranks inherit them.
+    assert {name for name in expected - names if not name.endswith("_VISIBLE_DEVICES")} == set()
+    assert "TORCHELASTIC_ERROR_FILE" in names
 
 
 def test_a_traceback_that_was_not_the_end_is_shown(tmp_path: Path) -> None:

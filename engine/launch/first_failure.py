@@ -1,80 +1,78 @@
-"""Which rank failed first, and the report of its end, for those who start ranks: ``fit launch`` and ``Fit(devices=n)``."""
+"""Which rank failed first, and the report of its end."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
 from engine.distributed import failures
+from engine.launch.supervisor import Rank
 from engine.utils.errors import INTERRUPTED, TERMINATED
 
 LAST_LINES = 15
 """Lines of a rank's standard error that are shown when there is no traceback in it."""
+NO_TAILS: Mapping[int, str] = MappingProxyType({})
 
 
-@dataclass(eq=False)
-class Rank:
-    """A process that a launcher has started."""
+@dataclass(frozen=True)
+class Failure:
+    """The failure of the rank that failed first."""
 
-    local: int
-    rank: int
-    pid: int
-    error_file: Path
-    code: int | None = None
-    """The exit code, or minus the signal's number; ``None`` while it runs."""
-    ended: float = 0.0
-    """Seconds since 1970."""
-    told: bool = False
-    """The launcher ended it; it did not end by itself."""
-    host: str = ""
-    """Its machine, if the ranks may be on several."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether it failed by itself."""
-        return not self.told and self.code not in (None, 0)
+    rank: Rank
+    is_consequence: bool
+    """It failed only because another rank was gone, which is not among these."""
+    report: str
+    """Which rank it is, where and how it ended, and its traceback."""
+    others: str
+    """A line for each other rank that has failed as well, or is ended because of it."""
 
 
-def cause(ranks: Sequence[Rank], tails: Mapping[int, str] = MappingProxyType({})) -> tuple[Rank, bool] | None:
-    """The rank that failed first, and whether it failed only because another one did; ``None`` when none failed.
+def first_failure(
+    ranks: Sequence[Rank], tails: Mapping[int, str] = NO_TAILS, still_needed: bool = False
+) -> Failure | None:
+    """The first failure of these ranks; ``None`` when none failed.
 
     If all failures are only consequences, and a rank has ended with exit code 0 meanwhile, it is that one.
 
     Args:
         tails: the end of each rank's standard error, for ranks that have left no error file; none, if it is not kept.
+        still_needed: the job is not done, so an end with exit code 0 is a failure by itself.
     """
-    found = [
-        (_only_saw(rank, tails.get(rank.rank, "")), failures.read(rank.error_file)[1] or rank.ended, rank)
+    failed = [
+        (_is_consequence(rank, tails.get(rank.rank, "")), failures.read(rank.error_file)[1] or rank.ended_at, rank)
         for rank in ranks
         if rank.failed
     ]
-    if not found:
+    early = [rank for rank in ranks if rank.exit_code == 0 and not rank.ended_by_launcher]
+    if failed:
+        is_consequence, _, first = min(failed, key=lambda entry: entry[:2])
+        early = early if is_consequence and all(rank.exit_code != TERMINATED for rank in ranks) else []
+    elif not (early and still_needed):
         return None
-    saw, _, rank = min(found, key=lambda each: each[:2])
-    early = [each for each in ranks if each.code == 0 and not each.told]
-    if saw and early and all(each.code != TERMINATED for each in ranks):
-        return min(early, key=lambda each: each.ended), False
-    return rank, saw
+    if early:
+        is_consequence, first = False, min(early, key=lambda rank: rank.ended_at)
+    return Failure(
+        first, is_consequence, report(first, tails.get(first.rank, "")), lines_of_others(ranks, first, tails)
+    )
 
 
-def preempted(ranks: Iterable[Rank]) -> bool:
-    """Whether no rank failed, and some ended on SIGTERM from a scheduler, or from another machine's agent."""
-    codes = {rank.code for rank in ranks}
+def was_preempted(ranks: Iterable[Rank]) -> bool:
+    """Check whether no rank failed, and some ended on SIGTERM from a scheduler, or from another machine's agent."""
+    codes = {rank.exit_code for rank in ranks}
     return TERMINATED in codes and codes <= {None, 0, TERMINATED, -signal.SIGTERM}
 
 
-def interrupted(ranks: Iterable[Rank]) -> bool:
-    """Whether no rank failed, and some ended on a Ctrl-C that the launcher did not get."""
-    codes = {rank.code for rank in ranks}
+def was_interrupted(ranks: Iterable[Rank]) -> bool:
+    """Check whether no rank failed, and some ended on a Ctrl-C that the launcher did not get."""
+    codes = {rank.exit_code for rank in ranks}
     return INTERRUPTED in codes and codes <= {None, 0, INTERRUPTED, -signal.SIGINT}
 
 
-def story(rank: Rank, tail: str = "", log: Path | None = None) -> str:
-    """A report of a rank's end: which rank, where and how, and finally its traceback."""
-    code = rank.code or 0
+def report(rank: Rank, tail: str = "") -> str:
+    """The report of a rank's end: which rank, where and how, and finally its traceback."""
+    code = rank.exit_code or 0
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
     if code == -signal.SIGKILL:
         how += " (the system may have run out of memory)"
@@ -82,8 +80,8 @@ def story(rank: Rank, tail: str = "", log: Path | None = None) -> str:
         how = "ended early (exit code 0) while others still needed it: all ranks must make the same calls"
     where = f" on {rank.host} (process {rank.pid})" if rank.host else ""
     head = f"rank {rank.rank}{where} {how}"
-    if log is not None:
-        head += f"; its output: {log}"
+    if rank.log is not None:
+        head += f"; its output: {rank.log}"
     if code == 0:
         return head
     text = failures.read(rank.error_file)[0].rstrip() or traceback_in(tail)
@@ -91,23 +89,23 @@ def story(rank: Rank, tail: str = "", log: Path | None = None) -> str:
         return f"{head}. Its traceback:\n\n{text}"
     last = "\n".join(tail.rstrip().splitlines()[-LAST_LINES:])
     return f"{head}. It left no traceback" + (
-        f"; its last lines:\n\n{last}" if last else " and no last words." if log else ": see its output above."
+        f"; its last lines:\n\n{last}" if last else " and no last words." if rank.log else ": see its output above."
     )
 
 
-def lines_of_others(ranks: Iterable[Rank], first: Rank | None, tails: Mapping[int, str] = MappingProxyType({})) -> str:
+def lines_of_others(ranks: Iterable[Rank], first: Rank | None, tails: Mapping[int, str] = NO_TAILS) -> str:
     """A line for each rank but the ``first`` to fail that has failed as well, or was ended because of it."""
     lines = []
     for rank in ranks:
-        if rank is first or rank.code == 0:
+        if rank is first or rank.exit_code == 0:
             continue
-        code, (text, _, saw) = rank.code or 0, failures.read(rank.error_file)
+        code, (text, _, is_consequence) = rank.exit_code or 0, failures.read(rank.error_file)
         text = text or traceback_in(tails.get(rank.rank, ""))
-        if saw:
+        if is_consequence:
             how = failures.LOST
         elif text:
             how = summary(text)
-        elif rank.told or not code:
+        elif rank.ended_by_launcher or not code:
             how = "was ended because of it"
         else:
             how = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
@@ -141,8 +139,8 @@ def traceback_in(text: str) -> str:
     return "\n".join(lines[first : end + 1])
 
 
-def _only_saw(rank: Rank, tail: str) -> bool:
-    if rank.code == TERMINATED:  # all ranks save and end when one gets SIGTERM; another failure is the cause
+def _is_consequence(rank: Rank, tail: str) -> bool:
+    if rank.exit_code == TERMINATED:  # all ranks save and end when one gets SIGTERM; another failure is the cause
         return True
     text, _, saw = failures.read(rank.error_file)
     last = (text.rstrip() or traceback_in(tail)).splitlines()[-1:]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.ranks import PATIENCE_S, clean_environment, run_script
 
-from engine.distributed import relaunch
+from engine.launch import script_ranks
 
 # What Fit does around a run, and a fault on one rank: the script's first argument names it.
 SCRIPT = """
@@ -15,7 +15,8 @@ import contextlib, os, signal, sys, time
 from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
-from engine.distributed import collectives as c, environment, failures, group, relaunch
+from engine.distributed import collectives as c, environment, failures, group
+from engine.launch import script_ranks
 from engine.utils.errors import RankError
 
 case, place = sys.argv[1], Path(sys.argv[2])
@@ -26,10 +27,10 @@ failures.attach(env)
 if case == "before" and env.rank == 1:
     raise ValueError("before the run")
 variables = dict(os.environ)
-started = relaunch.start(ranks) if env.world_size == 1 else None
+started = script_ranks.start(ranks) if env.world_size == 1 else None
 if started:
     env = started.environment
-    assert relaunch.start(ranks) is started is relaunch.current()
+    assert script_ranks.start(ranks) is started is script_ranks.current()
     assert dict(os.environ) == variables
 
 def training():
@@ -256,7 +257,8 @@ from pathlib import Path
 place, status = Path(sys.argv[1]), int(sys.argv[2])
 rank = os.environ.get("RANK", "0")
 atexit.register(lambda: (place / f"before {rank}").touch())
-from engine.distributed import environment, failures, relaunch
+from engine.distributed import environment, failures
+from engine.launch import script_ranks
 
 class Cycle:
     def __init__(self, file):
@@ -269,7 +271,7 @@ env = environment.detect(os.environ)
 failures.attach(env)
 atexit.register(lambda: (place / f"after {rank}").touch())
 if env.world_size == 1:
-    relaunch.start(2)
+    script_ranks.start(2)
 else:
     plain, cycle = open(place / "plain", "w"), Cycle(open(place / "cycle", "w"))
     plain.write("text")
@@ -289,18 +291,19 @@ def test_another_rank_ends_without_collecting_garbage_and_loses_nothing(tmp_path
 
 WORKER = """
 import multiprocessing
-from engine.distributed import relaunch
-worker = multiprocessing.get_context("fork").Process(target=relaunch.start, args=(2,))
+from engine.launch import script_ranks
+worker = multiprocessing.get_context("fork").Process(target=script_ranks.start, args=(2,))
 worker.start()
 worker.join()
 """
-START = "from engine.distributed import relaunch\nrelaunch.start(2)\n"
+START = "from engine.launch import script_ranks\nscript_ranks.start(2)\n"
 WHERE = """
 import os, sys
-from engine.distributed import environment, relaunch
+from engine.distributed import environment
+from engine.launch import script_ranks
 if environment.detect(os.environ).world_size == 1:
     os.chdir("/")
-    relaunch.start(2)
+    script_ranks.start(2)
 else:
     print(os.getcwd(), sys.argv)
 """
@@ -353,16 +356,16 @@ def test_what_cannot_be_repeated_is_refused(command, given, reason):
 
 def test_pytest_is_refused():
     with pytest.raises(RuntimeError, match="it is a pytest session"):
-        relaunch.start(2)
+        script_ranks.start(2)
 
 
 def test_one_rank_needs_no_others():
     with pytest.raises(ValueError, match="world_size=1"):
-        relaunch.start(1)
+        script_ranks.start(1)
 
 
 def test_another_number_of_ranks_is_refused():
-    script = WHERE.replace('os.chdir("/")', "") + "\nif relaunch.current():\n    relaunch.start(3)\n"
+    script = WHERE.replace('os.chdir("/")', "") + "\nif script_ranks.current():\n    script_ranks.start(3)\n"
     ran = run_script(script, check=False, forked=True)
     assert ran.returncode == 1
     assert "3 ranks were requested, but this process has started 2" in ran.stderr
@@ -407,13 +410,44 @@ def test_runs_of_one_script_need_the_same_number_of_ranks(tmp_path, devices, sai
 def test_threads_are_shared_out():
     script = """
 import os, torch
-from engine.distributed import environment, relaunch
+from engine.distributed import environment
+from engine.launch import script_ranks
 cores = len(os.sched_getaffinity(0))
 if environment.detect(os.environ).world_size == 1:
-    relaunch.start(2)
+    script_ranks.start(2)
 print(torch.get_num_threads() == max(1, cores // 2))
 """
     environ = clean_environment()
     del environ["OMP_NUM_THREADS"]
     ran = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=300)
     assert (ran.returncode, ran.stdout) == (0, "True\nTrue\n"), ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "script", "expected"),
+    [
+        ("train.py --lr 1", "train.py --lr 1", "train.py --lr 1"),
+        ("-X dev -m train --lr 1", "/w/train.py --lr 1", "-X dev -m train --lr 1"),
+        ("-m pdb train.py --lr 1", "train.py --lr 1", "train.py --lr 1"),
+        ("-mpdb train.py", "train.py", "train.py"),
+        ("-W error -m pdb -c continue -c q train.py --lr 1", "train.py --lr 1", "-W error train.py --lr 1"),
+        ("-m pdb -m package.train --lr 1", "package.train --lr 1", "-m package.train --lr 1"),
+        ("-m cProfile -o out -m train", "train", "-m train"),
+        ("/bin/coverage run --data-file=x train.py -m", "train.py -m", "train.py -m"),
+        ("/bin/coverage run -m package.train", "/w/package/train.py", "-m package.train"),
+        ("-m trace --count --module train", "/w/train.py", "-m train"),
+        ("/code/debugpy/launcher/../../debugpy --connect 1 --configure-qt none train.py a", "train.py a", "train.py a"),
+        (
+            "profile.py --lr 1",
+            "profile.py",
+            "profile.py --lr 1",
+        ),  # a script of that name, which has changed its arguments
+        ("/bin/mytool train.py", "train.py", "/bin/mytool train.py"),  # whatever it does is done by all ranks
+        ("-m pdb train.py --lr 1", "train.py", None),
+        ("-m pdb train.py --lr 1", "other.py --lr 1", None),
+    ],
+)
+def test_a_tool_is_left_out(given: str, script: str, expected: str | None) -> None:
+    assert script_ranks.without_tool(given.split(), script.split()) == (
+        expected.split() if expected is not None else None
+    )

@@ -1,0 +1,45 @@
+"""Ranks that end, and ranks that are ended. Real processes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from support.commands import alive
+from support.ranks import PATIENCE_S
+
+from engine.launch.supervisor import CommandRank, Supervisor
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
+    command = ["sh", "-c", "trap '' TERM; sleep 600 & echo $!; wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())
+        rank = CommandRank(0, 0, process, tmp_path / "error.json")
+        supervisor = Supervisor([rank])
+        assert supervisor.running() == [rank]
+        supervisor.end(signal.SIGTERM, 0.1)
+        supervisor.close()
+    assert (rank.exit_code, rank.ended_by_launcher, rank.failed) == (-signal.SIGKILL, True, False)
+    deadline = time.monotonic() + PATIENCE_S
+    while alive(worker):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_rank_that_has_failed_by_itself_stays_so(tmp_path: Path) -> None:
+    with (
+        subprocess.Popen(["sh", "-c", "exit 3"]) as failing,
+        subprocess.Popen(["sleep", "600"]) as waiting,
+    ):
+        ranks = [CommandRank(rank, rank, process, tmp_path) for rank, process in enumerate((failing, waiting))]
+        supervisor = Supervisor(ranks)
+        assert supervisor.changed.wait(PATIENCE_S)
+        assert supervisor.running() == ranks[1:]
+        supervisor.end(signal.SIGTERM, PATIENCE_S)
+        supervisor.close()
+    assert [(rank.exit_code, rank.failed) for rank in ranks] == [(3, True), (-signal.SIGTERM, False)]
+    assert 0 < ranks[0].ended_at <= ranks[1].ended_at
