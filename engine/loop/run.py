@@ -30,7 +30,7 @@ from engine.engine import Engine
 from engine.loop.checkpoints import RunCheckpoints
 from engine.loop.compatibility import shown
 from engine.loop.garbage import Collector
-from engine.loop.hook_calls import Hooks
+from engine.loop.hooks import Hooks
 from engine.loop.loaders import RunData, RunLoaders
 from engine.loop.logbook import Logbook
 from engine.loop.optimization import Optimization

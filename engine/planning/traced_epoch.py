@@ -189,7 +189,7 @@ def trace_epoch(
 
 
 def _left_out_where_they_fail(missing_values: MissingValues) -> Callable[[str, Callable[..., Any]], Callable[..., Any]]:
-    """For :meth:`engine.loop.hook_calls.Hooks.wrap`: hooks before the first step, whose errors leave them out of the plan."""
+    """For :meth:`engine.loop.hooks.Hooks.wrap`: hooks before the first step, whose errors leave them out of the plan."""
 
     def wrapper(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         if name.rpartition(".")[2] not in _BEFORE_THE_STEP:

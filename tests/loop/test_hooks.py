@@ -9,7 +9,7 @@ from support.internals import new_hooks
 from support.toys import Weight
 
 from engine import Callback, TrainModule
-from engine.loop.hook_calls import Hooks
+from engine.loop.hooks import Hooks
 
 
 class Counts(Callback):
