@@ -25,9 +25,9 @@ from engine.distributed import collectives
 from engine.distributed.environment import Environment
 from engine.distributed.group import Group, join_here, own_environment
 from engine.distributed.per_process import F, Trigger, before_others, only, part
+from engine.engine_snapshot import EngineCheckpoints, EngineSnapshot
 from engine.metrics.recorder import Recorder
 from engine.prepared import Prepared
-from engine.snapshot import EngineCheckpoints, EngineSnapshot
 from engine.step import gradients
 from engine.step.gradients import Loss
 from engine.step.optimizer_step import Optimizers, Then

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.callback import Callback
-from engine.loop.checkpoints import RunCheckpoints
 from engine.loop.logbook import Logbook
 from engine.loop.method_arguments import accepting, check
+from engine.loop.run_checkpoints import RunCheckpoints
 from engine.module import TrainModule
 from engine.utils.errors import HangError
 from engine.utils.log import logger

@@ -27,7 +27,6 @@ from engine.data.loader import PreparedLoader
 from engine.distributed.agreement import STOP
 from engine.distributed.collectives import stack
 from engine.engine import Engine
-from engine.loop.checkpoints import RunCheckpoints
 from engine.loop.compatibility import shown
 from engine.loop.garbage import Collector
 from engine.loop.hooks import Hooks
@@ -35,7 +34,8 @@ from engine.loop.loaders import RunData, RunLoaders
 from engine.loop.logbook import Logbook
 from engine.loop.optimization import Optimization
 from engine.loop.placed_module import PlacedModule
-from engine.loop.snapshot import RunSnapshot
+from engine.loop.run_checkpoints import RunCheckpoints
+from engine.loop.run_snapshot import RunSnapshot
 from engine.loop.state import Result, Tally, Times, TrainState, status_of
 from engine.loop.stopping import StopControl
 from engine.loop.timing import Intervals, Phases, phase

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from engine.strategies.averaging import GradientAverage, ReachedParameters
 from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks, trained
-from engine.strategies.replica import Replica
+from engine.strategies.ddp_replica import Replica
+from engine.strategies.gradient_averaging import GradientAverage, ReachedParameters
 from engine.transforms.blocks import user_module
 from engine.utils.errors import nearest
 from engine.utils.parameters import is_sharded

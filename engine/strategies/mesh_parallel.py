@@ -216,7 +216,7 @@ class MeshParallel(FSDP):
             self.num_microbatches or pp * SCHEDULES[self.schedule][1],
             self.mesh().get_group("pp"),
             self.group.device,
-            partial(self.precision.context, self.group.device),
+            self.precision,
         )
         parts = stages_of(model, pipeline.num_stages, self.split)
         stages = StageParameters(pipeline, self._replacements)

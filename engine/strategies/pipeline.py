@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.utils.rnn import PackedSequence
 
 from engine.step.gradients import Loss
+from engine.step.precision import Precision
 from engine.strategies.pipeline_shapes import Shapes, Spec
 from engine.strategies.pipeline_stages import Stage
 from engine.utils import accelerator, torch_private
@@ -48,9 +49,9 @@ class Pipeline:
         num_microbatches: int,
         group: dist.ProcessGroup,
         device: torch.device,
-        autocast: Callable[[], Any],
+        precision: Precision,
     ) -> None:
-        self.model, self.group, self.device, self.autocast = model, group, device, autocast
+        self.model, self.group, self.device, self.precision = model, group, device, precision
         self.num_microbatches = num_microbatches
         self.rank, self.size = group.rank(), group.size()
         self.schedule, each, self._v = SCHEDULES[schedule]
@@ -93,10 +94,10 @@ class Pipeline:
             warn_once(
                 "batch norm in a pipeline takes its statistics from each chunk of a micro-batch, and from padding samples"
             )
-        self.shapes = Shapes(self.model, parts, self.device, self.autocast)
+        self.shapes = Shapes(self.model, parts, self.device, self.precision)
         for index, stage in enumerate(parts):
             if self.owner(index) == self.rank:
-                self.modules[index] = Stage(stage, self.autocast)
+                self.modules[index] = Stage(stage, self.precision, self.device)
         self.model.forward = self._forward
 
     # -- training ---------------------------------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ class Pipeline:
                 return _first(output).sum() * 0.0
             self._output = (_rows(self._whole(output), rows, torch.arange(kept)),)
             try:
-                with self.autocast():
+                with self.precision.context(self.device):
                     loss = step(_rows(batch, count, torch.arange(low, low + kept)), kept)
             finally:
                 self._output = None
@@ -161,7 +162,7 @@ class Pipeline:
         before = _generators(self.device)
         self._inputs = []
         try:
-            with self.autocast(), torch.no_grad():
+            with self.precision.context(self.device), torch.no_grad():
                 step(batch, 0)
         except _Called:
             pass

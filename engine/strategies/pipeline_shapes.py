@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from engine.step.precision import Precision
 from engine.utils import torch_private
 from engine.utils.seed import isolated
 
@@ -90,7 +91,7 @@ class Shapes:
         model: on the rank that asks.
         parts: the modules of all stages.
         device: of the real stages.
-        autocast: of the real stages.
+        precision: of the real stages.
     """
 
     def __init__(
@@ -98,9 +99,9 @@ class Shapes:
         model: nn.Module,
         parts: list[list[nn.Module]],
         device: torch.device,
-        autocast: Callable[[], AbstractContextManager[Any]],
+        precision: Precision,
     ) -> None:
-        self._name, self._device, self._autocast = type(model).__name__, device, autocast
+        self._name, self._device, self._precision = type(model).__name__, device, precision
         self._found: dict[Any, list[Spec]] = {}
         memo: dict[int, Any] = {}
         with torch_private.fake_mode() as self._fake:
@@ -152,7 +153,7 @@ class Shapes:
         """
         key = tuple((tuple(t.shape), t.dtype) for t in inputs)
         if key not in self._found:
-            with self._apart(), self._autocast(), torch.enable_grad():
+            with self._apart(), self._precision.context(self._device), torch.enable_grad():
                 passed: Any = tuple(torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in inputs)
                 found = [_spec(passed)]
                 for index, stage in enumerate(self._stages):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from engine.step.precision import Precision
 from engine.strategies.pipeline_shapes import Spec, local, through
 from engine.utils.errors import nearest
 
@@ -14,17 +16,17 @@ from engine.utils.errors import nearest
 class Stage(nn.Module):
     """Consecutive modules of a model. A tensor or a tuple of tensors is passed from one to the next."""
 
-    def __init__(self, parts: Sequence[nn.Module], autocast: Callable[[], Any]) -> None:
+    def __init__(self, parts: Sequence[nn.Module], precision: Precision, device: torch.device) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
-        self._autocast = autocast
+        self._precision, self._device = precision, device
         self.given: Spec = ()
         """What the stage before hands over."""
         self.expected: Spec = ()
         """The output that the next stage expects."""
 
     def forward(self, *inputs: Any) -> Any:
-        with self._autocast():
+        with self._precision.context(self._device):
             outputs = through(self.parts, tuple(each.whole(t) for each, t in zip(self.given, inputs, strict=True)))
         found = tuple(local(t) for t in (outputs if isinstance(outputs, tuple) else (outputs,)))
         if [tuple(t.shape) for t in found] != [each.shape for each in self.expected]:

@@ -25,9 +25,9 @@ from engine.data.deal import Deal
 from engine.distributed.agreement import Agreement, Stopwatch
 from engine.distributed.environment import Environment, detect
 from engine.distributed.group import Group, join
-from engine.loop.checkpoints import RunCheckpoints
 from engine.loop.hooks import Hooks
 from engine.loop.logbook import Logbook
+from engine.loop.run_checkpoints import RunCheckpoints
 from engine.loop.timing import Intervals
 from engine.metrics.recorder import Recorder
 from engine.module import TrainModule

@@ -407,7 +407,7 @@ def _write_tensors(draft: Path, file: str, tensors: Mapping[str, Tensor]) -> dic
 
 
 def _shared(content: _Content) -> dict[str, Any]:
-    """The tree that a run's checkpoint has as ``state/shared``; see ``engine/checkpoints.py``."""
+    """The tree that a run's checkpoint has as ``state/shared``; see :mod:`engine.loop.run_snapshot`."""
     return {
         "state": {"epoch": content.epoch, "step": content.step},
         "seed": None,

@@ -42,7 +42,7 @@ FAULTS = {
         "        free = _lock(descriptor, fcntl.LOCK_EX, before) and", "        free = before.get(\"status\") != RUNNING and",
     ),
     "random": Fault(
-        "random numbers start again", "engine/snapshot.py",
+        "random numbers start again", "engine/engine_snapshot.py",
         "            loaded.give(\"random generators\", restore, own[\"rng\"])\n", "            pass\n",
     ),
     "position": Fault(

@@ -67,7 +67,7 @@ FAULTS = {
         ("ddp2",),
     ),
     "resume": Fault(
-        "what was logged in the epoch before the save is lost", "engine/loop/snapshot.py",
+        "what was logged in the epoch before the save is lost", "engine/loop/run_snapshot.py",
         "recorder.load_state_dicts, [row[\"recorder\"] for row in rows]", "recorder.load_state_dicts, []",
     ),
     "manual optimization": Fault(

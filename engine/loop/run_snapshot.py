@@ -24,6 +24,7 @@ from engine.config.masked import Config, without_secrets
 from engine.data.datamodule import DataModule
 from engine.distributed.agreement import Stopwatch
 from engine.engine import Engine
+from engine.engine_snapshot import EngineSnapshot
 from engine.loop.callback_states import load_states, states
 from engine.loop.loaders import RunLoaders
 from engine.loop.logbook import Logbook
@@ -32,7 +33,6 @@ from engine.loop.timing import Intervals
 from engine.metrics.recorder import named
 from engine.metrics.torchmetrics_states import load_metric_states, metric_states
 from engine.module import TrainModule
-from engine.snapshot import EngineSnapshot
 from engine.step.optimizers import OptimizerSet
 from engine.utils.log import logger
 

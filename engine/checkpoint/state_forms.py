@@ -11,7 +11,7 @@
     rng
     streams                             state of each loader besides its position
 
-A run adds callbacks, metrics and its counters (``state``, ``callbacks``, ...; see ``engine/checkpoints.py``).
+A run adds callbacks, metrics and its counters (``state``, ``callbacks``, ...; see :mod:`engine.loop.run_snapshot`).
 """
 
 from __future__ import annotations

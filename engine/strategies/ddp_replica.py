@@ -19,8 +19,8 @@ from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.health import stacks
 from engine.step.gradients import check_held
-from engine.strategies.averaging import average
 from engine.strategies.base import spread, trained
+from engine.strategies.gradient_averaging import average
 from engine.strategies.model_structure import TrainedParameters
 from engine.utils import torch_private
 from engine.utils.log import logger

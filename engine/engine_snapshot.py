@@ -35,7 +35,7 @@ from engine.utils.seed import capture, restore
 class EngineSnapshot:
     """Collects the state of the objects that an engine has prepared, and restores it, step by step in one order.
 
-    :class:`engine.loop.snapshot.RunSnapshot` adds to each step what a run has besides.
+    :class:`engine.loop.run_snapshot.RunSnapshot` adds to each step what a run has besides.
     """
 
     def __init__(self, prepared: Prepared, scaler: Scaler | None) -> None:
@@ -80,7 +80,7 @@ class EngineSnapshot:
         )
 
     def shared(self) -> dict[str, Any]:
-        """The state that is the same on all ranks, in the form of :mod:`engine.checkpoint.snapshot`."""
+        """The state that is the same on all ranks, in the form of :mod:`engine.checkpoint.state_forms`."""
         return {
             "seed": self._prepared.seed,
             "schedulers": [each.state_dict() for each in self.schedulers],
