@@ -35,7 +35,8 @@ from engine.utils.seed import capture, restore
 class EngineSnapshot:
     """Collects the state of the objects that an engine has prepared, and restores it, step by step in one order.
 
-    :class:`engine.loop.run_snapshot.RunSnapshot` adds to each step what a run has besides.
+    A run has a :class:`engine.loop.run_snapshot.RunSnapshot`. It says itself which module, optimizers, schedulers, positions and streams are saved,
+    replaces ``restore_weights``, ``check_counts``, ``check`` and ``restore_place``, and adds to the other steps what a run has besides.
     """
 
     def __init__(self, prepared: Prepared, scaler: Scaler | None) -> None:

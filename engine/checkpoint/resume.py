@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from engine.checkpoint.directory import RANK, SHARED, Opened
-from engine.checkpoint.state_forms import own_form, shared_form
 from engine.checkpoint.field_checks import OWN_FORM, SHARED_FORM, Fields, checked, unlike
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.listing import by_score
 from engine.checkpoint.manifest import FOLDERS, TRAINED
 from engine.checkpoint.reader import Source
+from engine.checkpoint.state_forms import own_form, shared_form
 from engine.checkpoint.storage import Location, split
 from engine.checkpoint.tensors import Stored
 from engine.distributed.all_or_none import together
@@ -120,7 +120,7 @@ class Loaded:
                 f"{self.path}: the saved state does not fit {what}: {type(error).__name__}: {terminal_text(error)}"
             ) from error
 
-    def own(self, position: Any) -> Any:
+    def own(self, position: Any) -> Fields | None:
         """This rank's state, if all ranks have their old positions; else ``None``, on all ranks.
 
         Args:

@@ -20,7 +20,7 @@ from engine.checkpoint.remote_storage import Remote
 
 
 class Location(Protocol):
-    """A directory of checkpoints. Paths are in the form that users see and ``resume`` accepts."""
+    """A directory of checkpoints: a :class:`Local` or a :class:`Remote`. Paths are in the form that users see and ``resume`` accepts."""
 
     root: str
     shared: bool

@@ -16,8 +16,10 @@ MicroBatch = tuple[Any, Share]
 class Feed(ABC):
     """Gives one rank the micro-batches of an epoch, each with its share of the window's weight.
 
-    ``feed_for`` (``loader.py``) creates it, and a ``PreparedLoader`` owns it. Feeds over data with indices are in ``indexed.py``, those over
-    streams in ``stream.py``, those over several loaders in ``combined.py``. A position counts samples or ready batches of an epoch, over all ranks.
+    ``feed_for`` (``loader.py``) creates it, and a ``PreparedLoader`` owns it: a ``SampleFeed``, ``BatchFeed`` or ``ListFeed`` (``indexed.py``), a
+    ``StreamFeed`` (``stream.py``) or a ``CombinedFeed`` of several (``combined.py``).
+
+    A position counts samples or ready batches of an epoch, over all ranks.
     """
 
     reads_ahead = False

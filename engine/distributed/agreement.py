@@ -79,7 +79,9 @@ class Agreement:
         """A check that was not read yet: its work, and the flags that it reduces."""
 
     def notify(self) -> None:
-        """This rank has news: :attr:`news` becomes true on all ranks at their next check. Any thread may call this."""
+        """This rank has news: :attr:`news` becomes true on all ranks at their next check. Any thread may call this.
+
+        A run reads it at the end of a step, and then announces its checkpoints (``Run.announce_checkpoints``)."""
         if self._cpu is None:
             self.news = True
         else:

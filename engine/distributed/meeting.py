@@ -28,7 +28,7 @@ def meet(
 
     Args:
         where: the store's address, for messages.
-        check: called on rank 0 about ten times a second while it waits for others; it may raise.
+        check: called on rank 0 about ten times a second while it waits for others; it may raise (``ScriptRanks.check``).
 
     Raises:
         RuntimeError: the others, or rank 0, did not join in time.

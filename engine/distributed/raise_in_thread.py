@@ -28,7 +28,7 @@ class Interrupt:
         self.withdrawn.clear()
 
     def strike(self) -> bool:
-        """Raise the exception in the thread, which must be another one; False: the thread continues, or was interrupted before."""
+        """Raise the exception, without a message, wherever the other thread is now. False: it continues, or was interrupted before."""
         with self._lock:
             if not self._open or self._struck:
                 return False

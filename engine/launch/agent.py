@@ -143,7 +143,7 @@ def signals_raised() -> Iterator[None]:
 
 
 class Program(ABC):
-    """A program that each rank runs."""
+    """A program that each rank runs: a :class:`Command`, or the function of ``notebook()`` and ``debug()``."""
 
     @abstractmethod
     def start(

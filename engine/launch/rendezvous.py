@@ -90,7 +90,7 @@ class Round:
 
 
 class Meeting(ABC):
-    """How the agents of a job's machines meet in rounds, and learn of each other's failures."""
+    """How the agents of a job's machines meet in rounds, and learn of each other's failures: :class:`OneMachine` or :class:`Machines`."""
 
     run_id: str
     """The job's name."""

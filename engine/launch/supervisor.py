@@ -46,7 +46,7 @@ class Rank(ABC):
 
     @abstractmethod
     def wait(self) -> int:
-        """Block until it ends, and return its exit code. Only one thread may wait for a process: the supervisor's."""
+        """Block until it ends, and return its exit code: in :class:`CommandRank`, or ``FunctionRank`` (``notebook()``). Only the supervisor waits."""
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to this process alone: its data workers would die in the middle of its step."""
@@ -109,7 +109,7 @@ class Supervisor:
     def __init__(self, ranks: Sequence[Rank]) -> None:
         self.ranks = ranks
         self.changed = threading.Event()
-        """Set whenever a rank has ended."""
+        """Set whenever a rank has ended; ``Agent._watch`` and ``ScriptRanks._monitor`` wait for it."""
         self._waiting = [
             threading.Thread(target=self._wait_for, args=(rank,), name=f"fit-rank-{rank.rank}", daemon=True)
             for rank in ranks

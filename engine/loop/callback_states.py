@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.callback import Callback
+from engine.checkpoint.resume import Loaded
 from engine.utils.log import logger
 from engine.utils.overrides import overridden
 from engine.utils.text import terminal_text
@@ -48,14 +49,11 @@ def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
     return found
 
 
-def load_states(
-    callbacks: Sequence[Callback], saved: Mapping[str, Any], where: object, give: Callable[[str, Any, Any], None]
-) -> None:
+def load_states(callbacks: Sequence[Callback], loaded: Loaded, saved: Mapping[str, Any]) -> None:
     """Restore the callbacks from what :func:`states` returned; a state without a callback is a warning.
 
     Args:
-        where: the checkpoint, for the warning.
-        give: called with the name of a callback, its ``load_state_dict`` and the state.
+        loaded: the checkpoint that has ``saved``.
     """
     left, waiting = dict(saved), list(callbacks)
     for name_of in (_key, _stem, _earlier_key(callbacks)):
@@ -64,13 +62,13 @@ def load_states(
             found = [key for key in left if (_stem_of(key) if name_of is _stem else key) == name]
             alone = sum(name_of(other) == name for other in waiting) == 1
             if len(found) == 1 and alone:
-                give(f"the callback {_key(callback)}", callback.load_state_dict, left.pop(found[0]))
+                loaded.give(f"the callback {_key(callback)}", callback.load_state_dict, left.pop(found[0]))
                 waiting.remove(callback)
     if lost := sorted(key for key, state in left.items() if state):
         logger.warning(
             "%s has the state of %s, which no callback has: it is not restored. A state goes to the callback that has the state_key "
             "under which it was saved; those here: %s",
-            where, terminal_text(", ".join(lost), one_line=True), ", ".join(sorted(map(_key, callbacks))) or "none",
+            loaded.path, terminal_text(", ".join(lost), one_line=True), ", ".join(sorted(map(_key, callbacks))) or "none",
         )  # fmt: skip
 
 

@@ -150,7 +150,7 @@ class ClosureOptimization(AutomaticOptimization):
 
     def _evaluate(self, batch: Any, index: int, share: Share, first: bool) -> Any:
         """Forward and backward pass of one micro-batch."""
-        self.sync(self.models, share.last)
+        self.strategy.sync(self.models, share.last)
         call = self.phases.named("forward", self.call)
         outputs = call(batch, index) if share.size else run_for_matching(self.run, call, batch, index)
         if first and self.zeroes_first:

@@ -47,6 +47,11 @@ class Hooks:
         logbook: knows the values that loggers do not get.
     """
 
+    last_on_train_epoch_end: tuple[Hook, ...]
+    """``on_train_epoch_end`` of early stopping, and of callbacks that run last, such as ``ModelCheckpoint``; see :data:`APART`."""
+    last_on_validation_end: tuple[Hook, ...]
+    """``on_validation_end`` of the same callbacks."""
+
     def __init__(
         self, callbacks: Sequence[Callback], module: TrainModule, checkpoints: RunCheckpoints, logbook: Logbook
     ) -> None:

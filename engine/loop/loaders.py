@@ -169,7 +169,7 @@ class RunLoaders:
         state.batch_idx = state.position // (self.stride // window)
 
     def continue_stream(self, state: Any) -> None:
-        """Let the training loader continue with ``state``, which it needs besides the position."""
+        """Let the training loader continue with ``state``, which it needs besides the position: :func:`engine.loop.train.begin_epoch` takes it."""
         self._stream_state = state
 
     def take_stream(self) -> Any:

@@ -24,9 +24,9 @@ class Optimization(ABC):
     stepping = False
     """True inside an optimizer step: the state is not consistent and cannot be saved."""
     optimizers: list[Any]
-    """The optimizers as hooks and the module get them."""
+    """The optimizers as hooks and the module get them: torch's own, or :class:`engine.step.wrappers.PreparedOptimizer` around them."""
     backward_pass: Callable[..., Any]
-    """The backward pass from a loss: the engine's, or the module's overridden ``backward``."""
+    """The backward pass from a loss: :meth:`engine.Engine.backward`, or the module's overridden ``backward``."""
 
     def __init__(self, state: TrainState, optimizer_set: OptimizerSet, logbook: Logbook) -> None:
         self._state, self._optimizer_set, self._logbook = state, optimizer_set, logbook
@@ -51,11 +51,11 @@ class Optimization(ABC):
 
     @abstractmethod
     def micro(self, batch: Any, index: int, share: Share) -> Any:
-        """Process one micro-batch; return what ``training_step`` returned."""
+        """Process one micro-batch; return what ``training_step`` returned. Usually :meth:`engine.loop.steps.AutomaticOptimization.micro`."""
 
     @abstractmethod
     def step(self) -> None:
-        """End the window: finish its gradients and step. A window without any loss makes no step."""
+        """End the window: finish its gradients and step, unless it had no loss. Usually :meth:`engine.loop.steps.AutomaticOptimization.step`."""
 
     @abstractmethod
     def cut(self) -> None:

@@ -44,7 +44,8 @@ class PlacedModule:
         self.training_step: Callable[..., Any] = module.training_step
         """The module's own ``training_step``, for a batch and its number."""
         self.call: Callable[..., Any] = module.training_step
-        """:attr:`training_step`, through the strategy's wrapper if it has one."""
+        """The module's ``training_step``, or the strategy's wrapper of a :class:`TrainingStep`; where it takes other arguments than a run gives,
+        a function of :mod:`engine.loop.method_arguments` around that."""
         self._wrapper: nn.Module | None = None
 
     def accept_training_step(self) -> None:

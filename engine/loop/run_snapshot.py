@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from engine.callback import Callback
+from engine.checkpoint.field_checks import Fields
 from engine.checkpoint.json_tree import pack
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED
 from engine.checkpoint.reader import Source
@@ -194,8 +195,7 @@ class RunSnapshot(EngineSnapshot):
             loaded.give(type(self._datamodule).__name__, self._datamodule.load_state_dict, shared["datamodule"])
         elif shared["datamodule"]:
             logger.warning("%s has the state of a DataModule, and this run has none: it is not restored", loaded.path)
-        take = partial(load_states, self._callbacks, where=loaded.path, give=loaded.give)
-        loaded.give("the callbacks", take, shared["callbacks"])
+        loaded.give("the callbacks", partial(load_states, self._callbacks, loaded), shared["callbacks"])
 
     def _state_of_loop(self, loaded: Loaded) -> TrainState:
         """The counters for a checkpoint of ``Engine.save_state``; without ``facts={"step": n}`` each window counts as one step.
@@ -240,7 +240,7 @@ class RunSnapshot(EngineSnapshot):
         for optimizer in self.optimizers:
             optimizer._opt_called = self._state.step > 0
 
-    def restore_place(self, loaded: Loaded, own: Any) -> None:
+    def restore_place(self, loaded: Loaded, own: Fields | None) -> None:
         """Restore each rank's logged values and stream. If the number of ranks, or their parts of the model, differ, the saved ranks' values are
         redistributed, and random numbers are those of a new run."""
         known, recorder = own or loaded.of_rank(0), self._logbook.recorder

@@ -55,7 +55,9 @@ class TrainState:
         return self.step, self.finished_epochs, 0 if self.epoch_done else self.whole_batches, self.validated_step
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take saved counters, in place. A window that was interrupted is run again from its start.
+        """Take saved counters, in place; :func:`engine.loop.train.begin_epoch` starts the data at their position.
+
+        A window that was interrupted is run again from its start.
 
         Raises:
             TypeError: one of them is unknown.

@@ -24,6 +24,9 @@ from engine.utils.log import warn_once
 class AutomaticOptimization(Optimization):
     """Forward and backward pass of each micro-batch; at a window's end all optimizers step as one."""
 
+    call: Callable[..., Any]
+    """:meth:`engine.Run.call` under autocast, which :meth:`begin` sets."""
+
     def __init__(self, run: Run, optimizers: Sequence[Any]) -> None:
         super().__init__(run.state, run.optimizer_set, run.logbook)
         self.run, self.optimizers, self.phases = run, list(optimizers), run.phases
@@ -40,14 +43,14 @@ class AutomaticOptimization(Optimization):
         before, self._parameters = self._parameters, _named(run)
         check_held(before, self._parameters, self.optimizers)
         self.call = in_context(run.engine.autocast(), self.forward())
-        self.sync, self.models = run.engine.strategy.sync, run.engine.models
+        self.strategy, self.models = run.engine.strategy, run.engine.models
 
     def forward(self) -> Callable[..., Any]:
         """The function to call for each micro-batch, under autocast."""
         return self.run.call
 
     def micro(self, batch: Any, index: int, share: Share) -> Any:
-        self.sync(self.models, share.last)
+        self.strategy.sync(self.models, share.last)
         call, phases = self.call, self.phases
         if profiler._is_profiler_enabled or phases.timers:
             call = phases.named("forward", call)
@@ -109,7 +112,7 @@ class PipelinedOptimization(AutomaticOptimization):
         return partial(in_chunks, self.run)
 
     def micro(self, batch: Any, index: int, share: Share) -> Any:
-        self.sync(self.models, share.last)
+        self.strategy.sync(self.models, share.last)
         call, phases = self.call, self.phases
         if profiler._is_profiler_enabled or phases.timers:
             call = phases.named("forward_backward", call)

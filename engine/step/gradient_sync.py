@@ -14,7 +14,10 @@ from engine.step.gradients import traces
 
 
 class GradientSync:
-    """Says how ranks share gradients; :class:`engine.Strategy` overrides what differs from one process."""
+    """Says how ranks share gradients; :class:`engine.Strategy` overrides what differs from one process.
+
+    A table in ``engine/strategies/README.md`` lists the methods that each strategy overrides.
+    """
 
     group: Group
     """All processes of the job."""

@@ -19,6 +19,7 @@ from engine.utils.parameters import parameters_of, uncompiled
 Optimizers = Sequence[Any]
 """Prepared ones or plain ones."""
 Then = Callable[[bool], None]
+"""A function for the time when it is known whether a step was applied: in a run :meth:`engine.loop.optimization.Optimization.applied`."""
 
 
 class Guard(Protocol):
@@ -51,7 +52,7 @@ class Stepper:
         self.skipped = False
         """Whether the latest step with a known verdict was skipped."""
         self.before_next: list[Callable[[], None]] = []
-        """Functions to call once, before the next step: a run's save and one of ``Engine.save_state`` may both wait for it."""
+        """Functions to call once, before the next step: ``Saver.hold`` of a run's checkpoint, and of one of ``Engine.save_state``."""
         self.guard: Guard | None = None
         """Decides about each step as well; see :meth:`guard_by`."""
         self._alone = strategy.group.world_size == 1

@@ -159,7 +159,7 @@ class Strategy(GradientSync):
         self.transform(model)
 
     def setup(self, model: nn.Module) -> nn.Module:
-        """The model as it is called in training; called after :meth:`place`."""
+        """The model as it is called in training; called after :meth:`place`. With several ranks each strategy has its own."""
         return model
 
     def repoint(self, optimizer: Optimizer) -> None:
@@ -237,11 +237,11 @@ class Strategy(GradientSync):
         """
         return source.load_model(module, own_state(module), strict)
 
-    def optimizer_parts(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
+    def optimizer_parts(self, optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
         """``optimizer.state_dict()`` as this rank has it, with parameter names from ``module`` instead of numbers. All ranks call this."""
         return named_state(optimizer, module)
 
-    def load_optimizer(self, optimizer: Any, module: nn.Module, state: dict[str, Any], source: Source) -> None:
+    def load_optimizer(self, optimizer: Optimizer, module: nn.Module, state: dict[str, Any], source: Source) -> None:
         """Load a state in the form of :meth:`optimizer_parts`, whose tensors ``source`` reads. Numbered parameters work too.
 
         Raises:

@@ -353,11 +353,11 @@ class FSDP(Strategy):
             return torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
         return super().part_like(stored, parameter)
 
-    def optimizer_parts(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
+    def optimizer_parts(self, optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
         own_state(module)
         return super().optimizer_parts(optimizer, module)
 
-    def load_optimizer(self, optimizer: Any, module: nn.Module, state: dict[str, Any], source: Source) -> None:
+    def load_optimizer(self, optimizer: Optimizer, module: nn.Module, state: dict[str, Any], source: Source) -> None:
         own_state(module)
         super().load_optimizer(optimizer, module, state, source)
 

@@ -270,11 +270,11 @@ class MeshParallel(FSDP):
         state = super().model_parts(module)
         return state if self._stages is None else self._stages.own(state)
 
-    def optimizer_parts(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
+    def optimizer_parts(self, optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
         state = super().optimizer_parts(optimizer, module)
         return state if self._stages is None else self._stages.with_all_names(optimizer, module, state)
 
-    def load_optimizer(self, optimizer: Any, module: nn.Module, state: dict[str, Any], source: Source) -> None:
+    def load_optimizer(self, optimizer: Optimizer, module: nn.Module, state: dict[str, Any], source: Source) -> None:
         super().load_optimizer(
             optimizer,
             module,

@@ -131,7 +131,7 @@ class StageParameters:
         merged = {name: value for row in rows for name, value in row.items()}
         return {name: merged.get(name, state.get(name)) for name in here} if group.is_main else {}
 
-    def with_all_names(self, optimizer: Any, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    def with_all_names(self, optimizer: Optimizer, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """An optimizer's state with the parameters of all stages in its groups."""
         groups = [
             {**g, "params": names}
@@ -139,7 +139,7 @@ class StageParameters:
         ]
         return {**state, "param_groups": groups}
 
-    def own_part(self, optimizer: Any, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    def own_part(self, optimizer: Optimizer, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a full state."""
         names = self._named(optimizer, module)
         saved = [group["params"] for group in state["param_groups"]]
@@ -161,7 +161,7 @@ class StageParameters:
             "param_groups": groups,
         }
 
-    def _named(self, optimizer: Any, module: nn.Module) -> list[list[str]]:
+    def _named(self, optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
         names = {id(p): name for name, p in module.named_parameters()}
         return [[names[id(p)] for p in group] for group in self._groups[optimizer]]
 

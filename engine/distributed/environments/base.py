@@ -77,14 +77,18 @@ class Environment:
 
 
 class Detector(Protocol):
-    """One kind of launcher: a module beside this one, or a :class:`~engine.distributed.environments.mpi.Mpi`. ``None`` when its variables are
-    absent, ``RuntimeError`` when they are inconsistent."""
+    """One kind of launcher: ``Torchrun``, ``Manual``, ``Mpi``, ``Slurm`` or ``Kubernetes``, in the modules beside this one."""
 
     @property
     def names(self) -> Sequence[str]:
         """All variables that it reads."""
 
-    def detect(self, environ: Mapping[str, str]) -> Environment | None: ...
+    def detect(self, environ: Mapping[str, str]) -> Environment | None:
+        """Read this process's place; ``None`` when the launcher's variables are absent.
+
+        Raises:
+            RuntimeError: they are inconsistent.
+        """
 
 
 class Variables:

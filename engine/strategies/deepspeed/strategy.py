@@ -407,10 +407,10 @@ class DeepSpeed(Strategy, OwnsStep):
     def load_model(self, module: nn.Module, source: Source, strict: bool = True) -> Report:
         return shards.load_model(module, self._shards(module), source, strict)
 
-    def optimizer_parts(self, optimizer: Any, module: nn.Module) -> dict[str, Any]:
+    def optimizer_parts(self, optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
         return named_state(self._of(optimizer).shards or optimizer, module)
 
-    def load_optimizer(self, optimizer: Any, module: nn.Module, state: dict[str, Any], source: Source) -> None:
+    def load_optimizer(self, optimizer: Optimizer, module: nn.Module, state: dict[str, Any], source: Source) -> None:
         found = self._of(optimizer).shards
         if found is None:
             super().load_optimizer(optimizer, module, state, source)
