@@ -278,9 +278,10 @@ class Agent:
     def _pass_on(self, number: signal.Signals) -> None:
         """SIGTERM, or Ctrl-C: pass it to the ranks, and give them time to save."""
         hurry = threading.Event()
-        signal.signal(signal.SIGINT, lambda *_: hurry.set())
-        for other in HANDLED[1:]:  # a launcher and a scheduler may both send one
-            signal.signal(other, lambda *_: None)
+        if threading.current_thread() is threading.main_thread():  # no other one may handle signals, nor gets them
+            signal.signal(signal.SIGINT, lambda *_: hurry.set())
+            for other in HANDLED[1:]:  # a launcher and a scheduler may both send one
+                signal.signal(other, lambda *_: None)
         if self._supervisor.running():
             interrupted = number == signal.SIGINT
             again = "; press it again to kill them" if interrupted else ""

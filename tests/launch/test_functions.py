@@ -238,6 +238,32 @@ def test_ctrl_c_reaches_the_ranks_once(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("interrupted.*"))) == 2
 
 
+def test_a_rank_alone_gets_ctrl_c_below_another_thread_than_the_main_one() -> None:
+    """Only the main thread may handle signals: the others end all the same, and the caller sees a Ctrl-C."""
+    script = """
+import os, signal, threading, time
+from engine import launch
+
+def rank():
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(600)
+
+def call():
+    try:
+        launch.notebook(rank, num_processes=2)
+    except BaseException as error:
+        raised.append(type(error).__name__)
+
+raised = []
+thread = threading.Thread(target=call)
+thread.start()
+thread.join()
+report(raised)
+"""
+    assert run_script(script, forked=True).value == ["KeyboardInterrupt"]
+
+
 CELLS = (
     HEAD
     + """

@@ -593,7 +593,8 @@ def rank_refused() -> Any:
         engine.prepare(model, torch.optim.Adam(model.parameters()))  # imports deepspeed
         import deepspeed
 
-        settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}}
+        sgd = {"type": "SGD", "params": {"lr": 0.1}}  # torch's: DeepSpeed's Adam would be compiled first, for minutes
+        settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": sgd}
         engine.prepare(nn.Sequential(deepspeed.initialize(model=nn.Linear(2, 2), config=settings)[0]))
 
     def frozen(m):
