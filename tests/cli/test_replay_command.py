@@ -193,6 +193,7 @@ def hostile(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
         path.write_text(json.dumps(resummed(manifest)))
 
 
+@pytest.mark.slow
 def test_two_ranks_say_each_line_once_and_stop_at_the_step(tmp_path: Path) -> None:
     fit = [sys.executable, "-m", "engine.cli.main"]
     settings = ["accelerator=cpu", "devices=2", f"root_dir={tmp_path / 'runs'}", "log_every_n_steps=1"]

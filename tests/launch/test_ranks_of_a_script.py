@@ -89,7 +89,7 @@ fit.run(Net(), [torch.ones(2, 1)] * 8)
 """
 
 
-@pytest.mark.parametrize("ranks", ["01", "1"])
+@pytest.mark.parametrize("ranks", [pytest.param("01", marks=pytest.mark.slow), "1"])
 def test_an_error_is_told_once_with_the_users_lines(tmp_path: Path, ranks: str) -> None:
     (tmp_path / "train.py").write_text(ENDS)
     ran = subprocess.run(
@@ -138,9 +138,10 @@ def test_ctrl_c_ends_with_one_line_and_status_130(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "command", [["train.py"], ["-m", "engine.cli.main", "launch", "--nproc", "2", "--max-restarts", "1", "train.py"]]
-)
+LAUNCH = ["-m", "engine.cli.main", "launch", "--nproc", "2", "--max-restarts", "1", "train.py"]
+
+
+@pytest.mark.parametrize("command", [["train.py"], pytest.param(LAUNCH, marks=pytest.mark.slow)])
 def test_ctrl_c_on_one_rank_ends_all_with_130(tmp_path: Path, command: list[str]) -> None:
     (tmp_path / "train.py").write_text(ENDS)
     ran = subprocess.run(
@@ -183,7 +184,7 @@ if GUARD:
 """
 
 
-@pytest.mark.parametrize("guard", ["__name__ == '__main__'", "True"])
+@pytest.mark.parametrize("guard", ["__name__ == '__main__'", pytest.param("True", marks=pytest.mark.slow)])
 def test_spawned_workers_import_a_script_with_a_fit(tmp_path: Path, guard: str) -> None:
     (tmp_path / "train.py").write_text(SPAWNS.replace("GUARD", guard))
     command = [sys.executable, "train.py"]

@@ -125,7 +125,7 @@ Fit(accelerator="cpu", callbacks=[], max_epochs=1).run(Net(), [torch.ones(2, 2)]
 """
 
 
-@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("terminal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_launched_run_says_what_runs_where_if_the_launcher_has_a_terminal(tmp_path: Path, terminal: bool) -> None:
     (tmp_path / "train.py").write_text(LAUNCHED)
     reading, writing = pty.openpty() if terminal else os.pipe()
