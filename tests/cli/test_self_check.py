@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine import snapshot
+from engine import engine_snapshot
 from engine.cli import self_check, self_check_jobs
 from engine.cli.self_check import CHECKS, Outcome
 from engine.utils import accelerator
@@ -155,7 +155,7 @@ def test_the_tolerance_is_a_multiple_of_the_products_rounding(folder: Path, monk
 
 
 def test_a_resume_that_loses_random_numbers_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "restore", lambda state: None)
+    monkeypatch.setattr(engine_snapshot, "restore", lambda state: None)
     with pytest.raises(AssertionError, match="losses without interruption"):
         self_check_jobs.resume("cpu", RANKS)
 
