@@ -168,7 +168,8 @@ def _holding(checkpoints: RunCheckpoints) -> Hook:
     """The first of the hooks of an event in :data:`HOLDING`; a function, because a bound method in :class:`Hooks` would be a circle."""
 
     def hold(*args: Any) -> None:
-        checkpoints.hold()
+        if (saver := checkpoints.existing_saver) is not None:  # in every step: not by RunCheckpoints.hold, a call more
+            saver.hold()
 
     return hold
 

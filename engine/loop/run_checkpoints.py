@@ -44,7 +44,8 @@ class RunCheckpoints:
 
     def __init__(self, group: Group, agreement: Agreement) -> None:
         self._group, self._agreement = group, agreement
-        self._saver: Saver | None = None
+        self.existing_saver: Saver | None = None
+        """:attr:`saver`, or ``None`` while the run has no folder."""
         self._chosen: str | None = None
         self.scores: dict[str, float | None] = {}
         """By name, the scores of those whose event is still to come."""
@@ -58,9 +59,9 @@ class RunCheckpoints:
         Raises:
             RuntimeError: the run has no folder yet.
         """
-        if self._saver is None:
+        if self.existing_saver is None:
             raise RuntimeError("the run has no folder of checkpoints yet: ask from setup on")
-        return self._saver
+        return self.existing_saver
 
     def live_in(self, folder: RunFolder) -> None:
         """Keep them in the run's ``folder`` from now on, or where it says."""
@@ -69,9 +70,9 @@ class RunCheckpoints:
 
     def keep_in(self, location: Path | str) -> None:
         """Keep them at ``location``, a folder or a URL, from now on."""
-        self._saver = Saver(self._group, location)
+        self.existing_saver = Saver(self._group, location)
         if self.have_listeners:
-            self._saver.agreement = self._agreement
+            self.existing_saver.agreement = self._agreement
 
     def choose(self, root: str | Path | None, max_failures: int) -> None:
         """Implements :meth:`engine.Run.checkpoints_at`."""
@@ -183,13 +184,13 @@ class RunCheckpoints:
 
     def hold(self) -> None:
         """Wait until tensors may change, because the checkpoint in progress has its copies."""
-        if self._saver is not None:
-            self._saver.hold()
+        if self.existing_saver is not None:
+            self.existing_saver.hold()
 
     def close(self, failed: bool) -> None:
         """Wait for the checkpoint in progress, and free its buffers; briefly if the run has ``failed``."""
-        if self._saver is not None:
-            self._saver.close(failed)
+        if self.existing_saver is not None:
+            self.existing_saver.close(failed)
 
     # -- events ---------------------------------------------------------------------------------------------------------------------------
 
@@ -197,7 +198,7 @@ class RunCheckpoints:
         """``"saved"`` or ``"removed"``, path and score of checkpoints that are complete, or gone, since the last call, as the main process has seen
         it; all ranks call this together."""
         self._agreement.news = False
-        news = deque() if self._saver is None else self._saver.news
+        news = deque() if self.existing_saver is None else self.existing_saver.news
         seen_here = [news.popleft() for _ in range(len(news))]
         for event, name in gather_json(self._group, seen_here)[0]:
             yield event, self.path(name), self.scores.pop(name, None) if event == "saved" else None
