@@ -1,4 +1,4 @@
-"""Which rank gets which part of an epoch's order, in which micro-batch: pure arithmetic over (position, world).
+"""The parts of an epoch's order that each rank gets, and in which micro-batch: pure arithmetic over (position, world).
 
 Global batch ``i`` of an epoch is ``order[i*G:(i+1)*G]`` with ``G = batch_size * world_size * window``. Each rank takes its share of it in at
 most ``window`` micro-batches. A short last global batch is divided as evenly as possible; a rank without samples repeats

@@ -343,7 +343,7 @@ def indexed_feed(data: Any, group: Group, seed: int, feistel: bool = True) -> In
 def deal_of(
     order: SampleOrder, units: int, batch: int, window: int, drop_last: bool, limit: int | None
 ) -> Deal | Shards:
-    """Which rank gets which of an epoch's ``units``: they are distributed, or each rank has its own. A collective in the second case."""
+    """Distribute an epoch's ``units`` to the ranks, unless each rank has its own. A collective in the second case."""
     group = order.group
     if order.sharded:
         return Shards(order.everywhere(units), batch, window, group.rank, drop_last, limit)

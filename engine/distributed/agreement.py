@@ -81,7 +81,8 @@ class Agreement:
     def notify(self) -> None:
         """This rank has news: :attr:`news` becomes true on all ranks at their next check. Any thread may call this.
 
-        A run reads it at the end of a step, and then announces its checkpoints (``Run.announce_checkpoints``)."""
+        A run reads it at the end of a step, and then announces its checkpoints (``Run.announce_checkpoints``).
+        """
         if self._cpu is None:
             self.news = True
         else:

@@ -1,4 +1,4 @@
-"""Which rank failed first, and the report of its end."""
+"""The rank that failed first, and the report of its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Failure:
     is_consequence: bool
     """It failed only because another rank was gone, which is not among these."""
     report: str
-    """Which rank it is, where and how it ended, and its traceback."""
+    """The rank's number, where and how it ended, and its traceback."""
     others: str
     """A line for each other rank that has failed as well, or is ended because of it."""
 

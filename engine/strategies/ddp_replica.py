@@ -61,7 +61,7 @@ class Replica(DistributedDataParallel):
         self._ranks, self._optimizers, self._options = ranks, optimizers, options
         self._hook: tuple[object, Callable[..., Any]] | None = None
         self._seen = TrainedParameters(module, self.parameters_to_ignore)
-        """What this replica knows of the module."""
+        """The parameters and modules that this replica has last seen in the module."""
         self._reduced: Sequence[Tensor] = lent or self._seen.trained
         """Parameters of the reducer, in its order."""
         self._idle = not self._seen.trained

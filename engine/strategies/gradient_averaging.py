@@ -52,7 +52,7 @@ class GradientAverage:
 
     def __init__(self) -> None:
         self._agreed: dict[tuple[int, ...], _Form] = {}
-        """What the ranks train, by the parameters of an optimizer."""
+        """The trained parameters that the ranks have agreed on, by the parameters of an optimizer."""
 
     def forget(self) -> None:
         self._agreed.clear()
@@ -89,7 +89,7 @@ class GradientAverage:
 
 
 class ReachedParameters:
-    """Which parameters the samples of a window have reached on this rank.
+    """Records which parameters the samples of a window have reached on this rank.
 
     A micro-batch that a rank repeats at weight 0, so that all ranks run the same collectives, reaches nothing: gradients that only such
     micro-batches have made are ``None``, not zero.

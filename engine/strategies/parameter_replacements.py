@@ -1,4 +1,4 @@
-"""Which parameters stand for which while a model is sharded in several steps: pipeline stages, tensor parallel, ``fully_shard``."""
+"""The parameters that replace others while a model is sharded in several steps: pipeline stages, tensor parallel, ``fully_shard``."""
 
 from __future__ import annotations
 
