@@ -141,7 +141,7 @@ def test_a_cut_cable_ends_both_sides_with_the_lost_peers_name(
         begun = time.monotonic()
         try:
             ended: dict[int, float] = {}
-            while len(ended) < 2 and time.monotonic() - begun < limit_s + 15:
+            while len(ended) < 2 and time.monotonic() - begun < limit_s + 60:  # 13 s where nothing else runs
                 ended |= {
                     i: time.monotonic() - begun
                     for i, side in enumerate(sides)
