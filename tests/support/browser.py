@@ -139,10 +139,10 @@ class Browser:
         """The addresses that the page has asked for, itself included."""
         return [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
 
-    def screenshot(self, path: Path) -> None:
-        """The whole page as a PNG."""
+    def screenshot(self, path: Path, height: float = float("inf")) -> None:
+        """The page, or as much of it as is ``height`` pixels high, as a PNG."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(height, size["height"]), "scale": 1}
         shot = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))
 

@@ -65,6 +65,10 @@ class Pane:
             row.rstrip() for row in self._tmux("capture-pane", "-p", *(["-S", "-"] if history else [])).split("\n")[:-1]
         ]
 
+    def colored(self) -> str:
+        """The screen, with its colors as ANSI codes."""
+        return self._tmux("capture-pane", "-p", "-e")
+
     def shows(self, *parts: str) -> None:
         """Wait until all of these are on the screen."""
         wait_for(
