@@ -227,12 +227,11 @@ def test_two_processes_run_the_same_command(here: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["module", "command"])
-def test_under_torchrun(here: Path, how: str) -> None:
+def test_under_torchrun(here: Path) -> None:
     script = here / "fit"
     script.write_text(f'#!/bin/sh\nexec {sys.executable} -m engine.cli.main "$@"\n')
     script.chmod(0o755)
-    program = ["-m", "engine.cli.main"] if how == "module" else ["--no-python", str(script)]
+    program = ["--no-python", str(script)]
     arguments = ("run", "net:Net", "--data", "net:numbers", "--callback", "ModelCheckpoint", "--set", *HALF)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *program, *arguments]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=300)

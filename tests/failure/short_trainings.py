@@ -1,6 +1,6 @@
 """Short trainings one after the other in one process of each rank, with DataLoader workers that are forked beside gloo's threads.
 
-On CPython before 3.11.10 a worker may hang in its ``fork``; ``test_short_trainings.py`` runs 120 trainings. To hunt for longer::
+On CPython before 3.11.10 a worker may hang in its ``fork``; ``test_short_trainings.py`` runs 60 trainings. To hunt for longer::
 
     fit launch --nproc 2 tests/failure/short_trainings.py --minutes 30
 """

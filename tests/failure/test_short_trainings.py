@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.ranks import run_ranks
 
-TRAININGS = 120
+TRAININGS = 60
 """On CPython 3.11.7, without the wait before a fork, the first hang came after 23 to 112."""
 
 

@@ -101,7 +101,7 @@ def test_what_was_wrong_once(pools: Pools, case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_many_train_as_the_plain_loop(pools: Pools, strategy: str) -> None:
-    search = Search(strategy, pools, shrink_seconds=60, deadline=time.monotonic() + 8, without=OPEN, fixed=True)
+    search = Search(strategy, pools, shrink_seconds=60, deadline=time.monotonic() + 5, without=OPEN, fixed=True)
     search.run(200, 0)
     assert not search.found, reproducer(search.found[0])
     assert search.ran

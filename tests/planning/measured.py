@@ -138,6 +138,7 @@ def measure(case: Any, root: Path) -> dict[str, Any]:
     Threads of gloo hold what they have sent a moment longer than the call that waits for them, and now and then it is they who release it,
     unseen: then all ranks measure again.
     """
+    gc.freeze()  # what was imported for the cases before: a run's collections would walk all of it
     for _ in range(10):
         found = _measure(case, root)
         if not any(_over_ranks(found["lost"])):
