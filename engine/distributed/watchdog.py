@@ -2,12 +2,15 @@
 
 A thread of each rank polls a progress counter of the training; the steps themselves do nothing. When the counter has not changed for the
 allowed time, each rank writes the stacks of its threads to a file and leaves a note for rank 0, which names the ranks that lag.
+
+:func:`explain_mismatch` is for ``debug=True``: ranks that enter one collective with different operations, shapes or dtypes, as a table of ranks.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import re
 import socket
 import sys
 import threading
@@ -22,14 +25,13 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from engine.distributed import failures
+from engine.distributed import failures, stacks
 from engine.distributed.board import ANSWER_S, Board
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.distributed.raise_in_thread import Interrupt
-from engine.health import stacks
 from engine.utils import torch_private
-from engine.utils.errors import HangError
+from engine.utils.errors import HangError, MismatchError
 from engine.utils.log import logger
 from engine.utils.text import terminal_text
 
@@ -45,6 +47,14 @@ IDLE = 0.05
 """A thread that uses less of a core than this waits or sleeps."""
 MOST = 8
 """The maximum number of ranks that a report lists."""
+ROWS_S = 3.0
+"""How long the other ranks' notes about a mismatch may take (s): all ranks find it in the same collective."""
+# The form of torch's message since 2.0.
+_MISMATCH = "Detected mismatch between collectives on ranks"
+_OWN_COLLECTIVE = re.compile(
+    r"Rank (?P<rank>\d+) is running collective: CollectiveFingerPrint\((?:SequenceNumber=(?P<number>\d+), )?OpType=(?P<operation>\w+)"
+    r"(?:, TensorShape=\[(?P<shapes>[^\]]*)\])?(?:, TensorDtypes=(?P<dtypes>[\w, ]*?))?(?:, TensorDeviceTypes=|\))"
+)
 
 
 @dataclass(frozen=True)
@@ -390,6 +400,35 @@ def laggards(notes: dict[int, Note | None]) -> list[int]:
         return list(known)
     least = min(note.collectives for note in busy.values())
     return [rank for rank, note in busy.items() if note.collectives == least]
+
+
+def explain_mismatch(error: BaseException, group: Group) -> MismatchError | None:
+    """The error to raise instead of torch's, with a line per rank; ``None`` when ``error`` is another one. All ranks call it together."""
+    text = str(error)
+    found = _OWN_COLLECTIVE.search(text) if _MISMATCH in text else None
+    if found is None:
+        return None
+    number = found["number"] or "0"
+    board = Board(group, f"mismatch/{number}")
+    mine = [
+        found["operation"].lower(),
+        f"[{found['shapes'] or ''}]",
+        (found["dtypes"] or "").lower(),
+        stacks.raised_at(error.__traceback__),
+    ]
+    board.put(str(group.rank), mine)
+    rows = [["rank", "collective", "shape", "dtype", "called at"]]
+    for rank in range(group.world_size):
+        rows.append(
+            [str(rank), *(mine if rank == group.rank else board.get(str(rank), ROWS_S) or ["(no answer)", "", "", ""])]
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    table = "\n".join(
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+    return MismatchError(
+        f"the ranks entered one collective with different arguments:\n{table}\nAll ranks must make the same calls, with equal shapes and dtypes."
+    )
 
 
 _number = 0
