@@ -24,7 +24,7 @@ from engine.checkpoint.resume import (
 )
 from engine.checkpoint.storage import split
 from engine.checkpoint.writer import Content, Saver, stepped
-from engine.distributed.all_or_none import together
+from engine.distributed.collectives import together
 from engine.prepared import Prepared
 from engine.step.optimizers import counters
 from engine.step.precision import Scaler

@@ -22,8 +22,7 @@ from engine.checkpoint.reader import Source
 from engine.checkpoint.state_forms import own_form, shared_form
 from engine.checkpoint.storage import Location, split
 from engine.checkpoint.tensors import Stored
-from engine.distributed.all_or_none import together
-from engine.distributed.collectives import gather_json
+from engine.distributed.collectives import gather_json, together
 from engine.distributed.group import Group
 from engine.utils.errors import nearest
 from engine.utils.log import logger

@@ -29,8 +29,7 @@ from engine.checkpoint.storage import split as location_of
 from engine.checkpoint.tensors import is_cut, write_tensors
 from engine.checkpoint.write_shares import Part
 from engine.distributed.agreement import Agreement
-from engine.distributed.all_or_none import together
-from engine.distributed.collectives import gather_json
+from engine.distributed.collectives import gather_json, together
 from engine.distributed.group import Group
 from engine.utils import device_copies
 from engine.utils.log import logger
