@@ -24,7 +24,7 @@ from engine.data.loader import PreparedLoader
 from engine.distributed import collectives
 from engine.distributed.environment import Environment
 from engine.distributed.group import Group, join_here, own_environment
-from engine.distributed.per_process import F, Trigger, before_others, only, part
+from engine.distributed.rank_work import F, Trigger, before_others, only, part
 from engine.engine_snapshot import EngineCheckpoints, EngineSnapshot
 from engine.metrics.recorder import Recorder
 from engine.prepared import Prepared

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.distributed.per_process import part
+from engine.distributed.rank_work import part
 
 
 def test_a_dataset_stays_a_dataset() -> None:
