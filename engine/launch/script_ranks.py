@@ -31,9 +31,9 @@ from engine.config.settings import Settings
 from engine.distributed import failures, scratch, stores
 from engine.distributed.environment import Environment, detect
 from engine.distributed.environments.base import shown
+from engine.distributed.failures import Interrupt
 from engine.distributed.group import Group, join
 from engine.distributed.own_process import StartedRanks, own_process
-from engine.distributed.raise_in_thread import Interrupt
 from engine.launch.first_failure import first_failure, lines_of_others, report, summary
 from engine.launch.supervisor import FAIL_S, CommandRank, Rank, Supervisor, variables_of
 from engine.utils import accelerator

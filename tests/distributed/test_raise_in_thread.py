@@ -1,7 +1,7 @@
 import contextlib
 import threading
 
-from engine.distributed.raise_in_thread import Interrupt
+from engine.distributed.failures import Interrupt
 
 
 class Struck(Exception):
