@@ -7,10 +7,13 @@ import re
 from collections.abc import Mapping
 
 from engine.distributed.environments.base import LOOPBACK, Environment, Variables, derived_port
-from engine.distributed.environments.nodelist import expand_counts, first_node
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Batch scripts, interactive and external steps have numbers from this one on."""
+_RANGES = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
+_FIRST = re.compile(rf"[^\s\[\],]+(?:{_RANGES}[^\s\[\],]*)*(?=,|\Z)")
+_MOST = 1_000_000
+"""Nodes of a job: more than any machine has."""
 
 
 class Slurm:
@@ -131,3 +134,35 @@ def _first_node(read: Variables) -> str:
         return first_node(text)
     except ValueError as error:
         raise read.error(f"{error}; or set MASTER_ADDR to the machine of rank 0") from None
+
+
+def first_node(text: str) -> str:
+    """``"node[001-003,007],gpu1"`` -> ``"node001"``. Zeros in front stay.
+
+    Raises:
+        ValueError: not of this form.
+    """
+    match = _FIRST.match(text)
+    if match is None:
+        raise ValueError(f"{text[:200]!r} is not a list of nodes")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
+
+
+def expand_counts(text: str) -> list[int]:
+    """``"2(x3),1"`` -> ``[2, 2, 2, 1]``.
+
+    Raises:
+        ValueError: not of this form, or of more than a million nodes.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip())
+        if match is None:
+            raise ValueError(
+                f"{text[:200]!r} is not a list of counts: {part[:200]!r} is neither a number nor of the form 2(x3)"
+            )
+        times = int(match[2] or 1)
+        if len(found) + times > _MOST:
+            raise ValueError(f"{text[:200]!r} is not a list of counts: it has more than {_MOST:,} nodes")
+        found += [int(match[1])] * times
+    return found
