@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from engine import strategies
 from engine.config.settings import Settings
-from engine.distributed import failures, scratch, stores
+from engine.distributed import failures, stores
 from engine.distributed.environment import Environment, detect
 from engine.distributed.environments.base import shown
 from engine.distributed.failures import Interrupt
@@ -36,7 +36,7 @@ from engine.distributed.group import Group, join
 from engine.distributed.own_process import StartedRanks, own_process
 from engine.launch.first_failure import first_failure, lines_of_others, report, summary
 from engine.launch.supervisor import FAIL_S, CommandRank, Rank, Supervisor, variables_of
-from engine.utils import accelerator
+from engine.utils import accelerator, scratch
 from engine.utils.errors import TERMINATED, RankError
 from engine.utils.log import logger, warn_once
 
