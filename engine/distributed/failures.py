@@ -1,4 +1,4 @@
-"""Failures of a rank: write its traceback where the launcher finds it, and do not outlive rank 0."""
+"""Failures of a rank: write its traceback where the launcher finds it, interrupt a thread that hangs, and do not outlive rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that differs between processes: on one only, on one before the others, or a slice on each."""
+"""Work that differs between ranks: on one only (``rank_zero_only``, ``get_logger``), on one before the others, in turn, or a slice on each."""
 
 from __future__ import annotations
 
