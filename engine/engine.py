@@ -23,7 +23,8 @@ from engine.data.combined import CombinedLoader
 from engine.data.loader import PreparedLoader
 from engine.distributed import collectives
 from engine.distributed.environment import Environment
-from engine.distributed.group import Group, join_here, own_environment
+from engine.distributed.group import Group
+from engine.distributed.join import join_here, own_environment
 from engine.distributed.rank_work import F, Trigger, before_others, only, part
 from engine.engine_snapshot import EngineCheckpoints, EngineSnapshot
 from engine.metrics.recorder import Recorder

@@ -21,7 +21,7 @@ from engine.callback import Callback
 from engine.cli import self_check_collectives
 from engine.config.settings import Settings
 from engine.distributed.environment import detect
-from engine.distributed.group import alone
+from engine.distributed.join import alone
 from engine.fit import Fit
 from engine.launch.script_ranks import joined
 from engine.loop.run import Run

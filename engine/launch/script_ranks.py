@@ -32,7 +32,8 @@ from engine.distributed import failures, stores
 from engine.distributed.environment import Environment, detect
 from engine.distributed.environments.base import shown
 from engine.distributed.failures import Interrupt
-from engine.distributed.group import Group, join
+from engine.distributed.group import Group
+from engine.distributed.join import join
 from engine.distributed.own_process import StartedRanks, own_process
 from engine.launch.first_failure import first_failure, lines_of_others, report, summary
 from engine.launch.supervisor import FAIL_S, CommandRank, Rank, Supervisor, variables_of

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 from engine.distributed.agreement import Agreement, Stopwatch
 from engine.distributed.environment import detect
-from engine.distributed.group import join
+from engine.distributed.join import join
 
 group = join(detect(os.environ), torch.device("cpu"), timeout=timedelta(seconds=30))
 r = group.rank

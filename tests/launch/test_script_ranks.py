@@ -15,7 +15,7 @@ import contextlib, os, signal, sys, time
 from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
-from engine.distributed import collectives as c, environment, failures, group
+from engine.distributed import collectives as c, environment, failures, join
 from engine.launch import script_ranks
 from engine.utils.errors import RankError
 
@@ -39,7 +39,7 @@ def training():
 def run(case):
     store, check = (started.store, started.check) if started else (None, None)
     with training():
-        g = group.join(env, torch.device("cpu"), timeout=timedelta(minutes=5), store=store, check=check)
+        g = join.join(env, torch.device("cpu"), timeout=timedelta(minutes=5), store=store, check=check)
         (place / f"joined{g.rank}").write_text(str(c.gather_object(g, (os.getpid(), os.getppid(), sys.argv, os.getcwd()))))
         if case == "raise" and g.rank == 1:
             raise ValueError("boom on rank 1")
