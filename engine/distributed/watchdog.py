@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from engine.distributed import failures, stacks
-from engine.distributed.board import ANSWER_S, Board
 from engine.distributed.collectives import gather_json
 from engine.distributed.failures import Interrupt
 from engine.distributed.group import Group
+from engine.distributed.stores import ANSWER_S, Board
 from engine.utils import torch_private
 from engine.utils.errors import HangError, MismatchError
 from engine.utils.log import logger
