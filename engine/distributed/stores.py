@@ -1,4 +1,4 @@
-"""Stores for the ranks and the agent of one machine, unreachable from other machines."""
+"""The job's store: one that only this machine reaches, and notes between ranks that can no longer use collectives."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def loopback_interface() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": found} if found else {}
 
 
-class Board:
-    """JSON values by name in the job's store, over a separate connection: other threads may be blocked on the others.
+class Notes:
+    """Notes between ranks when collectives are no longer possible, because some ranks hang or are lost: JSON values by name in the job's store, over a separate connection: other threads may be blocked on the others.
 
     A store that does not answer is not an error here: then nothing is found, and :attr:`answers` is False.
     """
@@ -90,9 +90,9 @@ class Board:
         self.rank, self.world_size = group.rank, group.world_size
         self.answers = True
         store: Any = group.store
-        self._store = dist.PrefixStore(f"board/{topic}", store.clone()) if store is not None else None
+        self._store = dist.PrefixStore(f"notes/{topic}", store.clone()) if store is not None else None
 
-    def put(self, name: str, value: Any) -> None:
+    def write(self, name: str, value: Any) -> None:
         """Leave a note; one of the same name is replaced."""
         store = self._store
         if store is None or not self.answers:
@@ -104,7 +104,7 @@ class Board:
 
         self._within(ANSWER_S, write)
 
-    def get(self, name: str, wait_s: float) -> Any:
+    def read(self, name: str, wait_s: float) -> Any:
         """The note of this name, after at most ``wait_s``; ``None``: there is none."""
         store = self._store
         if store is None or not self.answers:
@@ -128,7 +128,7 @@ class Board:
             with contextlib.suppress(RuntimeError, ValueError):  # the store's errors are RuntimeErrors
                 found.append(call())
 
-        thread = threading.Thread(target=run, name="fit-board", daemon=True)
+        thread = threading.Thread(target=run, name="fit-notes", daemon=True)
         thread.start()
         thread.join(seconds)
         self.answers = bool(found)
