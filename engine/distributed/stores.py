@@ -14,10 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from engine.distributed import address
+from engine.distributed import addresses
 from engine.distributed.group import Group
 
-LOCAL = "127.0.0.1"
 ANSWER_S = 3.0
 """How long a live store may take to answer (s)."""
 
@@ -57,8 +56,8 @@ def serve(host: str, port: int, *, timeout: timedelta, world_size: int | None = 
 
 def _listener(host: str, port: int) -> socket.socket | None:
     """A socket that listens only at a loopback address; ``None``: torch creates one."""
-    literal = LOCAL if host == "localhost" else host
-    if not address.is_loopback(literal):
+    literal = addresses.LOOPBACK if host == "localhost" else host
+    if not addresses.is_loopback(literal):
         return None
     family = socket.AF_INET6 if ":" in literal else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -76,7 +75,7 @@ def _listener(host: str, port: int) -> socket.socket | None:
 
 def loopback_interface() -> dict[str, str]:
     """The variable that makes gloo listen on this machine's loopback interface; by default it uses that of the host's name."""
-    found = address.interface(LOCAL)
+    found = addresses.interface(addresses.LOOPBACK)
     return {"GLOO_SOCKET_IFNAME": found} if found else {}
 
 

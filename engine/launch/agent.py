@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from engine.distributed import address, stores
+from engine.distributed import addresses, stores
 from engine.launch import child, rendezvous
 from engine.launch.first_failure import first_failure, lines_of_others, report, was_interrupted, was_preempted
 from engine.launch.job import Job, LaunchError
@@ -339,5 +339,5 @@ def _interface(job: Job, outward: str | None) -> dict[str, str]:
         return {}
     if job.max_nodes == 1:
         return stores.loopback_interface()
-    interface = address.interface(outward) if outward else None
+    interface = addresses.interface(outward) if outward else None
     return {"GLOO_SOCKET_IFNAME": interface} if interface else {}

@@ -9,8 +9,6 @@ from typing import Protocol
 
 from engine.utils.text import terminal_text
 
-LOOPBACK = "127.0.0.1"
-
 
 @dataclass(frozen=True)
 class Environment:

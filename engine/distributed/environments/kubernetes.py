@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from engine.distributed.address import is_loopback
+from engine.distributed.addresses import is_loopback
 from engine.distributed.environments.base import Environment, Variables
 
 _BY_TORCHRUN = "torchrun script.py (which reads these variables)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.distributed.address import is_loopback
+from engine.distributed.addresses import is_loopback
 from engine.distributed.environments.base import Environment, Variables
 
 TELLING = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
