@@ -22,7 +22,7 @@ from engine.checkpoint.reader import Source
 from engine.checkpoint.state_forms import own_form, shared_form
 from engine.checkpoint.storage import Location, split
 from engine.checkpoint.tensors import Stored
-from engine.distributed.collectives import gather_json, together
+from engine.distributed.collectives import all_or_none, gather_json
 from engine.distributed.group import Group
 from engine.utils.errors import nearest
 from engine.utils.log import logger
@@ -158,7 +158,7 @@ def opening(
     """
     named = wanted in NAMES
     where, name = (location, "") if named else split(wanted)
-    candidates, unusable = together(
+    candidates, unusable = all_or_none(
         group, partial(_there, location, wanted) if named and group.is_main else lambda: [[name], {}]
     )[0]
     reasons = [f"{where.path(name)}: {why}" for name, why in unusable.items()]
@@ -386,7 +386,7 @@ def _open(group: Group, location: Location, name: str, folders: tuple[str, ...])
         return None
 
     try:
-        damage = next((text for text in together(group, work) if text is not None), None)
+        damage = next((text for text in all_or_none(group, work) if text is not None), None)
     except BaseException:
         _close(found)
         raise

@@ -241,7 +241,7 @@ def broadcast_object(group: Group, obj: Any, src: int = 0) -> Any:
     return obj if group.rank == src and isinstance(sent[0], bytes) else _unpacked(sent[0], src)
 
 
-def together(group: Group, work: Callable[[], Any]) -> list[Any]:
+def all_or_none(group: Group, work: Callable[[], Any]) -> list[Any]:
     """Run a part of a job that may fail on some rank; if one failed, raise on all. Returns each rank's result (JSON)."""
     mine: Exception | None = None
     row: dict[str, Any] = {}
