@@ -35,7 +35,7 @@ class DeviceKind:
 
 
 class Group:
-    """The processes of one job. Created by :func:`join`.
+    """The processes of one job. Created by :func:`engine.distributed.join.join`.
 
     ``rank``, ``world_size``, ``local_rank``, ``is_main`` (rank 0) and ``device`` (of this process) are plain
     attributes. ``cpu`` is a gloo process group besides the default one, for flags, sizes, objects and CPU tensors, so that these never
@@ -43,16 +43,16 @@ class Group:
     process group for the device's tensors; ``None`` is torch's default one.
     """
 
-    __slots__ = ("_shared", "cpu", "device", "environment", "is_main", "local_rank", "rank", "wide", "world_size")
+    __slots__ = ("_joined", "cpu", "device", "environment", "is_main", "local_rank", "rank", "wide", "world_size")
 
-    def __init__(self, environment: Environment, device: torch.device, shared: JoinedGroups | None = None) -> None:
+    def __init__(self, environment: Environment, device: torch.device, joined: JoinedGroups | None = None) -> None:
         self.environment = environment
         self.device = device
         self.rank, self.world_size, self.local_rank = environment.rank, environment.world_size, environment.local_rank
         self.is_main = environment.rank == 0
-        self.cpu: dist.ProcessGroup | None = shared.cpu if shared else None
+        self.cpu: dist.ProcessGroup | None = joined.cpu if joined else None
         self.wide: dist.ProcessGroup | None = None
-        self._shared = shared
+        self._joined = joined
 
     @property
     def kind(self) -> DeviceKind:
@@ -62,17 +62,17 @@ class Group:
     @property
     def failed(self) -> bool:
         """Set to True after an error: then the process leaves without waiting for the others. The next ``join`` clears it."""
-        return self._shared is not None and self._shared.failed
+        return self._joined is not None and self._joined.failed
 
     @failed.setter
     def failed(self, value: bool) -> None:
-        if self._shared is not None:
-            self._shared.failed = value
+        if self._joined is not None:
+            self._joined.failed = value
 
     @property
     def store(self) -> dist.Store | None:
         """The store of the rendezvous; ``None`` with one process."""
-        return self._shared.store if self._shared is not None else None
+        return self._joined.store if self._joined is not None else None
 
     def limit(self, timeout: timedelta) -> None:
         """Set the timeout of later collectives in all process groups. Those that have started keep theirs."""
@@ -84,7 +84,7 @@ class Group:
         """The subgroup in ``parts`` that contains this rank, with ranks from 0. A collective; every rank is in exactly one."""
         cpu, wide = self.once(("part", *map(tuple, parts)), lambda: self._groups(parts))
         ranks = next(part for part in parts if self.rank in part)
-        found = Group(self.environment, self.device, self._shared)
+        found = Group(self.environment, self.device, self._joined)
         found.rank, found.world_size = ranks.index(self.rank), len(ranks)
         found.is_main, found.cpu, found.wide = found.rank == 0, cpu, wide
         return found
@@ -111,11 +111,11 @@ class Group:
         Each process group has its own threads and sockets, and a sharded module uses its mesh also after the run: so runs
         share them, and do not leak them.
         """
-        if self._shared is None:
+        if self._joined is None:
             return make()
-        if key not in self._shared.made:
-            self._shared.made[key] = make()
-        return self._shared.made[key]  # type: ignore[return-value]
+        if key not in self._joined.made:
+            self._joined.made[key] = make()
+        return self._joined.made[key]  # type: ignore[return-value]
 
     def barrier(self) -> None:
         """Wait until every rank calls this. On the CPU: it does not wait for work queued on a device."""
@@ -127,6 +127,6 @@ class Group:
 
         A default group that the user initialised is kept.
         """
-        if self._shared is not None and self._shared is own_process.joined:
+        if self._joined is not None and self._joined is own_process.joined:
             own_process.leave()
-        self._shared = self.cpu = None
+        self._joined = self.cpu = None

@@ -56,9 +56,8 @@ def join(
     failures.attach(environment)
     if dist.is_initialized():
         _check_existing(environment)
-        connected = environment.world_size > 1 or (
-            own_process.joined is not None and own_process.joined.world is dist.group.WORLD
-        )
+        joined = own_process.joined
+        connected = environment.world_size > 1 or (joined is not None and joined.world is dist.group.WORLD)
         return Group(environment, device, _existing(timeout, debug) if connected else None)
     if environment.world_size == 1:
         if environment.name == "single":
@@ -66,55 +65,62 @@ def join(
         return Group(environment, device)
     failures.refuse_imported_script()
     process_groups.allow_descriptors(environment.world_size)
-    prefixed = _meet(environment, timeout, store, check)
+    where = f"{environment.master_addr}:{environment.master_port}"
+    store = meet(
+        store or _open_store(environment, timeout, where),
+        environment.rank,
+        environment.world_size,
+        where,
+        timeout=timeout,
+        check=check,
+    )
     if debug:
         dist.set_debug_level(dist.DebugLevel.DETAIL)  # also for groups that are created later
     process_groups.initialise(
         device,
-        prefixed,
+        store,
         environment.rank,
         environment.world_size,
         timeout,
         dist.get_debug_level() == dist.DebugLevel.DETAIL,
         hook=failures.hook(environment),
     )
-    own_process.joined = _adopt(timeout, prefixed, debug or dist.get_debug_level() == dist.DebugLevel.DETAIL)
-    return Group(environment, device, own_process.joined)
+    return Group(environment, device, _adopt(timeout, store, debug or dist.get_debug_level() == dist.DebugLevel.DETAIL))
 
 
-def alone(device: torch.device, *, timeout: timedelta) -> Group:
+def join_alone(device: torch.device, *, timeout: timedelta) -> Group:
     """A job of one process that does run its collectives, in the device's back end: for checks of it on a machine with one device.
 
     Later runs of this process join it: DDP reduces, FSDP shards, and checkpoints are agreed on, over one rank.
     """
     store = dist.HashStore()
     process_groups.initialise(device, store, 0, 1, timeout, debug=False)
-    own_process.joined = _adopt(timeout, store, debug=False)
-    return Group(Environment("single"), device, own_process.joined)
+    return Group(Environment("single"), device, _adopt(timeout, store, debug=False))
 
 
 def _existing(timeout: timedelta, debug: bool) -> JoinedGroups:
     """What the groups of this process share, on the default group that is there."""
-    if own_process.joined is None or own_process.joined.world is not dist.group.WORLD:
-        own_process.joined = _adopt(timeout, None, dist.get_debug_level() == dist.DebugLevel.DETAIL)
-    if debug and not own_process.joined.debug:
+    joined = own_process.joined
+    if joined is None or joined.world is not dist.group.WORLD:
+        joined = _adopt(timeout, None, dist.get_debug_level() == dist.DebugLevel.DETAIL)
+    if debug and not joined.debug:
         raise ValueError(
             "debug=True was requested, but this process's collectives were set up without it: give it to the first Fit or Engine of the "
             "process, or set TORCH_DISTRIBUTED_DEBUG=DETAIL before init_process_group"
         )
-    own_process.joined.failed = False  # an earlier run's error was handled, or this run would not start
-    return own_process.joined
+    joined.failed = False  # an earlier run's error was handled, or this run would not start
+    return joined
 
 
-def own_environment(given: Environment | None = None) -> Environment:
+def own_environment(environment: Environment | None = None) -> Environment:
     """Where this process stands: as it was given, as an earlier ``Fit`` of this process has arranged it, or as the launcher's variables say.
 
     From here on an error that ends this process is recorded for the launcher.
     """
     started = own_process.started
-    found = given or (started.environment if started else detect(os.environ))
-    failures.attach(found)
-    return found
+    environment = environment or (started.environment if started else detect(os.environ))
+    failures.attach(environment)
+    return environment
 
 
 def join_here(environment: Environment, accelerator: str, *, timeout: timedelta, debug: bool) -> Group:
@@ -139,6 +145,7 @@ def _check_existing(environment: Environment) -> None:
 
 
 def _adopt(timeout: timedelta, store: dist.Store | None, debug: bool) -> JoinedGroups:
+    """Note the default group as this process's, with a gloo group beside it. ``store``: of our rendezvous; ``None``: the user initialised the group."""
     world = dist.group.WORLD
     assert world is not None
     cpu = process_groups.on_cpu(timeout=timeout)
@@ -146,22 +153,15 @@ def _adopt(timeout: timedelta, store: dist.Store | None, debug: bool) -> JoinedG
     # Handlers run last in, first out: ours must run before those that serve the store or wait for our exit.
     atexit.unregister(own_process.leave)
     atexit.register(own_process.leave)
-    theirs = store or world.get_group_store()
-    return JoinedGroups(world, cpu, theirs, store is not None, os.getpid(), debug)
+    own_process.joined = JoinedGroups(
+        world, cpu, store or world.get_group_store(), store is not None, os.getpid(), debug
+    )
+    return own_process.joined
 
 
-def _meet(
-    environment: Environment, timeout: timedelta, store: dist.Store | None, check: Callable[[], None] | None
-) -> dist.Store:
-    """The store, after rank 0 has seen all ranks of this attempt."""
-    where = f"{environment.master_addr}:{environment.master_port}"
+def _open_store(environment: Environment, timeout: timedelta, where: str) -> dist.Store:
+    """The store at the job's address, which rank 0 serves unless the launcher does; one for all jobs of this process at that address."""
     who = f"rank {environment.rank} of {environment.world_size}"
-    if store is None:
-        store = _open(environment, timeout, where, who)
-    return meet(store, environment.rank, environment.world_size, where, timeout=timeout, check=check)
-
-
-def _open(environment: Environment, timeout: timedelta, where: str, who: str) -> dist.Store:
     if environment.master_addr is None or environment.master_port is None:
         raise RuntimeError(
             f"{who} does not know the address of the others: {environment!r} has no master_addr or no master_port"
@@ -214,7 +214,7 @@ def meet(
     deadline = time.monotonic() + timeout.total_seconds()
     ticket = store.add(_TICKETS, 1)
     if rank != 0:
-        name = _answer(
+        name = _await_answer(
             store, ticket, deadline, f"rank 0 did not connect to {where} within {timeout.total_seconds():g} s"
         )
         part = _part(store, name, timeout)
@@ -224,8 +224,8 @@ def meet(
     joined, pause, answered = mine.add("joined", 0) + 1, 0.005, store.add(_DONE, 0)
     while joined < world_size:
         drawn = store.add(_TICKETS, 0)
-        for each in range(answered + 1, drawn + 1):
-            store.set(f"fit/answers/{each}", str(ticket))
+        for number in range(answered + 1, drawn + 1):
+            store.set(f"fit/answers/{number}", str(ticket))
         answered = drawn
         joined = mine.add("joined", 0) + 1
         if joined >= world_size:
@@ -243,7 +243,7 @@ def meet(
     return mine
 
 
-def _answer(store: dist.Store, ticket: int, deadline: float, problem: str) -> str:
+def _await_answer(store: dist.Store, ticket: int, deadline: float, problem: str) -> str:
     key, pause = f"fit/answers/{ticket}", 0.005
     # Polled: a signal would not interrupt a blocking wait.
     while not store.check([key]):

@@ -219,7 +219,7 @@ def work():
 
 Engine(accelerator="cpu")
 without = process_groups._forks_wait
-join.alone(torch.device("cpu"), timeout=timedelta(seconds=60))
+join.join_alone(torch.device("cpu"), timeout=timedelta(seconds=60))
 quiet = [seconds(fork) for _ in range(20)]
 over, named = False, threading.Event()
 thread = threading.Thread(target=work)
@@ -265,7 +265,7 @@ named, begun, rests = threading.Event(), threading.Event(), threading.Event()
 threading.Thread(target=work, daemon=True).start()
 named.wait()
 atexit.register(lambda: report(rests.is_set()))  # runs after the group's handler, which is registered next
-join.alone(torch.device("cpu"), timeout=timedelta(seconds=60))
+join.join_alone(torch.device("cpu"), timeout=timedelta(seconds=60))
 begun.set()
 """
 
