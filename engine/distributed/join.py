@@ -88,6 +88,17 @@ def join(
     return Group(environment, device, _adopt(timeout, store, debug or dist.get_debug_level() == dist.DebugLevel.DETAIL))
 
 
+def join_here(environment: Environment, accelerator: str, *, timeout: timedelta, debug: bool) -> Group:
+    """:func:`join` on this process's own device, with the processes that an earlier ``Fit`` has started, if it has.
+
+    Raises:
+        ValueError, RuntimeError: the accelerator is unknown or not there; or as :func:`join`.
+    """
+    kind, started = accelerators.device_type(accelerator), own_process.started
+    device = accelerators.device(kind, environment.local_rank, own=environment.binds_devices)
+    return join(environment, device, timeout=timeout, store=started.store if started else None, debug=debug)
+
+
 def join_alone(device: torch.device, *, timeout: timedelta) -> Group:
     """A job of one process that does run its collectives, in the device's back end: for checks of it on a machine with one device.
 
@@ -96,6 +107,27 @@ def join_alone(device: torch.device, *, timeout: timedelta) -> Group:
     store = dist.HashStore()
     process_groups.initialise(device, store, 0, 1, timeout, debug=False)
     return Group(Environment("single"), device, _adopt(timeout, store, debug=False))
+
+
+def own_environment(environment: Environment | None = None) -> Environment:
+    """Where this process stands: as it was given, as an earlier ``Fit`` of this process has arranged it, or as the launcher's variables say.
+
+    From here on an error that ends this process is recorded for the launcher.
+    """
+    started = own_process.started
+    environment = environment or (started.environment if started else detect(os.environ))
+    failures.attach(environment)
+    return environment
+
+
+def _check_existing(environment: Environment) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (rank, world_size) != (environment.rank, environment.world_size):
+        raise RuntimeError(
+            f"torch.distributed is initialised already as rank {rank} of {world_size}, but the environment ({environment.name}) says rank "
+            f"{environment.rank} of {environment.world_size}. Start the processes with torchrun, or set its variables (RANK, WORLD_SIZE, "
+            "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) in each of them before init_process_group."
+        )
 
 
 def _existing(timeout: timedelta, debug: bool) -> JoinedGroups:
@@ -112,40 +144,12 @@ def _existing(timeout: timedelta, debug: bool) -> JoinedGroups:
     return joined
 
 
-def own_environment(environment: Environment | None = None) -> Environment:
-    """Where this process stands: as it was given, as an earlier ``Fit`` of this process has arranged it, or as the launcher's variables say.
-
-    From here on an error that ends this process is recorded for the launcher.
-    """
-    started = own_process.started
-    environment = environment or (started.environment if started else detect(os.environ))
-    failures.attach(environment)
-    return environment
-
-
-def join_here(environment: Environment, accelerator: str, *, timeout: timedelta, debug: bool) -> Group:
-    """:func:`join` on this process's own device, with the processes that an earlier ``Fit`` has started, if it has.
-
-    Raises:
-        ValueError, RuntimeError: the accelerator is unknown or not there; or as :func:`join`.
-    """
-    kind, started = accelerators.device_type(accelerator), own_process.started
-    device = accelerators.device(kind, environment.local_rank, own=environment.binds_devices)
-    return join(environment, device, timeout=timeout, store=started.store if started else None, debug=debug)
-
-
-def _check_existing(environment: Environment) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if (rank, world_size) != (environment.rank, environment.world_size):
-        raise RuntimeError(
-            f"torch.distributed is initialised already as rank {rank} of {world_size}, but the environment ({environment.name}) says rank "
-            f"{environment.rank} of {environment.world_size}. Start the processes with torchrun, or set its variables (RANK, WORLD_SIZE, "
-            "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) in each of them before init_process_group."
-        )
-
-
 def _adopt(timeout: timedelta, store: dist.Store | None, debug: bool) -> JoinedGroups:
-    """Note the default group as this process's, with a gloo group beside it. ``store``: of our rendezvous; ``None``: the user initialised the group."""
+    """Note the default group as this process's, with a gloo group beside it, and leave it at the interpreter's exit.
+
+    Args:
+        store: of our rendezvous; ``None``: the user initialised the group.
+    """
     world = dist.group.WORLD
     assert world is not None
     cpu = process_groups.on_cpu(timeout=timeout)

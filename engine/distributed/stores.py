@@ -80,8 +80,9 @@ def loopback_interface() -> dict[str, str]:
 
 
 class Notes:
-    """Notes between ranks when collectives are no longer possible, because some ranks hang or are lost: JSON values by name in the job's store, over a separate connection: other threads may be blocked on the others.
+    """Notes between ranks when collectives are no longer possible, because some ranks hang or are lost.
 
+    JSON values by name, in the job's store, over a separate connection: other threads may be blocked on the others.
     A store that does not answer is not an error here: then nothing is found, and :attr:`answers` is False.
     """
 
