@@ -28,9 +28,9 @@ from engine.checkpoint.storage import locate, same
 from engine.checkpoint.storage import split as location_of
 from engine.checkpoint.tensors import is_cut, write_tensors
 from engine.checkpoint.write_shares import Part
-from engine.distributed.agreement import Agreement
 from engine.distributed.collectives import all_or_none, gather_json
 from engine.distributed.group import Group
+from engine.distributed.stop_agreement import Agreement
 from engine.utils import device_copies
 from engine.utils.log import logger
 from engine.utils.parameters import parameters_of
