@@ -113,7 +113,7 @@ class Engine:
         self.strategy.transform_by(transforms)
         self.data_group = self.strategy.data_group
         models: list[nn.Module] = []
-        self.window = Window(sync=self.strategy, models=models)
+        self.window = Window(gradient_sync=self.strategy, models=models)
         self.accumulate_grad_batches = accumulate_grad_batches
         self.strategy.window = self.window
         self.scaler = self.strategy.scaler()
