@@ -1,4 +1,7 @@
-"""Which checkpoint a run resumes from, and how all ranks open it together."""
+"""Which checkpoint is resumed from, how all ranks open it together, and whether optimizers and schedulers can continue from it.
+
+:mod:`engine.loop.run_resume` gives its pieces to a run, :mod:`engine.engine_snapshot` those of what an ``Engine`` has prepared.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The content of a run's checkpoint, and how each piece of it is taken back; :mod:`engine.loop.resume` calls the hooks in between."""
+"""The content of a run's checkpoint, and how each piece of it is taken back; :mod:`engine.loop.run_resume` calls the hooks in between."""
 
 from __future__ import annotations
 
