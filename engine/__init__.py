@@ -29,7 +29,7 @@ _NAMES = {
     "MeshParallel": "engine.strategies.mesh_parallel",
     "Duration": "engine.config.duration",
     "Every": "engine.config.duration",
-    "Environment": "engine.distributed.environment",
+    "Environment": "engine.distributed.environments",
     "CheckError": "engine.utils.errors",
     "Device": "engine.utils.device",
     "DamagedCheckpoint": "engine.checkpoint.files",
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from engine.config.settings import Settings as Settings
     from engine.data.combined import CombinedLoader as CombinedLoader
     from engine.data.datamodule import DataModule as DataModule
-    from engine.distributed.environment import Environment as Environment
+    from engine.distributed.environments import Environment as Environment
     from engine.distributed.rank_work import get_logger as get_logger
     from engine.distributed.rank_work import rank_zero_only as rank_zero_only
     from engine.engine import Engine as Engine

@@ -22,7 +22,7 @@ from engine.config.settings import check
 from engine.data.combined import CombinedLoader
 from engine.data.loader import PreparedLoader
 from engine.distributed import collectives
-from engine.distributed.environment import Environment
+from engine.distributed.environments import Environment
 from engine.distributed.group import Group
 from engine.distributed.join import join_here, own_environment
 from engine.distributed.rank_work import F, Trigger, before_others, only, part

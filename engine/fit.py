@@ -21,7 +21,7 @@ from engine.config.resolve import UNSET, Resolved, resolve, shows_defaults
 from engine.config.settings import Settings, check
 from engine.data.datamodule import DataModule
 from engine.distributed import failures
-from engine.distributed.environment import detect
+from engine.distributed.environments import detect
 from engine.distributed.group import Group
 from engine.engine import Engine
 from engine.launch.script_ranks import joined

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from engine.callback import Callback
 from engine.cli import self_check_collectives
 from engine.config.settings import Settings
-from engine.distributed.environment import detect
+from engine.distributed.environments import detect
 from engine.distributed.join import join_alone
 from engine.fit import Fit
 from engine.launch.script_ranks import joined

@@ -20,7 +20,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from engine.distributed.environment import Environment
+from engine.distributed.environments import Environment
 from engine.utils import tracebacks
 from engine.utils.errors import INTERRUPTED, HangError, RankError
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from engine.distributed import process_groups
-from engine.distributed.environment import Environment
+from engine.distributed.environments import Environment
 from engine.distributed.own_process import JoinedGroups, own_process
 from engine.utils import accelerator as accelerators
 from engine.utils import torch_private

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from engine.distributed import failures, process_groups, stores
-from engine.distributed.environment import Environment, detect
+from engine.distributed.environments import Environment, detect
 from engine.distributed.group import Group
 from engine.distributed.own_process import JoinedGroups, own_process
 from engine.utils import accelerator as accelerators

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from engine.distributed import process_groups
-from engine.distributed.environment import Environment
+from engine.distributed.environments import Environment
 from engine.utils import torch_private
 from engine.utils.log import logger
 

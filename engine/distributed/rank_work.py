@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.distributed.collectives import all_reduce
-from engine.distributed.environment import detect
+from engine.distributed.environments import detect
 from engine.distributed.group import Group
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from engine.distributed import failures
-from engine.distributed.environment import detect
+from engine.distributed.environments import detect
 from engine.launch import child, rendezvous
 from engine.launch.agent import Agent, Program, SignalReceived, signals_raised
 from engine.launch.job import Job, check_devices, cores

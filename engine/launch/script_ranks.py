@@ -30,8 +30,8 @@ from engine import strategies
 from engine.config.settings import Settings
 from engine.distributed import failures, stores
 from engine.distributed.addresses import LOOPBACK
-from engine.distributed.environment import Environment, detect
-from engine.distributed.environments.base import shown
+from engine.distributed.environments import Environment, detect
+from engine.distributed.environments.environment import shown
 from engine.distributed.failures import Interrupt
 from engine.distributed.group import Group
 from engine.distributed.join import join

@@ -16,7 +16,7 @@ import os, sys
 from datetime import timedelta
 import torch
 from engine.distributed import collectives as c
-from engine.distributed.environment import detect
+from engine.distributed.environments import detect
 from engine.distributed.join import join
 
 group = join(detect(os.environ), torch.device("cpu"), timeout=timedelta(seconds=30))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from support.ranks import run_ranks
 
 from engine.distributed import failures
-from engine.distributed.environment import Environment
+from engine.distributed.environments import Environment
 from engine.utils.errors import RankError
 
 
@@ -73,7 +73,7 @@ def test_variables_inherited_by_a_process_that_is_no_rank():
 SCRIPT = """
 import os, sys
 from engine.distributed import failures
-from engine.distributed.environment import detect
+from engine.distributed.environments import detect
 failures.attach(detect(os.environ))
 failures.attach(detect(os.environ))
 raise {"error": ValueError, "exit": SystemExit}[sys.argv[1]]("went wrong")

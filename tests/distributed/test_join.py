@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import clean_environment, rank_variables, run_ranks
 
-from engine.distributed.environment import Environment
+from engine.distributed.environments import Environment
 from engine.distributed.join import join, meet
 
 HEAD = """
@@ -18,7 +18,7 @@ import os, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from engine.distributed import collectives as c
-from engine.distributed.environment import detect
+from engine.distributed.environments import detect
 from engine.distributed.join import join
 CPU, SOON = torch.device("cpu"), timedelta(seconds=300)
 env = detect(os.environ)

@@ -33,7 +33,7 @@ import os, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from engine.distributed import collectives as c, own_process
-from engine.distributed.environment import detect
+from engine.distributed.environments import detect
 from engine.distributed.join import join
 CPU, SOON = torch.device("cpu"), timedelta(seconds=300)
 env = detect(os.environ)

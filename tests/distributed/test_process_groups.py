@@ -15,7 +15,7 @@ from support.ranks import run_ranks, run_script
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from engine.distributed import process_groups
-from engine.distributed.environment import Environment
+from engine.distributed.environments import Environment
 from engine.distributed.group import Group
 from engine.distributed.join import join
 from engine.strategies.mesh import data_group, make_mesh

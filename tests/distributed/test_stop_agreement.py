@@ -11,7 +11,7 @@ import math, os
 from datetime import timedelta
 import torch
 from engine.distributed.stop_agreement import Agreement, Stopwatch
-from engine.distributed.environment import detect
+from engine.distributed.environments import detect
 from engine.distributed.join import join
 
 group = join(detect(os.environ), torch.device("cpu"), timeout=timedelta(seconds=30))

@@ -192,7 +192,7 @@ def test_a_watchdog_that_has_looked_keeps_nothing_of_its_run(tmp_path: Path) -> 
 
 FORKED = """
 import os, sys
-from engine.distributed.environment import Environment
+from engine.distributed.environments import Environment
 from engine.distributed.group import Group
 from engine.distributed.watchdog import Watchdog
 import threading, torch

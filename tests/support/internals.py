@@ -22,7 +22,7 @@ from engine.checkpoint.reader import Source
 from engine.checkpoint.writer import Content, Saver
 from engine.config.resolve import Resolved, resolve
 from engine.data.deal import Deal
-from engine.distributed.environment import Environment, detect
+from engine.distributed.environments import Environment, detect
 from engine.distributed.group import Group
 from engine.distributed.join import join
 from engine.distributed.stop_agreement import Agreement, Stopwatch

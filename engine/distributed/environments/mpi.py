@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.distributed.addresses import LOOPBACK
-from engine.distributed.environments.base import Environment, Variables, derived_port
+from engine.distributed.environments.environment import Environment, Variables, derived_port
 
 
 @dataclass(frozen=True)

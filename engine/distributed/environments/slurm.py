@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 from engine.distributed.addresses import LOOPBACK
-from engine.distributed.environments.base import Environment, Variables, derived_port
+from engine.distributed.environments.environment import Environment, Variables, derived_port
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Batch scripts, interactive and external steps have numbers from this one on."""
