@@ -32,12 +32,12 @@ def detect(environ: Mapping[str, str]) -> Environment:
     for detector in DETECTORS:
         found = detector.detect(environ)
         if found is not None:
-            _compare(found, environ)
+            _check_one_launcher(found, environ)
             return found
     return Environment("single")
 
 
-def _compare(found: Environment, environ: Mapping[str, str]) -> None:
+def _check_one_launcher(found: Environment, environ: Mapping[str, str]) -> None:
     """Check for two launchers that contradict each other about one process."""
     if found.name in ("single", "kubernetes", "manual"):
         return
@@ -53,7 +53,7 @@ def _compare(found: Environment, environ: Mapping[str, str]) -> None:
     if Torchrun.elastic(environ):
         return
     for starter in STARTERS:
-        other = _quietly(starter, environ)
+        other = _detected_or_none(starter, environ)
         if other is None:
             continue
         # More ranks than mpirun's or srun's processes: each of these has started some itself.
@@ -62,7 +62,7 @@ def _compare(found: Environment, environ: Mapping[str, str]) -> None:
         return
 
 
-def _quietly(starter: Detector, environ: Mapping[str, str]) -> Environment | None:
+def _detected_or_none(starter: Detector, environ: Mapping[str, str]) -> Environment | None:
     """Its environment, if its variables are consistent; they need not be if another launcher's are complete."""
     try:
         return starter.detect(environ)
@@ -92,7 +92,7 @@ def hints(environ: Mapping[str, str], found: Environment) -> list[str]:
     if found.name == "single" and environ.get("PET_NODE_RANK"):
         lines.append("the only pod of its job: a single process, which may start others by itself")
     over = STARTERS if found.name in Torchrun.launchers else ()
-    others = [starter for starter in over if _quietly(starter, environ)]
+    others = [starter for starter in over if _detected_or_none(starter, environ)]
     lines += [f"{found.name}'s variables win over {_shown_names(starter, environ)}" for starter in others]
     return lines
 
