@@ -29,7 +29,7 @@ _NAMES = {
     "MeshParallel": "engine.strategies.mesh_parallel",
     "Duration": "engine.config.duration",
     "Every": "engine.config.duration",
-    "Environment": "engine.distributed.environment",
+    "Environment": "engine.distributed.environments",
     "CheckError": "engine.utils.errors",
     "Device": "engine.utils.device",
     "DamagedCheckpoint": "engine.checkpoint.files",
@@ -38,9 +38,9 @@ _NAMES = {
     "HangError": "engine.utils.errors",
     "MismatchError": "engine.utils.errors",
     "RankError": "engine.utils.errors",
-    "get_logger": "engine.distributed.rank_zero",
+    "get_logger": "engine.distributed.rank_work",
     "isolated": "engine.utils.seed",
-    "rank_zero_only": "engine.distributed.rank_zero",
+    "rank_zero_only": "engine.distributed.rank_work",
     "seed_everything": "engine.utils.seed",
     "open_file": "engine.checkpoint.files",
     "serialize_tensors": "engine.checkpoint.tensors",
@@ -65,9 +65,9 @@ if TYPE_CHECKING:
     from engine.config.settings import Settings as Settings
     from engine.data.combined import CombinedLoader as CombinedLoader
     from engine.data.datamodule import DataModule as DataModule
-    from engine.distributed.environment import Environment as Environment
-    from engine.distributed.rank_zero import get_logger as get_logger
-    from engine.distributed.rank_zero import rank_zero_only as rank_zero_only
+    from engine.distributed.environments import Environment as Environment
+    from engine.distributed.rank_work import get_logger as get_logger
+    from engine.distributed.rank_work import rank_zero_only as rank_zero_only
     from engine.engine import Engine as Engine
     from engine.fit import Fit as Fit
     from engine.loop.run import Run as Run

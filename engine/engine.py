@@ -22,9 +22,10 @@ from engine.config.settings import check
 from engine.data.combined import CombinedLoader
 from engine.data.loader import PreparedLoader
 from engine.distributed import collectives
-from engine.distributed.environment import Environment
-from engine.distributed.group import Group, join_here, own_environment
-from engine.distributed.per_process import F, Trigger, before_others, only, part
+from engine.distributed.environments import Environment
+from engine.distributed.group import Group
+from engine.distributed.join import join_here, own_environment
+from engine.distributed.rank_work import F, Trigger, before_others, only, part
 from engine.engine_snapshot import EngineCheckpoints, EngineSnapshot
 from engine.metrics.recorder import Recorder
 from engine.prepared import Prepared
@@ -112,7 +113,7 @@ class Engine:
         self.strategy.transform_by(transforms)
         self.data_group = self.strategy.data_group
         models: list[nn.Module] = []
-        self.window = Window(sync=self.strategy, models=models)
+        self.window = Window(gradient_sync=self.strategy, models=models)
         self.accumulate_grad_batches = accumulate_grad_batches
         self.strategy.window = self.window
         self.scaler = self.strategy.scaler()

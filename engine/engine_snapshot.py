@@ -24,7 +24,7 @@ from engine.checkpoint.resume import (
 )
 from engine.checkpoint.storage import split
 from engine.checkpoint.writer import Content, Saver, stepped
-from engine.distributed.all_or_none import together
+from engine.distributed.collectives import all_or_none
 from engine.prepared import Prepared
 from engine.step.optimizers import counters
 from engine.step.precision import Scaler
@@ -127,10 +127,10 @@ class EngineSnapshot:
         """
         self.restore_weights(loaded, how.strict, left_out)
         self.restore_seed(loaded)
-        together(self._prepared.group, partial(self.check_counts, loaded))  # an error on one rank is one on all
+        all_or_none(self._prepared.group, partial(self.check_counts, loaded))  # an error on one rank is one on all
         self.restore_shared(loaded)
         yield
-        together(self._prepared.group, partial(self.check, loaded, how))
+        all_or_none(self._prepared.group, partial(self.check, loaded, how))
         if how.optimizer:
             self.restore_optimizers(loaded, how)
         self.restore_rank(loaded)

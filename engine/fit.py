@@ -21,7 +21,7 @@ from engine.config.resolve import UNSET, Resolved, resolve, shows_defaults
 from engine.config.settings import Settings, check
 from engine.data.datamodule import DataModule
 from engine.distributed import failures
-from engine.distributed.environment import detect
+from engine.distributed.environments import detect
 from engine.distributed.group import Group
 from engine.engine import Engine
 from engine.launch.script_ranks import joined
@@ -35,8 +35,8 @@ from engine.loop.out_of_memory import noting_what_finds_a_fit
 from engine.loop.placed_module import holding
 from engine.loop.rank_checks import compare, compare_models
 from engine.loop.replay import LeftOut, ReplayedStep, StepWatch, starting_point
-from engine.loop.resume import load_weights, reload_best, resume_run
 from engine.loop.run import Run
+from engine.loop.run_resume import load_weights, reload_best, resume_run
 from engine.loop.state import Result
 from engine.loop.train import call_epoch_hooks, train
 from engine.module import TrainModule

@@ -11,7 +11,7 @@ import torch
 
 from engine.checkpoint.resume import opening
 from engine.checkpoint.run_folder import source_of
-from engine.distributed.environment import Environment
+from engine.distributed.environments import Environment
 from engine.distributed.group import Group
 from engine.utils.log import logger
 

@@ -1,4 +1,7 @@
-"""Which checkpoint a run resumes from, and how all ranks open it together."""
+"""Which checkpoint is resumed from, how all ranks open it together, and whether optimizers and schedulers can continue from it.
+
+:mod:`engine.loop.run_resume` gives its pieces to a run, :mod:`engine.engine_snapshot` those of what an ``Engine`` has prepared.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,7 @@ from engine.checkpoint.reader import Source
 from engine.checkpoint.state_forms import own_form, shared_form
 from engine.checkpoint.storage import Location, split
 from engine.checkpoint.tensors import Stored
-from engine.distributed.all_or_none import together
-from engine.distributed.collectives import gather_json
+from engine.distributed.collectives import all_or_none, gather_json
 from engine.distributed.group import Group
 from engine.utils.errors import nearest
 from engine.utils.log import logger
@@ -159,7 +161,7 @@ def opening(
     """
     named = wanted in NAMES
     where, name = (location, "") if named else split(wanted)
-    candidates, unusable = together(
+    candidates, unusable = all_or_none(
         group, partial(_there, location, wanted) if named and group.is_main else lambda: [[name], {}]
     )[0]
     reasons = [f"{where.path(name)}: {why}" for name, why in unusable.items()]
@@ -387,7 +389,7 @@ def _open(group: Group, location: Location, name: str, folders: tuple[str, ...])
         return None
 
     try:
-        damage = next((text for text in together(group, work) if text is not None), None)
+        damage = next((text for text in all_or_none(group, work) if text is not None), None)
     except BaseException:
         _close(found)
         raise

@@ -16,7 +16,7 @@ from engine.checkpoint.run_json import ENDED, Mark, in_use, new_mark
 from engine.checkpoint.run_locks import Held, Runs, plain, runs
 from engine.checkpoint.storage import Location, locate
 from engine.checkpoint.user_paths import folder
-from engine.distributed.all_or_none import together
+from engine.distributed.collectives import all_or_none
 from engine.distributed.group import Group
 from engine.utils.errors import FolderInUse
 from engine.utils.log import logger
@@ -119,7 +119,7 @@ class RunFolder:
     # -- on rank 0 --------------------------------------------------------------------------------------------------------------
 
     def _on_main(self, work: Callable[[], Any]) -> Any:
-        return together(self._group, lambda: work() if self._group.is_main else None)[0]
+        return all_or_none(self._group, lambda: work() if self._group.is_main else None)[0]
 
     def _choose(self) -> dict[str, Any]:
         try:

@@ -28,10 +28,9 @@ from engine.checkpoint.storage import locate, same
 from engine.checkpoint.storage import split as location_of
 from engine.checkpoint.tensors import is_cut, write_tensors
 from engine.checkpoint.write_shares import Part
-from engine.distributed.agreement import Agreement
-from engine.distributed.all_or_none import together
-from engine.distributed.collectives import gather_json
+from engine.distributed.collectives import all_or_none, gather_json
 from engine.distributed.group import Group
+from engine.distributed.stop_agreement import Agreement
 from engine.utils import device_copies
 from engine.utils.log import logger
 from engine.utils.parameters import parameters_of
@@ -353,7 +352,7 @@ class Saver:
             rows.extend((name, offsets, size, name in fixed) for name, offsets, size in write_shares.rows(parts))
             return [rows == self._rows, self._free(name) if self.group.is_main else None]
 
-        answers = together(self.group, work)
+        answers = all_or_none(self.group, work)
         name = answers[0][1]
         if not all(same for same, _ in answers):
             self._mine, self._rows = write_shares.deal(gather_json(self.group, rows), self.group.rank), rows
@@ -401,9 +400,9 @@ class Saver:
 
     def _write(self, job: _Job, group: Group) -> None:
         try:
-            together(group, partial(self._begin, job, group))
-            files = together(group, partial(self._fill, job, group))
-            together(group, lambda: self._seal(job, group, files) if group.is_main else None)
+            all_or_none(group, partial(self._begin, job, group))
+            files = all_or_none(group, partial(self._fill, job, group))
+            all_or_none(group, lambda: self._seal(job, group, files) if group.is_main else None)
         except BaseException:
             self.location.abandon(job.name, group.is_main)
             raise

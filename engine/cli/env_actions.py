@@ -14,7 +14,7 @@ from engine.cli.exits import show
 from engine.cli.main import table, version
 from engine.config.masked import readable, rows
 from engine.config.resolve import SECTIONS, resolve
-from engine.distributed.environment import detect, hints
+from engine.distributed.environments import detect, hints
 from engine.loop import compatibility
 from engine.utils import accelerator, cuda
 from engine.utils.device import Device

@@ -18,7 +18,7 @@ from engine.config.construct import hints as hints_of
 from engine.config.hyperparameters import kept_arguments, replaced_by_defaults
 from engine.config.masked import HIDDEN, plain, without_secrets
 from engine.config.yaml_writer import flow
-from engine.distributed.environment import detect
+from engine.distributed.environments import detect
 from engine.utils.log import logger
 
 

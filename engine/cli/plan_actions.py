@@ -22,7 +22,7 @@ from engine.cli.run_actions import log_to_terminal, to_build
 from engine.cli.targets import importable_here
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
-from engine.distributed.environment import detect
+from engine.distributed.environments import detect
 from engine.launch.script_ranks import joined
 from engine.planning.device_table import Link
 from engine.planning.devices import cluster_of

@@ -27,7 +27,7 @@ from engine.config.resolve import DEFAULT_FILE
 from engine.config.yaml_values import KINDS
 from engine.config.yaml_writer import flow
 from engine.data.datamodule import DataModule
-from engine.distributed.environment import detect
+from engine.distributed.environments import detect
 from engine.loop.replay import LeftOut, StartingPoint, starting_point
 from engine.utils.log import logger
 from engine.utils.text import terminal_text

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.cli.exits import FAILED, INTERRUPTED, USAGE, UsageError, complain
 from engine.distributed import failures
-from engine.distributed.environment import detect
+from engine.distributed.environments import detect
 from engine.utils import tracebacks
 from engine.utils.errors import RankError
 from engine.utils.text import terminal_text

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.distributed import collectives, process_groups
-from engine.distributed.agreement import STOP, Agreement, Stopwatch
 from engine.distributed.group import Group
+from engine.distributed.stop_agreement import STOP, Agreement, Stopwatch
 
 
 def check(group: Group) -> None:

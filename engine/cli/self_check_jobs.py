@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from engine.callback import Callback
 from engine.cli import self_check_collectives
 from engine.config.settings import Settings
-from engine.distributed.environment import detect
-from engine.distributed.group import alone
+from engine.distributed.environments import detect
+from engine.distributed.join import join_alone
 from engine.fit import Fit
 from engine.launch.script_ranks import joined
 from engine.loop.run import Run
@@ -147,7 +147,7 @@ def together(kind: str, ranks: Ranks) -> None:
 def one_rank(kind: str, ranks: Ranks) -> str:
     """One device calls every collective in its own back end; DDP and FSDP2 save while they train, and continue, over one rank."""
     kind, told = _with_collectives(kind)
-    group = alone(accelerator.device(kind, 0), timeout=timedelta(seconds=60))
+    group = join_alone(accelerator.device(kind, 0), timeout=timedelta(seconds=60))
     try:
         self_check_collectives.check(group)
         details = []

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from engine.distributed import scratch
+from engine.utils import scratch
 
 
 def is_a(item: Any, kind: type) -> bool:

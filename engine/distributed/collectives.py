@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from engine.distributed.group import Group
 from engine.utils import accelerator
-from engine.utils.errors import nearest
+from engine.utils.errors import RankError, nearest
 from engine.utils.tree import leaves, map_tensors
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -239,6 +239,23 @@ def broadcast_object(group: Group, obj: Any, src: int = 0) -> Any:
     sent = [_packed(obj) if group.rank == src else ""]
     dist.broadcast_object_list(sent, group_src=src, group=group.cpu)
     return obj if group.rank == src and isinstance(sent[0], bytes) else _unpacked(sent[0], src)
+
+
+def all_or_none(group: Group, work: Callable[[], Any]) -> list[Any]:
+    """Run a part of a job that may fail on some rank; if one failed, raise on all. Returns each rank's result (JSON)."""
+    mine: Exception | None = None
+    row: dict[str, Any] = {}
+    try:
+        row = {"value": work()}
+    except Exception as error:
+        mine, row = error, {"error": f"{type(error).__name__}: {error}"}
+    rows = gather_json(group, row)
+    if mine is not None:
+        raise mine
+    for rank, other in enumerate(rows):
+        if "error" in other:
+            raise RankError(f"rank {rank} failed with {other['error']}")
+    return [other["value"] for other in rows]
 
 
 def _sent_dtype(dtype: torch.dtype, op: str) -> torch.dtype:

@@ -28,13 +28,14 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from engine.distributed import address, scratch, stores
+from engine.distributed import addresses, stores
 from engine.launch import child, rendezvous
 from engine.launch.first_failure import first_failure, lines_of_others, report, was_interrupted, was_preempted
 from engine.launch.job import Job, LaunchError
 from engine.launch.output import Output, Streams, Terminal, torch_log
 from engine.launch.rendezvous import Meeting, Round
 from engine.launch.supervisor import FAIL_S, CommandRank, Rank, Supervisor, variables_of
+from engine.utils import scratch
 from engine.utils.errors import INTERRUPTED, TERMINATED
 from engine.utils.log import TERMINAL, has_terminal
 
@@ -338,5 +339,5 @@ def _interface(job: Job, outward: str | None) -> dict[str, str]:
         return {}
     if job.max_nodes == 1:
         return stores.loopback_interface()
-    interface = address.interface(outward) if outward else None
+    interface = addresses.interface(outward) if outward else None
     return {"GLOO_SOCKET_IFNAME": interface} if interface else {}

@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine.distributed import failures, scratch
-from engine.distributed.environment import detect
+from engine.distributed import failures
+from engine.distributed.environments import detect
 from engine.launch import child, rendezvous
 from engine.launch.agent import Agent, Program, SignalReceived, signals_raised
 from engine.launch.job import Job, check_devices, cores
 from engine.launch.output import Streams, Terminal
 from engine.launch.supervisor import Rank
-from engine.utils import accelerator
+from engine.utils import accelerator, scratch
 from engine.utils.errors import INTERRUPTED, RankError
 
 T = TypeVar("T")

@@ -20,8 +20,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from engine.distributed import address, stores
-from engine.distributed.stores import LOCAL
+from engine.distributed import addresses, stores
+from engine.distributed.addresses import LOOPBACK
 from engine.launch.job import Job, LaunchError
 from engine.launch.output import Output, Terminal
 
@@ -94,9 +94,9 @@ class Meeting(ABC):
 
     run_id: str
     """The job's name."""
-    local = LOCAL
+    local = LOOPBACK
     """This machine's name for the other machines."""
-    address: str | None = LOCAL
+    address: str | None = LOOPBACK
     """This machine's address towards them."""
     machines_waiting = 0
     """How many machines waited to join at the last check."""
@@ -145,13 +145,13 @@ class OneMachine(Meeting):
 
     def __init__(self, port: int, run_id: str | None) -> None:
         self.run_id = run_id or secrets.token_hex(16)
-        self._store = stores.serve(LOCAL, port, timeout=_seconds(STORE_S))
+        self._store = stores.serve(LOOPBACK, port, timeout=_seconds(STORE_S))
 
     def next_round(self, nproc: int, restarts: int) -> Round:
         if self.has_met:
-            self._store = stores.serve(LOCAL, 0, timeout=_seconds(STORE_S))
+            self._store = stores.serve(LOOPBACK, 0, timeout=_seconds(STORE_S))
         self.has_met = True
-        return Round(0, 1, 0, nproc, restarts, (LOCAL, self._store.port))
+        return Round(0, 1, 0, nproc, restarts, (LOOPBACK, self._store.port))
 
     def agree_on_cause(self, report: str, is_consequence: bool) -> str:
         return report
@@ -335,23 +335,23 @@ def meeting_of(job: Job, output: Output | Terminal) -> Meeting:
     Raises:
         LaunchError: the port is busy, or the address cannot be reached.
     """
-    host, port = job.endpoint or (LOCAL, 0)
+    host, port = job.endpoint or (LOOPBACK, 0)
     if job.max_nodes == 1:
-        if not address.is_own(host):
-            output.say(f"--rdzv {host}:{port} is not needed for one machine: its ranks meet at {LOCAL}:{port}")
+        if not addresses.is_own(host):
+            output.say(f"--rdzv {host}:{port} is not needed for one machine: its ranks meet at {LOOPBACK}:{port}")
         try:
             return OneMachine(port, job.run_id)
         except dist.DistError as error:
             raise LaunchError(_busy(f"{host}:{port}", "another program or job holds it")) from error
     local = _towards(job, host, port, output)
     outward: str | None = local
-    if address.is_loopback(local) and not address.is_loopback(host):
+    if addresses.is_loopback(local) and not addresses.is_loopback(host):
         # Many machines resolve their own name to a loopback address; the others resolve it to the real one.
-        outward, local = address.outward(), host
+        outward, local = addresses.outward(), host
     if job.node_rank is None:
-        store = _served(job, host, port) if address.is_own(host) else _reached(job, host, port)
+        store = _served(job, host, port) if addresses.is_own(host) else _reached(job, host, port)
         return Machines(_dynamic(job, store, local), job.join_timeout_s, local, outward)
-    if job.node_rank == 0 and not address.is_free(port):
+    if job.node_rank == 0 and not addresses.is_free(port):
         raise LaunchError(_busy(f"{host}:{port}", "another program holds it"))
     static = StaticTCPRendezvous(host, port, job.node_rank, job.max_nodes, job.name, job.join_timeout_s)
     return Machines(static, job.join_timeout_s, local, outward, shared=(host, port))
@@ -362,7 +362,7 @@ def _towards(job: Job, host: str, port: int, output: Output | Terminal) -> str:
     deadline, announced = time.monotonic() + job.join_timeout_s, False
     while True:
         try:
-            return address.towards(host, port)
+            return addresses.towards(host, port)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LaunchError(
@@ -379,7 +379,7 @@ def _towards(job: Job, host: str, port: int, output: Output | Terminal) -> str:
 
 def _served(job: Job, host: str, port: int) -> dist.Store:
     """The store at an address of this machine: ours, or another agent's of the same job."""
-    if address.is_free(port):
+    if addresses.is_free(port):
         with contextlib.suppress(dist.DistError):  # another agent was faster
             return dist.TCPStore(
                 host, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=_seconds(STORE_S)

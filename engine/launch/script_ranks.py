@@ -28,15 +28,17 @@ import torch.distributed as dist
 
 from engine import strategies
 from engine.config.settings import Settings
-from engine.distributed import failures, scratch, stores
-from engine.distributed.environment import Environment, detect
-from engine.distributed.environments.base import shown
-from engine.distributed.group import Group, join
+from engine.distributed import failures, stores
+from engine.distributed.addresses import LOOPBACK
+from engine.distributed.environments import Environment, detect
+from engine.distributed.environments.environment import shown
+from engine.distributed.failures import Interrupt
+from engine.distributed.group import Group
+from engine.distributed.join import join
 from engine.distributed.own_process import StartedRanks, own_process
-from engine.distributed.raise_in_thread import Interrupt
 from engine.launch.first_failure import first_failure, lines_of_others, report, summary
 from engine.launch.supervisor import FAIL_S, CommandRank, Rank, Supervisor, variables_of
-from engine.utils import accelerator
+from engine.utils import accelerator, scratch
 from engine.utils.errors import TERMINATED, RankError
 from engine.utils.log import logger, warn_once
 
@@ -355,7 +357,7 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Scr
             f"script from its first line, and would reach that one first. Use the same number of devices for every run of one script (the first "
             f"may also use devices={world_size}), or write two scripts"
         )
-    store = stores.serve(stores.LOCAL, 0, timeout=timeout, world_size=world_size)
+    store = stores.serve(LOOPBACK, 0, timeout=timeout, world_size=world_size)
     threads = _share_threads(world_size)
     interface = stores.loopback_interface()
     for name, value in interface.items():
@@ -380,7 +382,7 @@ def _start_others(
         for rank in range(1, world_size):
             error_file = directory / f"rank={rank}.json"
             variables = {
-                **variables_of(rank, world_size, rank, world_size, 0, 1, (stores.LOCAL, port), attempt=0),
+                **variables_of(rank, world_size, rank, world_size, 0, 1, (LOOPBACK, port), attempt=0),
                 "TORCHELASTIC_ERROR_FILE": str(error_file),
                 "FIT_PARENT_PID": str(os.getpid()),
             }

@@ -10,7 +10,7 @@ from engine import strategies
 from engine.config.masked import readable
 from engine.config.name_and_options import Named
 from engine.config.settings import Settings
-from engine.distributed.environment import Environment
+from engine.distributed.environments import Environment
 from engine.step.precision import Precision
 from engine.strategies.base import Strategy
 

@@ -20,8 +20,7 @@ from engine.data.datamodule import DataModule
 from engine.data.order import mixed
 from engine.distributed import failures
 from engine.distributed.own_process import own_process
-from engine.health import mismatch
-from engine.health.watchdog import Watchdog
+from engine.distributed.watchdog import Watchdog, explain_mismatch
 from engine.loop.method_arguments import accepting
 from engine.loop.run import Run
 from engine.loop.stopping import Preempted
@@ -273,7 +272,7 @@ def watched(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        better = (dog.explain(error) if dog is not None else None) or mismatch.explain(error, group)
+        better = (dog.explain(error) if dog is not None else None) or explain_mismatch(error, group)
         if better is not None and better is not error:
             raise better from error
         raise

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 
 from engine.config.file_size import size_in_bytes
-from engine.distributed.environment import detect
+from engine.distributed.environments import detect
 
 _HOST = ("can't allocate memory", "not enough memory")
 """In the messages of torch's allocator for the host, whose errors are plain ``RuntimeError`` objects."""

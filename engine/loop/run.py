@@ -24,8 +24,8 @@ from engine.config.masked import Config, described, plain, without_secrets
 from engine.config.settings import Settings
 from engine.config.yaml_writer import as_yaml
 from engine.data.loader import PreparedLoader
-from engine.distributed.agreement import STOP
 from engine.distributed.collectives import stack
+from engine.distributed.stop_agreement import STOP
 from engine.engine import Engine
 from engine.loop.compatibility import shown
 from engine.loop.garbage import Collector

@@ -15,9 +15,9 @@ from engine.checkpoint.resume import name_of
 from engine.checkpoint.run_folder import RunFolder
 from engine.checkpoint.storage import same, split
 from engine.checkpoint.writer import Content, Saver
-from engine.distributed.agreement import Agreement
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
+from engine.distributed.stop_agreement import Agreement
 from engine.loop.state import TrainState
 
 

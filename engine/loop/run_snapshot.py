@@ -1,4 +1,4 @@
-"""The content of a run's checkpoint, and how each piece of it is taken back; :mod:`engine.loop.resume` calls the hooks in between."""
+"""The content of a run's checkpoint, and how each piece of it is taken back; :mod:`engine.loop.run_resume` calls the hooks in between."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.checkpoint.writer import Content
 from engine.config.hyperparameters import as_data
 from engine.config.masked import Config, without_secrets
 from engine.data.datamodule import DataModule
-from engine.distributed.agreement import Stopwatch
+from engine.distributed.stop_agreement import Stopwatch
 from engine.engine import Engine
 from engine.engine_snapshot import EngineSnapshot
 from engine.loop.callback_states import load_states, states

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 from engine.config.settings import Settings
-from engine.distributed.agreement import HURRY, STOP, TERMINATE, Agreement, Stopwatch
 from engine.distributed.group import Group
+from engine.distributed.stop_agreement import HURRY, STOP, TERMINATE, Agreement, Stopwatch
 from engine.loop.state import TrainState
 from engine.utils.errors import TERMINATED
 from engine.utils.log import logger
@@ -37,7 +37,7 @@ class StopControl:
         self.request: str | None = None
         """The reason for which this rank wants to stop; the ranks agree on it."""
         self.urgency = 0
-        """The urgency of :attr:`request`: ``STOP``, ``HURRY`` or ``TERMINATE`` of :mod:`engine.distributed.agreement`."""
+        """The urgency of :attr:`request`: ``STOP``, ``HURRY`` or ``TERMINATE`` of :mod:`engine.distributed.stop_agreement`."""
         self.interrupted = False
         """Ctrl-C has reached some rank."""
         self.terminated = False

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from engine.config.duration import NEVER
-from engine.health.watchdog import collective_limit
+from engine.distributed.watchdog import collective_limit
 from engine.loop.evaluate import validate
 from engine.loop.first_checks import check_monitors, report_endless, report_nan
 from engine.loop.rank_checks import checked

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from engine.distributed.environment import Environment
+from engine.distributed.environments import Environment
 from engine.distributed.group import DeviceKind, Group, Made
 from engine.planning import torch_private
 

@@ -25,8 +25,8 @@ from engine.checkpoint.run_folder import RunFolder
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
 from engine.data.loader import BatchTransfer, PreparedLoader
-from engine.distributed.agreement import Agreement
 from engine.distributed.group import DeviceKind
+from engine.distributed.stop_agreement import Agreement
 from engine.fit import Fit
 from engine.loop.lifecycle import frame, torch_flags
 from engine.loop.loaders import RunData

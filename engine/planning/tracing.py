@@ -142,7 +142,7 @@ def _steps(
         if isinstance(engine.strategy, MeshParallel) and engine.strategy.pipeline is not None:
             engine.strategy.pipeline.weighted = places.weighted
         facts.from_run(run, batch, compiled=bool(job.fit.settings.compile))
-        engine.window.sync = _AlikeRanks(engine.strategy)
+        engine.window.gradient_sync = _AlikeRanks(engine.strategy)
         end = trace_epoch(simulated, batch, weights, observer)
     memory = observer.memory
     away = memory.move_to_host(strategy_facts(engine.strategy).on_host) if job.kind.is_accelerator else {}

@@ -43,8 +43,10 @@ class Stepper:
     read at the next step, after that step's kernels are queued, or by :meth:`settle`.
     """
 
-    def __init__(self, window: Window, strategy: GradientSync, scaler: Scaler | None, on_nonfinite: str | None) -> None:
-        self.window, self.strategy, self.scaler, self.on_nonfinite = window, strategy, scaler, on_nonfinite
+    def __init__(
+        self, window: Window, gradient_sync: GradientSync, scaler: Scaler | None, on_nonfinite: str | None
+    ) -> None:
+        self.window, self.gradient_sync, self.scaler, self.on_nonfinite = window, gradient_sync, scaler, on_nonfinite
         self.known: list[Optimizer] = []
         """Every optimizer of this engine."""
         self.norm: Tensor | None = None
@@ -55,7 +57,7 @@ class Stepper:
         """Functions to call once, before the next step: ``Saver.hold`` of a run's checkpoint, and of one of ``Engine.save_state``."""
         self.guard: Guard | None = None
         """Decides about each step as well; see :meth:`guard_by`."""
-        self._alone = strategy.group.world_size == 1
+        self._alone = gradient_sync.group.world_size == 1
         self._pending: list[tuple[Tensor, Any, list[Then]]] = []
 
     @property
@@ -106,7 +108,7 @@ class Stepper:
             if self.scaler is not None or divisor is not None:
                 group.altered = True
                 grads = gradients.gradients(parameters_of([optimizer]))
-                parts = self.strategy.local(grads)
+                parts = self.gradient_sync.local(grads)
                 if self.scaler is not None:
                     found = self.scaler.unscale(optimizer, divisor, None if parts is grads else parts)
                 elif divisor is not None:
@@ -131,16 +133,18 @@ class Stepper:
             if p.grad is not None and (not optimizers or id(p) in chosen)
         }
         self.readable(list(named.values()))
-        return self.strategy.norms({name: gradients.gradients([p])[0] for name, p in named.items()}, norm_type)
+        return self.gradient_sync.norms({name: gradients.gradients([p])[0] for name, p in named.items()}, norm_type)
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
         """Clip the norm of these parameters' gradients; return the norm before, if it is known now. Shape ``()``."""
         grads = self.readable(parameters)
-        return gradients.clip_norm(self.strategy.local(grads), self.strategy.norm(grads, norm_type), max_norm, None)
+        return gradients.clip_norm(
+            self.gradient_sync.local(grads), self.gradient_sync.norm(grads, norm_type), max_norm, None
+        )
 
     def clip_values(self, parameters: Sequence[Tensor], limit: float) -> None:
         """Clamp each element of the gradients of these parameters to [-limit, limit]."""
-        gradients.clip_values(self.strategy.local(self.readable(parameters)), limit)
+        gradients.clip_values(self.gradient_sync.local(self.readable(parameters)), limit)
 
     def forget(self, optimizers: Sequence[Optimizer]) -> None:
         """Note that the gradients of these optimizers were set to zero: their state is reset."""
@@ -149,7 +153,7 @@ class Stepper:
 
     def fed(self) -> bool:
         """Whether the window that ends here makes a step, because some rank had a loss. Only ranks without a loss need to ask."""
-        window, several = self.window, self.strategy.data_group.world_size > 1
+        window, several = self.window, self.gradient_sync.data_group.world_size > 1
         for group in window.groups:
             self._divisor(group)
         # Whether another rank had a scalar loss is not known; a micro-batch without one counts with a zero gradient.
@@ -197,7 +201,7 @@ class Stepper:
         guarded: Tensor | None = None
         if self.guard is not None:
             assert self.norm is not None
-            guarded = self.strategy.agree(self.guard.check(self.norm))
+            guarded = self.gradient_sync.agree(self.guard.check(self.norm))
             guarded = guarded if found is None else guarded * (1.0 - found)
         self._apply(optimizers, found, guarded, then)
 
@@ -238,11 +242,13 @@ class Stepper:
     def _divisor(self, group: GradientState) -> Tensor | float | None:
         """The remaining divisor of a group's gradients; usually ``None``, because all weights were known before the backward passes."""
         if self.window.share.repeats and not group.closed:
-            self.strategy.drop_repeated(parameters_of(group.optimizers))
+            self.gradient_sync.drop_repeated(parameters_of(group.optimizers))
         if group.count is None and not group.dropped and (self._alone or group.kind == SCALAR):
             group.closed = True
             return None
-        return self.window.close(group, self.strategy.sum, self.strategy.group, self.strategy.data_group.world_size)
+        return self.window.close(
+            group, self.gradient_sync.sum, self.gradient_sync.group, self.gradient_sync.data_group.world_size
+        )
 
     def _divided(self, optimizers: Sequence[Optimizer]) -> Tensor | float | None:
         """The divisor when several optimizers step by themselves: each has its own, so several are divided before they step as one."""
@@ -268,10 +274,10 @@ class Stepper:
             flags = [f for f in (done[id(o)] for o, done in zip(optimizers, ready, strict=True)) if f is not None]
             found, divisor = (torch.stack(flags).max() if flags else None), None
         grads = gradients.gradients(parameters_of(optimizers))
-        parts = self.strategy.local(grads)
+        parts = self.gradient_sync.local(grads)
         checks = self.on_nonfinite is not None and self.scaler is None and found is None
         if max_norm is not None or checks or self.guard is not None:
-            norm = self.strategy.norm(grads)
+            norm = self.gradient_sync.norm(grads)
             if max_norm is not None:
                 self.norm, divisor = gradients.clip_norm(parts, norm, max_norm, divisor), None
             else:
@@ -282,7 +288,7 @@ class Stepper:
             gradients.divide(parts, divisor)
         if max_value is not None:
             gradients.clip_values(parts, max_value)
-        return None if found is None else self.strategy.agree(found)
+        return None if found is None else self.gradient_sync.agree(found)
 
     def _fold(
         self, optimizers: Sequence[Optimizer], divisor: Tensor | float, found: Tensor | None, max_value: float | None
@@ -358,9 +364,9 @@ class Stepper:
 
     def _where_nonfinite(self) -> str:
         """The names of parameters whose gradients are not finite, as the end of a message. Waits for the device."""
-        modules = [uncompiled(self.strategy.unwrap(model)) for model in self.window.models]
+        modules = [uncompiled(self.gradient_sync.unwrap(model)) for model in self.window.models]
         named = (pair for module in modules for pair in module.named_parameters())
-        names = gradients.where_nonfinite(named, self.strategy.local)
+        names = gradients.where_nonfinite(named, self.gradient_sync.local)
         return f"; first in: {', '.join(names[:5])}" if names else ""
 
     def _fail(self) -> None:

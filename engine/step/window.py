@@ -163,6 +163,7 @@ class Window:
         "accumulating",
         "complete",
         "fed",
+        "gradient_sync",
         "groups",
         "held",
         "items",
@@ -173,12 +174,13 @@ class Window:
         "scalars",
         "share",
         "size",
-        "sync",
         "watching",
     )  # fmt: skip
 
-    def __init__(self, size: int = 1, sync: GradientSync | None = None, models: Sequence[nn.Module] = ()) -> None:
-        self.sync, self.models = sync or GradientSync(), models
+    def __init__(
+        self, size: int = 1, gradient_sync: GradientSync | None = None, models: Sequence[nn.Module] = ()
+    ) -> None:
+        self.gradient_sync, self.models = gradient_sync or GradientSync(), models
         self.size = size
         """Micro-batches in a full window (``accumulate_grad_batches``)."""
         self.share: Share = ALONE
@@ -268,7 +270,7 @@ class Window:
             self.share = Share(1, float(self.size), -1.0, last=self._unfed % self.size == 0)
         self.accumulating, self.complete = True, False
         if self.only is None and self.share.last:
-            self._entered = [self.sync.traces(group.optimizers, self.models) for group in self.groups]
+            self._entered = [self.gradient_sync.traces(group.optimizers, self.models) for group in self.groups]
 
     def exit(self, models: Sequence[nn.Module]) -> None:
         """An ``accumulate`` block about these models ends; without any, about all."""
@@ -328,7 +330,7 @@ class Window:
 
     def _empty(self, group: GradientState) -> bool:
         """Whether something other than the optimizer's ``zero_grad`` set the gradients to ``None``."""
-        found = self.sync.traces(group.optimizers, self.models)
+        found = self.gradient_sync.traces(group.optimizers, self.models)
         return bool(found) and all(grad is None for grad, _ in found)
 
     def _watch(self, always: bool = False) -> None:
@@ -337,7 +339,7 @@ class Window:
             group.altered or (group.count is not None and group is not self._newest) for group in self.groups
         )
         if self.watching:
-            self._watched = [self.sync.traces(group.optimizers, self.models) for group in self.groups]
+            self._watched = [self.gradient_sync.traces(group.optimizers, self.models) for group in self.groups]
 
     def _weighted(self, loss: Loss, share: Share, world_size: int, fp16: bool) -> tuple[Tensor, float]:
         newest = self._newest
@@ -369,7 +371,7 @@ class Window:
 
     def _meet(self, count: float) -> None:
         """Agree on :attr:`reference`, once: this waits for the device. ``count``: -1 for a scalar loss, -2 for none."""
-        most = self.sync.largest([count])[0]
+        most = self.gradient_sync.largest([count])[0]
         self._met = most > -2.0
         if most >= 0.0:
             self.reference = 2.0 ** math.ceil(math.log2(max(most, 1.0) * self.size))
@@ -415,7 +417,7 @@ class Window:
 
     def reached(self, before: Sequence[list[Any]]) -> list[int]:
         """The indices of the groups whose gradients differ from ``before``."""
-        now = [self.sync.traces(group.optimizers, self.models) for group in self.groups]
+        now = [self.gradient_sync.traces(group.optimizers, self.models) for group in self.groups]
         pairs = [zip(old, new, strict=True) for old, new in zip(before, now, strict=True)]
         return [i for i, pair in enumerate(pairs) if any(a[0] is not b[0] or a[1] != b[1] for a, b in pair)]
 
@@ -494,7 +496,7 @@ class Window:
             TypeError: the ranks' losses are of different kinds (on all ranks).
         """
         mine = (group.scalars, group.count is not None, self.scalars)
-        scalars, weighted, any_scalar = self.sync.largest([float(flag) for flag in mine])
+        scalars, weighted, any_scalar = self.gradient_sync.largest([float(flag) for flag in mine])
         self.scalars = bool(any_scalar)
         if scalars and weighted:
             raise TypeError("a scalar loss on one rank and Loss(sum, count) on another in one window: return one kind")

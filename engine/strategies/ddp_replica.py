@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from engine.distributed import stacks
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
-from engine.health import stacks
 from engine.step.gradients import check_held
 from engine.strategies.base import spread, trained
 from engine.strategies.gradient_averaging import average

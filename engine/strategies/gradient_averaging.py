@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from engine.distributed import stacks
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
-from engine.health import stacks
 
 _Form = list[list[int]]
 

@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 
 from engine.step.gradient_sync import GradientSync
 from engine.step.optimizer_step import Guard, Stepper, Then
+from engine.step.precision import Scaler
+from engine.step.window import Window
 
 
 class OwnsStep(GradientSync):
@@ -37,7 +39,9 @@ class OwnsStep(GradientSync):
 class OwnedStepper(Stepper):
     """For strategies that own the step: gradients are divided, clipped, checked and applied in one call."""
 
-    strategy: OwnsStep
+    def __init__(self, window: Window, strategy: OwnsStep, scaler: Scaler | None, on_nonfinite: str | None) -> None:
+        super().__init__(window, strategy, scaler, on_nonfinite)
+        self.strategy = strategy
 
     def check_closure(self) -> None:
         name = type(self.strategy).__name__

@@ -16,8 +16,8 @@ import os, sys
 from datetime import timedelta
 import torch
 from engine.distributed import collectives as c
-from engine.distributed.environment import detect
-from engine.distributed.group import join
+from engine.distributed.environments import detect
+from engine.distributed.join import join
 
 group = join(detect(os.environ), torch.device("cpu"), timeout=timedelta(seconds=30))
 r = group.rank

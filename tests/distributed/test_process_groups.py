@@ -15,8 +15,9 @@ from support.ranks import run_ranks, run_script
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from engine.distributed import process_groups
-from engine.distributed.environment import Environment
-from engine.distributed.group import Group, join
+from engine.distributed.environments import Environment
+from engine.distributed.group import Group
+from engine.distributed.join import join
 from engine.strategies.mesh import data_group, make_mesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -197,7 +198,7 @@ import hashlib, multiprocessing, os, subprocess, threading, time
 from datetime import timedelta
 import torch
 from engine import Engine
-from engine.distributed import group, process_groups
+from engine.distributed import join, process_groups
 
 def seconds(fork):
     began = time.monotonic()
@@ -218,7 +219,7 @@ def work():
 
 Engine(accelerator="cpu")
 without = process_groups._forks_wait
-group.alone(torch.device("cpu"), timeout=timedelta(seconds=60))
+join.join_alone(torch.device("cpu"), timeout=timedelta(seconds=60))
 quiet = [seconds(fork) for _ in range(20)]
 over, named = False, threading.Event()
 thread = threading.Thread(target=work)
@@ -248,7 +249,7 @@ ENDS = """
 import atexit, hashlib, threading, time
 from datetime import timedelta
 import torch
-from engine.distributed import group
+from engine.distributed import join
 
 def work():
     torch.multiprocessing._set_thread_name("pt_gloo_runloop")
@@ -264,7 +265,7 @@ named, begun, rests = threading.Event(), threading.Event(), threading.Event()
 threading.Thread(target=work, daemon=True).start()
 named.wait()
 atexit.register(lambda: report(rests.is_set()))  # runs after the group's handler, which is registered next
-group.alone(torch.device("cpu"), timeout=timedelta(seconds=60))
+join.join_alone(torch.device("cpu"), timeout=timedelta(seconds=60))
 begun.set()
 """
 

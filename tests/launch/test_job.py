@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.cli.launch import parser
-from engine.distributed import address
+from engine.distributed import addresses
 from engine.launch.job import Job, LaunchError, check_devices, cores, make_job
 
 SCRIPT = str(Path(__file__).resolve())
@@ -135,22 +135,22 @@ def test_each_process_needs_its_own_gpu() -> None:
 
 
 def test_addresses_of_this_machine() -> None:
-    assert address.towards("127.0.0.1", 1) == "127.0.0.1"
-    assert address.is_own("localhost")
-    assert not address.is_own("192.0.2.1")  # reserved for documentation
-    assert not address.is_own("no-such-host.invalid")
-    assert address.interface("127.0.0.1") == "lo"
-    assert address.interface("192.0.2.1") is None
-    assert ("lo", "127.0.0.1") in list(address.interfaces())
-    assert [address.is_loopback(each) for each in ("localhost", "127.0.1.1", "::1", "10.0.0.1", "head")] == [
+    assert addresses.towards("127.0.0.1", 1) == "127.0.0.1"
+    assert addresses.is_own("localhost")
+    assert not addresses.is_own("192.0.2.1")  # reserved for documentation
+    assert not addresses.is_own("no-such-host.invalid")
+    assert addresses.interface("127.0.0.1") == "lo"
+    assert addresses.interface("192.0.2.1") is None
+    assert ("lo", "127.0.0.1") in list(addresses.interfaces())
+    assert [addresses.is_loopback(each) for each in ("localhost", "127.0.1.1", "::1", "10.0.0.1", "head")] == [
         True,
         True,
         True,
         False,
         False,
     ]
-    own = address.outward()
-    assert own is None or (address.is_own(own) and not address.is_loopback(own))
+    own = addresses.outward()
+    assert own is None or (addresses.is_own(own) and not addresses.is_loopback(own))
 
 
 def test_a_misspelt_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:

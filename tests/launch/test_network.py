@@ -21,7 +21,7 @@ import torch.distributed as dist
 from support.commands import Launched, free_port, pids
 from support.ranks import clean_environment
 
-from engine.distributed import address, stores
+from engine.distributed import addresses, stores
 
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
@@ -178,7 +178,7 @@ def test_ranks_that_fit_has_started_listen_on_loopback(tmp_path: Path) -> None:
     ("host", "seen"), [("127.0.0.1", {"127.0.0.1"}), ("localhost", {"127.0.0.1"}), ("::1", {"::1"})]
 )
 def test_a_store_listens_where_it_was_asked_to(host: str, seen: set[str]) -> None:
-    if not address.is_own(host):
+    if not addresses.is_own(host):
         pytest.skip(f"this machine has no {host}")
     store = stores.serve(host, 0, timeout=timedelta(seconds=30))
     assert {found for found, port in listening(os.getpid()) if port == store.port} == seen

@@ -15,13 +15,13 @@ import contextlib, os, signal, sys, time
 from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
-from engine.distributed import collectives as c, environment, failures, group
+from engine.distributed import collectives as c, environments, failures, join
 from engine.launch import script_ranks
 from engine.utils.errors import RankError
 
 case, place = sys.argv[1], Path(sys.argv[2])
 ranks = 3 if case in ("ok", "kill", "early", "python", "native", "stubborn", "gone") else 2
-env = environment.detect(os.environ)
+env = environments.detect(os.environ)
 failures.attach(env)
 (place / f"pid{env.rank}").write_text(str(os.getpid()))
 if case == "before" and env.rank == 1:
@@ -39,7 +39,7 @@ def training():
 def run(case):
     store, check = (started.store, started.check) if started else (None, None)
     with training():
-        g = group.join(env, torch.device("cpu"), timeout=timedelta(minutes=5), store=store, check=check)
+        g = join.join(env, torch.device("cpu"), timeout=timedelta(minutes=5), store=store, check=check)
         (place / f"joined{g.rank}").write_text(str(c.gather_object(g, (os.getpid(), os.getppid(), sys.argv, os.getcwd()))))
         if case == "raise" and g.rank == 1:
             raise ValueError("boom on rank 1")
@@ -257,7 +257,7 @@ from pathlib import Path
 place, status = Path(sys.argv[1]), int(sys.argv[2])
 rank = os.environ.get("RANK", "0")
 atexit.register(lambda: (place / f"before {rank}").touch())
-from engine.distributed import environment, failures
+from engine.distributed import environments, failures
 from engine.launch import script_ranks
 
 class Cycle:
@@ -267,7 +267,7 @@ class Cycle:
     def __del__(self, create=os.open, path=str(place / "collected"), flags=os.O_CREAT | os.O_WRONLY):
         create(path, flags)
 
-env = environment.detect(os.environ)
+env = environments.detect(os.environ)
 failures.attach(env)
 atexit.register(lambda: (place / f"after {rank}").touch())
 if env.world_size == 1:
@@ -299,9 +299,9 @@ worker.join()
 START = "from engine.launch import script_ranks\nscript_ranks.start(2)\n"
 WHERE = """
 import os, sys
-from engine.distributed import environment
+from engine.distributed import environments
 from engine.launch import script_ranks
-if environment.detect(os.environ).world_size == 1:
+if environments.detect(os.environ).world_size == 1:
     os.chdir("/")
     script_ranks.start(2)
 else:
@@ -410,10 +410,10 @@ def test_runs_of_one_script_need_the_same_number_of_ranks(tmp_path, devices, sai
 def test_threads_are_shared_out():
     script = """
 import os, torch
-from engine.distributed import environment
+from engine.distributed import environments
 from engine.launch import script_ranks
 cores = len(os.sched_getaffinity(0))
-if environment.detect(os.environ).world_size == 1:
+if environments.detect(os.environ).world_size == 1:
     script_ranks.start(2)
 print(torch.get_num_threads() == max(1, cores // 2))
 """

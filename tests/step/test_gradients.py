@@ -180,12 +180,12 @@ def test_fp16_sums_start_small_enough() -> None:
     window, w = new_window(2), weight()
     window.accumulating = True
     window.share = new_share(1, 2.0, 1.0, last=False)
-    window.sync = SimpleNamespace(largest=lambda counts: [5.0])  # type: ignore[assignment]  # the other rank has 5
+    window.gradient_sync = SimpleNamespace(largest=lambda counts: [5.0])  # type: ignore[assignment]  # the other rank has 5
     root, divisor = window.weigh(Loss(w * 8.0, 3), 1, True)
     assert divisor == 16.0  # the power of two above 5 * 2 micro-batches
     root.backward(window.seed(divisor, root))
     window.share = new_share(1, 2.0, 1.0, last=True)
-    window.sync = SimpleNamespace()  # type: ignore[assignment]  # it is agreed already
+    window.gradient_sync = SimpleNamespace()  # type: ignore[assignment]  # it is agreed already
     backward(window, Loss(w * 12.0, 2), fp16=True)
     total = finish(window)
     assert total == 5 / 16

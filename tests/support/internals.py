@@ -22,9 +22,10 @@ from engine.checkpoint.reader import Source
 from engine.checkpoint.writer import Content, Saver
 from engine.config.resolve import Resolved, resolve
 from engine.data.deal import Deal
-from engine.distributed.agreement import Agreement, Stopwatch
-from engine.distributed.environment import Environment, detect
-from engine.distributed.group import Group, join
+from engine.distributed.environments import Environment, detect
+from engine.distributed.group import Group
+from engine.distributed.join import join
+from engine.distributed.stop_agreement import Agreement, Stopwatch
 from engine.loop.hooks import Hooks
 from engine.loop.logbook import Logbook
 from engine.loop.run_checkpoints import RunCheckpoints

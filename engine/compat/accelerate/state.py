@@ -9,8 +9,9 @@ import torch
 
 from engine.compat.accelerate.arguments import flag_of
 from engine.compat.accelerate.utils.dataclasses import DistributedType, GradientAccumulationPlugin
-from engine.distributed.group import Group, join_here, own_environment
-from engine.distributed.per_process import only
+from engine.distributed.group import Group
+from engine.distributed.join import join_here, own_environment
+from engine.distributed.rank_work import only
 from engine.engine import Engine
 
 

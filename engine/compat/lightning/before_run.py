@@ -11,7 +11,7 @@ import torch
 
 from engine.compat.lightning.trainer_parts import AcceleratorConnector
 from engine.config.settings import Settings
-from engine.distributed.environment import Environment, detect
+from engine.distributed.environments import Environment, detect
 from engine.loop.state import TrainState
 from engine.step.precision import Precision
 

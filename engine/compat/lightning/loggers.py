@@ -13,7 +13,7 @@ from engine.compat.checked_arguments import with_arguments_of
 from engine.compat.lightning.arguments import LOGGERS
 from engine.compat.lightning.names import CLASSES
 from engine.compat.refusals import refusing
-from engine.distributed.rank_zero import rank_zero_experiment as rank_zero_experiment
+from engine.distributed.rank_work import rank_zero_experiment as rank_zero_experiment
 from engine.utils.log import logger
 
 Folder = str | PathLike[str] | None

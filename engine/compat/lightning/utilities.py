@@ -27,7 +27,7 @@ from engine.compat.refusals import refused_class, refusing
 from engine.config.hyperparameters import HParams as AttributeDict  # noqa: F401
 from engine.data.combined import CombinedLoader as CombinedLoader
 from engine.data.datamodule import DataModule
-from engine.distributed.rank_zero import rank_zero_only as rank_zero_only
+from engine.distributed.rank_work import rank_zero_only as rank_zero_only
 from engine.module import TrainModule
 from engine.step.optimizers import Schedule as LRSchedulerConfig  # noqa: F401
 from engine.utils import accelerator, seed

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from engine.distributed.address import is_loopback
-from engine.distributed.environments.base import Environment, Variables
+from engine.distributed.addresses import is_loopback
+from engine.distributed.environments.environment import Environment, Variables
 
 _BY_TORCHRUN = "torchrun script.py (which reads these variables)"
 

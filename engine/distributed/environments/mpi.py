@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.distributed.environments.base import LOOPBACK, Environment, Variables, derived_port
+from engine.distributed.addresses import LOOPBACK
+from engine.distributed.environments.environment import Environment, Variables, derived_port
 
 
 @dataclass(frozen=True)

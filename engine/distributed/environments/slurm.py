@@ -1,4 +1,8 @@
-"""The tasks of ``srun``. A shell inside an allocation, a batch script and a notebook are single processes, not rank 0 of many."""
+"""The tasks of ``srun``. A shell inside an allocation, a batch script and a notebook are single processes, not rank 0 of many.
+
+SLURM writes lists in a short form: ``node[001-003,007],gpu1`` for names, ``2(x3),1`` for numbers. A short text can stand for more than
+fits into memory.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,15 @@ import os
 import re
 from collections.abc import Mapping
 
-from engine.distributed.environments.base import LOOPBACK, Environment, Variables, derived_port
-from engine.distributed.environments.nodelist import expand_counts, first_node
+from engine.distributed.addresses import LOOPBACK
+from engine.distributed.environments.environment import Environment, Variables, derived_port
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Batch scripts, interactive and external steps have numbers from this one on."""
+_RANGES = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
+_FIRST_NODE = re.compile(rf"[^\s\[\],]+(?:{_RANGES}[^\s\[\],]*)*(?=,|\Z)")
+_MOST_NODES = 1_000_000
+"""Nodes of a job: more than any machine has."""
 
 
 class Slurm:
@@ -61,7 +69,7 @@ class Slurm:
             local_rank,
             local_world_size,
             nodes,
-            read.text("MASTER_ADDR") or (LOOPBACK if nodes == 1 else _first_node(read)),
+            read.text("MASTER_ADDR") or (LOOPBACK if nodes == 1 else _read_first_node(read)),
             port,
             restart_count=read.integer("SLURM_RESTART_COUNT", default=0),
             binds_devices=True,
@@ -123,7 +131,7 @@ def _tasks(read: Variables, world_size: int, nodes: int) -> list[int]:
     return counts
 
 
-def _first_node(read: Variables) -> str:
+def _read_first_node(read: Variables) -> str:
     text = read.text("SLURM_STEP_NODELIST")
     if text is None:
         raise read.error("neither SLURM_STEP_NODELIST nor MASTER_ADDR is set")
@@ -131,3 +139,35 @@ def _first_node(read: Variables) -> str:
         return first_node(text)
     except ValueError as error:
         raise read.error(f"{error}; or set MASTER_ADDR to the machine of rank 0") from None
+
+
+def first_node(text: str) -> str:
+    """``"node[001-003,007],gpu1"`` -> ``"node001"``. Zeros in front stay.
+
+    Raises:
+        ValueError: not of this form.
+    """
+    match = _FIRST_NODE.match(text)
+    if match is None:
+        raise ValueError(f"{text[:200]!r} is not a list of nodes")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
+
+
+def expand_counts(text: str) -> list[int]:
+    """``"2(x3),1"`` -> ``[2, 2, 2, 1]``.
+
+    Raises:
+        ValueError: not of this form, or of more than a million nodes.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip())
+        if match is None:
+            raise ValueError(
+                f"{text[:200]!r} is not a list of counts: {part[:200]!r} is neither a number nor of the form 2(x3)"
+            )
+        times = int(match[2] or 1)
+        if len(found) + times > _MOST_NODES:
+            raise ValueError(f"{text[:200]!r} is not a list of counts: it has more than {_MOST_NODES:,} nodes")
+        found += [int(match[1])] * times
+    return found

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.distributed.address import is_loopback
-from engine.distributed.environments.base import Environment, Variables
+from engine.distributed.addresses import is_loopback
+from engine.distributed.environments.environment import Environment, Variables
 
 TELLING = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """The address alone is a leftover in many notebooks and does not imply other processes."""

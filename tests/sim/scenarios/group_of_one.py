@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from engine.cli import self_check_jobs
-from engine.distributed import group, process_groups
+from engine.distributed import process_groups
 
 
 def collectives_ddp_and_fsdp() -> None:
     warnings.simplefilter("default")  # torch has timers of DDP for CPU and CUDA only
     os.chdir(tempfile.mkdtemp())
     seen: list[str] = []
-    real = group.process_groups.initialise
+    real = process_groups.initialise
 
     def initialise(*args: object, **settings: object) -> None:
         real(*args, **settings)  # type: ignore[arg-type]
@@ -26,7 +26,7 @@ def collectives_ddp_and_fsdp() -> None:
         assert dist.group.WORLD is not None
         assert dist.group.WORLD.bound_device_id is None
 
-    group.process_groups.initialise = initialise  # type: ignore[assignment]
+    process_groups.initialise = initialise  # type: ignore[assignment]
     ranks = self_check_jobs.Ranks()
     self_check_jobs.single("sim", ranks)
     assert self_check_jobs.one_rank("sim", ranks).startswith("weights differ by ")

@@ -18,7 +18,7 @@ from support.ranks import clean_environment
 pytestmark = pytest.mark.slow
 
 PLACE = (
-    "import json, os; from engine.distributed.environment import detect; e = detect(os.environ);"
+    "import json, os; from engine.distributed.environments import detect; e = detect(os.environ);"
     "print(json.dumps([e.name, e.rank, e.world_size, e.local_rank, e.local_world_size, e.num_nodes]))"
 )
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.distributed.environments.nodelist import expand_counts, first_node
+from engine.distributed.environments.slurm import expand_counts, first_node
 
 
 @pytest.mark.parametrize(

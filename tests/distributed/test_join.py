@@ -1,8 +1,8 @@
-import os
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from support.ranks import clean_environment, rank_variables, run_ranks
 
-from engine.distributed.environment import Environment
-from engine.distributed.group import join
+from engine.distributed.environments import Environment
+from engine.distributed.join import join, meet
 
 HEAD = """
 import os, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from engine.distributed import collectives as c, group as groups
-from engine.distributed.environment import detect
-from engine.distributed.group import join
+from engine.distributed import collectives as c
+from engine.distributed.environments import detect
+from engine.distributed.join import join
 CPU, SOON = torch.device("cpu"), timedelta(seconds=300)
 env = detect(os.environ)
 """
@@ -149,93 +149,63 @@ def test_a_group_that_the_user_initialised_is_used_and_left_alone():
         assert "rank 0 of 1" in ran.value["error"]
 
 
-LEAVING = """
-def ended(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-group = join(env, CPU, timeout=timedelta(seconds=120))
-pids = c.gather_object(group, os.getpid())
-if group.rank == 1:
-    how = sys.argv[1]
-    if how == "late":
-        time.sleep(2)
-    if how == "pending":
-        dist.all_reduce(torch.ones(3), async_op=True)  # rank 0 will never join it
-        raise ValueError("on rank 1")
-    if how == "marked":
-        group.failed = True
-if group.rank == 0 and sys.argv[1] == "pending":
-    deadline = time.monotonic() + 60
-    while not ended(pids[1]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    report(ended(pids[1]))
-    group.failed = True
-"""
-
-
-def test_a_process_that_ends_normally_waits_for_a_late_one():
-    ran = run_ranks(HEAD + LEAVING, 2, "late")
-    assert ran[0].seconds > 2.0
-    assert [r.stderr for r in ran] == ["", ""]
-
-
-def test_a_process_that_ends_with_an_error_waits_for_nobody():
-    # Without care it would hang in a destructor until the pending collective's timeout, 120 s here and half an hour in real life.
-    ran = run_ranks(HEAD + LEAVING, 2, "pending", check=False)
-    assert ran[1].returncode == 1
-    assert "ValueError: on rank 1" in ran[1].stderr
-    assert ran[0].value is True
-
-
-def test_a_rank_marked_as_failed_waits_for_nobody_and_the_others_wait_a_bounded_time():
-    ran = run_ranks(HEAD + LEAVING, 2, "marked")
-    assert ran[1].seconds < ran[0].seconds - 3.0
-    assert ran[0].seconds - ran[1].seconds < 25.0
-
-
-def test_a_rank_that_is_busy_for_longer_than_the_others_wait_leaves_alone():
-    ran = run_ranks(HEAD + "groups.LEAVE_S = 0.5\nif join(env, CPU, timeout=SOON).rank == 0:\n    time.sleep(4)", 2)
-    assert ran[1].seconds < ran[0].seconds
-    assert [r.stderr for r in ran] == ["", ""]
-
-
-# Both handlers run after the group's own, which leaves it.
-GIVEN_UP = """
-import atexit, pathlib
-groups.LEAVE_S = 0.5
-here = pathlib.Path(sys.argv[1])
-
-def wait_for(name):
-    while not (here / name).exists():
-        time.sleep(0.01)
-
-atexit.register(lambda: ((here / f"{env.rank} has left").touch(), wait_for("1 has left")))
-if join(env, CPU, timeout=timedelta(minutes=30)).rank == 1:
-    wait_for("0 has left")
-"""
-
-
-def test_a_late_rank_does_not_wait_for_one_that_has_given_up_and_lives_on(tmp_path):
-    # Rank 0 does so where it has started the others: it waits for the ends of their processes.
-    ran = run_ranks(HEAD + GIVEN_UP, 2, tmp_path)
-    assert [r.stderr for r in ran] == ["", ""]
-
-
-@pytest.mark.slow
-def test_exits_never_abort():
-    begun = time.monotonic()
-    for _ in range(10):
-        assert [ran.returncode for ran in run_ranks(HEAD + "join(env, CPU, timeout=SOON).barrier()", 3)] == [0, 0, 0]
-    assert time.monotonic() - begun < 200
-    assert "RANK" not in os.environ
-
-
 def test_an_environment_without_an_address_is_an_error():
     with pytest.raises(
         RuntimeError, match=r"rank 1 of 2 does not know the address of the others: .*no master_addr or no master_port"
     ):
         join(Environment("mine", 1, 2, 1, 2), torch.device("cpu"), timeout=timedelta(seconds=1))
+
+
+TIMEOUT = timedelta(seconds=20)
+
+
+@pytest.fixture
+def server() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+
+
+def client(server: dist.TCPStore) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+
+
+def come(
+    pool: ThreadPoolExecutor, server: dist.TCPStore, rank: int, world_size: int, timeout: timedelta = TIMEOUT
+) -> Future[dist.Store]:
+    return pool.submit(meet, client(server), rank, world_size, "here", timeout=timeout)
+
+
+def test_attempts_of_different_sizes_share_nothing(server: dist.TCPStore) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for number, world_size in enumerate([3, 1, 2, 4, 2]):
+            # Rank 0 is the last to come, or the first.
+            ranks = range(world_size) if number % 2 else reversed(range(world_size))
+            coming = {rank: come(pool, server, rank, world_size) for rank in ranks}
+            parts = [coming[rank].result(30) for rank in range(world_size)]
+            for rank, part in enumerate(parts):
+                assert not part.check(["from/0"]) or rank > 0
+                part.set(f"from/{rank}", str(number))
+            assert all(part.get(f"from/{rank}") == str(number).encode() for part in parts for rank in range(world_size))
+            assert parts[0].add("left", 1) == 1
+
+
+def test_a_rank_that_died_while_it_waited_is_not_counted(server: dist.TCPStore) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        with pytest.raises(RuntimeError, match=r"rank 0 did not connect to here within 0.3 s"):
+            come(pool, server, 1, 3, timedelta(seconds=0.3)).result()
+        first = come(pool, server, 0, 3)
+        second = come(pool, server, 2, 3)
+        time.sleep(0.3)
+        assert not first.done()  # two tickets are answered, the first of them to nobody
+        third = come(pool, server, 1, 3)
+        assert [each.result(30).add("joined", 0) for each in (first, second, third)] == [
+            2,
+            2,
+            2,
+        ]  # all but rank 0, in one part
+
+
+def test_rank_0_tells_how_many_came(server: dist.TCPStore) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        come(pool, server, 1, 3)
+        with pytest.raises(RuntimeError, match=r"only 2 of 3 ranks connected to here within 0.5 s"):
+            come(pool, server, 0, 3, timedelta(seconds=0.5)).result()

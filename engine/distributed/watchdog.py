@@ -2,12 +2,15 @@
 
 A thread of each rank polls a progress counter of the training; the steps themselves do nothing. When the counter has not changed for the
 allowed time, each rank writes the stacks of its threads to a file and leaves a note for rank 0, which names the ranks that lag.
+
+:func:`explain_mismatch` is for ``debug=True``: ranks that enter one collective with different operations, shapes or dtypes, as a table of ranks.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import re
 import socket
 import sys
 import threading
@@ -22,14 +25,13 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from engine.distributed import failures
-from engine.distributed.board import ANSWER_S, Board
+from engine.distributed import failures, stacks
 from engine.distributed.collectives import gather_json
+from engine.distributed.failures import Interrupt
 from engine.distributed.group import Group
-from engine.distributed.raise_in_thread import Interrupt
-from engine.health import stacks
+from engine.distributed.stores import ANSWER_S, Notes
 from engine.utils import torch_private
-from engine.utils.errors import HangError
+from engine.utils.errors import HangError, MismatchError
 from engine.utils.log import logger
 from engine.utils.text import terminal_text
 
@@ -45,6 +47,14 @@ IDLE = 0.05
 """A thread that uses less of a core than this waits or sleeps."""
 MOST = 8
 """The maximum number of ranks that a report lists."""
+ROWS_S = 3.0
+"""How long the other ranks' notes about a mismatch may take (s): all ranks find it in the same collective."""
+# The form of torch's message since 2.0.
+_MISMATCH = "Detected mismatch between collectives on ranks"
+_OWN_COLLECTIVE = re.compile(
+    r"Rank (?P<rank>\d+) is running collective: CollectiveFingerPrint\((?:SequenceNumber=(?P<number>\d+), )?OpType=(?P<operation>\w+)"
+    r"(?:, TensorShape=\[(?P<shapes>[^\]]*)\])?(?:, TensorDtypes=(?P<dtypes>[\w, ]*?))?(?:, TensorDeviceTypes=|\))"
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ class Watchdog:
             f"rank {rank} (host {where}, process {pid})"
             for rank, (where, pid) in enumerate(gather_json(group, [host, os.getpid()]))
         ]
-        self._board = Board(group, f"watchdog/{_next()}")
+        self._shared_notes = Notes(group, f"watchdog/{_next()}")
         self._begun = progress()
         self._report = ""
         self._waiting = False
@@ -196,7 +206,7 @@ class Watchdog:
         self._waiting = here.waits or here.device
         path = self._write()
         note = Note(progress, self._collectives(), here.line, here.waits, here.device)
-        self._board.put(f"note/{self._group.rank}", asdict(note))
+        self._shared_notes.write(f"note/{self._group.rank}", asdict(note))
         self._report, lags = self._compose(note, still_s, path)
         self._waiting = self._group.rank not in lags
         if self._group.rank in (0, *lags):
@@ -230,24 +240,24 @@ class Watchdog:
 
     def _compose(self, own: Note, still_s: float, path: Path) -> tuple[str, list[int]]:
         """The report, and which ranks lag: rank 0's, or this rank's own if rank 0 writes none."""
-        rank, board = self._group.rank, self._board
+        rank, shared = self._group.rank, self._shared_notes
         if rank:
-            sent = board.get("report", REPORT_S)
+            sent = shared.read("report", REPORT_S)
             if sent:
                 return str(sent["text"]), list(sent["lags"])
             reached = (
-                "it has not noticed that this rank hangs" if board.answers else "the job's store there does not answer"
+                "it has not noticed that this rank hangs" if shared.answers else "the job's store there does not answer"
             )
             text = f"{self._head(still_s)}\n  lost: {self._who[0]}: {reached}; its machine, its process or the network to it is gone"
             return f"{text}\n  {self._who[rank]}: {own.at}\n{self._tail(path)}", [0]
         deadline = time.monotonic() + NOTES_S
         notes: dict[int, Note | None] = {0: own}
         for other in range(1, self._group.world_size):
-            found = board.get(f"note/{other}", max(0.0, deadline - time.monotonic()))
+            found = shared.read(f"note/{other}", max(0.0, deadline - time.monotonic()))
             notes[other] = Note(**found) if found else None
         lags = laggards(notes)
         text = "\n".join([self._head(still_s), *self._lines(notes, lags), self._tail(path)])
-        board.put("report", {"text": text, "lags": lags})
+        shared.write("report", {"text": text, "lags": lags})
         return text, lags
 
     def _lines(self, notes: dict[int, Note | None], lags: list[int]) -> list[str]:
@@ -390,6 +400,35 @@ def laggards(notes: dict[int, Note | None]) -> list[int]:
         return list(known)
     least = min(note.collectives for note in busy.values())
     return [rank for rank, note in busy.items() if note.collectives == least]
+
+
+def explain_mismatch(error: BaseException, group: Group) -> MismatchError | None:
+    """The error to raise instead of torch's, with a line per rank; ``None`` when ``error`` is another one. All ranks call it together."""
+    text = str(error)
+    found = _OWN_COLLECTIVE.search(text) if _MISMATCH in text else None
+    if found is None:
+        return None
+    number = found["number"] or "0"
+    notes = Notes(group, f"mismatch/{number}")
+    mine = [
+        found["operation"].lower(),
+        f"[{found['shapes'] or ''}]",
+        (found["dtypes"] or "").lower(),
+        stacks.raised_at(error.__traceback__),
+    ]
+    notes.write(str(group.rank), mine)
+    rows = [["rank", "collective", "shape", "dtype", "called at"]]
+    for rank in range(group.world_size):
+        rows.append(
+            [str(rank), *(mine if rank == group.rank else notes.read(str(rank), ROWS_S) or ["(no answer)", "", "", ""])]
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    table = "\n".join(
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+    return MismatchError(
+        f"the ranks entered one collective with different arguments:\n{table}\nAll ranks must make the same calls, with equal shapes and dtypes."
+    )
 
 
 _number = 0

@@ -1,4 +1,7 @@
-"""Resuming from a checkpoint: which pieces of it a run takes back, and the hooks in between."""
+"""A run's resume: which pieces of a checkpoint the run takes back, and the hooks in between.
+
+:mod:`engine.checkpoint.resume` chooses and opens the checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.distributed import scratch
+from engine.utils import scratch
 
-KILLED = "import os, signal; from engine.distributed import scratch; print(scratch.make('fit-x-'), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+KILLED = "import os, signal; from engine.utils import scratch; print(scratch.make('fit-x-'), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next_and_what_is_in_use_stays(

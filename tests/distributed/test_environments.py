@@ -10,7 +10,7 @@ import time
 import pytest
 from support.ranks import clean_environment
 
-from engine.distributed.environment import DETECTORS, Environment, detect, hints
+from engine.distributed.environments import DETECTORS, Environment, detect, hints
 
 FULL = {
     "RANK": "3",
@@ -310,7 +310,7 @@ def test_under_slurm_but_not_a_task(variables):
 def test_a_shell_of_srun_pty_is_told_by_its_terminal():
     code = (
         "import os, sys\n"
-        "from engine.distributed.environment import detect\n"
+        "from engine.distributed.environments import detect\n"
         "if sys.argv[1] == 'shell' and (pid := os.forkpty()[0]): sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
         "os._exit({'slurm': 10, 'single': 20}[detect(os.environ).name])"
     )

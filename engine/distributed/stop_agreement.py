@@ -1,4 +1,4 @@
-"""The ranks agree to stop, and on news of one of them, without a collective in every step."""
+"""How the ranks agree to stop, and on news of one of them, without a collective in every step."""
 
 from __future__ import annotations
 

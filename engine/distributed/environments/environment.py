@@ -9,12 +9,10 @@ from typing import Protocol
 
 from engine.utils.text import terminal_text
 
-LOOPBACK = "127.0.0.1"
-
 
 @dataclass(frozen=True)
 class Environment:
-    """One process's rank, job and addresses. ``engine.distributed.environment.detect`` reads them from the environment.
+    """One process's rank, job and addresses. ``engine.distributed.environments.detect`` reads them from the environment.
 
     ``rank`` is the process's number among the ``world_size`` of the job, ``local_rank`` its number among the ``local_world_size`` on its
     machine, one of ``num_nodes``. The processes meet at ``master_addr`` and ``master_port``.

@@ -8,6 +8,8 @@ import struct
 import sys
 from collections.abc import Iterator
 
+LOOPBACK = "127.0.0.1"
+"""The address by which a machine reaches itself."""
 _SIOCGIFADDR = 0x8915
 
 

@@ -18,8 +18,8 @@ import torch
 from support.internals import group_of_one
 from support.ranks import PATIENCE_S, run_script
 
-from engine.health import stacks
-from engine.health.watchdog import Note, Watchdog, laggards
+from engine.distributed import stacks
+from engine.distributed.watchdog import Note, Watchdog, laggards
 
 
 def note(progress: float = 5, collectives: int = 10, waits: bool = True, device: bool = False) -> Note:
@@ -192,9 +192,9 @@ def test_a_watchdog_that_has_looked_keeps_nothing_of_its_run(tmp_path: Path) -> 
 
 FORKED = """
 import os, sys
-from engine.distributed.environment import Environment
+from engine.distributed.environments import Environment
 from engine.distributed.group import Group
-from engine.health.watchdog import Watchdog
+from engine.distributed.watchdog import Watchdog
 import threading, torch
 
 def watchdog():
@@ -232,7 +232,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from engine import Fit, TrainModule
-from engine.health import watchdog
+from engine.distributed import watchdog
 
 os.register_at_fork(after_in_child=lambda: hangs and time.sleep(600))  # where CPython before 3.11.10 hangs
 hangs = False

@@ -1,15 +1,17 @@
-"""``get_logger`` and ``rank_zero_only``: who logs, in which order, and where a function runs."""
+"""Who logs, in which order, where a function runs, and which slice of the data each process has."""
 
 from __future__ import annotations
 
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.ranks import ranks_of
 
 from engine import Engine, get_logger, rank_zero_only
+from engine.distributed.rank_work import part
 
 
 def test_one_process(caplog: pytest.LogCaptureFixture) -> None:
@@ -51,3 +53,10 @@ def speak(path: str) -> None:
 def test_ranks_take_turns(tmp_path: Path) -> None:
     ranks_of(speak, 2, tmp_path / "said")
     assert (tmp_path / "said").read_text().splitlines() == ["0 in turn", "1 in turn", "0 alone"]
+
+
+def test_a_dataset_stays_a_dataset() -> None:
+    datasets: Any = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list([{"k": number} for number in range(5)])
+    assert [part(data, rank, 2, False)["k"][:] for rank in range(2)] == [[0, 1, 2], [3, 4]]
+    assert [part(data, rank, 2, True)["k"][:] for rank in range(2)] == [[0, 1, 2], [3, 4, 4]]

@@ -1,1 +1,0 @@
-"""Monitoring of a run: hangs, ranks that differ, garbage collection."""
