@@ -266,8 +266,9 @@ told = []
 class Listener(logging.Handler):
     def emit(self, record):
         told.append(record.getMessage())
-        for worker in multiprocessing.active_children():
-            worker.kill()
+        if f"of the {sys.argv[3]} loader" in told[-1]:  # on a busy machine the other's worker is late, too
+            for worker in multiprocessing.active_children():
+                worker.kill()
 
 logging.getLogger("engine").addHandler(Listener())
 data = TensorDataset(torch.ones(4, 2))
@@ -284,5 +285,5 @@ report(told)
 
 @pytest.mark.parametrize(("late", "name"), [(0, "training"), (1, "evaluation")])
 def test_a_worker_that_does_not_start_is_named(late: int, name: str, tmp_path: Path) -> None:
-    told = run_script(LATE_WORKER, late, tmp_path, forked=True).value
-    assert f"worker 0 of the {name} loader has not started after 1" in told[0]
+    told = run_script(LATE_WORKER, late, tmp_path, name, forked=True).value
+    assert any(f"worker 0 of the {name} loader has not started after 1" in text for text in told)
