@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint import published
-from engine.checkpoint.directory import SHARED
 from engine.checkpoint.files import write_json
 from engine.checkpoint.json_tree import same_memory
+from engine.checkpoint.manifest import SHARED
 from engine.checkpoint.other_weights import weights_folder
 from engine.checkpoint.reader import Source
 from engine.checkpoint.tensors import Stored, storable, write_tensors

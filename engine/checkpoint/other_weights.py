@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.checkpoint.directory import Opened
 from engine.checkpoint.files import DamagedCheckpoint
+from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED, WEIGHTS
 from engine.checkpoint.model_state import split
 from engine.checkpoint.tensors import Stored

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from engine.checkpoint.resume import NAMES, Resume
 from engine.checkpoint.run_json import ENDED, Mark, in_use, new_mark
 from engine.checkpoint.run_locks import Held, Runs, plain, runs
-from engine.checkpoint.storage import Location, locate
+from engine.checkpoint.storage import Storage
+from engine.checkpoint.storage_paths import storage_of
 from engine.checkpoint.user_paths import folder
 from engine.distributed.all_or_none import together
 from engine.distributed.group import Group
@@ -102,10 +103,10 @@ class RunFolder:
             self._on_main(partial(_check_writable, where))
         return where
 
-    def source(self, wanted: str) -> tuple[Location, str]:
+    def source(self, wanted: str) -> tuple[Storage, str]:
         """A folder of checkpoints, and the name or path of one, from a user's name, checkpoint path, or run folder."""
         inner = None if wanted in NAMES else self._on_main(partial(_inner, wanted))
-        return (locate(self.named), wanted) if inner is None else (locate(inner), "last")
+        return (storage_of(self.named), wanted) if inner is None else (storage_of(inner), "last")
 
     def trained(self) -> Trained:
         """What is kept of this run after its end."""
@@ -132,7 +133,7 @@ class RunFolder:
         first = self._root if self._kept is None else runs(self._kept)
         wanted = self._going_on(first)
         number, mark = self._get(first, wanted, uuid.uuid4().hex)
-        named = self._named(first) if wanted is None and self._wanted in NAMES else first.location(number)
+        named = self._named(first) if wanted is None and self._wanted in NAMES else first.storage(number)
         own = number if first is self._root else self._get(self._root, self._root.with_id(mark["id"]), mark["id"])[0]
         where = (
             self._root.folder(own)
@@ -147,7 +148,7 @@ class RunFolder:
                 first.folder(0) if number else self._root.folder(0),
                 where,
             ]
-        return self._row(mark["id"], own, first.location(number), named, news)
+        return self._row(mark["id"], own, first.storage(number), named, news)
 
     def _evaluation(self) -> dict[str, Any]:
         named = self._named(self._root if self._kept is None else runs(self._kept))
@@ -159,7 +160,7 @@ class RunFolder:
         news = [logging.INFO, "this evaluation writes its logs into %s", self._root.folder(number)]
         return self._row(mark["id"], number, named, named, news)
 
-    def _row(self, name: str, number: int, checkpoints: Location, named: Location, news: list[Any]) -> dict[str, Any]:
+    def _row(self, name: str, number: int, checkpoints: Storage, named: Storage, news: list[Any]) -> dict[str, Any]:
         return {
             "id": name,
             "path": self._root.folder(number),
@@ -172,7 +173,7 @@ class RunFolder:
         if self._stage != "fit":
             return self._named(root).root
         number = root.with_id(self.id)
-        return root.location(self._get(root, self._going_on(root) if number is None else number, self.id)[0]).root
+        return root.storage(self._get(root, self._going_on(root) if number is None else number, self.id)[0]).root
 
     def _get(self, root: Runs, number: int | None, name: str) -> tuple[int, Mark]:
         """Lock the run of this number, or a new one (``None``) of this name, unless already locked (``dirpath`` may be ``root_dir``)."""
@@ -211,9 +212,9 @@ class RunFolder:
         own = _own(os.environ)
         return next((n for n in candidates if (mark := root.mark(n)).get("status") != ENDED or _of(mark, own)), None)
 
-    def _named(self, root: Runs) -> Location:
+    def _named(self, root: Runs) -> Storage:
         """Where the names are looked up when the run does not continue there."""
-        return _newest(root) if self._earlier is None else locate(self._earlier.checkpoints)
+        return _newest(root) if self._earlier is None else storage_of(self._earlier.checkpoints)
 
     def _candidates(self, root: Runs) -> list[int]:
         """The trainings that a name may mean, the likeliest first."""
@@ -223,17 +224,17 @@ class RunFolder:
         return _trainings(root)
 
 
-def source_of(root_dir: Path, kept: str | Path | None, wanted: str) -> tuple[Location, str]:
+def source_of(root_dir: Path, kept: str | Path | None, wanted: str) -> tuple[Storage, str]:
     """As :meth:`RunFolder.source`, for a single process that starts no run."""
     inner = None if wanted in NAMES else _inner(wanted)
     if inner is not None:
-        return locate(inner), "last"
+        return storage_of(inner), "last"
     return _newest(runs(root_dir, "checkpoints") if kept is None else runs(kept)), wanted
 
 
-def _newest(root: Runs) -> Location:
+def _newest(root: Runs) -> Storage:
     """Where the newest training that has checkpoints keeps them."""
-    return root.location(next((n for n in _trainings(root) if root.has_checkpoints(n)), 0))
+    return root.storage(next((n for n in _trainings(root) if root.has_checkpoints(n)), 0))
 
 
 def _trainings(root: Runs) -> list[int]:

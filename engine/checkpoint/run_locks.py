@@ -38,7 +38,8 @@ from engine.checkpoint.run_json import (
     runs_here,
     who,
 )
-from engine.checkpoint.storage import Location, locate
+from engine.checkpoint.storage import Storage
+from engine.checkpoint.storage_paths import storage_of
 from engine.utils.errors import FolderInUse
 from engine.utils.log import logger
 
@@ -68,9 +69,9 @@ class Runs:
         """The folder of the run of this number; 0 is the root itself."""
         raise NotImplementedError
 
-    def location(self, number: int) -> Location:
+    def storage(self, number: int) -> Storage:
         """The folder of this run's checkpoints."""
-        return locate(self._checkpoints(number))
+        return storage_of(self._checkpoints(number))
 
     def _checkpoints(self, number: int) -> str:
         return f"{self.folder(number)}/{self.inner}" if self.inner else self.folder(number)
@@ -81,8 +82,8 @@ class Runs:
         try:
             if "://" not in root:
                 os.stat(root)  # usually there is no such folder
-            where = locate(root)
-            return any(where.complete()) or any(not name.startswith(".") for name in where.damaged())
+            where = storage_of(root)
+            return any(where.complete()) or any(not name.startswith(".") for name in where.incomplete())
         except FileNotFoundError:
             return False
         except PermissionError:
@@ -111,7 +112,7 @@ class Runs:
     def of(self, checkpoint: str) -> int | None:
         """The number of the run that a checkpoint belongs to, or a folder of checkpoints; ``None``: no run under this root has it."""
         wanted = {plain(checkpoint), plain(checkpoint.rstrip("/").rpartition("/")[0] or ".")}
-        return next((number for number in self.newest_first() if plain(self.location(number).root) in wanted), None)
+        return next((number for number in self.newest_first() if plain(self.storage(number).root) in wanted), None)
 
     def claim(self, mark: Mark) -> tuple[int, Held]:
         """An unused folder for a new run.
