@@ -13,7 +13,7 @@ from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.manifest import FOLDERS, MANIFEST
 from engine.checkpoint.one_file import is_one_file
 from engine.checkpoint.remote_storage import reach, without_query
-from engine.checkpoint.run_locks import FIRST, runs
+from engine.checkpoint.runs import FIRST, run_root_of
 from engine.checkpoint.storage import Storage
 from engine.checkpoint.storage_paths import split_path, storage_of
 
@@ -37,7 +37,7 @@ def folder(path: str | Path) -> Storage | None:
     if where.has(name):
         return None
     root = str(path).rstrip("/")
-    folders = runs(root).folders()
+    folders = run_root_of(root).folders()
     above, _, name = root.rpartition("/")
     if name == FIRST:
         folders.append(above or ".")

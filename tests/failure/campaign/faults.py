@@ -38,8 +38,8 @@ FAULTS = {
         "        partial.rename(path)\n        sync(path)\n        return write_json(path / MANIFEST, manifest)\n",
     ),
     "lock": Fault(
-        "who is said to hold a folder holds it, dead or alive", "engine/checkpoint/run_locks.py",
-        "        free = _lock(descriptor, fcntl.LOCK_EX, before) and", "        free = before.get(\"status\") != RUNNING and",
+        "who is said to hold a folder holds it, dead or alive", "engine/checkpoint/runs.py",
+        "        free = _lock(descriptor, fcntl.LOCK_EX, before) and", "        free = before.status != RUNNING and",
     ),
     "random": Fault(
         "random numbers start again", "engine/engine_snapshot.py",
