@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.field_checks import checked
 from engine.checkpoint.files import DamagedCheckpoint, is_entry, parse_json, write_file, write_json
 from engine.checkpoint.json_tree import same_memory
 from engine.checkpoint.manifest import SHARED
 from engine.checkpoint.other_weights import weights_folder
 from engine.checkpoint.reader import Source
+from engine.checkpoint.state_forms import checked
 from engine.checkpoint.tensors import Stored, storable, write_tensors
 from engine.checkpoint.user_paths import opened, outgoing
 from engine.config.file_size import size_in_bytes

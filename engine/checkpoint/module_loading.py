@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine.checkpoint.field_checks import SHARED_FORM, Fields, checked
 from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.manifest import SHARED
 from engine.checkpoint.other_weights import weights_folder
 from engine.checkpoint.reader import Source, own_state
-from engine.checkpoint.user_entries import Entries
+from engine.checkpoint.state_forms import SHARED_FORM, Entries, Fields, checked
 from engine.checkpoint.user_paths import opened
 from engine.config.hyperparameters import constructor_arguments, replaced_by_defaults
 from engine.utils.log import logger
