@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.checkpoint.catalog import by_score
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.listing import by_score
 from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.manifest import FOLDERS, RANK, SHARED, TRAINED
 from engine.checkpoint.reader import Source

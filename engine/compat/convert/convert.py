@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.checkpoint.catalog import folder_at
 from engine.checkpoint.files import Record, held
 from engine.checkpoint.json_tree import pack, same_memory
 from engine.checkpoint.manifest import MANIFEST, SCORED_WITH, SHARED, WEIGHTS
 from engine.checkpoint.other_weights import STEM, packed
-from engine.checkpoint.remote_storage import without_query
+from engine.checkpoint.remote_storage import local_copy, without_query
 from engine.checkpoint.storage import Draft
 from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.tensors import Stored, TensorFiles, storable
-from engine.checkpoint.user_paths import folder, local_copy
 from engine.compat.convert.optimizer_names import named, nested
 from engine.compat.convert.untrusted_files import (
     METADATA,
@@ -143,7 +143,7 @@ def convert(source: str | Path, out: str | Path, *, trust_pickle: bool = False) 
 
 def _read(path: Path, told: str, trust_pickle: bool) -> _Content:
     """Read the file or directory; ``told`` is the user's name for it."""
-    if path.is_dir() and ((path / MANIFEST).is_file() or folder(path) is not None):
+    if path.is_dir() and ((path / MANIFEST).is_file() or folder_at(path) is not None):
         raise ValueError(f"{told} is a checkpoint of this library already: there is nothing to convert")
     safe = path.is_dir() and next(path.glob("*.safetensors"), None) is not None
     if path.is_file() and path.suffix == ".safetensors":
