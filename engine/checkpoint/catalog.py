@@ -12,7 +12,16 @@ from typing import Any
 
 from engine.checkpoint.files import DamagedCheckpoint, blocks, read_json, verify
 from engine.checkpoint.local_storage import Opened
-from engine.checkpoint.manifest import FOLDERS, MANIFEST, SCORED_WITH, SHARED, TRAINED, WEIGHTS, check_manifest
+from engine.checkpoint.manifest import (
+    FOLDERS,
+    MANIFEST,
+    OTHER_WEIGHTS,
+    SCORED_WITH,
+    SHARED,
+    TRAINED,
+    WEIGHTS,
+    check_manifest,
+)
 from engine.checkpoint.one_file import is_one_file
 from engine.checkpoint.runs import FIRST, run_root_of
 from engine.checkpoint.storage import Storage
@@ -21,8 +30,6 @@ from engine.checkpoint.tensors import TensorFiles, check_header
 from engine.config.masked import without_secrets
 
 Entry = dict[str, Any]
-OTHERS = f"{WEIGHTS}/{WEIGHTS}"
-"""The tree that names other weights than the trained ones."""
 
 
 class Unread:
@@ -212,7 +219,7 @@ def facts(path: str | Path, tensors: bool = False) -> dict[str, Any]:
         report = {**entry, **rest, "files": {name: known["bytes"] for name, known in found.files.items()}}
         if isinstance(shared.get("hparams"), dict):
             report["hparams"] = without_secrets({str(name): value for name, value in shared["hparams"].items()})
-        if others := list(_fields(found.tree(OTHERS, {}))):
+        if others := list(_fields(found.tree(OTHER_WEIGHTS, {}))):
             report["weights"] = others
         if tensors:
             folders = ("model", "optim", *([WEIGHTS] if others else ()))

@@ -17,8 +17,7 @@ from engine.checkpoint.catalog import open_path
 from engine.checkpoint.files import DamagedCheckpoint, is_entry, parse_json, write_file, write_json
 from engine.checkpoint.json_tree import same_memory
 from engine.checkpoint.manifest import SHARED
-from engine.checkpoint.other_weights import weights_folder
-from engine.checkpoint.reader import Source
+from engine.checkpoint.reader import Source, weights_folder
 from engine.checkpoint.remote_storage import outgoing
 from engine.checkpoint.state_forms import checked
 from engine.checkpoint.tensors import Stored, storable, write_tensors

@@ -11,8 +11,7 @@ import torch
 from engine.checkpoint.catalog import open_path
 from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.manifest import SHARED
-from engine.checkpoint.other_weights import weights_folder
-from engine.checkpoint.reader import Source, own_state
+from engine.checkpoint.reader import Source, own_state, weights_folder
 from engine.checkpoint.state_forms import SHARED_FORM, Entries, Fields, checked
 from engine.config.hyperparameters import constructor_arguments, replaced_by_defaults
 from engine.utils.log import logger

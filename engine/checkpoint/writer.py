@@ -21,7 +21,7 @@ from engine.checkpoint import manifest, other_weights, write_shares
 from engine.checkpoint.files import DamagedCheckpoint, Record, encode_json, in_parallel, is_entry
 from engine.checkpoint.host_copies import Staging
 from engine.checkpoint.json_tree import pack
-from engine.checkpoint.manifest import FOLDERS, JOINED, RANK, SHARED, WEIGHTS, PackedFacts, packed_facts
+from engine.checkpoint.manifest import FOLDERS, JOINED, OTHER_WEIGHTS, RANK, SHARED, WEIGHTS, PackedFacts, packed_facts
 from engine.checkpoint.model_state import _merged, split
 from engine.checkpoint.storage import Draft, Packed
 from engine.checkpoint.storage_paths import split_path, storage_of
@@ -341,7 +341,7 @@ class Saver:
                 trees[SHARED] = pack(content.shared)
             others, named = other_weights.packed(content.weights)
             if content.weights:
-                trees[other_weights.STEM] = (named, {})
+                trees[OTHER_WEIGHTS] = (named, {})
             own = {f"model/{n}": t for n, t in tensors.items()} | {f"optim/{n}": t for n, t in states.items()}
             parts.update(write_shares.parts_of(own | others))
             trained = (f"model/{n}" for n, t in tensors.items() if id(t) in content.stepped)
@@ -356,7 +356,7 @@ class Saver:
         name = answers[0][1]
         if not all(same for same, _ in answers):
             self._mine, self._rows = write_shares.deal(gather_json(self.group, rows), self.group.rank), rows
-        stems = ("model/model", "optim/optim", *([other_weights.STEM] if content.weights else ()))
+        stems = ("model/model", "optim/optim", *([OTHER_WEIGHTS] if content.weights else ()))
         joined = {stem: trees.pop(stem)[0] for stem in stems}
         every = gather_json(self.group, joined) if content.partial else [joined]
         if self.group.is_main:
@@ -445,7 +445,7 @@ class Saver:
         works: list[Callable[[], dict[str, Record]]] = []
         for kind in ("optim", "model", WEIGHTS):
             own = {key.partition("/")[2]: part for key, part in job.parts.items() if key.startswith(f"{kind}/")}
-            if kind == WEIGHTS and (own or other_weights.STEM in job.trees):
+            if kind == WEIGHTS and (own or OTHER_WEIGHTS in job.trees):
                 (draft.folder / kind).mkdir(exist_ok=True)
             for index, some in enumerate(write_shares.divide(own)):
                 name = f"{kind}/rank={rank:05d}{f'-{index}' if index else ''}.safetensors"

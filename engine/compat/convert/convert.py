@@ -13,8 +13,8 @@ from torch import Tensor
 from engine.checkpoint.catalog import folder_at
 from engine.checkpoint.files import Record, held
 from engine.checkpoint.json_tree import pack, same_memory
-from engine.checkpoint.manifest import MANIFEST, SCORED_WITH, SHARED, WEIGHTS
-from engine.checkpoint.other_weights import STEM, packed
+from engine.checkpoint.manifest import MANIFEST, OTHER_WEIGHTS, SCORED_WITH, SHARED, WEIGHTS
+from engine.checkpoint.other_weights import packed
 from engine.checkpoint.remote_storage import local_copy, without_query
 from engine.checkpoint.storage import Draft
 from engine.checkpoint.storage_paths import split_path
@@ -365,7 +365,7 @@ def _write(draft: Draft, path: Path | str, content: _Content, told: str) -> Conv
         tensors, tree = packed({AVERAGE: content.average})
         within = {key.removeprefix(f"{WEIGHTS}/"): tensor for key, tensor in tensors.items()}
         files |= _write_tensors(draft, f"{WEIGHTS}/rank=00000.safetensors", within)
-        files |= draft.write_tree(STEM, (tree, {}))
+        files |= draft.write_tree(OTHER_WEIGHTS, (tree, {}))
         facts[SCORED_WITH] = AVERAGE
     draft.send(files)
     draft.seal(1, facts, files)

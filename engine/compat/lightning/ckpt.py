@@ -17,8 +17,7 @@ from engine.checkpoint.catalog import open_path
 from engine.checkpoint.files import held
 from engine.checkpoint.manifest import MANIFEST, SHARED
 from engine.checkpoint.one_file import is_one_file
-from engine.checkpoint.other_weights import weights_folder
-from engine.checkpoint.reader import Source, whole
+from engine.checkpoint.reader import Source, weights_folder, whole
 from engine.compat.convert.convert import convert
 from engine.compat.convert.untrusted_files import check_pickles
 from engine.compat.lightning.plugins import reader
