@@ -15,18 +15,17 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from engine.checkpoint import directory, other_weights, write_shares
-from engine.checkpoint.directory import RANK, SHARED, write_tree
+from engine.checkpoint import manifest, other_weights, write_shares
 from engine.checkpoint.files import DamagedCheckpoint, Record, encode_json, in_parallel, is_entry
 from engine.checkpoint.host_copies import Staging
 from engine.checkpoint.json_tree import pack
-from engine.checkpoint.manifest import FOLDERS, JOINED, WEIGHTS, PackedFacts, packed_facts
+from engine.checkpoint.manifest import FOLDERS, JOINED, OTHER_WEIGHTS, RANK, SHARED, WEIGHTS, PackedFacts, packed_facts
 from engine.checkpoint.model_state import _merged, split
-from engine.checkpoint.storage import locate, same
-from engine.checkpoint.storage import split as location_of
-from engine.checkpoint.tensors import is_cut, write_tensors
+from engine.checkpoint.storage import Draft, Packed
+from engine.checkpoint.storage_paths import split_path, storage_of
+from engine.checkpoint.tensors import is_cut
 from engine.checkpoint.write_shares import Part
 from engine.distributed.collectives import all_or_none, gather_json
 from engine.distributed.group import Group
@@ -40,8 +39,6 @@ CLOSE_S = 5.0
 KEEP_S = 30.0
 """How long (s) the copies of a save beside the training stay for the next one: a later save makes new ones, on its own thread."""
 _open: weakref.WeakSet[Saver] = weakref.WeakSet()
-
-Packed = tuple[Any, dict[str, Tensor]]
 
 
 @dataclass
@@ -80,6 +77,8 @@ class _Job:
     joined: bool
     """The checkpoint has one file for all tensors, and the trees in its manifest."""
     future: Future[None] | None = None
+    draft: Draft | None = None
+    """The draft of this rank, once it has begun to write."""
 
 
 class Saver:
@@ -93,7 +92,7 @@ class Saver:
     """
 
     def __init__(self, group: Group, root: str | Path) -> None:
-        self.group, self.location = group, locate(root)
+        self.group, self.storage = group, storage_of(root)
         self.max_failures = 1
         """This many consecutive failures of asynchronous saves are an error; fewer are logged."""
         self.lost: set[str] = set()
@@ -164,9 +163,9 @@ class Saver:
                 if not tolerant:
                     raise
                 self._ended(name, error)
-            return self.location.path(name)
+            return self.storage.path(name)
         self._write_beside(job, later if unchanging else set())
-        return self.location.path(name)
+        return self.storage.path(name)
 
     def _write_beside(self, job: _Job, later: set[str]) -> None:
         """Write beside the training. ``later``: tensors that are copied by :meth:`hold` at the latest."""
@@ -273,10 +272,10 @@ class Saver:
         """
         if not isinstance(postponed, list) or not all(map(is_entry, postponed)):
             raise DamagedCheckpoint(f"{path}: {SHARED}.json has no usable 'postponed': {postponed!r:.100}")
-        where, name = location_of(path)
-        if self.group.is_main and same(where, self.location):
-            self.location.sweep()  # also before the first save: there may be nothing left to save
-            there = list(self.location.manifests())
+        storage, name = split_path(path)
+        if self.group.is_main and storage.is_same(self.storage):
+            self.storage.sweep()  # also before the first save: there may be nothing left to save
+            there = list(self.storage.manifests())
             self.postponed = [each for each in there[: there.index(name)] if each in postponed] if name in there else []
 
     def remove(self, names: Sequence[str]) -> None:
@@ -287,7 +286,7 @@ class Saver:
 
     def _remove(self, name: str) -> bool:
         try:
-            gone = self.location.remove(name)
+            gone = self.storage.remove(name)
         except Exception as error:  # not a reason to give up the checkpoint that is being written; remote ones have errors of their own
             gives_up = isinstance(error, ValueError)
             again = "" if gives_up else " (tried again after each save)"
@@ -303,13 +302,13 @@ class Saver:
     def _free(self, name: str) -> str:
         """The name, numbered if a checkpoint of this name must stay: it is being read, resumed from, to be removed, or unreadable."""
         found, number = name, 0
-        while found in self.kept or found in self.postponed or self.location.busy(found):
+        while found in self.kept or found in self.postponed or self.storage.must_stay(found):
             number += 1
             found = f"{name}-v{number}"
         if number:
             logger.warning(
                 "%s must stay: it is in use, or cannot be read; this checkpoint becomes %s",
-                self.location.path(name),
+                self.storage.path(name),
                 found,
             )
         return found
@@ -341,7 +340,7 @@ class Saver:
                 trees[SHARED] = pack(content.shared)
             others, named = other_weights.packed(content.weights)
             if content.weights:
-                trees[other_weights.STEM] = (named, {})
+                trees[OTHER_WEIGHTS] = (named, {})
             own = {f"model/{n}": t for n, t in tensors.items()} | {f"optim/{n}": t for n, t in states.items()}
             parts.update(write_shares.parts_of(own | others))
             trained = (f"model/{n}" for n, t in tensors.items() if id(t) in content.stepped)
@@ -356,7 +355,7 @@ class Saver:
         name = answers[0][1]
         if not all(same for same, _ in answers):
             self._mine, self._rows = write_shares.deal(gather_json(self.group, rows), self.group.rank), rows
-        stems = ("model/model", "optim/optim", *([other_weights.STEM] if content.weights else ()))
+        stems = ("model/model", "optim/optim", *([OTHER_WEIGHTS] if content.weights else ()))
         joined = {stem: trees.pop(stem)[0] for stem in stems}
         every = gather_json(self.group, joined) if content.partial else [joined]
         if self.group.is_main:
@@ -404,7 +403,8 @@ class Saver:
             files = all_or_none(group, partial(self._fill, job, group))
             all_or_none(group, lambda: self._seal(job, group, files) if group.is_main else None)
         except BaseException:
-            self.location.abandon(job.name, group.is_main)
+            if job.draft is not None:
+                job.draft.abandon()
             raise
         if job.remove or self.postponed:
             self.remove(job.remove)
@@ -417,13 +417,13 @@ class Saver:
         if group.is_main:
             if not self._swept:
                 self._swept = True
-                self.location.sweep()
-            self.location.begin(job.name, True, () if job.joined else FOLDERS)
+                self.storage.sweep()
+            job.draft = self.storage.begin(job.name, folders=() if job.joined else FOLDERS)
 
     def _fill(self, job: _Job, group: Group) -> dict[str, Record]:
-        if not group.is_main:
-            self.location.begin(job.name, False)
-        folder = self.location.draft(job.name)
+        draft = job.draft
+        if draft is None:
+            draft = job.draft = self.storage.begin(job.name, first=False)
         if job.joined:
             tensors = {key: part.tensor for key, part in job.parts.items()}
             tensors |= {
@@ -431,32 +431,32 @@ class Saver:
                 for stem, (_, its_tensors) in job.trees.items()
                 for n, tensor in its_tensors.items()
             }
-            files = {JOINED: write_tensors(folder / JOINED, tensors)} if tensors else {}
+            files = draft.write_tensors(JOINED, tensors) if tensors else {}
         else:
-            files = self._fill_folders(job, group, folder)
+            files = self._fill_folders(job, group, draft)
         if job.staging is not None:
             job.staging.check(last=True)
-        self.location.send(job.name, files)
+        draft.send(files)
         return files
 
-    def _fill_folders(self, job: _Job, group: Group, folder: Path) -> dict[str, Record]:
+    def _fill_folders(self, job: _Job, group: Group, draft: Draft) -> dict[str, Record]:
         rank = group.rank
         works: list[Callable[[], dict[str, Record]]] = []
         for kind in ("optim", "model", WEIGHTS):
             own = {key.partition("/")[2]: part for key, part in job.parts.items() if key.startswith(f"{kind}/")}
-            if kind == WEIGHTS and (own or other_weights.STEM in job.trees):
-                (folder / kind).mkdir(exist_ok=True)
+            if kind == WEIGHTS and (own or OTHER_WEIGHTS in job.trees):
+                (draft.folder / kind).mkdir(exist_ok=True)
             for index, some in enumerate(write_shares.divide(own)):
                 name = f"{kind}/rank={rank:05d}{f'-{index}' if index else ''}.safetensors"
-                works.append(partial(_tensors, folder, name, some))
-        works += [partial(write_tree, folder, stem, tree) for stem, tree in job.trees.items()]
+                works.append(partial(_tensors, draft, name, some))
+        works += [partial(draft.write_tree, stem, tree) for stem, tree in job.trees.items()]
         write = partial(device_copies.on, group.device)  # a blocking save's tensors are on it
         size = sum(part.tensor.nbytes for part in job.parts.values())
         return {name: known for found in in_parallel(write, works, size) for name, known in found.items()}
 
     def _seal(self, job: _Job, group: Group, files: list[dict[str, Record]]) -> None:
-        self.location.seal(
-            job.name,
+        assert job.draft is not None
+        job.draft.seal(
             group.world_size,
             job.facts,
             {name: known for own in files for name, known in own.items()},
@@ -478,12 +478,12 @@ def _is_small(parts: Mapping[str, Part], trees: Mapping[str, Packed]) -> bool:
     """Check whether a checkpoint is small enough for the joined form."""
     size = sum(part.tensor.nbytes for part in parts.values())
     size += sum(tensor.nbytes for _, tensors in trees.values() for tensor in tensors.values())
-    if size > directory.JOINED_BYTES:
+    if size > manifest.JOINED_BYTES:
         return False
     texts = 0
     for value, _ in trees.values():
         texts += len(encode_json(value))
-        if texts > directory.JOINED_TREES:
+        if texts > manifest.JOINED_TREES:
             return False
     return True
 
@@ -493,6 +493,6 @@ def stepped(optimizers: Sequence[Any]) -> set[int]:
     return {id(p) for p in parameters_of(optimizers) if p.requires_grad}
 
 
-def _tensors(folder: Path, name: str, parts: Mapping[str, Part]) -> dict[str, Record]:
+def _tensors(draft: Draft, name: str, parts: Mapping[str, Part]) -> dict[str, Record]:
     tensors = {key: part.tensor for key, part in parts.items()}
-    return {name: write_tensors(folder / name, tensors, {key: part.offsets for key, part in parts.items()})}
+    return draft.write_tensors(name, tensors, {key: part.offsets for key, part in parts.items()})

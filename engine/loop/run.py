@@ -16,7 +16,7 @@ from engine.callback import Callback
 from engine.checkpoint.manifest import FOLDERS, TRAINED
 from engine.checkpoint.one_file import check_local
 from engine.checkpoint.resume import Resume, name_of, opening
-from engine.checkpoint.storage import same, split
+from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.writer import Content, Saver
 from engine.config.duration import Every
 from engine.config.hyperparameters import as_data, for_loggers
@@ -639,8 +639,8 @@ class Run:
         if one_file:
             check_local(where)
         else:
-            location, name = split(where)
-            if str(where) == name or same(location, self.checkpoints.saver.location):
+            storage, name = split_path(where)
+            if str(where) == name or storage.is_same(self.checkpoints.saver.storage):
                 return self.save_checkpoint(name)
         self.engine.settle()
         with self.phases.of("checkpoint"), self.optimizer_set.modes.evaluating():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.checkpoint.manifest import FOLDERS, SCORED_WITH, WEIGHTS
-from engine.checkpoint.other_weights import weights_folder
+from engine.checkpoint.reader import weights_folder
 from engine.checkpoint.resume import Loaded, Resume, opening
 from engine.loop.run import Run
 from engine.utils.log import logger
@@ -25,7 +25,7 @@ def resume_run(run: Run, wanted: str | Path | Resume) -> None:
     """
     how, checkpoints = wanted if isinstance(wanted, Resume) else Resume(wanted), run.checkpoints
     where, what = checkpoints.folder.source(str(how.path))
-    checkpoints.folder.named = checkpoints.saver.location.root  # from now on
+    checkpoints.folder.named = checkpoints.saver.storage.root  # from now on
     folders = ("model", *weights_folder(how.weights)) if how.weights_only else (*FOLDERS, WEIGHTS)
     try:
         with opening(run.engine.group, where, what, folders) as loaded:
@@ -97,7 +97,7 @@ def reload_best(run: Run) -> None:
         logger.warning("reload_best=True: no checkpoint has a score, so the module keeps its last weights")
         return
     run.wait_for_checkpoint()
-    with opening(run.engine.group, run.checkpoints.saver.location, str(best), ("model", WEIGHTS)) as loaded:
+    with opening(run.engine.group, run.checkpoints.saver.storage, str(best), ("model", WEIGHTS)) as loaded:
         others = dict.fromkeys(loaded.source.others.names)
         which = loaded.manifest.get(SCORED_WITH) or run.snapshot.scored_with(others, None)
         run.snapshot.load_weights(loaded, True, which)

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from engine.callback import Callback
-from engine.checkpoint.field_checks import Fields
 from engine.checkpoint.json_tree import pack
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED
 from engine.checkpoint.reader import Source
 from engine.checkpoint.resume import Loaded, Resume, check_optimizers, check_samples
-from engine.checkpoint.user_entries import Entries
+from engine.checkpoint.state_forms import Entries, Fields
 from engine.checkpoint.writer import Content
 from engine.config.hyperparameters import as_data
 from engine.config.masked import Config, without_secrets

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from engine.callback import Callback
-from engine.checkpoint import directory
-from engine.checkpoint.directory import Opened
+from engine.checkpoint import manifest
+from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.reader import Source
 from engine.checkpoint.writer import Content, Saver
 from engine.config.resolve import Resolved, resolve
@@ -53,7 +53,7 @@ def new_saver(root: Path | str) -> Saver:
 
 def write_folders() -> None:
     """Let small checkpoints of this process have the files of large ones."""
-    directory.JOINED_BYTES = -1
+    manifest.JOINED_BYTES = -1
 
 
 def new_content(value: float = 1.0, **changes: Any) -> Content:
