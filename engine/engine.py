@@ -101,8 +101,7 @@ class Engine:
         environment: Environment | None = None,
         group: Group | None = None,
     ) -> None:
-        if on_nonfinite not in (None, "raise", "skip"):
-            raise ValueError(f"on_nonfinite={on_nonfinite!r} is unknown; possible: 'raise', 'skip', None")
+        on_nonfinite = check("on_nonfinite", on_nonfinite)
         self.precision = Precision.parse(precision)
         where = group or own_environment(environment)
         self.strategy = strategies.get(strategy, where.world_size)

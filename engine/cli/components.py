@@ -14,7 +14,7 @@ from engine.cli.exits import UsageError
 from engine.cli.targets import CALLBACKS, load
 from engine.config import yaml_reader
 from engine.config.resolve import Resolved, resolve
-from engine.config.yaml_values import KINDS
+from engine.config.settings import KINDS
 from engine.data.datamodule import DataModule
 from engine.module import TrainModule
 from engine.utils.errors import nearest

@@ -9,10 +9,10 @@ from typing import Any
 from engine import strategies
 from engine.config import yaml_reader
 from engine.config.commented_file import documentation
+from engine.config.kinds import PRECISIONS
 from engine.config.masked import plain
-from engine.config.name_and_options import named
-from engine.config.settings import PRECISIONS, Settings
-from engine.config.yaml_values import read_value
+from engine.config.resolve import read_value
+from engine.config.settings import Settings, check
 from engine.config.yaml_writer import flow
 from engine.step.precision import Precision
 
@@ -114,7 +114,7 @@ def _take(name: str, answer: str, values: dict[str, Any]) -> None:
         raise ValueError(f"{name} is empty: there is no default")
     options = {**(before if isinstance(before, dict) else {"name": before}), option: yaml_reader.construct(node)}
     # The directory on the disk is the next question.
-    _make(setting, named(setting, {"nvme_path": ".", **options} if "nvme" in options.values() else options))
+    _make(setting, check(setting, {"nvme_path": ".", **options} if "nvme" in options.values() else options))
     values[setting] = options
 
 

@@ -12,11 +12,11 @@ from dataclasses import fields
 from typing import Any
 
 from engine.config.masked import plain
-from engine.config.settings import Settings
+from engine.config.settings import KINDS, Settings
 from engine.config.yaml_writer import flow
 
 WIDTH = 110
-CODE_ONLY = ("callbacks",)
+CODE_ONLY = tuple(name for name, kind in KINDS.items() if kind.code_only)
 """Settings that a file cannot give."""
 
 

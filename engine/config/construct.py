@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from engine.config.checks import unknown, wrong_type
-from engine.config.name_and_options import Named
+from engine.config.kinds import unknown_word, wrong_type
+from engine.config.named_options import NamedOptions
 from engine.utils.errors import nearest
 
 _DTYPES = {
@@ -45,7 +45,7 @@ READERS: dict[Any, Callable[[str], Any]] = {Path: lambda text: Path(text).expand
 """How text becomes an object of a type that YAML has no form for; :mod:`engine.cli.building` gives these to jsonargparse."""
 
 
-def construct(setting: str, given: Named, make: Callable[..., Any]) -> Any:
+def construct(setting: str, given: NamedOptions, make: Callable[..., Any]) -> Any:
     """``make(**given.options)``.
 
     Args:
@@ -61,7 +61,9 @@ def construct(setting: str, given: Named, make: Callable[..., Any]) -> Any:
     for key, value in given.options.items():
         if key not in known:
             few = f"possible: {', '.join(known)}" if known else "it takes none"
-            raise ValueError(f"{given.at(key)}{given.name!r} has no setting {key!r}{nearest(key, known)}; {few}")
+            raise ValueError(
+                f"{given.error_prefix(key)}{given.name!r} has no setting {key!r}{nearest(key, known)}; {few}"
+            )
         try:
             values[key] = converted(known[key], value, f"{setting}.{key}")
         except (ValueError, TypeError) as error:
@@ -70,7 +72,7 @@ def construct(setting: str, given: Named, make: Callable[..., Any]) -> Any:
         return make(**values)
     except (ValueError, TypeError, OSError) as error:
         guilty = next((key for key in values if re.search(rf"\b{re.escape(key)}\b", str(error))), "name")
-        raise _kind(error)(f"{given.at(guilty)}{setting} {given.name!r}: {error}") from error
+        raise _kind(error)(f"{given.error_prefix(guilty)}{setting} {given.name!r}: {error}") from error
 
 
 def _kind(error: Exception) -> type[Exception]:
@@ -78,10 +80,10 @@ def _kind(error: Exception) -> type[Exception]:
     return next(each for each in (TypeError, ValueError, OSError) if isinstance(error, each))
 
 
-def _origin(given: Named, message: str, key: str) -> str:
+def _origin(given: NamedOptions, message: str, key: str) -> str:
     """The origin of the innermost key that an error names."""
     inner = [path for path in given.origins if path.startswith(f"{key}.") and f".{path}=" in message]
-    return given.at(max(inner, key=len, default=key))
+    return given.error_prefix(max(inner, key=len, default=key))
 
 
 def hints(make: Callable[..., Any]) -> dict[str, Any]:
@@ -180,7 +182,7 @@ def _choice(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
     if type(value) not in map(type, choices):
         return value if any(value is each for each in arguments) else _NO
     if value not in choices:
-        raise unknown(name, value, map(str, choices), ", ".join(map(repr, choices)))
+        raise unknown_word(name, value, map(str, choices), ", ".join(map(repr, choices)))
     return choices[value]
 
 
@@ -225,7 +227,7 @@ def _read(kind: type, text: str, name: str) -> Any:
     """An object of a type that YAML has no form for."""
     if issubclass(kind, Enum):
         if text not in kind.__members__:
-            raise unknown(name, text, kind.__members__, describe(kind))
+            raise unknown_word(name, text, kind.__members__, describe(kind))
         return kind[text]
     reader = READERS.get(kind)
     if reader is None:

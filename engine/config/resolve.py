@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.config import command_line as command_line
 from engine.config import yaml_reader
 from engine.config.duration import Duration
-from engine.config.settings import OVERFIT, Settings, fast_dev_run_overrides
+from engine.config.kinds import ByName
+from engine.config.named_options import NamedOptions
+from engine.config.settings import KINDS, OVERFIT, Settings, fast_dev_run_overrides
 from engine.config.yaml_reader import Node
-from engine.config.yaml_values import KINDS, read_value
 from engine.config.yaml_writer import flow
 from engine.utils.extensions import hint
 from engine.utils.log import TERMINAL
@@ -62,7 +62,7 @@ class Resolved:
     origins: dict[str, str]
     """For each setting: ``"command line seed=1"``, ``"code"``, ``"environment FIT_PRECISION"``, ``"file fit.yaml:3"``, ``"fast_dev_run"``,
     ``"overfit_batches"``
-    or ``"default"``. Options of a strategy or a precision have their origins in :attr:`engine.config.name_and_options.Named.origins`."""
+    or ``"default"``. Options of a strategy or a precision have their origins in :attr:`engine.config.named_options.NamedOptions.origins`."""
     sections: dict[str, Any] = field(default_factory=dict)
     """The requested sections of the file, as plain values."""
     file: Path | None = None
@@ -122,7 +122,7 @@ def resolve(
             )
         if value is not UNSET:
             values[name], origins[name] = value, "code"
-    command_line.apply(overrides, values, origins, sections)
+    _apply_command_line(overrides, values, origins, sections)
     settings = Settings(**values)
     if settings.overfit_batches:
         origins.update(dict.fromkeys(OVERFIT, "overfit_batches"))
@@ -184,3 +184,103 @@ def _check_name(name: str, origin: str) -> None:
         raise ValueError(
             f"{origin}: {name!r} is not a Fit setting{hint('setting', name, KINDS)}; possible: {', '.join(KINDS)}"
         )
+
+
+def read_value(name: str, node: Node, origin: str, *, lines: bool = False) -> Any:
+    """The checked value of the setting ``name``; ``origin`` starts each error, with the line of the key if ``lines``.
+
+    Raises:
+        ValueError, TypeError: it is not possible.
+    """
+    kind = KINDS[name]
+    try:
+        value = kind.from_yaml(node)
+    except ValueError as error:
+        raise ValueError(f"{origin}: {name} {error}") from None
+    file = origin.rpartition(":")[0] if lines else origin
+    origins = yaml_reader.origins_of_keys(node, file, lines=lines)
+    if isinstance(kind, ByName) and isinstance(value, dict):
+        value = kind.from_mapping(name, value, {"": origin, **origins})
+    try:
+        return kind.normal(name, value)
+    except (ValueError, TypeError) as error:
+        where = next((where for key, where in origins.items() if repr(key) in str(error)), origin)
+        raise type(error)(f"{where}: {error}") from None
+
+
+def _apply_command_line(
+    overrides: Sequence[str], values: dict[str, Any], origins: dict[str, str], sections: Sequence[str]
+) -> None:
+    """Apply ``max_epochs=3`` and ``strategy.stage=3`` to ``values`` and ``origins``: whole settings first, then single keys, in order.
+
+    Raises:
+        ValueError, TypeError: a text without ``=``, an unknown setting, or a value that is not possible.
+    """
+    settings: list[tuple[str, Node, str]] = []
+    keys: list[tuple[list[str], Node, str]] = []
+    for text in overrides:
+        name, equals, yaml = text.partition("=")
+        path = name.strip().split(".")
+        origin = f"command line {text}"
+        if path[0] in sections:
+            continue
+        if not equals or not all(path):
+            raise ValueError(f"{origin}: write name=value, such as max_epochs=3 or strategy.stage=3")
+        if path[0] not in KINDS:
+            raise ValueError(
+                f"{origin}: {path[0]!r} is not a Fit setting{hint('setting', path[0], KINDS)}; possible: {', '.join(KINDS)}"
+            )
+        node = yaml_reader.compose(yaml, origin)
+        if len(path) > 1:
+            keys.append((path, node, origin))
+        else:
+            settings.append((path[0], node, origin))
+    for name, node, origin in settings:
+        values[name], origins[name] = read_value(name, node, origin), origin
+    for path, node, origin in keys:
+        _set_key(path, node, origin, values, origins)
+
+
+def _set_key(path: list[str], node: Node, origin: str, values: dict[str, Any], origins: dict[str, str]) -> None:
+    """Set one key of a setting's mapping, which another source may have given."""
+    setting, *inside = path
+    if node is None:
+        raise ValueError(f"{origin}: {'.'.join(path)} is empty: give a value, or null for None")
+    kind, current = KINDS[setting], values.get(setting, _DEFAULTS[setting])
+    mapping = kind.as_mapping(current)
+    if mapping is None:
+        if isinstance(kind, ByName):
+            raise ValueError(
+                f"{origin}: {setting} was given as an object in code ({current!r:.60}), which has its own settings; "
+                "give a name there"
+            )
+        raise ValueError(f"{origin}: {setting} is not a mapping and has no keys; write {setting}=VALUE")
+    target = mapping
+    for key in map(_key, inside[:-1]):
+        target = target.setdefault(key, {})
+        if not isinstance(target, dict):
+            raise ValueError(f"{origin}: {setting} has the value {target!r} at {key!r}, which is not a mapping")
+    try:
+        is_name = isinstance(kind, ByName) and inside == ["name"] and yaml_reader.is_text(node)
+        target[_key(inside[-1])] = node.value if is_name else yaml_reader.construct(node)
+    except ValueError as error:
+        raise ValueError(f"{origin}: {'.'.join(path)} {error}") from None
+    if isinstance(kind, ByName):
+        current_origins = current.origins if isinstance(current, NamedOptions) else {"name": origins[setting]}
+        key = ".".join(inside)
+        others = {other: where for other, where in current_origins.items() if not other.startswith(f"{key}.")}
+        values[setting] = kind.from_mapping(setting, mapping, {**others, key: origin})
+        origins[setting] = origin if origins[setting] == "default" else origins[setting]
+        return
+    try:
+        values[setting] = kind.normal(setting, mapping)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{origin}: {error}") from None
+    origins[setting] = origin if origins[setting] == "default" else f"{origin}, over {origins[setting]}"
+
+
+_DEFAULTS: dict[str, Any] = {name: getattr(Settings(), name) for name in KINDS}
+
+
+def _key(text: str) -> Any:
+    return int(text) if text.isdecimal() else text

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine import strategies
 from engine.config.masked import readable
-from engine.config.name_and_options import Named
+from engine.config.named_options import NamedOptions
 from engine.config.settings import Settings
 from engine.distributed.environments import Environment
 from engine.step.precision import Precision
@@ -37,7 +37,7 @@ def _origins(message: str, settings: Settings, origins: Mapping[str, str]) -> st
     """The origins of the settings that a message names, except for code, which the traceback shows."""
     if message.startswith(("file ", "environment ", "command line ")):  # it starts with the origin
         return ""
-    own = settings.strategy.origins if isinstance(settings.strategy, Named) else {}
+    own = settings.strategy.origins if isinstance(settings.strategy, NamedOptions) else {}
     known = {**origins, **{f"strategy.{key}": origin for key, origin in own.items()}}
     named = set(re.findall(r"\w+(?==)", message)) | ({"devices", "num_nodes"} if "processes" in message else set())
     found = [

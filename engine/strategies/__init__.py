@@ -10,7 +10,7 @@ from typing import Any
 from engine.config import strategy_names
 from engine.config.construct import construct
 from engine.config.masked import fields_of
-from engine.config.name_and_options import Named
+from engine.config.named_options import NamedOptions
 from engine.config.settings import check
 from engine.strategies.base import Single, Strategy
 from engine.utils.extensions import hint, load
@@ -23,7 +23,7 @@ _SHORT: dict[str, Any] = {
 """Short names for a strategy with one of its settings."""
 
 
-def get(name: str | Mapping[str, Any] | Named | Strategy, world_size: int = 1) -> Strategy:
+def get(name: str | Mapping[str, Any] | NamedOptions | Strategy, world_size: int = 1) -> Strategy:
     """The strategy of this name; ``"auto"`` is ``single`` for one process and ``ddp`` for several. An instance is returned unchanged.
 
     ``{"name": "deepspeed", "stage": 3}`` creates it with these arguments of its class.
@@ -40,7 +40,7 @@ def get(name: str | Mapping[str, Any] | Named | Strategy, world_size: int = 1) -
     asked = check("strategy", name)
     if isinstance(asked, str) and asked in _SHORT:
         asked = check("strategy", _SHORT[asked])
-    if isinstance(asked, Named):
+    if isinstance(asked, NamedOptions):
         return _configured(asked)
     if asked == "auto":
         asked = "single" if world_size == 1 else "ddp"
@@ -68,8 +68,8 @@ def _maker(name: object, where: str) -> Callable[..., Any]:
     raise ValueError(f"{where}strategy={name!r} is unknown{hint('strategy', str(name), known)}; {possible}")
 
 
-def _configured(asked: Named) -> Strategy:
-    make = _maker(asked.name, asked.at())
+def _configured(asked: NamedOptions) -> Strategy:
+    make = _maker(asked.name, asked.error_prefix())
     if not isinstance(make, type):
         # A name that includes settings of a class, such as deepspeed_stage_3.
         base = make()
@@ -82,8 +82,8 @@ def _configured(asked: Named) -> Strategy:
         for key, value in fixed.items():
             if asked.options.get(key, value) != value:
                 raise ValueError(
-                    f"{asked.at(key)}strategy.{key}={asked.options[key]!r} contradicts the name {asked.name!r}, which stands for {key}={value!r}: "
-                    f"give another name, such as {_class_name(make)!r}"
+                    f"{asked.error_prefix(key)}strategy.{key}={asked.options[key]!r} contradicts the name {asked.name!r}, "
+                    f"which stands for {key}={value!r}: give another name, such as {_class_name(make)!r}"
                 )
         asked = replace(asked, options={**fixed, **asked.options})
     built: Strategy = construct("strategy", asked, make)
@@ -92,7 +92,7 @@ def _configured(asked: Named) -> Strategy:
 
 def describe(strategy: Strategy, asked: Any) -> dict[str, Any]:
     """A strategy as written into a file: its name (the ``asked`` one, unless that is ``"auto"`` or short) and its settings."""
-    name = asked.name if isinstance(asked, Named) else asked
+    name = asked.name if isinstance(asked, NamedOptions) else asked
     ours = isinstance(name, str) and name != "auto" and name not in _SHORT
     return fields_of(strategy, name if ours else _class_name(type(strategy)))
 

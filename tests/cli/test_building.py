@@ -16,7 +16,7 @@ from engine.cli.building import Component, Parsed
 from engine.cli.exits import UsageError
 from engine.config import yaml_reader
 from engine.config.construct import construct
-from engine.config.name_and_options import Named
+from engine.config.named_options import NamedOptions
 from engine.config.yaml_writer import flow
 
 Kind = Enum("Kind", ["PLAIN", "FANCY"])
@@ -45,7 +45,7 @@ def taking(hint: Any) -> Callable[..., Any]:
 
 
 def option(hint: Any, value: Any) -> Any:
-    return construct("strategy", Named("mine", {"x": value}, {"x": "here"}), taking(hint))
+    return construct("strategy", NamedOptions("mine", {"x": value}, {"x": "here"}), taking(hint))
 
 
 def in_file(hint: Any, value: Any) -> Any:

@@ -131,7 +131,7 @@ def test_anchors_and_merges(in_tmp: Path) -> None:
     found = resolved_settings({}, {}, Path("a.yaml"))
     assert (found.settings.seed, found.settings.max_steps) == (4, 4)
     assert (found.settings.strategy.name, found.settings.strategy.options) == ("fsdp", {"bucket_cap_mb": 5})
-    assert (found.settings.strategy.at("name"), found.settings.strategy.at("bucket_cap_mb")) == (
+    assert (found.settings.strategy.error_prefix("name"), found.settings.strategy.error_prefix("bucket_cap_mb")) == (
         "file a.yaml:3: ",
         "file a.yaml:2: ",
     )

@@ -62,7 +62,7 @@ TYPES_FROM_ABOVE = {
 
 ROWS_OF_ANNEXES = (
     "__init__.py",
-    "config/name_and_options.py",
+    "config/kinds.py",
     "config/strategy_names.py",
     "distributed/environments/torchrun.py",
 )
