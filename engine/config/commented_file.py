@@ -21,21 +21,26 @@ CODE_ONLY = tuple(name for name, kind in KINDS.items() if kind.code_only)
 
 
 @functools.cache
-def documentation(cls: type = Settings) -> dict[str, str]:
-    """Field -> the text under it in the source, as plain text."""
+def field_texts(cls: type = Settings) -> dict[str, str]:
+    """Field -> the text under it in the source, on one line."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     body = tree.body[0].body  # type: ignore[attr-defined]
-    found: dict[str, str] = {}
-    for this, after in zip(body, [*body[1:], None], strict=True):
-        is_told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-        if is_told and isinstance(this, ast.AnnAssign) and isinstance(this.target, ast.Name):
-            found[this.target.id] = _plain_text(str(after.value.value))
-    return found
+    texts: dict[str, str] = {}
+    for statement, following in zip(body, [*body[1:], None], strict=True):
+        is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        if is_text and isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            texts[statement.target.id] = " ".join(str(following.value.value).split())
+    return texts
+
+
+def documentation(cls: type = Settings) -> dict[str, str]:
+    """Field -> the text under it in the source, as plain text with YAML's words."""
+    return {name: _plain_text(text) for name, text in field_texts(cls).items()}
 
 
 def _plain_text(text: str) -> str:
     text = re.sub(r":\w+:`~?([^`]*)`", r"\1", text)
-    return " ".join(text.replace("``None``", "null").replace("``", "").split())
+    return text.replace("``None``", "null").replace("``", "")
 
 
 def document(values: Mapping[str, Any], head: Sequence[str] = ()) -> str:

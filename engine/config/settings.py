@@ -40,25 +40,28 @@ def setting(kind: Kind, default: Any) -> Any:
     return field(default=default, metadata={"kind": kind})
 
 
+# Fit.__init__ repeats names, types and texts, so that editors show them. After a change: python tests/tools/settings_text.py --write
 @dataclass(frozen=True)
 class Settings:
     """All arguments of ``Fit``, checked and in one form each.
 
-    Values are normalised: durations become :class:`Duration`, precision names the library's own,
-    ``callbacks`` a tuple, ``root_dir`` a ``Path``.
+    A setting is one field: its kind checks a value and gives it its normal form (durations become :class:`Duration`, precision names the library's
+    own, ``callbacks`` a tuple, ``root_dir`` a ``Path``), and the text under it is its documentation.
 
     Raises:
         ValueError, TypeError: a value that is not possible; the message names the argument, the value and what is possible.
     """
 
     strategy: Any = setting(StrategyName(), "auto")
-    """How the model is distributed over the ranks: a registered name, ``{name: deepspeed, stage: 3}`` with its settings, or a strategy object."""
+    """How the model is distributed over the ranks: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, ``"mesh"``, ``"deepspeed"`` or another registered
+    name, ``{name: deepspeed, stage: 3}`` with its settings, or an :class:`engine.Strategy` object."""
     accelerator: str = setting(Accelerator(), "auto")
     """``"auto"``: the accelerator that ``torch.accelerator`` finds, else the CPU. ``"gpu"``: that accelerator, whatever its kind (an NPU too).
     Or a device by its name: ``"cpu"``, ``"cuda"`` (ROCm too), ``"mps"``, ``"xpu"``, ``"npu"``, ``"hpu"``, ``"mtia"``, or one that a package
     adds to torch."""
     devices: int | str | tuple[int, ...] = setting(Devices(), "auto")
-    """Processes on this node, one device each: a number, the device indices (``[0, 2]`` or ``"0,2"``), or ``"auto"``."""
+    """Processes on this node, one device each: a number, the device indices (``[0, 2]`` or ``"0,2"``), or ``"auto"``: every GPU, or one process.
+    ``run`` starts them unless a launcher has."""
     num_nodes: int = setting(WholeNumber(1), 1)
     """Nodes of the job."""
     precision: Any = setting(PrecisionName(), "32-true")
@@ -85,7 +88,7 @@ class Settings:
     gradient_clip_algorithm: str = setting(Word("norm", "value"), "norm")
     """``"norm"``: the global norm over all parameters and ranks. ``"value"``: each element on its own."""
     val_every: Duration | None = setting(Interval(), _ONE_EPOCH)
-    """How often to validate: ``"1 epochs"``, ``"500 steps"``, ``"10 min"``; ``None``: never."""
+    """How often to validate: ``"1 epochs"``, ``500`` steps, ``0.25`` of an epoch, ``"10 min"``; ``None``: never."""
     num_sanity_val_steps: int = setting(WholeNumber(-1), 2)
     """Validation batches to try before training starts; 0: none, -1: all."""
     limit_train_batches: int | float | None = setting(BatchLimit(), None)
@@ -142,7 +145,7 @@ class Settings:
     reload_best: bool = setting(Flag(), False)
     """After the training the module takes the weights of the best checkpoint, by a ``ModelCheckpoint``'s ``monitor``."""
     root_dir: Path = setting(Folder(), Path("runs"))
-    """Where checkpoints and logs are written."""
+    """Where checkpoints and logs are written. The first run uses this folder, each later run a numbered folder in it."""
 
     def __post_init__(self) -> None:
         for name, kind in KINDS.items():
