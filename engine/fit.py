@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import timedelta
 from operator import is_not
 from pathlib import Path
@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Never
 
 from torch import nn
 
+from engine import strategies
 from engine.callback import Callback, affecting_steps, own_kind, with_own
 from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import Trained
+from engine.config import combinations
 from engine.config.duration import Duration
 from engine.config.resolve import UNSET, Resolved, resolve, shows_defaults
 from engine.config.settings import Settings, check
@@ -25,7 +27,7 @@ from engine.distributed.environments import detect
 from engine.distributed.group import Group
 from engine.engine import Engine
 from engine.launch.script_ranks import joined
-from engine.loop import compatibility, setup
+from engine.loop import setup
 from engine.loop.callback_states import check_keys
 from engine.loop.evaluate import call_hooks, evaluate, predict, sanity_check
 from engine.loop.first_checks import report_misspelled
@@ -205,7 +207,9 @@ class Fit:
         self.names_what_fits: bool = True
         """Whether an out-of-memory error of :meth:`run` names, in a note, the command that finds what fits."""
         self._trained: Trained | None = None  # by the latest training
-        compatibility.check(self.settings, self.origins, detect(os.environ))
+        environment = detect(os.environ)
+        launched = None if environment.name == "single" else environment.world_size
+        strategies.requested(self.settings, self.origins, launched)
 
     @property
     def is_main_process(self) -> bool:
@@ -592,7 +596,7 @@ class Fit:
             compile=settings.compile,
             sync_batchnorm=settings.sync_batchnorm,
         )
-        origins, settings = _configured(engine.strategy, settings, self.origins)
+        settings, origins = combinations.configured_by_strategy(settings, self.origins, engine.strategy)
         checked(module, *settings.callbacks)
         callbacks = tuple(
             c
@@ -638,15 +642,6 @@ def _train_module(module: Any) -> TrainModule:
             f"Fit takes a TrainModule, got {type(module).__name__}: subclass engine.TrainModule, or keep your loop with engine.Engine"
         )
     return module
-
-
-def _configured(strategy: Strategy, settings: Settings, origins: Mapping[str, str]) -> tuple[dict[str, str], Settings]:
-    """The settings after the strategy's own configuration has set some of them, and where each comes from."""
-    found = strategy.configure(settings, origins)
-    if found is settings:
-        return dict(origins), settings
-    changed = [each.name for each in fields(settings) if getattr(settings, each.name) != getattr(found, each.name)]
-    return {**origins, **dict.fromkeys(changed, "the strategy's configuration")}, found
 
 
 def _datamodule(datamodule: DataModule | None, loader: Any) -> tuple[DataModule | None, Any]:

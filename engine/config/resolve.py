@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.config import yaml_reader
+from engine.config import combinations, yaml_reader
 from engine.config.duration import Duration
 from engine.config.kinds import ByName
 from engine.config.named_options import NamedOptions
-from engine.config.settings import KINDS, OVERFIT, Settings, fast_dev_run_overrides
+from engine.config.settings import KINDS, Settings
 from engine.config.yaml_reader import Node
 from engine.config.yaml_writer import flow
 from engine.utils.extensions import hint
@@ -124,10 +124,7 @@ def resolve(
             values[name], origins[name] = value, "code"
     _apply_command_line(overrides, values, origins, sections)
     settings = Settings(**values)
-    if settings.overfit_batches:
-        origins.update(dict.fromkeys(OVERFIT, "overfit_batches"))
-    if settings.fast_dev_run:
-        origins.update(dict.fromkeys(fast_dev_run_overrides(1), "fast_dev_run"))
+    origins.update(combinations.implied_origins(settings))
     return Resolved(settings, origins, theirs, path)
 
 

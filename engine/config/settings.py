@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from engine.config import combinations
 from engine.config.duration import Duration
 from engine.config.kinds import (
     Accelerator,
@@ -29,8 +30,6 @@ from engine.config.kinds import (
 )
 from engine.utils.errors import nearest
 
-OVERFIT = ("limit_train_batches", "limit_val_batches")
-"""The settings that ``overfit_batches`` sets."""
 _ONE_EPOCH = Duration("epochs", 1)
 _TEN_MINUTES, _HALF_HOUR = Duration("seconds", 600), Duration("seconds", 1800)
 
@@ -150,39 +149,10 @@ class Settings:
     def __post_init__(self) -> None:
         for name, kind in KINDS.items():
             object.__setattr__(self, name, kind.normal(name, getattr(self, name)))
-        if self.global_batch_size is not None and self.accumulate_grad_batches != 1:
-            raise ValueError(
-                f"global_batch_size={self.global_batch_size} and accumulate_grad_batches={self.accumulate_grad_batches!r}: "
-                "the first derives the second; give one of them"
-            )
-        self._check_together()
-        if self.overfit_batches:
-            for name in OVERFIT:
-                object.__setattr__(self, name, self.overfit_batches)
-        if self.fast_dev_run:
-            for name, value in fast_dev_run_overrides(int(self.fast_dev_run)).items():
-                object.__setattr__(self, name, value)
-        if self.max_epochs is None and self.max_steps is None and self.max_time is None:
-            object.__setattr__(self, "max_epochs", 1)
-        for least, most in ((self.min_epochs, self.max_epochs), (self.min_steps, self.max_steps)):
-            if least is not None and most is not None and least > most:
-                unit = "epochs" if most is self.max_epochs else "steps"
-                raise ValueError(
-                    f"min_{unit}={least} and max_{unit}={most}: the training would end before its minimum; give a larger max_{unit}"
-                )
-
-    def _check_together(self) -> None:
-        """Check for settings that contradict each other."""
-        for name in OVERFIT:
-            given = getattr(self, name)
-            if self.overfit_batches and not self.fast_dev_run and given not in (None, self.overfit_batches):
-                raise ValueError(
-                    f"overfit_batches={self.overfit_batches} and {name}={given}: the first sets the second; give one of them"
-                )
-        if self.benchmark and self.deterministic is True:
-            raise ValueError(
-                "benchmark=True and deterministic=True: the fastest algorithm differs between runs; give one of them"
-            )
+        combinations.check_settings(self)
+        for name, value in combinations.implied(self).items():
+            object.__setattr__(self, name, value)
+        combinations.check_limits(self)
 
     def accumulate_at(self, epoch: int) -> int:
         """Micro-batches of one optimizer step in ``epoch`` (the first is 0)."""
@@ -190,24 +160,6 @@ class Settings:
         if isinstance(schedule, int):
             return schedule
         return next((schedule[first] for first in sorted(schedule, reverse=True) if first <= epoch), 1)
-
-
-def fast_dev_run_overrides(n: int) -> dict[str, Any]:
-    """What ``fast_dev_run=n`` replaces in the other settings."""
-    return {
-        "max_epochs": 1,
-        "min_epochs": None,
-        "max_steps": None,
-        "min_steps": None,
-        "max_time": None,
-        "val_every": _ONE_EPOCH,
-        "num_sanity_val_steps": 0,
-        "limit_train_batches": n,
-        "limit_val_batches": n,
-        "limit_test_batches": n,
-        "limit_predict_batches": n,
-        "log_every_n_steps": 1,
-    }
 
 
 KINDS: dict[str, Kind] = {each.name: each.metadata["kind"] for each in fields(Settings)}

@@ -8,10 +8,12 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from engine.config import strategy_names
+from engine.config.combinations import check_with_strategy, naming_origins
 from engine.config.construct import construct
 from engine.config.masked import fields_of
 from engine.config.named_options import NamedOptions
-from engine.config.settings import check
+from engine.config.settings import Settings, check
+from engine.step.precision import Precision
 from engine.strategies.base import Single, Strategy
 from engine.utils.extensions import hint, load
 
@@ -46,6 +48,31 @@ def get(name: str | Mapping[str, Any] | NamedOptions | Strategy, world_size: int
         asked = "single" if world_size == 1 else "ddp"
     built: Strategy = _maker(asked, "")()
     return built
+
+
+def requested(
+    settings: Settings, origins: Mapping[str, str], launched: int | None = None
+) -> tuple[Precision, Strategy | None]:
+    """The precision and the strategy that settings name (``None`` for ``"auto"``), after the strategy has checked the other settings.
+
+    Args:
+        origins: where each setting comes from.
+        launched: the processes that a launcher has started; ``None``: none.
+
+    Raises:
+        ValueError, TypeError: an unknown or impossible setting of the two, or a combination that cannot work.
+    """
+    with naming_origins(settings, origins):
+        precision = Precision.parse(settings.precision)
+        strategy = None if settings.strategy == "auto" else get(settings.strategy)
+    check_with_strategy(settings, origins, strategy, launched)
+    return precision, strategy
+
+
+def describe_requested(settings: Settings, precision: Precision, strategy: Strategy | None) -> dict[str, Any]:
+    """The precision and the strategy with all of their options, by setting, for :func:`engine.config.masked.readable`."""
+    strategies = {} if strategy is None else {"strategy": describe(strategy, settings.strategy)}
+    return {"precision": precision.describe(), **strategies}
 
 
 def _maker(name: object, where: str) -> Callable[..., Any]:
@@ -107,4 +134,4 @@ def _class_name(make: type) -> str:
     return next(names, make.__name__)
 
 
-__all__ = ["Single", "Strategy", "describe", "get"]
+__all__ = ["Single", "Strategy", "describe", "describe_requested", "get", "requested"]

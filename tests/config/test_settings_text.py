@@ -91,7 +91,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
             check=False,
         )
         assert process.returncode == status, process.stdout + process.stderr
-        return " ".join((process.stdout + process.stderr).split())
+        return " ".join((process.stderr if status else process.stdout).split())
 
     run(str(copy / WRITE), status=1)
     run(str(copy / WRITE), "--write")

@@ -57,8 +57,9 @@ DOORS_TO_ANNEXES = {
 TYPES_FROM_ABOVE = {
     *((f"engine.{module}", "engine.loop.run") for module in ("module", "callback", "data.datamodule")),
     ("engine.callback", "engine.module"),
+    ("engine.config.combinations", "engine.config.settings"),
 }
-"""Imports for types only, by which users' classes name the run that they are given."""
+"""Imports for types only, by which users' classes name the run that they are given, and rules the settings that call them."""
 
 ROWS_OF_ANNEXES = (
     "__init__.py",
