@@ -59,7 +59,7 @@ def unknown_word(name: str, value: object, words: Iterable[str], possible: str) 
 
 
 def is_whole_number(value: object) -> bool:
-    """Whether ``value`` is an int, or numpy's; a bool is not (``max_steps=True`` is a mistake)."""
+    """Tell ints, also numpy's, from other values and from bools: ``max_steps=True`` is a mistake."""
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
@@ -71,9 +71,9 @@ class Kind:
     words: tuple[str, ...] = ()
     """Words that a shell completes, in YAML's form."""
     as_written: bool = False
-    """Whether YAML text is taken as it is written: ``no`` is a precision, and ``2024`` may be a folder."""
+    """YAML text is taken as it is written: ``no`` is a precision, and ``2024`` may be a folder."""
     code_only: bool = False
-    """Whether files, variables and the command line cannot give the value."""
+    """Files, variables and the command line cannot give the value."""
 
     def normal(self, name: str, value: Any) -> Any:
         """The value of the setting ``name`` in its normal form, which is accepted again.
@@ -362,7 +362,7 @@ class ByName(Kind):
 
     as_written = True
     example: str
-    """What the mapping has, for errors."""
+    """A name and an option, for errors about a mapping without a name."""
 
     def from_mapping(
         self, setting: str, value: Mapping[str, Any], origins: Mapping[str, str] | None = None

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from engine.config.duration import Duration
-from engine.config.kinds import PRECISIONS, precision_name
 from engine.config.settings import KINDS, Settings, check
 
 
@@ -146,8 +145,3 @@ def test_fast_dev_run_replaces_the_limits() -> None:
     assert (settings.limit_train_batches, settings.limit_val_batches) == (3, 3)
     assert Settings(fast_dev_run=True).limit_train_batches == 1
     assert Settings(fast_dev_run=False).limit_train_batches is None
-
-
-def test_every_precision_name_leads_to_one_that_stays() -> None:
-    for name, normal in PRECISIONS.items():
-        assert precision_name(name) == precision_name(normal) == normal

@@ -9,13 +9,13 @@ import subprocess
 import sys
 import typing
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from tools.settings_text import FIT, updated
 
-from engine import Fit
-from engine.config.settings import KINDS
+from engine import Fit, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITE = "tests/tools/settings_text.py"
@@ -52,9 +52,10 @@ def test_the_arguments_of_fit_are_those_of_the_settings() -> None:
 
 
 def test_arguments_have_types_that_editors_can_follow() -> None:
+    names = [field.name for field in fields(Settings)]
     hints = typing.get_type_hints(Fit.__init__)
-    assert [name for name in KINDS if name not in hints or hints[name] is typing.Any] == []
-    assert list(inspect.signature(Fit.__init__).parameters) == ["self", *KINDS]
+    assert [name for name in names if name not in hints or hints[name] is typing.Any] == []
+    assert list(inspect.signature(Fit.__init__).parameters) == ["self", *names]
 
 
 Ended = Callable[..., str]

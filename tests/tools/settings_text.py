@@ -12,10 +12,11 @@ import re
 import subprocess
 import sys
 import textwrap
+from dataclasses import fields
 from pathlib import Path
 
+from engine import Settings
 from engine.config.commented_file import field_texts
-from engine.config.settings import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 FIT = ROOT / "engine" / "fit.py"
@@ -25,7 +26,7 @@ WIDTH = 140
 
 def signature() -> str:
     """A line for each setting: ``max_epochs: int | None = UNSET,``."""
-    return "".join(f"        {name}: {kind.accepts} = UNSET,\n" for name, kind in KINDS.items())
+    return "".join(f"        {field.name}: {field.metadata['kind'].accepts} = UNSET,\n" for field in fields(Settings))
 
 
 def arguments() -> str:
