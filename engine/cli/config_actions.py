@@ -12,9 +12,9 @@ from engine import strategies
 from engine.cli.annexes import annex
 from engine.cli.config_questions import ask
 from engine.cli.exits import FAILED, UsageError, complain, show
-from engine.config.commented_file import document
 from engine.config.resolve import SECTIONS, Resolved, resolve
-from engine.config.yaml_writer import write_atomically
+from engine.config.settings_file import document
+from engine.config.yaml_text import write_atomically
 
 if TYPE_CHECKING:
     from engine.compat.key_file import KeyFile

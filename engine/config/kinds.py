@@ -15,10 +15,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from engine.config import strategy_names, yaml_reader
+from engine.config import strategy_names, yaml_text
 from engine.config.duration import Duration, parse
 from engine.config.named_options import NamedOptions
-from engine.config.yaml_reader import Node
+from engine.config.yaml_text import Node
 from engine.utils import device_names
 from engine.utils.errors import nearest
 
@@ -91,7 +91,7 @@ class Kind:
         """
         if node is None:
             raise ValueError("is empty: give a value, or null for None")
-        return node.value if self.as_written and yaml_reader.is_text(node) else yaml_reader.construct(node)
+        return node.value if self.as_written and yaml_text.is_text(node) else yaml_text.construct(node)
 
     def as_mapping(self, value: Any) -> dict[Any, Any] | None:
         """A new mapping with what ``value`` says, for the command line to set a key in; ``None``: such a value has no keys."""
@@ -396,8 +396,8 @@ class ByName(Kind):
     def from_yaml(self, node: Node) -> Any:
         value = super().from_yaml(node)
         if isinstance(value, dict):
-            nodes = {key: inner for key, inner, _ in yaml_reader.entries(node, "")}
-            if "name" in nodes and yaml_reader.is_text(nodes["name"]):
+            nodes = {key: inner for key, inner, _ in yaml_text.entries(node, "")}
+            if "name" in nodes and yaml_text.is_text(nodes["name"]):
                 value["name"] = nodes["name"].value
         return value
 

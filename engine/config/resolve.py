@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.config import combinations, yaml_reader
+from engine.config import combinations, yaml_text
 from engine.config.duration import Duration
 from engine.config.kinds import ByName
 from engine.config.named_options import NamedOptions
 from engine.config.settings import KINDS, Settings
-from engine.config.yaml_reader import Node
-from engine.config.yaml_writer import flow
+from engine.config.yaml_text import Node, flow
 from engine.utils.extensions import hint
 from engine.utils.log import TERMINAL
 
@@ -101,13 +100,13 @@ def resolve(
         if name in sections:
             theirs[name] = value
         else:
-            node = yaml_reader.compose(flow(value), earlier_origin)
+            node = yaml_text.compose(flow(value), earlier_origin)
             _check_name(name, earlier_origin)
             values[name], origins[name] = read_value(name, node, earlier_origin), earlier_origin
     for name, node, origin in _from_file(path) if path is not None else ():
         if name in sections:
             try:
-                theirs[name] = yaml_reader.construct(node)
+                theirs[name] = yaml_text.construct(node)
             except ValueError as error:
                 raise ValueError(f"{origin}: {name} {error}") from None
         else:
@@ -142,7 +141,7 @@ def _from_environment(environ: Mapping[str, str]) -> _Entries:
             raise ValueError(
                 f"environment {variable}: {name!r} is not a Fit setting{meant}; unset it, or choose from {known}"
             )
-        yield name, yaml_reader.compose(text, f"environment {variable}"), f"environment {variable}"
+        yield name, yaml_text.compose(text, f"environment {variable}"), f"environment {variable}"
 
 
 def _path(environ: Mapping[str, str], file: Path | None) -> Path | None:
@@ -163,12 +162,12 @@ def _path(environ: Mapping[str, str], file: Path | None) -> Path | None:
 
 def _from_file(path: Path) -> list[tuple[str, Node, str]]:
     origin = f"file {path}"
-    root = yaml_reader.compose(yaml_reader.read_file(path), origin, lines=True)
+    root = yaml_text.compose(yaml_text.read_file(path), origin, lines=True)
     if root is None:
         return []
     if root.id != "mapping":
         raise ValueError(f"{origin}: has a {root.id} at its top; write one 'name: value' per line")
-    return list(yaml_reader.entries(root, origin, lines=True))
+    return list(yaml_text.entries(root, origin, lines=True))
 
 
 def _check_name(name: str, origin: str) -> None:
@@ -195,7 +194,7 @@ def read_value(name: str, node: Node, origin: str, *, lines: bool = False) -> An
     except ValueError as error:
         raise ValueError(f"{origin}: {name} {error}") from None
     file = origin.rpartition(":")[0] if lines else origin
-    origins = yaml_reader.origins_of_keys(node, file, lines=lines)
+    origins = yaml_text.origins_of_keys(node, file, lines=lines)
     if isinstance(kind, ByName) and isinstance(value, dict):
         value = kind.from_mapping(name, value, {"": origin, **origins})
     try:
@@ -227,7 +226,7 @@ def _apply_command_line(
             raise ValueError(
                 f"{origin}: {path[0]!r} is not a Fit setting{hint('setting', path[0], KINDS)}; possible: {', '.join(KINDS)}"
             )
-        node = yaml_reader.compose(yaml, origin)
+        node = yaml_text.compose(yaml, origin)
         if len(path) > 1:
             keys.append((path, node, origin))
         else:
@@ -258,8 +257,8 @@ def _set_key(path: list[str], node: Node, origin: str, values: dict[str, Any], o
         if not isinstance(target, dict):
             raise ValueError(f"{origin}: {setting} has the value {target!r} at {key!r}, which is not a mapping")
     try:
-        is_name = isinstance(kind, ByName) and inside == ["name"] and yaml_reader.is_text(node)
-        target[_key(inside[-1])] = node.value if is_name else yaml_reader.construct(node)
+        is_name = isinstance(kind, ByName) and inside == ["name"] and yaml_text.is_text(node)
+        target[_key(inside[-1])] = node.value if is_name else yaml_text.construct(node)
     except ValueError as error:
         raise ValueError(f"{origin}: {'.'.join(path)} {error}") from None
     if isinstance(kind, ByName):

@@ -23,7 +23,7 @@ from engine.config.duration import Every
 from engine.config.hyperparameters import as_data, for_loggers
 from engine.config.masked import Config, described, plain, readable, without_secrets
 from engine.config.settings import Settings
-from engine.config.yaml_writer import as_yaml
+from engine.config.settings_file import as_yaml
 from engine.data.loader import PreparedLoader
 from engine.distributed.collectives import stack
 from engine.distributed.stop_agreement import STOP

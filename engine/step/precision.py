@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine.config.construct import construct
 from engine.config.masked import fields_of
 from engine.config.named_options import NamedOptions
 from engine.config.settings import check
+from engine.config.typed_values import construct
 from engine.transforms.float8 import FP8
 from engine.utils import accelerator, torch_private
 from engine.utils.errors import nearest

@@ -9,10 +9,10 @@ from typing import Any
 
 from engine.config import strategy_names
 from engine.config.combinations import check_with_strategy, naming_origins
-from engine.config.construct import construct
 from engine.config.masked import fields_of
 from engine.config.named_options import NamedOptions
 from engine.config.settings import Settings, check
+from engine.config.typed_values import construct
 from engine.step.precision import Precision
 from engine.strategies.base import Single, Strategy
 from engine.utils.extensions import hint, load

@@ -14,10 +14,10 @@ import torch
 
 from engine.cli.building import Component, Parsed
 from engine.cli.exits import UsageError
-from engine.config import yaml_reader
-from engine.config.construct import construct
+from engine.config import yaml_text
 from engine.config.named_options import NamedOptions
-from engine.config.yaml_writer import flow
+from engine.config.typed_values import construct
+from engine.config.yaml_text import flow
 
 Kind = Enum("Kind", ["PLAIN", "FANCY"])
 Mode = Literal["best", "last"]
@@ -49,7 +49,7 @@ def option(hint: Any, value: Any) -> Any:
 
 
 def in_file(hint: Any, value: Any) -> Any:
-    value = yaml_reader.construct(yaml_reader.compose(flow(value), "there"))
+    value = yaml_text.construct(yaml_text.compose(flow(value), "there"))
     return Parsed(Component("model", "mine", taking(hint), {"x": value}, {"x": "here"})).build()[0]
 
 

@@ -15,8 +15,8 @@ from support.internals import resolved_settings
 from support.ranks import clean_environment
 
 from engine import DDP, FP8, FSDP, DeepSpeed, Engine, Fit, MeshParallel, Precision, Strategy, strategies
-from engine.config.construct import construct, converted
 from engine.config.named_options import NamedOptions
+from engine.config.typed_values import construct, converted
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from engine import Settings
-from engine.config.commented_file import field_texts
+from engine.config.settings_file import field_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 FIT = ROOT / "engine" / "fit.py"

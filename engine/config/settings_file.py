@@ -1,4 +1,4 @@
-"""A commented file of settings: the documentation of each is the docstring under its field."""
+"""Files of settings as text: one with the documentation of each setting, which is the text under its field, and one of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.config.masked import plain
 from engine.config.settings import KINDS, Settings
-from engine.config.yaml_writer import flow
+from engine.config.yaml_text import flow
 
 WIDTH = 110
 CODE_ONLY = tuple(name for name, kind in KINDS.items() if kind.code_only)
@@ -65,6 +65,19 @@ def document(values: Mapping[str, Any], head: Sequence[str] = ()) -> str:
             lines += _block(field.name, values[field.name])
         else:
             lines.append(f"# {field.name}: {flow(plain(field.default))}")
+    return "\n".join([*lines, ""])
+
+
+def as_yaml(config: Mapping[str, Mapping[str, Any]]) -> str:
+    """The result of :func:`engine.config.masked.readable` as a file of settings: ``name: value  # origin``.
+
+    Callbacks created in code are in a comment.
+    """
+    lines = []
+    for name, entry in config.items():
+        line = f"{name}: {flow(entry['value'])}  # {' '.join(entry['origin'].split())}"
+        made = name == "callbacks" and not all(isinstance(each, Mapping) for each in entry["value"])
+        lines.append(f"# {line}" if made else line)
     return "\n".join([*lines, ""])
 
 
