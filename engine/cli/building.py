@@ -19,7 +19,7 @@ from jsonargparse.typing import register_type
 from engine.cli.exits import UsageError
 from engine.config import yaml_text
 from engine.config.masked import plain
-from engine.config.typed_values import READERS, converted, is_data
+from engine.config.typed_values import TEXT_READERS, converted, is_data
 from engine.config.yaml_text import flow
 from engine.utils.errors import nearest
 
@@ -27,7 +27,7 @@ _SECTION = "fit-section"
 """The option under which a parser takes the file's values; no parameter has this name."""
 COMMAND_LINE = "command line"
 
-for _type, _reader in READERS.items():
+for _type, _reader in TEXT_READERS.items():
     register_type(_type, deserializer=_reader, type_check=isinstance)
 
 

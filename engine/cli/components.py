@@ -118,7 +118,7 @@ def _origins_of_file(file: Path | None) -> dict[str, str]:
         return {}
     origin, found = f"file {file}", {}
     root = yaml_text.compose(yaml_text.read_file(file), origin, lines=True)
-    for name, node, where in yaml_text.entries(root, origin, lines=True):
+    for name, node, where in yaml_text.items_with_lines(root, origin, lines=True):
         found[name] = where
         inner = enumerate(node.value) if node.id == "sequence" else [(None, node)]
         for index, each in inner:

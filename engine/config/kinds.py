@@ -396,7 +396,7 @@ class ByName(Kind):
     def from_yaml(self, node: Node) -> Any:
         value = super().from_yaml(node)
         if isinstance(value, dict):
-            nodes = {key: inner for key, inner, _ in yaml_text.entries(node, "")}
+            nodes = {key: inner for key, inner, _ in yaml_text.items_with_lines(node, "")}
             if "name" in nodes and yaml_text.is_text(nodes["name"]):
                 value["name"] = nodes["name"].value
         return value

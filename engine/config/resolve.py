@@ -95,10 +95,10 @@ def resolve(
     values: dict[str, Any] = {}
     origins = dict.fromkeys(KINDS, "default")
     path = _path(environ, file)
-    theirs: dict[str, Any] = {}
+    section_values: dict[str, Any] = {}
     for name, value in (earlier or {}).items():
         if name in sections:
-            theirs[name] = value
+            section_values[name] = value
         else:
             node = yaml_text.compose(flow(value), earlier_origin)
             _check_name(name, earlier_origin)
@@ -106,7 +106,7 @@ def resolve(
     for name, node, origin in _from_file(path) if path is not None else ():
         if name in sections:
             try:
-                theirs[name] = yaml_text.construct(node)
+                section_values[name] = yaml_text.construct(node)
             except ValueError as error:
                 raise ValueError(f"{origin}: {name} {error}") from None
         else:
@@ -124,7 +124,7 @@ def resolve(
     _apply_command_line(overrides, values, origins, sections)
     settings = Settings(**values)
     origins.update(combinations.implied_origins(settings))
-    return Resolved(settings, origins, theirs, path)
+    return Resolved(settings, origins, section_values, path)
 
 
 _Entries = Iterator[tuple[str, Node, str]]
@@ -167,7 +167,7 @@ def _from_file(path: Path) -> list[tuple[str, Node, str]]:
         return []
     if root.id != "mapping":
         raise ValueError(f"{origin}: has a {root.id} at its top; write one 'name: value' per line")
-    return list(yaml_text.entries(root, origin, lines=True))
+    return list(yaml_text.items_with_lines(root, origin, lines=True))
 
 
 def _check_name(name: str, origin: str) -> None:

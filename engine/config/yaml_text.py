@@ -91,11 +91,14 @@ def compose(text: str, origin: str, *, lines: bool = False) -> Node:
     return node
 
 
-def entries(node: Node, origin: str, *, lines: bool = False) -> Iterator[Entry]:
+def items_with_lines(node: Node, origin: str, *, lines: bool = False) -> Iterator[Entry]:
     """Key, value and line of each entry of a mapping, including merged ones (its own come first and win)."""
     own = ((str(key.value), value, _where(origin, key, lines)) for key, value in node.value if not _is_merge(key))
     seen = set()
-    for name, value, where in (*own, *(entry for base in _bases(node) for entry in entries(base, origin, lines=lines))):
+    for name, value, where in (
+        *own,
+        *(entry for base in _bases(node) for entry in items_with_lines(base, origin, lines=lines)),
+    ):
         if name not in seen:
             seen.add(name)
             yield name, value, where
@@ -120,7 +123,7 @@ def origins_of_keys(node: Node, origin: str, *, lines: bool = False) -> dict[str
     """The line of each key in a mapping, by its dotted path."""
     found: dict[str, str] = {}
     if node is not None and node.id == "mapping":
-        for name, value, where in entries(node, origin, lines=lines):
+        for name, value, where in items_with_lines(node, origin, lines=lines):
             found[name] = where
             found.update(
                 {
