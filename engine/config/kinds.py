@@ -111,7 +111,7 @@ class WholeNumber(Kind):
         self._possible = f"an int of at least {least}" if most is None else f"an int from {least} to {most}"
         self._possible += _or_none(none)
 
-    def normal(self, name: str, value: Any) -> int | None:
+    def normal(self, name: str, value: Any) -> Any:
         if value is None and self._none:
             return None
         if not is_whole_number(value):
@@ -171,7 +171,7 @@ class FlagOrNumber(Kind):
     words = _FLAGS
     _number = WholeNumber(0)
 
-    def normal(self, name: str, value: Any) -> bool | int | None:
+    def normal(self, name: str, value: Any) -> Any:
         return value if isinstance(value, bool) else self._number.normal(name, value)
 
 
