@@ -19,9 +19,10 @@ from engine import Fit, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITE = "tests/tools/settings_text.py"
-FIELD = '''\
+TEXT = 'Color of the run in overviews: ``"red"``, ``"green"``, or ``None``.'
+FIELD = f'''\
     color: str | None = setting(Word("red", "green", none="no color"), None)
-    """Color of the run in overviews: ``"red"``, ``"green"``, or ``None``."""
+    """{TEXT}"""
 '''
 NET = """\
 import torch
@@ -31,11 +32,25 @@ class Net(TrainModule):
     def __init__(self, width: int = 1): super().__init__()
 """
 CODE = """\
-import sys
+import os, pydoc
 from engine import Fit
 
-fit = Fit(color="RED") if "code" in sys.argv else Fit()
-print(fit.settings.color, "from", fit.origins["color"])
+def show(**given):
+    fit = Fit(**given)
+    print(fit.settings.color, "from", fit.origins["color"], end="; ")
+
+show(color="RED")
+show()
+os.environ["FIT_CONFIG"] = "green.yaml"
+show()
+os.environ["FIT_COLOR"] = "null"
+show()
+show(color="red")
+try:
+    show(color="redd")
+except ValueError as error:
+    print(error)
+print(pydoc.render_doc(Fit))
 """
 COMMAND_LINE = """\
 from engine import Fit
@@ -76,7 +91,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     settings.write_text(settings.read_text().replace(place, FIELD + place))
     work = copy / "work"
     work.mkdir()
-    for name, text in {"net.py": NET, "script.py": CODE, "own.py": COMMAND_LINE}.items():
+    for name, text in {
+        "net.py": NET,
+        "in_code.py": CODE,
+        "own.py": COMMAND_LINE,
+        "read.py": "print(open('new.yaml').read())",
+    }.items():
         (work / name).write_text(text)
     (work / "green.yaml").write_text("seed: 1\ncolor: green\n")
 
@@ -103,21 +123,20 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 COMMAND = ("-m", "engine.cli.main")
 
 
-def test_a_new_setting_is_an_argument_in_code(ended: Ended) -> None:
-    assert ended("script.py", "code") == "red from code"
-    assert ended("script.py") == "None from default"
-    assert "color='redd' is unknown; did you mean 'red'?; possible: 'red' or 'green', or None for no color" in ended(
-        "-c", "from engine import Fit; Fit(color='redd')", status=1
+def test_a_new_setting_is_an_argument_in_code_and_read_from_the_environment_and_the_file(ended: Ended) -> None:
+    output = ended("in_code.py")
+    assert output.startswith(
+        "red from code; None from default; green from file green.yaml:2; None from environment FIT_COLOR; red from code; "
+        "color='redd' is unknown; did you mean 'red'?; possible: 'red' or 'green', or None for no color "
     )
+    assert f" color: {TEXT} " in output
+    assert "color: 'str | None' = None, " in output
 
 
-def test_a_new_setting_is_read_from_the_environment_and_the_file(ended: Ended) -> None:
-    assert ended("script.py", FIT_COLOR="green") == "green from environment FIT_COLOR"
-    assert ended("script.py", FIT_CONFIG="green.yaml") == "green from file green.yaml:2"
-    assert ended("script.py", FIT_CONFIG="green.yaml", FIT_COLOR="null") == "None from environment FIT_COLOR"
-    assert ended("script.py", "code", FIT_CONFIG="green.yaml", FIT_COLOR="null") == "red from code"
-    assert "color green environment FIT_COLOR" in ended(*COMMAND, "env", FIT_COLOR="green")
+def test_a_new_setting_is_in_files_that_are_written_and_checked(ended: Ended) -> None:
     assert "green.yaml: 2 setting(s), all valid" in ended(*COMMAND, "config", "--check", "green.yaml")
+    ended(*COMMAND, "config", "--default", "--output", "new.yaml")
+    assert '# Color of the run in overviews: "red", "green", or null. # color: null' in ended("read.py")
 
 
 def test_a_new_setting_is_set_on_the_command_line(ended: Ended) -> None:
@@ -137,12 +156,5 @@ def test_a_new_setting_is_completed(ended: Ended, tmp_path: Path) -> None:
 
 def test_a_new_setting_is_in_every_help(ended: Ended) -> None:
     assert ", seed, color, on_nonfinite, " in ended(*COMMAND, "run", "--help")
-    text = 'Color of the run in overviews: ``"red"``, ``"green"``, or ``None``.'
-    assert text in ended("-c", "import engine; help(engine.Fit)")
-    ours = ended("own.py", "--help")  # a user's own command line
-    assert f"--fit.color COLOR {text} (type: str" in ours
+    assert f"--fit.color COLOR {TEXT} (type: str" in ended("own.py", "--help")  # a user's own command line
     assert ended("own.py", "--fit.color=green") == "green"
-    ended(*COMMAND, "config", "--default", "--output", "new.yaml")
-    assert '# Color of the run in overviews: "red", "green", or null. # color: null' in ended(
-        "-c", "print(open('new.yaml').read())"
-    )
