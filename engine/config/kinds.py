@@ -273,7 +273,7 @@ class Schedule(Kind):
         return {operator.index(epoch): operator.index(value[epoch]) for epoch in sorted(value)}
 
     def as_mapping(self, value: Any) -> dict[Any, Any] | None:
-        return super().as_mapping(value) or {0: value}
+        return super().as_mapping(value) if isinstance(value, Mapping) else {0: value}
 
 
 class Folder(Kind):
@@ -506,7 +506,9 @@ class Compilation(Kind):
         return _as_flag(super().from_yaml(node))
 
     def as_mapping(self, value: Any) -> dict[Any, Any] | None:
-        return super().as_mapping(value) or ({"blocks": True} if value == "blocks" else {})
+        if isinstance(value, Mapping):
+            return super().as_mapping(value)
+        return {"blocks": True} if value == "blocks" else {}
 
 
 def precision_name(value: object) -> str:

@@ -88,6 +88,7 @@ def test_nothing_and_callbacks_are_no_yaml() -> None:
     [
         (Schedule(), 4, {0: 4}),
         (Schedule(), {2: 4}, {2: 4}),
+        (Schedule(), {}, {}),
         (Compilation(), "blocks", {"blocks": True}),
         (Compilation(), True, {}),
         (StrategyName(), "ddp", {"name": "ddp"}),
