@@ -1,9 +1,9 @@
-"""The arguments of ``Fit.__init__`` and their documentation, from the fields of :class:`engine.Settings`.
+"""The arguments of ``Fit.__init__``, their documentation and the table in ``engine/config/README.md``, from the fields of :class:`engine.Settings`.
 
-    python tests/tools/settings_text.py            # exit status 1 if engine/fit.py differs
-    python tests/tools/settings_text.py --write    # update it, and what fit migrate knows of Fit's arguments
+    python tests/tools/settings_text.py            # exit status 1 if a file differs
+    python tests/tools/settings_text.py --write    # update them, and what fit migrate knows of Fit's arguments
 
-``tests/config/test_settings_text.py`` fails when the file is out of date.
+``tests/config/test_settings_text.py`` fails when a file is out of date.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import textwrap
 from dataclasses import fields
 from pathlib import Path
 
-from engine import Settings
+from engine import Duration, Settings
 from engine.config.settings_file import field_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 FIT = ROOT / "engine" / "fit.py"
+CHAPTER = ROOT / "engine" / "config" / "README.md"
 STAND_INS = ROOT / "tests" / "compat" / "migrate" / "write_stand_ins.py"
 WIDTH = 140
 
@@ -45,24 +46,37 @@ def arguments() -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def updated(source: str) -> str:
-    """The text of ``fit.py`` with the arguments and the documentation of the settings as they are now."""
-    source = re.sub(r"(?<=        \*,\n)(?:        \w+: .*= UNSET,\n)+", lambda _: signature(), source, count=1)
-    return re.sub(r"(?<=    Args:\n)(?:        .*\n)+(?=\n    Raises:)", lambda _: arguments(), source, count=1)
+def rows() -> str:
+    """A row of the chapter's table for each setting."""
+    lines = []
+    for field in fields(Settings):
+        text = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", field_texts()[field.name].replace("``", "`"))
+        default = str(field.default) if isinstance(field.default, (Duration, Path)) else field.default
+        lines.append(f"| `{field.name}` | `{default!r}` | {text} |\n")
+    return "".join(lines)
+
+
+def updated() -> dict[Path, str]:
+    """The text of each file with the settings as they are now."""
+    code = FIT.read_text()
+    code = re.sub(r"(?<=        \*,\n)(?:        \w+: .*= UNSET,\n)+", lambda _: signature(), code, count=1)
+    code = re.sub(r"(?<=    Args:\n)(?:        .*\n)+(?=\n    Raises:)", lambda _: arguments(), code, count=1)
+    table = r"(?<=\| setting \| default \| \|\n\|---\|---\|---\|\n)(?:\| .*\n)*"
+    return {FIT: code, CHAPTER: re.sub(table, lambda _: rows(), CHAPTER.read_text(), count=1)}
 
 
 def main(write: bool) -> int:
     """Compare, or ``write``.
 
     Returns:
-        1 if the file is out of date.
+        1 if a file is out of date.
     """
-    before = FIT.read_text()
-    after = updated(before)
+    texts = updated()
     if write:
-        FIT.write_text(after)
+        for path, text in texts.items():
+            path.write_text(text)
         subprocess.run([sys.executable, STAND_INS], check=True)
-    return int(after != before and not write)
+    return int(any(path.read_text() != text for path, text in texts.items()))
 
 
 if __name__ == "__main__":
