@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from engine import strategies
 from engine.checkpoint.export import export_tensors
-from engine.config.settings import check
+from engine.config.settings import KINDS
 from engine.data.combined import CombinedLoader
 from engine.data.loader import PreparedLoader
 from engine.distributed import collectives
@@ -101,16 +101,17 @@ class Engine:
         environment: Environment | None = None,
         group: Group | None = None,
     ) -> None:
-        if on_nonfinite not in (None, "raise", "skip"):
-            raise ValueError(f"on_nonfinite={on_nonfinite!r} is unknown; possible: 'raise', 'skip', None")
+        on_nonfinite = KINDS["on_nonfinite"].normal("on_nonfinite", on_nonfinite)
+        recompute = KINDS["activation_checkpointing"].normal("activation_checkpointing", activation_checkpointing)
+        compile = KINDS["compile"].normal("compile", compile)
+        sync_batchnorm = KINDS["sync_batchnorm"].normal("sync_batchnorm", sync_batchnorm)
         self.precision = Precision.parse(precision)
         where = group or own_environment(environment)
         self.strategy = strategies.get(strategy, where.world_size)
         self.group = where if isinstance(where, Group) else join_here(where, accelerator, timeout=timeout, debug=debug)
         self.strategy.precision = self.precision
         self.strategy.connect(self.group)
-        transforms = Transforms(check("activation_checkpointing", activation_checkpointing), check("compile", compile))
-        self.strategy.transform_by(transforms)
+        self.strategy.transform_by(Transforms(recompute, compile))
         self.data_group = self.strategy.data_group
         models: list[nn.Module] = []
         self.window = Window(gradient_sync=self.strategy, models=models)
@@ -121,7 +122,6 @@ class Engine:
         self._stepped: tuple[list[Any], list[Any]] = [], []  # the latest step's optimizers, as given and raw
         self._passes = self.strategy.passes(self.scaler)
         data_seed = collectives.gather_json(self.group, torch.initial_seed() if seed is None else seed)[0]
-        check("sync_batchnorm", sync_batchnorm)
         self.precision.check(self.group.device)
         self.prepared = Prepared(self.strategy, self._stepper, data_seed, models)
         """The objects that this engine has prepared."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import timedelta
 from operator import is_not
 from pathlib import Path
@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Never
 
 from torch import nn
 
+from engine import strategies
 from engine.callback import Callback, affecting_steps, own_kind, with_own
 from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import Trained
+from engine.config import combinations
 from engine.config.duration import Duration
 from engine.config.resolve import UNSET, Resolved, resolve, shows_defaults
 from engine.config.settings import Settings, check
@@ -25,7 +27,7 @@ from engine.distributed.environments import detect
 from engine.distributed.group import Group
 from engine.engine import Engine
 from engine.launch.script_ranks import joined
-from engine.loop import compatibility, setup
+from engine.loop import setup
 from engine.loop.callback_states import check_keys
 from engine.loop.evaluate import call_hooks, evaluate, predict, sanity_check
 from engine.loop.first_checks import report_misspelled
@@ -52,49 +54,80 @@ if TYPE_CHECKING:  # they take a second
     from engine.planning.search import PlanSearch
 
 
+# Written from the fields of Settings by tests/tools/settings_text.py --write: the text of Args, and the arguments of __init__.
 @completed
 class Fit:
     """Trains, validates, tests and predicts with a :class:`engine.TrainModule`.
 
     Every argument may also come from the environment (``FIT_PRECISION=bf16-mixed``) or a YAML file (``fit.yaml``, or the one that
-    ``FIT_CONFIG`` names); code wins over the environment, and the environment over the file. Values and
-    defaults are documented at :class:`engine.config.settings.Settings`.
+    ``FIT_CONFIG`` names); code wins over the environment, and the environment over the file. The arguments are the
+    fields of :class:`engine.Settings`.
 
     Args:
-        strategy: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, a dict with such a name and its settings,
-            ``{"name": "deepspeed", "stage": 3}``, or a :class:`engine.Strategy` object.
-        accelerator: ``"auto"`` (what torch.accelerator finds, else the CPU), ``"gpu"`` (any accelerator), or ``"cpu"``, ``"cuda"``, ``"mps"``, ...
-        devices: processes on this machine, one device each; ``run`` starts them unless a launcher has. Default: every GPU, or one process.
-        num_nodes: machines.
-        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``,
-            ``"fp8-mixed"``, ``{"name": "fp8-mixed", "recipe": "rowwise"}``, or an ``FP8`` object.
-        max_epochs, max_steps, max_time: stop at whichever comes first; one epoch when none is given.
-        min_epochs, min_steps: callbacks and ``max_time`` do not stop the training before them.
-        accumulate_grad_batches: micro-batches of an optimizer step, or ``{first epoch: micro-batches}``.
-        global_batch_size: samples of an optimizer step over all ranks; the micro-batches of a step follow from it.
-        gradient_clip_val, gradient_clip_algorithm: clip the global norm (``"norm"``) or each element (``"value"``).
-        val_every: a duration: ``"1 epochs"``, ``500`` steps, ``0.25`` of an epoch, ``"10 min"``; ``None``: never.
-        num_sanity_val_steps: validation batches tried before training.
-        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches, or a fraction of them.
-        overfit_batches: train on so many of the first batches only, the same in every epoch.
-        fast_dev_run: try everything on one batch (or n).
-        log_every_n_steps: steps between two log boundaries; the first and the last step are logged as well. 0: never.
-        callbacks: called in this order.
-        activation_checkpointing: ``"full"``, ``"selective"`` or n (every n-th block): compute the repeated blocks again in the backward pass.
-        compile: ``True``, ``"blocks"`` (each repeated block) or a dict of ``torch.compile``'s options.
-        sync_batchnorm: batch norms compute their statistics over the samples of all ranks.
-        deterministic: ``True`` or ``"warn"``.
-        benchmark: cuDNN measures which algorithm is the fastest.
-        matmul_precision: products of float32 matrices: ``"highest"``, ``"high"`` (TF32) or ``"medium"``; ``None``: torch's setting.
-        detect_anomaly: autograd checks every backward pass for NaN and shows where it comes from.
-        seed: of python, numpy, torch and the data order.
-        on_nonfinite: ``"raise"`` or ``"skip"`` steps whose gradient norm is not finite.
-        timeout, start_timeout: longest time without a finished batch after and before the first step; then the ranks that lag are named.
-        check: compare the ranks' parameters, loaders and first batch before the first step.
-        debug: compare the ranks' shapes before each collective.
-        gc_every_n_steps: steps between two runs of Python's garbage collector; 0 leaves it alone.
-        reload_best: the module has the weights of the best checkpoint after the training, by a ``ModelCheckpoint``'s ``monitor``.
-        root_dir: where checkpoints and logs go. The first run uses this folder, each later run a numbered folder in it.
+        strategy: How the model is distributed over the ranks: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, ``"mesh"``, ``"deepspeed"``
+            or another registered name, ``{name: deepspeed, stage: 3}`` with its settings, or an :class:`engine.Strategy` object.
+        accelerator: ``"auto"``: the accelerator that ``torch.accelerator`` finds, else the CPU. ``"gpu"``: that accelerator, whatever its
+            kind (an NPU too). Or a device by its name: ``"cpu"``, ``"cuda"`` (ROCm too), ``"mps"``, ``"xpu"``, ``"npu"``, ``"hpu"``,
+            ``"mtia"``, or one that a package adds to torch.
+        devices: Processes on this node, one device each: a number, the device indices (``[0, 2]`` or ``"0,2"``), or ``"auto"``: every GPU,
+            or one process. ``run`` starts them unless a launcher has.
+        num_nodes: Nodes of the job.
+        precision: Number formats of the model and of its computations: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"fp8-mixed"``,
+            ``"bf16-true"``, ``"16-true"``, ``"64-true"``, ``{name: fp8-mixed, recipe: rowwise}``, or an ``FP8`` or ``Precision`` object.
+        max_epochs: Stop after this many epochs. 1 when neither this nor ``max_steps`` nor ``max_time`` is given.
+        min_epochs: Epochs before which callbacks (early stopping), ``run.stop()`` and ``max_time`` do not end the training; an earlier wish
+            to stop is met then.
+        max_steps: Stop after this many optimizer steps.
+        min_steps: Optimizer steps before which callbacks, ``run.stop()`` and ``max_time`` do not end the training; with ``min_epochs`` both
+            must be reached. Ctrl-C and SIGTERM end the training at any time.
+        max_time: Stop after this time: ``"10 min"``, ``"1.5 h"``, ``"DD:HH:MM:SS"`` or a ``timedelta``.
+        accumulate_grad_batches: Micro-batches of one optimizer step, or a schedule ``{first epoch: micro-batches}`` (1 before its first
+            epoch).
+        global_batch_size: Samples of one optimizer step over all ranks; the window is derived from it, at any world size.
+        gradient_clip_val: Maximum gradient norm, or absolute value, after clipping; ``None`` or 0: no clipping.
+        gradient_clip_algorithm: ``"norm"``: the global norm over all parameters and ranks. ``"value"``: each element on its own.
+        val_every: How often to validate: ``"1 epochs"``, ``500`` steps, ``0.25`` of an epoch, ``"10 min"``; ``None``: never.
+        num_sanity_val_steps: Validation batches to try before training starts; 0: none, -1: all.
+        limit_train_batches: Micro-batches of an epoch on each rank: an int is a number (0: none), a float in (0, 1] a fraction, ``None``
+            all.
+        limit_val_batches: Batches of each validation loader on each rank, during training and in ``Fit.validate``: an int is a number (0
+            switches validation off), a float in (0, 1] a fraction, ``None`` all.
+        limit_test_batches: Batches of each loader of ``Fit.test`` on each rank: an int is a number (0 tests nothing), a float in (0, 1] a
+            fraction, ``None`` all.
+        limit_predict_batches: Batches of each loader of ``Fit.predict`` on each rank: an int is a number (0 predicts nothing), a float in
+            (0, 1] a fraction, ``None`` all.
+        overfit_batches: Train on the first batches only, the same in every epoch, unshuffled: an int is a number, a float in (0, 1] a
+            fraction, 0 all. Validation is limited and unshuffled likewise.
+        fast_dev_run: Try everything on n batches (``True``: 1): one epoch, n batches of training and of validation, no sanity check.
+        log_every_n_steps: Optimizer steps between two log boundaries, at which metrics leave the device; the first and the last step are
+            logged as well. 0: never within an epoch.
+        callbacks: Callback objects, called in this order. Given in code only.
+        activation_checkpointing: Recompute the model's repeated blocks in the backward pass instead of storing their results: ``"full"``,
+            ``"selective"`` (results of matrix products and attention are kept), an int n (every n-th block only), or ``None``.
+        compile: ``torch.compile``: ``True`` for the whole model, ``"blocks"`` for each repeated block, or a dict of its options (with
+            ``"blocks": True``).
+        sync_batchnorm: Batch norms compute their statistics over the samples of all ranks, as one process would over the whole micro-batch.
+        deterministic: ``True``: only deterministic algorithms, others raise an error; ``"warn"``: others warn.
+        benchmark: Whether cuDNN measures its algorithms for each new input shape and uses the fastest. ``None``: torch's setting; off if
+            ``deterministic``.
+        matmul_precision: How products of float32 matrices are computed during the run, as ``torch.set_float32_matmul_precision`` has it:
+            ``"highest"`` in float32, ``"high"`` in TF32 (or pairs of bfloat16), ``"medium"`` in bfloat16, each where the device has it.
+            ``None``: torch's setting.
+        detect_anomaly: Autograd checks every backward pass for NaN and shows the forward operation it comes from. Slow; for debugging.
+        seed: Seed of python, numpy and torch, and of the data order; 0 to 2**32 - 1. ``None`` seeds nothing.
+        on_nonfinite: A step whose gradient norm is not finite: ``"raise"`` an error, ``"skip"`` the step, or ``None``: no check.
+        timeout: Maximum time without a finished batch, and for a collective, after the first step: several ranks then end with an error
+            that names those that lag; a single process logs its position. ``None``: ``start_timeout`` applies throughout, without
+            monitoring.
+        start_timeout: Maximum time without a sign of life, and for a collective, up to the first step: processes connect, data are
+            prepared, the model is compiled.
+        check: Compare the ranks before the first step: parameters, lengths of loaders, structure of the first batch, and that batches
+            arrive unchanged.
+        debug: Compare operation, shapes and dtypes over the ranks before each collective: an error instead of a hang. Slow; for debugging.
+        gc_every_n_steps: Python's garbage collector runs at every n-th optimizer step, on all ranks at once, and not in between; 0:
+            automatic, as Python does.
+        reload_best: After the training the module takes the weights of the best checkpoint, by a ``ModelCheckpoint``'s ``monitor``.
+        root_dir: Where checkpoints and logs are written. The first run uses this folder, each later run a numbered folder in it.
 
     Raises:
         ValueError, TypeError: a wrong argument; the message names it, its value and what is possible.
@@ -174,7 +207,9 @@ class Fit:
         self.names_what_fits: bool = True
         """Whether an out-of-memory error of :meth:`run` names, in a note, the command that finds what fits."""
         self._trained: Trained | None = None  # by the latest training
-        compatibility.check(self.settings, self.origins, detect(os.environ))
+        environment = detect(os.environ)
+        launched = None if environment.name == "single" else environment.world_size
+        strategies.requested(self.settings, self.origins, launched)
 
     @property
     def is_main_process(self) -> bool:
@@ -561,7 +596,7 @@ class Fit:
             compile=settings.compile,
             sync_batchnorm=settings.sync_batchnorm,
         )
-        origins, settings = _configured(engine.strategy, settings, self.origins)
+        settings, origins = combinations.configured_by_strategy(settings, self.origins, engine.strategy)
         checked(module, *settings.callbacks)
         callbacks = tuple(
             c
@@ -607,15 +642,6 @@ def _train_module(module: Any) -> TrainModule:
             f"Fit takes a TrainModule, got {type(module).__name__}: subclass engine.TrainModule, or keep your loop with engine.Engine"
         )
     return module
-
-
-def _configured(strategy: Strategy, settings: Settings, origins: Mapping[str, str]) -> tuple[dict[str, str], Settings]:
-    """The settings after the strategy's own configuration has set some of them, and where each comes from."""
-    found = strategy.configure(settings, origins)
-    if found is settings:
-        return dict(origins), settings
-    changed = [each.name for each in fields(settings) if getattr(settings, each.name) != getattr(found, each.name)]
-    return {**origins, **dict.fromkeys(changed, "the strategy's configuration")}, found
 
 
 def _datamodule(datamodule: DataModule | None, loader: Any) -> tuple[DataModule | None, Any]:

@@ -100,7 +100,7 @@ def test_an_optimizer_over_nothing_is_an_error() -> None:
         ({"precision": "fp7"}, "precision='fp7' is unknown"),
         ({"strategy": "ddpp"}, "strategy='ddpp' is unknown; did you mean 'ddp'"),
         ({"accelerator": "gpuu"}, "accelerator='gpuu' is unknown; did you mean 'gpu'"),
-        ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore' is unknown; possible: 'raise', 'skip', None"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore' is unknown; possible: 'raise' or 'skip', or None"),
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0 must be an int of at least 1"),
         ({"accumulate_grad_batches": True}, "accumulate_grad_batches=True must be"),
         ({"accumulate_grad_batches": 2.0}, "accumulate_grad_batches=2.0 must be"),

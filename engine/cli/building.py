@@ -17,17 +17,17 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
 from engine.cli.exits import UsageError
-from engine.config import yaml_reader
-from engine.config.construct import READERS, converted, is_data
+from engine.config import yaml_text
 from engine.config.masked import plain
-from engine.config.yaml_writer import flow
+from engine.config.typed_values import TEXT_READERS, converted, is_data
+from engine.config.yaml_text import flow
 from engine.utils.errors import nearest
 
 _SECTION = "fit-section"
 """The option under which a parser takes the file's values; no parameter has this name."""
 COMMAND_LINE = "command line"
 
-for _type, _reader in READERS.items():
+for _type, _reader in TEXT_READERS.items():
     register_type(_type, deserializer=_reader, type_check=isinstance)
 
 
@@ -232,7 +232,7 @@ def _explained(component: Component, message: str, names: Mapping[str, argparse.
         key, reason = found.groups()
         with suppress(ValueError):  # of text that is not YAML
             for written in (written for given, written in component.overrides if given == key):
-                value = yaml_reader.construct(yaml_reader.compose(written, component.origin(key)))
+                value = yaml_text.construct(yaml_text.compose(written, component.origin(key)))
                 _check_value(component, key, value, component.origin(key), names)
         return f"{component.origin(key)}: {component.name}.{key} does not fit: {_reason(reason)}"
     if found := re.match(r"the following arguments are required: (.*)", text):

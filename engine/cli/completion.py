@@ -7,8 +7,6 @@ import importlib
 import inspect
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
-from importlib.metadata import entry_points
 
 import argcomplete
 from argcomplete.completers import BaseCompleter, FilesCompleter
@@ -16,32 +14,9 @@ from argcomplete.completers import BaseCompleter, FilesCompleter
 from engine.cli import main as cli
 from engine.cli.exits import Parser, UsageError
 from engine.cli.targets import CALLBACKS
-from engine.config import strategy_names
-from engine.config.name_and_options import PRECISIONS
-from engine.config.settings import Settings
+from engine.config.settings import KINDS
 from engine.planning.device_table import DEVICES
-from engine.utils.device_names import KNOWN
 
-_FLAG = ("true", "false")
-VALUES: dict[str, tuple[str, ...]] = {
-    "strategy": ("auto", *strategy_names.BUILT_IN),
-    "precision": tuple(PRECISIONS),
-    "accelerator": KNOWN,
-    "devices": ("auto",),
-    "gradient_clip_algorithm": ("norm", "value"),
-    "fast_dev_run": _FLAG,
-    "activation_checkpointing": ("full", "selective", "null"),
-    "compile": (*_FLAG, "blocks"),
-    "sync_batchnorm": _FLAG,
-    "deterministic": (*_FLAG, "warn"),
-    "benchmark": (*_FLAG, "null"),
-    "matmul_precision": ("highest", "high", "medium", "null"),
-    "detect_anomaly": _FLAG,
-    "check": _FLAG,
-    "debug": _FLAG,
-    "on_nonfinite": ("raise", "skip", "null"),
-}
-"""Possible values of settings that have only a few."""
 WORDS = {"resume": ("last", "auto", "best"), "checkpoint": ("last", "best"), "device": tuple(DEVICES)}
 """Words that options accept besides paths."""
 
@@ -107,7 +82,7 @@ class _Values(BaseCompleter):
             return []
         name, equals, value = prefix.partition("=")
         if action.dest == "set" and equals:
-            return [f"{name}={each}" for each in _fitting(value, _values(name))]
+            return [f"{name}={each}" for each in _fitting(value, KINDS[name].words if name in KINDS else ())]
         return _fitting(prefix, _words(action.dest))
 
 
@@ -125,11 +100,6 @@ def _words(argument: str) -> Iterable[str]:
     if argument == "callback":
         return [name for name in importlib.import_module(CALLBACKS).__all__ if name[0].isupper()]  # not functions
     if argument == "set":
-        names = [f"{each.name}=" for each in fields(Settings) if each.name != "callbacks"]
+        names = [f"{name}=" for name, kind in KINDS.items() if not kind.code_only]
         return [*names, "model.", "data.", "callbacks."]
     return WORDS.get(argument, ())
-
-
-def _values(setting: str) -> Iterable[str]:
-    others = entry_points(group=strategy_names.GROUP) if setting == "strategy" else ()
-    return (*VALUES.get(setting, ()), *(point.name for point in others))

@@ -12,9 +12,9 @@ from engine.callback import Callback
 from engine.cli.building import COMMAND_LINE, Component
 from engine.cli.exits import UsageError
 from engine.cli.targets import CALLBACKS, load
-from engine.config import yaml_reader
+from engine.config import yaml_text
 from engine.config.resolve import Resolved, resolve
-from engine.config.yaml_values import KINDS
+from engine.config.settings import KINDS
 from engine.data.datamodule import DataModule
 from engine.module import TrainModule
 from engine.utils.errors import nearest
@@ -117,18 +117,15 @@ def _origins_of_file(file: Path | None) -> dict[str, str]:
     if file is None:
         return {}
     origin, found = f"file {file}", {}
-    root = yaml_reader.compose(yaml_reader.read_file(file), origin, lines=True)
-    for name, node, where in yaml_reader.entries(root, origin, lines=True):
+    root = yaml_text.compose(yaml_text.read_file(file), origin, lines=True)
+    for name, node, where in yaml_text.items_with_lines(root, origin, lines=True):
         found[name] = where
         inner = enumerate(node.value) if node.id == "sequence" else [(None, node)]
         for index, each in inner:
             prefix = name if index is None else f"{name}.{index}"
             found[prefix] = where if index is None else f"{origin}:{each.start_mark.line + 1}"
             found.update(
-                {
-                    f"{prefix}.{key}": where
-                    for key, where in yaml_reader.origins_of_keys(each, origin, lines=True).items()
-                }
+                {f"{prefix}.{key}": where for key, where in yaml_text.origins_of_keys(each, origin, lines=True).items()}
             )
     return found
 

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine import strategies
 from engine.cli.annexes import annex
 from engine.cli.config_questions import ask
 from engine.cli.exits import FAILED, UsageError, complain, show
-from engine.config.commented_file import document
 from engine.config.resolve import SECTIONS, Resolved, resolve
-from engine.config.yaml_writer import write_atomically
-from engine.loop import compatibility
+from engine.config.settings_file import document
+from engine.config.yaml_text import write_atomically
 
 if TYPE_CHECKING:
     from engine.compat.key_file import KeyFile
@@ -89,7 +89,7 @@ def _check(path: Path) -> int:
 def _judge(path: Path) -> Resolved:
     """The settings of a file alone; an error where they are not possible."""
     resolved = resolve({}, {}, path, sections=SECTIONS)
-    compatibility.check(resolved.settings, resolved.origins)
+    strategies.requested(resolved.settings, resolved.origins)
     return resolved
 
 

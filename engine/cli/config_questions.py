@@ -7,13 +7,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from engine import strategies
-from engine.config import yaml_reader
-from engine.config.commented_file import documentation
+from engine.config import yaml_text
+from engine.config.kinds import PRECISIONS
 from engine.config.masked import plain
-from engine.config.name_and_options import named
-from engine.config.settings import PRECISIONS, Settings
-from engine.config.yaml_values import read_value
-from engine.config.yaml_writer import flow
+from engine.config.resolve import read_value
+from engine.config.settings import Settings, check
+from engine.config.settings_file import documentation
+from engine.config.yaml_text import flow
 from engine.step.precision import Precision
 
 
@@ -103,7 +103,7 @@ def _settle(question: Question, values: dict[str, Any], read: Callable[[str], st
 def _take(name: str, answer: str, values: dict[str, Any]) -> None:
     """Check an answer and store it. An option is checked with the setting it belongs to, so that impossible pairs are errors at once."""
     setting, _, option = name.partition(".")
-    node = yaml_reader.compose(answer, "this answer")
+    node = yaml_text.compose(answer, "this answer")
     if not option:
         given = read_value(setting, node, "this answer")
         _make(setting, given)
@@ -112,9 +112,9 @@ def _take(name: str, answer: str, values: dict[str, Any]) -> None:
     before = values[setting]
     if node is None:
         raise ValueError(f"{name} is empty: there is no default")
-    options = {**(before if isinstance(before, dict) else {"name": before}), option: yaml_reader.construct(node)}
+    options = {**(before if isinstance(before, dict) else {"name": before}), option: yaml_text.construct(node)}
     # The directory on the disk is the next question.
-    _make(setting, named(setting, {"nvme_path": ".", **options} if "nvme" in options.values() else options))
+    _make(setting, check(setting, {"nvme_path": ".", **options} if "nvme" in options.values() else options))
     values[setting] = options
 
 

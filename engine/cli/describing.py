@@ -14,7 +14,7 @@ from typing import Any, Union, get_args, get_origin
 from engine.cli.building import Component, Parsed, parameters, parser_of, type_of
 from engine.config.masked import readable
 from engine.config.resolve import Resolved
-from engine.config.yaml_writer import flow
+from engine.config.yaml_text import flow
 
 
 def config_text(resolved: Resolved, parsed: Sequence[Parsed]) -> str:

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from engine import strategies
 from engine.cli.exits import show
 from engine.cli.main import table, version
 from engine.config.masked import readable, rows
 from engine.config.resolve import SECTIONS, resolve
 from engine.distributed.environments import detect, hints
-from engine.loop import compatibility
 from engine.utils import accelerator, cuda
 from engine.utils.device import Device
 from engine.utils.device_names import BF16_REMEDY, bf16_ends_the_process
@@ -70,11 +70,12 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
     else:
         report["settings"] = readable(resolved.settings, resolved.origins)
         try:
-            compatibility.check(resolved.settings, resolved.origins)
+            precision, strategy = strategies.requested(resolved.settings, resolved.origins)
         except (ValueError, TypeError, OSError) as error:
             report["errors"].append(str(error))
         else:
-            report["settings"] = compatibility.shown(resolved.settings, resolved.origins)
+            objects = strategies.describe_requested(resolved.settings, precision, strategy)
+            report["settings"] = readable(resolved.settings, resolved.origins, objects)
     return report
 
 

@@ -17,11 +17,11 @@ from engine.checkpoint.resume import opening
 from engine.checkpoint.run_folder import source_of
 from engine.cli.building import Component, Parsed, parameters, parser_of
 from engine.cli.exits import UsageError
-from engine.config.construct import SCALARS, converted, is_data
-from engine.config.construct import hints as hints_of
 from engine.config.hyperparameters import kept_arguments, replaced_by_defaults
 from engine.config.masked import HIDDEN, plain, without_secrets
-from engine.config.yaml_writer import flow
+from engine.config.typed_values import SCALARS, converted, is_data
+from engine.config.typed_values import hints as hints_of
+from engine.config.yaml_text import flow
 from engine.distributed.environments import Environment, detect
 from engine.distributed.group import Group
 from engine.utils.log import logger

@@ -23,8 +23,8 @@ from engine.cli.reporting import reported
 from engine.cli.run_actions import built, log_to_terminal
 from engine.cli.targets import CALLBACKS, importable_here
 from engine.config.resolve import DEFAULT_FILE
-from engine.config.yaml_values import KINDS
-from engine.config.yaml_writer import flow
+from engine.config.settings import KINDS
+from engine.config.yaml_text import flow
 from engine.data.datamodule import DataModule
 from engine.distributed.environments import detect
 from engine.loop.replay import LeftOut, StartingPoint, starting_point

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import textwrap
 from collections.abc import Sequence
 
 from engine.cli.checkpoint import WEIGHTS
 from engine.cli.exits import STATUSES, Parser, UsageError
+from engine.config.settings import KINDS
 
 ACTIONS = "engine.cli.run_actions"
 """The module that does it."""
@@ -30,6 +32,12 @@ Without TARGET the sections model:, data: and callbacks: of the file of settings
       init_args: {monitor: val_loss}
 
 'fit COMMAND TARGET --help' lists the parameters of the classes."""
+
+_SETTINGS = textwrap.fill(
+    f"Settings of Fit: {', '.join(name for name, kind in KINDS.items() if not kind.code_only)}. "
+    "'fit config --default' writes each with its documentation.",
+    width=110,
+)
 
 _SAVED = "the module is created with its hyperparameters, except those given by --set or the file of settings"
 
@@ -84,7 +92,7 @@ def parser(command: str) -> argparse.ArgumentParser:
     top = Parser(
         prog=f"fit {command}",
         description=_ABOUT[command],
-        epilog=f"{_TARGET}\n\n{STATUSES}",
+        epilog=f"{_TARGET}\n\n{_SETTINGS}\n\n{STATUSES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
         allow_abbrev=False,

@@ -12,7 +12,7 @@ import torch
 
 from engine.compat.refusals import translated
 from engine.compat.table_rows import Argument
-from engine.config.construct import checked, hints
+from engine.config.typed_values import checked, hints
 
 Init = TypeVar("Init", bound=Callable[..., None])
 

@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any, Protocol
 
-from engine.config.construct import converted, hints
+from engine.config.typed_values import converted, hints
 from engine.utils.errors import nearest
 
 

@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from engine.config.duration import Duration
-from engine.config.name_and_options import Named
+from engine.config.named_options import NamedOptions
 from engine.config.settings import Settings
 
 Config = dict[str, dict[str, Any]]
@@ -35,7 +35,7 @@ def readable(
             "value": plain((objects or {}).get(each.name, value)),
             "origin": _hide_text(origins.get(each.name, "code")),
         }
-        if isinstance(value, Named):
+        if isinstance(value, NamedOptions):
             entry["origins"] = {key: _hide_text(origin) for key, origin in value.origins.items() if key}
         found[each.name] = entry
     shown: Config = without_secrets(found) if hide else found
@@ -62,7 +62,7 @@ def fields_of(thing: Any, name: str) -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """A value as JSON; what JSON cannot express becomes text."""
-    if isinstance(value, Named):
+    if isinstance(value, NamedOptions):
         return plain(value.as_dict())
     if isinstance(value, Duration):
         return str(value)

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.config import command_line as command_line
-from engine.config import yaml_reader
+from engine.config import combinations, yaml_text
 from engine.config.duration import Duration
-from engine.config.settings import OVERFIT, Settings, fast_dev_run_overrides
-from engine.config.yaml_reader import Node
-from engine.config.yaml_values import KINDS, read_value
-from engine.config.yaml_writer import flow
+from engine.config.kinds import ByName
+from engine.config.named_options import NamedOptions
+from engine.config.settings import KINDS, Settings
+from engine.config.yaml_text import Node, flow
 from engine.utils.extensions import hint
 from engine.utils.log import TERMINAL
 
@@ -43,14 +42,14 @@ F = TypeVar("F", bound=Callable[..., None])
 
 def shows_defaults(init: F) -> F:
     """Decorator: where an argument's default is :data:`UNSET`, ``help`` and ``inspect.signature`` show the setting's own default."""
-    found = inspect.signature(init)
-    defaults = {each.name: each.default for each in fields(Settings)}
-    shown = []
-    for each in found.parameters.values():
-        value = defaults[each.name] if each.default is UNSET else each.default
-        if each.kind is not inspect.Parameter.VAR_KEYWORD:
-            shown.append(each.replace(default=str(value) if isinstance(value, (Duration, Path)) else value))
-    init.__signature__ = found.replace(parameters=shown)  # type: ignore[attr-defined]
+    signature = inspect.signature(init)
+    defaults = {setting.name: setting.default for setting in fields(Settings)}
+    parameters = []
+    for parameter in signature.parameters.values():
+        value = defaults[parameter.name] if parameter.default is UNSET else parameter.default
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            parameters.append(parameter.replace(default=str(value) if isinstance(value, (Duration, Path)) else value))
+    init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return init
 
 
@@ -62,7 +61,7 @@ class Resolved:
     origins: dict[str, str]
     """For each setting: ``"command line seed=1"``, ``"code"``, ``"environment FIT_PRECISION"``, ``"file fit.yaml:3"``, ``"fast_dev_run"``,
     ``"overfit_batches"``
-    or ``"default"``. Options of a strategy or a precision have their origins in :attr:`engine.config.name_and_options.Named.origins`."""
+    or ``"default"``. Options of a strategy or a precision have their origins in :attr:`engine.config.named_options.NamedOptions.origins`."""
     sections: dict[str, Any] = field(default_factory=dict)
     """The requested sections of the file, as plain values."""
     file: Path | None = None
@@ -70,7 +69,7 @@ class Resolved:
 
 
 def resolve(
-    given: Mapping[str, object],
+    arguments: Mapping[str, object],
     environ: Mapping[str, str],
     file: Path | None = None,
     overrides: Sequence[str] = (),
@@ -81,7 +80,7 @@ def resolve(
     """Resolve the settings: command line > code > environment > file > earlier run > default.
 
     Args:
-        given: the arguments given in code; :data:`UNSET` marks those not given.
+        arguments: arguments of ``Fit`` in code; :data:`UNSET` marks those that were not given.
         environ: ``os.environ``. ``FIT_<NAME>`` is a setting as YAML; ``FIT_CONFIG`` names the file.
         file: the YAML file. ``None``: the one that ``FIT_CONFIG`` names, else ``./fit.yaml`` if there is one.
         overrides: ``name=value`` texts of the command line, values as YAML; the last one of a name wins. ``strategy.stage=3`` changes one
@@ -96,18 +95,18 @@ def resolve(
     values: dict[str, Any] = {}
     origins = dict.fromkeys(KINDS, "default")
     path = _path(environ, file)
-    theirs: dict[str, Any] = {}
+    section_values: dict[str, Any] = {}
     for name, value in (earlier or {}).items():
         if name in sections:
-            theirs[name] = value
+            section_values[name] = value
         else:
-            node = yaml_reader.compose(flow(value), earlier_origin)
+            node = yaml_text.compose(flow(value), earlier_origin)
             _check_name(name, earlier_origin)
             values[name], origins[name] = read_value(name, node, earlier_origin), earlier_origin
     for name, node, origin in _from_file(path) if path is not None else ():
         if name in sections:
             try:
-                theirs[name] = yaml_reader.construct(node)
+                section_values[name] = yaml_text.construct(node)
             except ValueError as error:
                 raise ValueError(f"{origin}: {name} {error}") from None
         else:
@@ -115,20 +114,17 @@ def resolve(
             values[name], origins[name] = read_value(name, node, origin, lines=True), origin
     for name, node, origin in _from_environment(environ):
         values[name], origins[name] = read_value(name, node, origin), origin
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name not in KINDS:
             raise TypeError(
                 f"{name!r} is not an argument of Fit{hint('setting', name, KINDS)}; possible: {', '.join(KINDS)}"
             )
         if value is not UNSET:
             values[name], origins[name] = value, "code"
-    command_line.apply(overrides, values, origins, sections)
+    _apply_command_line(overrides, values, origins, sections)
     settings = Settings(**values)
-    if settings.overfit_batches:
-        origins.update(dict.fromkeys(OVERFIT, "overfit_batches"))
-    if settings.fast_dev_run:
-        origins.update(dict.fromkeys(fast_dev_run_overrides(1), "fast_dev_run"))
-    return Resolved(settings, origins, theirs, path)
+    origins.update(combinations.implied_origins(settings))
+    return Resolved(settings, origins, section_values, path)
 
 
 _Entries = Iterator[tuple[str, Node, str]]
@@ -141,11 +137,11 @@ def _from_environment(environ: Mapping[str, str]) -> _Entries:
         name = variable.removeprefix(PREFIX).lower()
         if name not in KINDS or variable != variable.upper():
             known = ", ".join(PREFIX + kind.upper() for kind in KINDS)
-            meant = f"; did you mean {variable.upper()}?" if name in KINDS else hint("setting", name, KINDS)
+            instead = f"; did you mean {variable.upper()}?" if name in KINDS else hint("setting", name, KINDS)
             raise ValueError(
-                f"environment {variable}: {name!r} is not a Fit setting{meant}; unset it, or choose from {known}"
+                f"environment {variable}: {name!r} is not a Fit setting{instead}; unset it, or choose from {known}"
             )
-        yield name, yaml_reader.compose(text, f"environment {variable}"), f"environment {variable}"
+        yield name, yaml_text.compose(text, f"environment {variable}"), f"environment {variable}"
 
 
 def _path(environ: Mapping[str, str], file: Path | None) -> Path | None:
@@ -166,12 +162,12 @@ def _path(environ: Mapping[str, str], file: Path | None) -> Path | None:
 
 def _from_file(path: Path) -> list[tuple[str, Node, str]]:
     origin = f"file {path}"
-    root = yaml_reader.compose(yaml_reader.read_file(path), origin, lines=True)
+    root = yaml_text.compose(yaml_text.read_file(path), origin, lines=True)
     if root is None:
         return []
     if root.id != "mapping":
         raise ValueError(f"{origin}: has a {root.id} at its top; write one 'name: value' per line")
-    return list(yaml_reader.entries(root, origin, lines=True))
+    return list(yaml_text.items_with_lines(root, origin, lines=True))
 
 
 def _check_name(name: str, origin: str) -> None:
@@ -184,3 +180,103 @@ def _check_name(name: str, origin: str) -> None:
         raise ValueError(
             f"{origin}: {name!r} is not a Fit setting{hint('setting', name, KINDS)}; possible: {', '.join(KINDS)}"
         )
+
+
+def read_value(name: str, node: Node, origin: str, *, lines: bool = False) -> Any:
+    """The checked value of the setting ``name``; ``origin`` starts each error, with the line of the key if ``lines``.
+
+    Raises:
+        ValueError, TypeError: it is not possible.
+    """
+    kind = KINDS[name]
+    try:
+        value = kind.from_yaml(node)
+    except ValueError as error:
+        raise ValueError(f"{origin}: {name} {error}") from None
+    file = origin.rpartition(":")[0] if lines else origin
+    origins = yaml_text.origins_of_keys(node, file, lines=lines)
+    if isinstance(kind, ByName) and isinstance(value, dict):
+        value = kind.from_mapping(name, value, {"": origin, **origins})
+    try:
+        return kind.normal(name, value)
+    except (ValueError, TypeError) as error:
+        where = next((where for key, where in origins.items() if repr(key) in str(error)), origin)
+        raise type(error)(f"{where}: {error}") from None
+
+
+def _apply_command_line(
+    overrides: Sequence[str], values: dict[str, Any], origins: dict[str, str], sections: Sequence[str]
+) -> None:
+    """Apply ``max_epochs=3`` and ``strategy.stage=3`` to ``values`` and ``origins``: whole settings first, then single keys, in order.
+
+    Raises:
+        ValueError, TypeError: a text without ``=``, an unknown setting, or a value that is not possible.
+    """
+    settings: list[tuple[str, Node, str]] = []
+    keys: list[tuple[list[str], Node, str]] = []
+    for text in overrides:
+        name, equals, yaml = text.partition("=")
+        path = name.strip().split(".")
+        origin = f"command line {text}"
+        if path[0] in sections:
+            continue
+        if not equals or not all(path):
+            raise ValueError(f"{origin}: write name=value, such as max_epochs=3 or strategy.stage=3")
+        if path[0] not in KINDS:
+            raise ValueError(
+                f"{origin}: {path[0]!r} is not a Fit setting{hint('setting', path[0], KINDS)}; possible: {', '.join(KINDS)}"
+            )
+        node = yaml_text.compose(yaml, origin)
+        if len(path) > 1:
+            keys.append((path, node, origin))
+        else:
+            settings.append((path[0], node, origin))
+    for name, node, origin in settings:
+        values[name], origins[name] = read_value(name, node, origin), origin
+    for path, node, origin in keys:
+        _set_key(path, node, origin, values, origins)
+
+
+def _set_key(path: list[str], node: Node, origin: str, values: dict[str, Any], origins: dict[str, str]) -> None:
+    """Set one key of a setting's mapping, which another source may have given."""
+    setting, *inside = path
+    if node is None:
+        raise ValueError(f"{origin}: {'.'.join(path)} is empty: give a value, or null for None")
+    kind, current = KINDS[setting], values.get(setting, _DEFAULTS[setting])
+    mapping = kind.as_mapping(current)
+    if mapping is None:
+        if isinstance(kind, ByName):
+            raise ValueError(
+                f"{origin}: {setting} was given as an object in code ({current!r:.60}), which has its own settings; "
+                "give a name there"
+            )
+        raise ValueError(f"{origin}: {setting} is not a mapping and has no keys; write {setting}=VALUE")
+    target = mapping
+    for key in map(_key, inside[:-1]):
+        target = target.setdefault(key, {})
+        if not isinstance(target, dict):
+            raise ValueError(f"{origin}: {setting} has the value {target!r} at {key!r}, which is not a mapping")
+    try:
+        is_name = isinstance(kind, ByName) and inside == ["name"] and yaml_text.is_text(node)
+        target[_key(inside[-1])] = node.value if is_name else yaml_text.construct(node)
+    except ValueError as error:
+        raise ValueError(f"{origin}: {'.'.join(path)} {error}") from None
+    if isinstance(kind, ByName):
+        current_origins = current.origins if isinstance(current, NamedOptions) else {"name": origins[setting]}
+        key = ".".join(inside)
+        others = {other: where for other, where in current_origins.items() if not other.startswith(f"{key}.")}
+        values[setting] = kind.from_mapping(setting, mapping, {**others, key: origin})
+        origins[setting] = origin if origins[setting] == "default" else origins[setting]
+        return
+    try:
+        values[setting] = kind.normal(setting, mapping)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{origin}: {error}") from None
+    origins[setting] = origin if origins[setting] == "default" else f"{origin}, over {origins[setting]}"
+
+
+_DEFAULTS: dict[str, Any] = {name: getattr(Settings(), name) for name in KINDS}
+
+
+def _key(text: str) -> Any:
+    return int(text) if text.isdecimal() else text

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from engine import strategies
 from engine.callback import Callback
 from engine.checkpoint.manifest import FOLDERS, TRAINED
 from engine.checkpoint.one_file import check_local
@@ -20,14 +21,13 @@ from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.writer import Content, Saver
 from engine.config.duration import Every
 from engine.config.hyperparameters import as_data, for_loggers
-from engine.config.masked import Config, described, plain, without_secrets
+from engine.config.masked import Config, described, plain, readable, without_secrets
 from engine.config.settings import Settings
-from engine.config.yaml_writer import as_yaml
+from engine.config.settings_file import as_yaml
 from engine.data.loader import PreparedLoader
 from engine.distributed.collectives import stack
 from engine.distributed.stop_agreement import STOP
 from engine.engine import Engine
-from engine.loop.compatibility import shown
 from engine.loop.garbage import Collector
 from engine.loop.hooks import Hooks
 from engine.loop.loaders import RunData, RunLoaders
@@ -143,7 +143,8 @@ class Run:
     def config(self) -> Config:
         """The settings as plain JSON values, for loggers and checkpoints: name -> ``value`` and ``origin``, secrets as ``"***"``."""
         engine = self.engine
-        settings = shown(self.settings, self._origins, engine.strategy, engine.precision)
+        objects = strategies.describe_requested(self.settings, engine.precision, engine.strategy)
+        settings = readable(self.settings, self._origins, objects)
         return settings | described(self._sections, self._origins)
 
     def config_as_yaml(self) -> str:

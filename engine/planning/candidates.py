@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from engine import strategies
-from engine.config.name_and_options import Named
+from engine.config.named_options import NamedOptions
 from engine.engine import Engine
 from engine.planning.device_table import Hardware
 from engine.planning.plan_text import in_python, value_in_python, written
@@ -233,7 +233,7 @@ class UsersStrategy:
     """What a user asked for."""
 
     as_written: Any
-    """As the setting has it: a name, a :class:`Named`, or an object."""
+    """As the setting has it: a name, a :class:`NamedOptions`, or an object."""
     strategy: Strategy
     options: Mapping[str, Any] = field(default_factory=dict)
     """Its options other than degrees that are not the defaults, if its class is one that a search knows."""
@@ -255,7 +255,7 @@ class UsersStrategy:
             engine: that has it, in a simulated job; ``None``: it is refused there.
             world_size: ranks.
         """
-        asked = self.as_written.as_dict() if isinstance(self.as_written, Named) else self.as_written
+        asked = self.as_written.as_dict() if isinstance(self.as_written, NamedOptions) else self.as_written
         if engine is None:
             return Layout(asked, world_size, 1, given=True, bounded=False)
         sizes = {name: size for name, size in engine.strategy.axes.items() if size > 1}
@@ -293,7 +293,7 @@ class UsersStrategy:
 
     def notes(self) -> list[str]:
         """What the search does with it."""
-        told = written(self.as_written.as_dict() if isinstance(self.as_written, Named) else self.as_written)
+        told = written(self.as_written.as_dict() if isinstance(self.as_written, NamedOptions) else self.as_written)
         if not self.known:
             return [
                 f"strategy={told} was given and is tried first, with other micro-batches too; its own settings are not varied"

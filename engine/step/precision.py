@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine.config.construct import construct
 from engine.config.masked import fields_of
-from engine.config.name_and_options import Named
+from engine.config.named_options import NamedOptions
 from engine.config.settings import check
+from engine.config.typed_values import construct
 from engine.transforms.float8 import FP8
 from engine.utils import accelerator, torch_private
 from engine.utils.errors import nearest
@@ -51,7 +51,7 @@ class Precision:
         return self.name if self.fp8 in (None, FP8()) else fields_of(self.fp8, self.name)
 
     @classmethod
-    def parse(cls, name: str | int | Mapping[str, Any] | Named | Precision | FP8) -> Precision:
+    def parse(cls, name: str | int | Mapping[str, Any] | NamedOptions | Precision | FP8) -> Precision:
         """The precision of this name (Lightning's names, and Accelerate's ``no``, ``bf16``, ``fp16`` and ``fp8``).
 
         ``{"name": "fp8-mixed", "recipe": "rowwise"}`` has settings of :class:`engine.FP8`.
@@ -60,9 +60,9 @@ class Precision:
             ValueError: an unknown name or setting; the message lists the known ones.
             TypeError: another type.
         """
-        if isinstance(name, (Mapping, Named)):
+        if isinstance(name, (Mapping, NamedOptions)):
             name = check("precision", name)
-            if isinstance(name, Named):
+            if isinstance(name, NamedOptions):
                 name = construct("precision", name, FP8)
         if isinstance(name, Precision):
             return name

@@ -8,10 +8,12 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from engine.config import strategy_names
-from engine.config.construct import construct
+from engine.config.combinations import check_with_strategy, naming_origins
 from engine.config.masked import fields_of
-from engine.config.name_and_options import Named
-from engine.config.settings import check
+from engine.config.named_options import NamedOptions
+from engine.config.settings import Settings, check
+from engine.config.typed_values import construct
+from engine.step.precision import Precision
 from engine.strategies.base import Single, Strategy
 from engine.utils.extensions import hint, load
 
@@ -23,7 +25,7 @@ _SHORT: dict[str, Any] = {
 """Short names for a strategy with one of its settings."""
 
 
-def get(name: str | Mapping[str, Any] | Named | Strategy, world_size: int = 1) -> Strategy:
+def get(name: str | Mapping[str, Any] | NamedOptions | Strategy, world_size: int = 1) -> Strategy:
     """The strategy of this name; ``"auto"`` is ``single`` for one process and ``ddp`` for several. An instance is returned unchanged.
 
     ``{"name": "deepspeed", "stage": 3}`` creates it with these arguments of its class.
@@ -40,12 +42,37 @@ def get(name: str | Mapping[str, Any] | Named | Strategy, world_size: int = 1) -
     asked = check("strategy", name)
     if isinstance(asked, str) and asked in _SHORT:
         asked = check("strategy", _SHORT[asked])
-    if isinstance(asked, Named):
+    if isinstance(asked, NamedOptions):
         return _configured(asked)
     if asked == "auto":
         asked = "single" if world_size == 1 else "ddp"
     built: Strategy = _maker(asked, "")()
     return built
+
+
+def requested(
+    settings: Settings, origins: Mapping[str, str], launched: int | None = None
+) -> tuple[Precision, Strategy | None]:
+    """The precision and the strategy that settings name (``None`` for ``"auto"``), after the strategy has checked the other settings.
+
+    Args:
+        origins: where each setting comes from.
+        launched: the processes that a launcher has started; ``None``: none.
+
+    Raises:
+        ValueError, TypeError: an unknown or impossible setting of the two, or a combination that cannot work.
+    """
+    with naming_origins(settings, origins):
+        precision = Precision.parse(settings.precision)
+        strategy = None if settings.strategy == "auto" else get(settings.strategy)
+    check_with_strategy(settings, origins, strategy, launched)
+    return precision, strategy
+
+
+def describe_requested(settings: Settings, precision: Precision, strategy: Strategy | None) -> dict[str, Any]:
+    """The precision and the strategy with all of their options, by setting, for :func:`engine.config.masked.readable`."""
+    strategies = {} if strategy is None else {"strategy": describe(strategy, settings.strategy)}
+    return {"precision": precision.describe(), **strategies}
 
 
 def _maker(name: object, where: str) -> Callable[..., Any]:
@@ -68,8 +95,8 @@ def _maker(name: object, where: str) -> Callable[..., Any]:
     raise ValueError(f"{where}strategy={name!r} is unknown{hint('strategy', str(name), known)}; {possible}")
 
 
-def _configured(asked: Named) -> Strategy:
-    make = _maker(asked.name, asked.at())
+def _configured(asked: NamedOptions) -> Strategy:
+    make = _maker(asked.name, asked.error_prefix())
     if not isinstance(make, type):
         # A name that includes settings of a class, such as deepspeed_stage_3.
         base = make()
@@ -82,8 +109,8 @@ def _configured(asked: Named) -> Strategy:
         for key, value in fixed.items():
             if asked.options.get(key, value) != value:
                 raise ValueError(
-                    f"{asked.at(key)}strategy.{key}={asked.options[key]!r} contradicts the name {asked.name!r}, which stands for {key}={value!r}: "
-                    f"give another name, such as {_class_name(make)!r}"
+                    f"{asked.error_prefix(key)}strategy.{key}={asked.options[key]!r} contradicts the name {asked.name!r}, "
+                    f"which stands for {key}={value!r}: give another name, such as {_class_name(make)!r}"
                 )
         asked = replace(asked, options={**fixed, **asked.options})
     built: Strategy = construct("strategy", asked, make)
@@ -92,7 +119,7 @@ def _configured(asked: Named) -> Strategy:
 
 def describe(strategy: Strategy, asked: Any) -> dict[str, Any]:
     """A strategy as written into a file: its name (the ``asked`` one, unless that is ``"auto"`` or short) and its settings."""
-    name = asked.name if isinstance(asked, Named) else asked
+    name = asked.name if isinstance(asked, NamedOptions) else asked
     ours = isinstance(name, str) and name != "auto" and name not in _SHORT
     return fields_of(strategy, name if ours else _class_name(type(strategy)))
 
@@ -107,4 +134,4 @@ def _class_name(make: type) -> str:
     return next(names, make.__name__)
 
 
-__all__ = ["Single", "Strategy", "describe", "get"]
+__all__ = ["Single", "Strategy", "describe", "describe_requested", "get", "requested"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from engine.config.transform_settings import Compile, Recompute
+from engine.config.kinds import Compile, Recompute
 from engine.transforms.blocks import units, user_module
 from engine.transforms.recompute import recompute
 

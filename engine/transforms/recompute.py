@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from engine.config.transform_settings import Recompute
+from engine.config.kinds import Recompute
 from engine.metrics.torchmetrics_states import unchanged
 from engine.transforms.blocks import units, user_module
 

@@ -14,10 +14,10 @@ import torch
 
 from engine.cli.building import Component, Parsed
 from engine.cli.exits import UsageError
-from engine.config import yaml_reader
-from engine.config.construct import construct
-from engine.config.name_and_options import Named
-from engine.config.yaml_writer import flow
+from engine.config import yaml_text
+from engine.config.named_options import NamedOptions
+from engine.config.typed_values import construct
+from engine.config.yaml_text import flow
 
 Kind = Enum("Kind", ["PLAIN", "FANCY"])
 Mode = Literal["best", "last"]
@@ -45,11 +45,11 @@ def taking(hint: Any) -> Callable[..., Any]:
 
 
 def option(hint: Any, value: Any) -> Any:
-    return construct("strategy", Named("mine", {"x": value}, {"x": "here"}), taking(hint))
+    return construct("strategy", NamedOptions("mine", {"x": value}, {"x": "here"}), taking(hint))
 
 
 def in_file(hint: Any, value: Any) -> Any:
-    value = yaml_reader.construct(yaml_reader.compose(flow(value), "there"))
+    value = yaml_text.construct(yaml_text.compose(flow(value), "there"))
     return Parsed(Component("model", "mine", taking(hint), {"x": value}, {"x": "here"})).build()[0]
 
 

@@ -16,9 +16,9 @@ import pytest
 from support.ranks import clean_environment
 
 from engine import strategies
-from engine.cli.completion import VALUES, _fitting
+from engine.cli.completion import _fitting
 from engine.cli.main import COMMANDS
-from engine.config.settings import Settings, check
+from engine.config.settings import KINDS, Settings, check
 
 ALL = "\x1b*"
 """The key of bash that inserts all candidates."""
@@ -29,18 +29,18 @@ line() { printf '<%s>\\n' "$1"; }
 """
 
 
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.words])
 def test_values_are_possible(name: str) -> None:
-    for value in VALUES[name]:
+    for value in KINDS[name].words:
         check(name, {"true": True, "false": False, "null": None}.get(value, value))
 
 
 def test_all_strategies_are_offered() -> None:
     with pytest.raises(ValueError) as known:
         strategies.get("?")
-    for name in VALUES["strategy"]:
+    for name in KINDS["strategy"].words:
         assert f" {name}," in str(known.value)
-    assert len(VALUES["strategy"]) == str(known.value).split("possible: ")[1].count(", ")
+    assert len(KINDS["strategy"].words) == str(known.value).split("possible: ")[1].count(", ")
 
 
 def test_only_these_shells(fit) -> None:

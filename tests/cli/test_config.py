@@ -17,9 +17,9 @@ from support.internals import resolved_settings
 from engine import strategies
 from engine.cli.config_questions import QUESTIONS, ask
 from engine.cli.main import main
-from engine.config.commented_file import CODE_ONLY, document, documentation
 from engine.config.resolve import Resolved
 from engine.config.settings import Settings
+from engine.config.settings_file import CODE_ONLY, document, documentation
 from engine.strategies.deepspeed import DeepSpeed
 
 ROOT = Path(__file__).parents[2]

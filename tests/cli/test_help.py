@@ -13,7 +13,7 @@ from engine.cli import main as cli
 from engine.cli.building import Component
 from engine.cli.describing import class_help
 from engine.cli.exits import STATUSES
-from engine.config.commented_file import documentation
+from engine.config.settings_file import documentation
 
 HEAVY = ("torch", "numpy", "yaml", "rich", "jsonargparse", "safetensors", "ray", "deepspeed")
 SCRIPT = f"""

@@ -59,6 +59,11 @@ KINDS = {
         *("compile", "{mode: default}", "blocks", {"dynamic": True}, "{fullgraph: true}"),
         (False, {"mode": "default"}, "blocks", {"dynamic": True}, {"fullgraph": True}),
     ),
+    "bool or int": Kind("fast_dev_run", "1", "0", 2, "false", (False, 1, 0, 2, False)),
+    "word or int": Kind(
+        *("activation_checkpointing", "full", "2", "selective", "null"), (None, "full", 2, "selective", None)
+    ),
+    "device": Kind("accelerator", "gpu", "cpu", "cuda", "MPS", ("auto", "gpu", "cpu", "cuda", "mps")),
     "strategy": Kind("strategy", "fsdp", "ddp", "single", "tp", ("auto", "fsdp", "ddp", "single", "tp")),
 }
 FIELDS = Kind(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from typing import Any
 
 import precedence_table as table
 import pytest
 from support.ranks import clean_environment
+
+from engine import Settings
 
 RANKS = 2
 LAUNCHERS = {
@@ -44,6 +47,13 @@ def test_the_stronger_source_wins(reports: dict[str, list[dict[str, Any]]], laun
             last = ("default", *table.SOURCES).index(chosen[-1] if chosen else "default")
             assert (value, type(value)) == (kind.expected[last], type(kind.expected[last])), chosen
             assert origin == table.origin(kind, chosen, f"{label}.yaml"), chosen
+
+
+def test_every_kind_of_setting_is_in_the_table() -> None:
+    kinds = {field.name: field.metadata["kind"] for field in fields(Settings)}
+    assert {type(kinds[row.name]) for row in table.KINDS.values()} == {
+        type(kind) for kind in kinds.values() if not kind.code_only
+    }
 
 
 def test_the_whole_table_was_filled(reports: dict[str, list[dict[str, Any]]]) -> None:

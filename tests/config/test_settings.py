@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.config.duration import Duration
-from engine.config.settings import PRECISIONS, Settings, check, precision_name
+from engine.config.settings import KINDS, Settings, check
 
 
 def test_a_run_without_any_limit_is_one_epoch() -> None:
@@ -49,6 +50,13 @@ def test_normal_forms(name: str, given: Any, normal: Any) -> None:
     found = getattr(Settings(**{name: given}), name)
     assert found == normal
     assert type(found) is type(normal) or isinstance(found, Path)
+    assert check(name, found) == found  # dataclasses.replace(settings, ...) gives it again
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_defaults_are_in_normal_form(name: str) -> None:
+    default = next(field.default for field in fields(Settings) if field.name == name)
+    assert (check(name, default), type(check(name, default))) == (default, type(default))
 
 
 def test_a_single_callback_is_a_list_of_one() -> None:
@@ -137,8 +145,3 @@ def test_fast_dev_run_replaces_the_limits() -> None:
     assert (settings.limit_train_batches, settings.limit_val_batches) == (3, 3)
     assert Settings(fast_dev_run=True).limit_train_batches == 1
     assert Settings(fast_dev_run=False).limit_train_batches is None
-
-
-def test_every_precision_name_leads_to_one_that_stays() -> None:
-    for name, normal in PRECISIONS.items():
-        assert precision_name(name) == precision_name(normal) == normal

@@ -15,8 +15,8 @@ from support.internals import resolved_settings
 from support.ranks import clean_environment
 
 from engine import DDP, FP8, FSDP, DeepSpeed, Engine, Fit, MeshParallel, Precision, Strategy, strategies
-from engine.config.construct import construct, converted
-from engine.config.name_and_options import Named
+from engine.config.named_options import NamedOptions
+from engine.config.typed_values import construct, converted
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +139,7 @@ def test_the_command_line_is_above_code() -> None:
     found = resolved_settings(
         {"max_steps": 3, "strategy": "ddp"}, {"FIT_MAX_STEPS": "2"}, None, ["max_steps=4", "strategy.bucket_cap_mb=3"]
     )
-    assert (found.settings.max_steps, found.settings.strategy) == (4, Named("ddp", {"bucket_cap_mb": 3}))
+    assert (found.settings.max_steps, found.settings.strategy) == (4, NamedOptions("ddp", {"bucket_cap_mb": 3}))
     assert found.settings.strategy.origins["name"] == "code"
 
 
@@ -349,4 +349,4 @@ def test_options_import_nothing(in_tmp: Path) -> None:
 def test_an_error_of_a_json_file_keeps_its_place() -> None:
     Path("broken.json").write_text("{")
     with pytest.raises(ValueError, match=r"^here: strategy 'deepspeed': .*broken.json"):
-        construct("strategy", Named("deepspeed", {"config": "broken.json"}, {"config": "here"}), DeepSpeed)
+        construct("strategy", NamedOptions("deepspeed", {"config": "broken.json"}, {"config": "here"}), DeepSpeed)

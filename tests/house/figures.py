@@ -57,12 +57,13 @@ DOORS_TO_ANNEXES = {
 TYPES_FROM_ABOVE = {
     *((f"engine.{module}", "engine.loop.run") for module in ("module", "callback", "data.datamodule")),
     ("engine.callback", "engine.module"),
+    ("engine.config.combinations", "engine.config.settings"),
 }
-"""Imports for types only, by which users' classes name the run that they are given."""
+"""Imports for types only, by which users' classes name the run that they are given, and rules the settings that call them."""
 
 ROWS_OF_ANNEXES = (
     "__init__.py",
-    "config/name_and_options.py",
+    "config/kinds.py",
     "config/strategy_names.py",
     "distributed/environments/torchrun.py",
 )
@@ -629,14 +630,16 @@ def walk(tree: Tree) -> Iterator[Figure]:
     for name, unit in units.items():
         yield Figure(f"walk {name}", counted[name], unit)
     annotations = {
-        (tree.path(name), function.name, parameter.arg): ast.unparse(parameter.annotation)
+        (tree.path(name), place, parameter.arg): ast.unparse(parameter.annotation)
         for name in tree.engine
         for function, parameter in tree.parameters(name)
+        for place in (function.name, function.lineno)  # methods of several classes in a file have one name
         if parameter.annotation is not None
     }
     places = set()
     for file, line, function, name, classes in counted["passed"]:
-        kind = annotations.get((file, function.split(".")[-1], name))
+        by_name = annotations.get((file, function.split(".")[-1], name))
+        kind = annotations.get((file, line, name), by_name)  # a decorated function begins above its line
         if kind in ("Any", "object") and len(classes) == 1 and classes[0].startswith("engine."):
             places.add(f"{file}:{line} {function}({name}: {kind}) takes {classes[0]}")
     unit = "parameters typed Any that took one class of the library in the walk"

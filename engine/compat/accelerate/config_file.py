@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.compat.accelerate import config_strategies as strategies
 from engine.compat.key_file import KeyFile, flag
-from engine.config import yaml_reader
+from engine.config import yaml_text
 
 MACHINES = {
     "NO": "auto",
@@ -50,13 +50,13 @@ def read(path: Path) -> KeyFile:
             f"there is no {path}: give the file that 'accelerate config' has written, --from-accelerate PATH"
         )
     origin = f"file {path}"
-    node = yaml_reader.compose(yaml_reader.read_file(path), origin, lines=True)
-    values = None if node is None else yaml_reader.construct(node)
+    node = yaml_text.compose(yaml_text.read_file(path), origin, lines=True)
+    values = None if node is None else yaml_text.construct(node)
     if not isinstance(values, dict) or "distributed_type" not in values:
         raise ValueError(
             f"{origin}: has no 'distributed_type', which every file of Accelerate has; is it the right file?"
         )
-    return convert(values, origin, yaml_reader.origins_of_keys(node, origin, lines=True))
+    return convert(values, origin, yaml_text.origins_of_keys(node, origin, lines=True))
 
 
 def convert(values: Mapping[str, Any], origin: str, origins: Mapping[str, str] | None = None) -> KeyFile:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.compat.key_file import KeyFile, Section, flag
-from engine.config.yaml_reader import read_file
+from engine.config.yaml_text import read_file
 
 
 def convert(file: KeyFile, kind: str) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from engine.compat.accelerate.accelerator import Accelerator
 from engine.compat.checked_arguments import checking_arguments
-from engine.config.checks import an_int
+from engine.config.kinds import WholeNumber
 
 
 class LocalSGD:
@@ -22,7 +22,7 @@ class LocalSGD:
 
     @checking_arguments(but=("accelerator",))  # its strategy is what counts
     def __init__(self, accelerator: Accelerator, model: Any, local_sgd_steps: int, enabled: bool = True) -> None:
-        self.local_sgd_steps = an_int(1)("LocalSGD: local_sgd_steps", local_sgd_steps)
+        self.local_sgd_steps = WholeNumber(1).normal("LocalSGD: local_sgd_steps", local_sgd_steps)
         kind = str(accelerator.distributed_type)
         if kind != "NO" and not kind.startswith("MULTI_"):
             raise NotImplementedError(

@@ -19,8 +19,8 @@ from engine.compat.lightning.ckpt import FILE, write_checkpoint
 from engine.compat.lightning.events import EVENTS
 from engine.compat.lightning.names import CLASSES, OF_CHECKPOINTS
 from engine.compat.refusals import refusing
-from engine.config.checks import an_int
 from engine.config.duration import NEVER
+from engine.config.kinds import WholeNumber
 from engine.config.settings import check
 from engine.utils.log import logger
 
@@ -191,9 +191,9 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         if save_weights_only:
             said = "ModelCheckpoint(save_weights_only=True): checkpoints are complete; 'fit checkpoint export' writes weights only"
             logger.warning(said)
-        count = an_int(0, none="never", most=NEVER)
-        every_n_train_steps = count("ModelCheckpoint: every_n_train_steps", every_n_train_steps)
-        every_n_epochs = count("ModelCheckpoint: every_n_epochs", every_n_epochs)
+        count = WholeNumber(0, NEVER, none="never")
+        every_n_train_steps = count.normal("ModelCheckpoint: every_n_train_steps", every_n_train_steps)
+        every_n_epochs = count.normal("ModelCheckpoint: every_n_epochs", every_n_epochs)
         default = all(each is None for each in (every_n_train_steps, train_time_interval, every_n_epochs))
         epochs = f"{1 if default else every_n_epochs} epochs" if default or every_n_epochs else None
         every: list[Any] = [each for each in (every_n_train_steps, train_time_interval, epochs) if each]

@@ -9,7 +9,7 @@ from engine.compat.key_file import KeyFile
 from engine.compat.lightning import strategy_arguments as strategies
 from engine.compat.lightning import trainer_settings as arguments
 from engine.compat.lightning.arguments import TRAINER
-from engine.config import yaml_reader
+from engine.config import yaml_text
 
 _NOTED = {name: argument.in_file for name, argument in TRAINER.items() if argument.in_file}
 """Arguments that are objects, or have no meaning in a file."""
@@ -29,12 +29,12 @@ def read(path: Path) -> KeyFile:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     origin = f"file {path}"
-    node = yaml_reader.compose(yaml_reader.read_file(path), origin, lines=True)
-    values = None if node is None else yaml_reader.construct(node)
+    node = yaml_text.compose(yaml_text.read_file(path), origin, lines=True)
+    values = None if node is None else yaml_text.construct(node)
     inner = values.get("trainer", values) if isinstance(values, dict) else None
     if not isinstance(inner, dict) or not inner.keys() & (_USUAL.keys() | _NOTED.keys()):
         raise ValueError(f"{origin}: has neither a 'trainer' nor its arguments, such as max_epochs")
-    file = KeyFile(inner, origin, {} if inner is not values else yaml_reader.origins_of_keys(node, origin, lines=True))
+    file = KeyFile(inner, origin, {} if inner is not values else yaml_text.origins_of_keys(node, origin, lines=True))
     for name, said in _NOTED.items():
         file.note(name, said)
     given = {name: file.take(name, usual) for name, usual in _USUAL.items()}

@@ -11,7 +11,7 @@ from engine.compat.checked_arguments import as_device, checking_arguments
 from engine.compat.lightning import strategy_arguments as strategies
 from engine.compat.lightning.names import CLASSES
 from engine.compat.refusals import refusing
-from engine.config.construct import checked, hints
+from engine.config.typed_values import checked, hints
 from engine.distributed.group import Group
 from engine.strategies.base import Single, Strategy
 from engine.strategies.ddp import DDP

@@ -13,7 +13,7 @@ from engine.compat.lightning import trainer_settings as config
 from engine.compat.lightning.callback import lightnings
 from engine.compat.lightning.loggers import CSVLogger, TensorBoardLogger
 from engine.compat.lightning.strategies import SingleDeviceStrategy
-from engine.config.checks import wrong_type
+from engine.config.kinds import wrong_type
 
 _PROFILERS = {"simple": named.SimpleProfiler, "pytorch": named.PyTorchProfiler}
 _DEFAULTS = {

@@ -10,7 +10,7 @@ from typing import Any
 from engine.compat.accelerate import config_strategies as strategies
 from engine.compat.key_file import KeyFile, flag
 from engine.compat.transformers.arguments import ARGUMENTS, LOGGERS, NAMED_AFTER, NONE, OPTIMIZERS
-from engine.config import yaml_reader
+from engine.config import yaml_text
 
 
 class Arguments(KeyFile):
@@ -51,8 +51,8 @@ def read(path: Path) -> Arguments:
             f'    open("training_args.json", "w").write(torch.load({str(path)!r}, weights_only=False).to_json_string())'
         )
     origin = f"file {path}"
-    node = yaml_reader.compose(yaml_reader.read_file(path), origin, lines=True)
-    values = None if node is None else yaml_reader.construct(node)
+    node = yaml_text.compose(yaml_text.read_file(path), origin, lines=True)
+    values = None if node is None else yaml_text.construct(node)
     if not isinstance(values, dict) or not values.keys() & {
         "output_dir",
         "learning_rate",
@@ -62,7 +62,7 @@ def read(path: Path) -> Arguments:
         raise ValueError(
             f"{origin}: has none of 'output_dir', 'learning_rate', 'num_train_epochs', 'max_steps'; TrainingArguments.to_json_string() writes them"
         )
-    file = Arguments(values, origin, yaml_reader.origins_of_keys(node, origin, lines=True))
+    file = Arguments(values, origin, yaml_text.origins_of_keys(node, origin, lines=True))
     _length(file)
     _intervals(file)
     _numbers(file)

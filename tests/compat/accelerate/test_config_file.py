@@ -14,7 +14,6 @@ from engine import strategies
 from engine.cli.main import main
 from engine.compat.accelerate import config_file as accelerate_file
 from engine.config.resolve import Resolved
-from engine.loop import compatibility
 from engine.step.precision import Precision
 from engine.strategies.base import Single
 from engine.strategies.ddp import DDP
@@ -112,7 +111,7 @@ def taken_over(
     status = main(["config", "--from-accelerate", str(source), "--output", str(out), *options])
     assert status == 0, capsys.readouterr().err
     found = resolved_settings({}, {}, out)
-    compatibility.check(found.settings, found.origins)
+    strategies.requested(found.settings, found.origins)
     return found, out.read_text()
 
 

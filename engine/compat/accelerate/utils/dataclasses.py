@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from engine.config.construct import checked
+from engine.config.typed_values import checked
 
 
 def _names(name: str, values: str) -> Any:

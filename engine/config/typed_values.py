@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from engine.config.checks import unknown, wrong_type
-from engine.config.name_and_options import Named
+from engine.config.kinds import unknown_word, wrong_type
+from engine.config.named_options import NamedOptions
 from engine.utils.errors import nearest
 
 _DTYPES = {
@@ -41,11 +41,11 @@ def dtype(text: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-READERS: dict[Any, Callable[[str], Any]] = {Path: lambda text: Path(text).expanduser(), torch.dtype: dtype}
+TEXT_READERS: dict[Any, Callable[[str], Any]] = {Path: lambda text: Path(text).expanduser(), torch.dtype: dtype}
 """How text becomes an object of a type that YAML has no form for; :mod:`engine.cli.building` gives these to jsonargparse."""
 
 
-def construct(setting: str, given: Named, make: Callable[..., Any]) -> Any:
+def construct(setting: str, given: NamedOptions, make: Callable[..., Any]) -> Any:
     """``make(**given.options)``.
 
     Args:
@@ -61,27 +61,29 @@ def construct(setting: str, given: Named, make: Callable[..., Any]) -> Any:
     for key, value in given.options.items():
         if key not in known:
             few = f"possible: {', '.join(known)}" if known else "it takes none"
-            raise ValueError(f"{given.at(key)}{given.name!r} has no setting {key!r}{nearest(key, known)}; {few}")
+            raise ValueError(
+                f"{given.error_prefix(key)}{given.name!r} has no setting {key!r}{nearest(key, known)}; {few}"
+            )
         try:
             values[key] = converted(known[key], value, f"{setting}.{key}")
         except (ValueError, TypeError) as error:
-            raise _kind(error)(f"{_origin(given, str(error), key)}{error}") from None
+            raise _builtin_class(error)(f"{_origin(given, str(error), key)}{error}") from None
     try:
         return make(**values)
     except (ValueError, TypeError, OSError) as error:
         guilty = next((key for key in values if re.search(rf"\b{re.escape(key)}\b", str(error))), "name")
-        raise _kind(error)(f"{given.at(guilty)}{setting} {given.name!r}: {error}") from error
+        raise _builtin_class(error)(f"{given.error_prefix(guilty)}{setting} {given.name!r}: {error}") from error
 
 
-def _kind(error: Exception) -> type[Exception]:
+def _builtin_class(error: Exception) -> type[Exception]:
     """The built-in class of an error; others may not take a text alone."""
     return next(each for each in (TypeError, ValueError, OSError) if isinstance(error, each))
 
 
-def _origin(given: Named, message: str, key: str) -> str:
+def _origin(given: NamedOptions, message: str, key: str) -> str:
     """The origin of the innermost key that an error names."""
     inner = [path for path in given.origins if path.startswith(f"{key}.") and f".{path}=" in message]
-    return given.at(max(inner, key=len, default=key))
+    return given.error_prefix(max(inner, key=len, default=key))
 
 
 def hints(make: Callable[..., Any]) -> dict[str, Any]:
@@ -98,10 +100,10 @@ def hints(make: Callable[..., Any]) -> dict[str, Any]:
     return {name: found.get(name, Any) for name in names}
 
 
-_NO: Any = object()  # "not of this type"
+NOT_THIS_TYPE: Any = object()  # "not of this type"
 _NULL, _QUOTES = " (null in YAML)", "; in YAML, write it in quotes"
-_MADE = (tuple, set, frozenset)
-_LISTS = (*_MADE, list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
+_REBUILT = (tuple, set, frozenset)
+_LISTS = (*_REBUILT, list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _UNIONS = (typing.Union, types.UnionType)
 SCALARS = (bool, int, float, str, type(None))
@@ -126,17 +128,17 @@ def converted(hint: Any, value: Any, name: str) -> Any:
         if member is bool and not isinstance(value, bool) and int in members:
             continue  # 1 is a number here
         try:
-            found = _converted(member, value, name)
+            found = _by_type(member, value, name)
         except (ValueError, TypeError) as error:
             failed = failed or error
             continue
-        if found is not _NO:
+        if found is not NOT_THIS_TYPE:
             return found
     quotes = _QUOTES if str in members and isinstance(value, (bool, int, float)) else ""
     others = [kind for kind in members if typing.get_origin(kind) is not typing.Literal and kind is not type(None)]
     if failed is not None and 0 < len(others) < len(members) - (type(None) in members):
-        failed = _kind(failed)(f"{failed}, or {', '.join(map(describe, others))}")
-    raise failed or wrong_type(name, value, f"{describe(hint)}{quotes}")
+        failed = _builtin_class(failed)(f"{failed}, or {', '.join(map(type_text, others))}")
+    raise failed or wrong_type(name, value, f"{type_text(hint)}{quotes}")
 
 
 def checked(call: str, known: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,10 +151,10 @@ def checked(call: str, known: Mapping[str, Any], values: Mapping[str, Any]) -> d
         return {name: converted(known.get(name, Any), value, name) for name, value in values.items()}
     except (ValueError, TypeError) as error:
         message = str(error).replace(_NULL, "").replace(_QUOTES, "")
-        raise _kind(error)(f"{call}: {message}") from None
+        raise _builtin_class(error)(f"{call}: {message}") from None
 
 
-def _converted(hint: Any, value: Any, name: str) -> Any:
+def _by_type(hint: Any, value: Any, name: str) -> Any:
     kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind is typing.Annotated:
         return converted(arguments[0], value, name)
@@ -171,16 +173,16 @@ def _converted(hint: Any, value: Any, name: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, kind):
-        return _NO if kind is int and isinstance(value, bool) else value
-    return _read(kind, value, name) if isinstance(value, str) and kind not in SCALARS else _NO
+        return NOT_THIS_TYPE if kind is int and isinstance(value, bool) else value
+    return _read(kind, value, name) if isinstance(value, str) and kind not in SCALARS else NOT_THIS_TYPE
 
 
 def _choice(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
     choices = {each.name if isinstance(each, Enum) else each: each for each in arguments}
     if type(value) not in map(type, choices):
-        return value if any(value is each for each in arguments) else _NO
+        return value if any(value is each for each in arguments) else NOT_THIS_TYPE
     if value not in choices:
-        raise unknown(name, value, map(str, choices), ", ".join(map(repr, choices)))
+        raise unknown_word(name, value, map(str, choices), ", ".join(map(repr, choices)))
     return choices[value]
 
 
@@ -196,14 +198,14 @@ def _mapping(arguments: tuple[Any, ...], value: Mapping[Any, Any], name: str) ->
 
 
 def _list(kind: Any, arguments: tuple[Any, ...], value: Any, name: str) -> Any:
-    if not isinstance(value, (list, kind if kind in _MADE else tuple)):
-        return _NO
+    if not isinstance(value, (list, kind if kind in _REBUILT else tuple)):
+        return NOT_THIS_TYPE
     fixed = kind is tuple and arguments and arguments[-1] is not Ellipsis
     if fixed and len(arguments) != len(value):
         raise ValueError(f"{name}={value!r} has {len(value)} values: give {len(arguments)}")
     inner = arguments if fixed else (*arguments, Any)[:1] * len(value)
     items = [converted(inner[i], each, f"{name}.{i}") for i, each in enumerate(value)]
-    if kind in _MADE:
+    if kind in _REBUILT:
         return kind(items)
     return tuple(items) if isinstance(value, tuple) and kind is not list else items
 
@@ -218,22 +220,22 @@ def _dataclass(kind: Any, value: Mapping[Any, Any], name: str) -> Any:
     try:
         return kind(**values)
     except (ValueError, TypeError) as error:
-        raise _kind(error)(f"{name}={dict(value)!r}: {error}") from error
+        raise _builtin_class(error)(f"{name}={dict(value)!r}: {error}") from error
 
 
 def _read(kind: type, text: str, name: str) -> Any:
     """An object of a type that YAML has no form for."""
     if issubclass(kind, Enum):
         if text not in kind.__members__:
-            raise unknown(name, text, kind.__members__, describe(kind))
+            raise unknown_word(name, text, kind.__members__, type_text(kind))
         return kind[text]
-    reader = READERS.get(kind)
+    reader = TEXT_READERS.get(kind)
     if reader is None:
         from jsonargparse.typing import get_registered_type  # heavy, and rarely used
 
         registered = get_registered_type(kind)
         if registered is None:
-            return _NO
+            return NOT_THIS_TYPE
         reader = registered.deserializer
     try:
         return reader(text)
@@ -248,23 +250,23 @@ def is_data(hint: Any) -> bool:
         return True
     if dataclasses.is_dataclass(kind):
         inner = tuple(hints(kind).values())  # type: ignore[arg-type]
-    elif kind not in (*_UNIONS, *_LISTS, *_MAPPINGS, *SCALARS, *READERS, typing.Annotated):
+    elif kind not in (*_UNIONS, *_LISTS, *_MAPPINGS, *SCALARS, *TEXT_READERS, typing.Annotated):
         return isinstance(kind, type) and issubclass(kind, Enum)
     return all(map(is_data, inner[:1] if kind is typing.Annotated else inner))
 
 
-def describe(hint: Any) -> str:
+def type_text(hint: Any) -> str:
     """A readable type: ``bool, int or None``."""
     kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind in _UNIONS:
-        words = list(dict.fromkeys(map(describe, arguments)))
+        words = list(dict.fromkeys(map(type_text, arguments)))
         return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
     if kind is typing.Literal:
         return " or ".join(map(repr, arguments))
     if kind is type(None):
         return f"None{_NULL}"
     if kind in _LISTS:
-        return f"a list of {describe(arguments[0])}" if arguments else "a list"
+        return f"a list of {type_text(arguments[0])}" if arguments else "a list"
     if not isinstance(kind, type):
         return str(kind)
     if issubclass(kind, Enum):

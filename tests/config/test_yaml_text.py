@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from support.internals import resolved_settings
 
-from engine.config import yaml_reader
-from engine.config.yaml_writer import flow
+from engine.config import yaml_text
+from engine.config.yaml_text import flow
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = (
@@ -106,7 +106,7 @@ def test_files_that_are_none(in_tmp: Path) -> None:
     Path("latin.yaml").write_bytes("seed: 1\nroot_dir: caf\xe9\n".encode("latin-1"))
     with pytest.raises(ValueError, match=r"file latin.yaml:2: is not UTF-8 \(byte 0xe9\)"):
         resolved_settings({}, {}, Path("latin.yaml"))
-    Path("huge.yaml").write_text("# " + "x" * yaml_reader.MAX_BYTES)
+    Path("huge.yaml").write_text("# " + "x" * yaml_text.MAX_BYTES)
     with pytest.raises(ValueError, match=r"file huge.yaml: has more than 1,000,000 bytes"):
         resolved_settings({}, {}, Path("huge.yaml"))
     Path("fit.yaml").mkdir()
@@ -131,16 +131,16 @@ def test_anchors_and_merges(in_tmp: Path) -> None:
     found = resolved_settings({}, {}, Path("a.yaml"))
     assert (found.settings.seed, found.settings.max_steps) == (4, 4)
     assert (found.settings.strategy.name, found.settings.strategy.options) == ("fsdp", {"bucket_cap_mb": 5})
-    assert (found.settings.strategy.at("name"), found.settings.strategy.at("bucket_cap_mb")) == (
+    assert (found.settings.strategy.error_prefix("name"), found.settings.strategy.error_prefix("bucket_cap_mb")) == (
         "file a.yaml:3: ",
         "file a.yaml:2: ",
     )
     text = "a: &a {x: 1, y: 1, z: 1}\nb: &b {y: 2, z: 2}\nc: {<<: [*b, *a], z: 3}\nd: {z: 4, <<: {<<: *a, y: 5}}\n"
-    node = yaml_reader.compose(text, "text", lines=True)
-    value = yaml_reader.construct(node)
+    node = yaml_text.compose(text, "text", lines=True)
+    value = yaml_text.construct(node)
     assert value["c"] == {"x": 1, "y": 2, "z": 3}
     assert value["d"] == {"x": 1, "y": 5, "z": 4}
-    origins = yaml_reader.origins_of_keys(node, "text", lines=True)
+    origins = yaml_text.origins_of_keys(node, "text", lines=True)
     assert [origins[f"c.{key}"] for key in "xyz"] == ["text:1", "text:2", "text:3"]
     assert [origins[f"d.{key}"] for key in "xyz"] == ["text:1", "text:4", "text:4"]
 
@@ -155,4 +155,4 @@ def test_anchors_and_merges(in_tmp: Path) -> None:
 def test_what_is_written_is_read_back(value: object) -> None:
     line = flow(value)
     assert "\n" not in line
-    assert yaml_reader.construct(yaml_reader.compose(f"key: {line}  # why", "text")) == {"key": value}
+    assert yaml_text.construct(yaml_text.compose(f"key: {line}  # why", "text")) == {"key": value}

@@ -1,11 +1,13 @@
-"""Reads untrusted YAML: plain values only, with the line of each key. Nothing in it is ever called."""
+"""YAML: untrusted text is read as plain values only, with the line of each key, and nothing in it is ever called; plain values are written."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import math
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,11 +91,14 @@ def compose(text: str, origin: str, *, lines: bool = False) -> Node:
     return node
 
 
-def entries(node: Node, origin: str, *, lines: bool = False) -> Iterator[Entry]:
+def items_with_lines(node: Node, origin: str, *, lines: bool = False) -> Iterator[Entry]:
     """Key, value and line of each entry of a mapping, including merged ones (its own come first and win)."""
     own = ((str(key.value), value, _where(origin, key, lines)) for key, value in node.value if not _is_merge(key))
     seen = set()
-    for name, value, where in (*own, *(entry for base in _bases(node) for entry in entries(base, origin, lines=lines))):
+    for name, value, where in (
+        *own,
+        *(entry for base in _bases(node) for entry in items_with_lines(base, origin, lines=lines)),
+    ):
         if name not in seen:
             seen.add(name)
             yield name, value, where
@@ -118,7 +123,7 @@ def origins_of_keys(node: Node, origin: str, *, lines: bool = False) -> dict[str
     """The line of each key in a mapping, by its dotted path."""
     found: dict[str, str] = {}
     if node is not None and node.id == "mapping":
-        for name, value, where in entries(node, origin, lines=lines):
+        for name, value, where in items_with_lines(node, origin, lines=lines):
             found[name] = where
             found.update(
                 {
@@ -228,3 +233,61 @@ def _loader() -> type[yaml.SafeLoader]:
         Loader.add_implicit_resolver(tag, pattern, None)
     Loader.add_constructor(_CORE + "int", lambda loader, node: int(node.value))
     return Loader
+
+
+def flow(value: Any) -> str:
+    """A plain value as one line of YAML."""
+    import yaml
+
+    text = yaml.dump(
+        value, Dumper=_dumper(), default_flow_style=True, sort_keys=False, width=math.inf, allow_unicode=True
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file atomically: a crash leaves the old one or the whole new one; a new file gets the usual permissions.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _text(dumper: Any, text: str) -> Any:
+    # On one line, and never empty: other styles fold, and an empty text is not a value.
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, '"' if "\n" in text or not text else None)
+
+
+@functools.cache
+def _dumper() -> type[yaml.SafeDumper]:
+    """PyYAML's safe dumper, which quotes text that our reader would not read as text."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        yaml_implicit_resolvers: dict[Any, Any] = {}
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    for tag, pattern in PLAIN_FORMS:
+        Dumper.add_implicit_resolver(tag, pattern, None)
+    Dumper.add_representer(str, _text)
+    return Dumper

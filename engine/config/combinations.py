@@ -1,0 +1,167 @@
+"""Which settings go together, and which set others. A value alone is checked by its setting's kind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Protocol
+
+from engine.config.duration import Duration
+from engine.config.named_options import NamedOptions
+
+if TYPE_CHECKING:
+    from engine.config.settings import Settings
+
+LIMITED_BY_OVERFIT = ("limit_train_batches", "limit_val_batches")
+"""The settings that ``overfit_batches`` sets."""
+
+
+class StrategyRules(Protocol):
+    """The part of :class:`engine.Strategy` that settings meet: any strategy, also one of another package, may refuse settings or set some."""
+
+    def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None: ...
+
+    def configure(self, settings: Settings, origins: Mapping[str, str]) -> Settings: ...
+
+
+def check_settings(settings: Settings) -> None:
+    """Refuse settings that contradict each other.
+
+    Raises:
+        ValueError: names both settings, their values and what to change.
+    """
+    if settings.global_batch_size is not None and settings.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"global_batch_size={settings.global_batch_size} and accumulate_grad_batches={settings.accumulate_grad_batches!r}: "
+            "the first derives the second; give one of them"
+        )
+    for name in LIMITED_BY_OVERFIT:
+        limit = getattr(settings, name)
+        if settings.overfit_batches and not settings.fast_dev_run and limit not in (None, settings.overfit_batches):
+            raise ValueError(
+                f"overfit_batches={settings.overfit_batches} and {name}={limit}: the first sets the second; give one of them"
+            )
+    if settings.benchmark and settings.deterministic is True:
+        raise ValueError(
+            "benchmark=True and deterministic=True: the fastest algorithm differs between runs; give one of them"
+        )
+
+
+def implied(settings: Settings) -> dict[str, Any]:
+    """The values that ``overfit_batches``, ``fast_dev_run`` and a training without any limit set."""
+    values: dict[str, Any] = {}
+    if settings.overfit_batches:
+        values.update(dict.fromkeys(LIMITED_BY_OVERFIT, settings.overfit_batches))
+    if settings.fast_dev_run:
+        values.update(_of_fast_dev_run(int(settings.fast_dev_run)))
+    elif settings.max_epochs is None and settings.max_steps is None and settings.max_time is None:
+        values["max_epochs"] = 1
+    return values
+
+
+def implied_origins(settings: Settings) -> dict[str, str]:
+    """The origin of each setting that ``overfit_batches`` or ``fast_dev_run`` has set."""
+    origins: dict[str, str] = {}
+    if settings.overfit_batches:
+        origins.update(dict.fromkeys(LIMITED_BY_OVERFIT, "overfit_batches"))
+    if settings.fast_dev_run:
+        origins.update(dict.fromkeys(_of_fast_dev_run(1), "fast_dev_run"))
+    return origins
+
+
+def _of_fast_dev_run(n: int) -> dict[str, Any]:
+    return {
+        "max_epochs": 1,
+        "min_epochs": None,
+        "max_steps": None,
+        "min_steps": None,
+        "max_time": None,
+        "val_every": Duration("epochs", 1),
+        "num_sanity_val_steps": 0,
+        "limit_train_batches": n,
+        "limit_val_batches": n,
+        "limit_test_batches": n,
+        "limit_predict_batches": n,
+        "log_every_n_steps": 1,
+    }
+
+
+def check_limits(settings: Settings) -> None:
+    """Refuse a minimum that lies above its maximum; called when all settings have their final values.
+
+    Raises:
+        ValueError: names both.
+    """
+    for unit in ("epochs", "steps"):
+        least, most = getattr(settings, f"min_{unit}"), getattr(settings, f"max_{unit}")
+        if least is not None and most is not None and least > most:
+            raise ValueError(
+                f"min_{unit}={least} and max_{unit}={most}: the training would end before its minimum; give a larger max_{unit}"
+            )
+
+
+def check_with_strategy(
+    settings: Settings, origins: Mapping[str, str], strategy: StrategyRules | None, launched: int | None = None
+) -> None:
+    """Let the strategy refuse settings, before processes start.
+
+    Args:
+        origins: where each setting comes from; an error has the origins of the settings that it names.
+        strategy: ``None`` for ``"auto"``, which fits itself to the processes.
+        launched: the processes that a launcher has started; ``None``: none, the settings say how many there will be.
+
+    Raises:
+        ValueError: the settings cannot work under this strategy, or with this many processes.
+    """
+    if strategy is not None:
+        world_size = _processes(settings) if launched is None else launched
+        with naming_origins(settings, origins):
+            strategy.check(settings, origins, world_size)
+
+
+def configured_by_strategy(
+    settings: Settings, origins: Mapping[str, str], strategy: StrategyRules
+) -> tuple[Settings, dict[str, str]]:
+    """The settings after the strategy's own configuration has set some of them, and where each comes from.
+
+    Raises:
+        ValueError: the strategy's configuration contradicts a setting.
+    """
+    configured = strategy.configure(settings, origins)
+    if configured is settings:
+        return settings, dict(origins)
+    names = [field.name for field in fields(settings)]
+    changed = [name for name in names if getattr(settings, name) != getattr(configured, name)]
+    return configured, {**origins, **dict.fromkeys(changed, "the strategy's configuration")}
+
+
+@contextmanager
+def naming_origins(settings: Settings, origins: Mapping[str, str]) -> Iterator[None]:
+    """Inside the block a ValueError gets the origins of the settings that it names, except for code, which the traceback shows."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error}{_origins_in(str(error), settings, origins)}") from None
+
+
+def _origins_in(message: str, settings: Settings, origins: Mapping[str, str]) -> str:
+    if message.startswith(("file ", "environment ", "command line ")):  # it starts with the origin
+        return ""
+    options = settings.strategy.origins if isinstance(settings.strategy, NamedOptions) else {}
+    all_origins = {**origins, **{f"strategy.{key}": origin for key, origin in options.items()}}
+    names = set(re.findall(r"\w+(?==)", message)) | ({"devices", "num_nodes"} if "processes" in message else set())
+    texts = [
+        f"{name}: {origin}"
+        for name, origin in all_origins.items()
+        if name.rpartition(".")[2] in names and origin not in ("code", "default")
+    ]
+    return f" [{'; '.join(texts)}]" if texts else ""
+
+
+def _processes(settings: Settings) -> int | None:
+    """The processes of the job, if the settings say how many."""
+    devices = settings.devices
+    on_this_node = len(devices) if isinstance(devices, tuple) else devices
+    return on_this_node * settings.num_nodes if isinstance(on_this_node, int) else None

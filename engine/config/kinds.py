@@ -1,0 +1,535 @@
+"""Kinds of settings: what a user may give, what the library reads, and the error for anything else.
+
+A field of :class:`engine.config.settings.Settings` has one of these. Imports no torch: a shell completes the words of kinds.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from engine.config import strategy_names, yaml_text
+from engine.config.duration import Duration, parse
+from engine.config.named_options import NamedOptions
+from engine.config.yaml_text import Node
+from engine.utils import device_names
+from engine.utils.errors import nearest
+
+PRECISIONS: dict[str, str] = {
+    **{name: name for name in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "fp8-mixed")},
+    "no": "32-true",  # Accelerate's
+    "bf16": "bf16-mixed",
+    "fp16": "16-mixed",
+    "fp8": "fp8-mixed",
+    "32": "32-true",  # Lightning's short ones
+    "16": "16-mixed",
+    "64": "64-true",
+}
+"""Accepted precision name -> the name that the library uses."""
+COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options")
+"""Options of ``torch.compile``."""
+
+Recompute = str | int | None
+Compile = bool | str | dict[str, Any]
+
+_FLAGS = ("true", "false")
+_LISTS = (list, tuple, set, frozenset)
+
+
+def not_possible(name: str, value: object, possible: str) -> ValueError:
+    """The error for a value of the right type that is not possible."""
+    return ValueError(f"{name}={value!r} is not possible: give {possible}")
+
+
+def wrong_type(name: str, value: object, possible: str) -> TypeError:
+    """The error for a value of a type that is not possible."""
+    return TypeError(f"{name}={value!r} is of type {type(value).__name__}: give {possible}")
+
+
+def unknown_word(name: str, value: object, words: Iterable[str], possible: str) -> ValueError:
+    """The error for a word that is none of ``words``, with the nearest one."""
+    return ValueError(f"{name}={value!r} is unknown{nearest(value, words)}; possible: {possible}")
+
+
+def is_whole_number(value: object) -> bool:
+    """Tell ints, also numpy's, from other values and from bools: ``max_steps=True`` is a mistake."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+class Kind:
+    """Base class: what a setting accepts, in code, in YAML and in a shell, and the form in which the library reads it."""
+
+    accepts: str
+    """The annotation of ``Fit``'s argument, as source text; its names are imported by ``engine/fit.py``."""
+    words: tuple[str, ...] = ()
+    """Words that a shell completes, in YAML's form."""
+    as_written: bool = False
+    """YAML text is taken as it is written: ``no`` is a precision, and ``2024`` may be a folder."""
+    code_only: bool = False
+    """Files, variables and the command line cannot give the value."""
+
+    def normal(self, name: str, value: Any) -> Any:
+        """The value of the setting ``name`` in its normal form, which is accepted again.
+
+        Raises:
+            ValueError, TypeError: it is not possible; the message names the setting, the value and what is possible.
+        """
+        raise NotImplementedError
+
+    def from_yaml(self, node: Node) -> Any:
+        """The plain value of a YAML node, for :meth:`normal` to check.
+
+        Raises:
+            ValueError: the node has no value of this kind; the message continues the setting's name.
+        """
+        if node is None:
+            raise ValueError("is empty: give a value, or null for None")
+        return node.value if self.as_written and yaml_text.is_text(node) else yaml_text.construct(node)
+
+    def as_mapping(self, value: Any) -> dict[Any, Any] | None:
+        """A new mapping with what ``value`` says, for the command line to set a key in; ``None``: such a value has no keys."""
+        return copy.deepcopy(dict(value)) if isinstance(value, Mapping) else None
+
+
+def _or_none(none: str) -> str:
+    return f", or None for {none}" if none else ""
+
+
+class WholeNumber(Kind):
+    """An int of at least ``least`` and at most ``most``; ``None`` is possible if ``none`` says what it means."""
+
+    def __init__(self, least: int, most: int | None = None, *, none: str = "") -> None:
+        self.accepts = "int | None" if none else "int"
+        self._least, self._most, self._none = least, most, none
+        self._possible = f"an int of at least {least}" if most is None else f"an int from {least} to {most}"
+        self._possible += _or_none(none)
+
+    def normal(self, name: str, value: Any) -> Any:
+        if value is None and self._none:
+            return None
+        if not is_whole_number(value):
+            raise wrong_type(name, value, self._possible)
+        number = operator.index(value)
+        if number < self._least or (self._most is not None and number > self._most):
+            raise not_possible(name, value, self._possible)
+        return number
+
+
+class Word(Kind):
+    """One of a few words; ``None`` is possible if ``none`` says what it means."""
+
+    def __init__(self, *choices: str, none: str = "") -> None:
+        self.accepts = "str | None" if none else "str"
+        self.words = (*choices, "null") if none else choices
+        self.as_written = not none
+        self._choices, self._none = choices, none
+        self._possible = " or ".join(map(repr, choices)) + _or_none(none)
+
+    def normal(self, name: str, value: Any) -> str | None:
+        if value is None and self._none:
+            return None
+        if not isinstance(value, str):
+            raise wrong_type(name, value, self._possible)
+        if value.lower() not in self._choices:
+            raise unknown_word(name, value, self._choices, self._possible)
+        return value.lower()
+
+
+class Flag(Kind):
+    """A bool, or one of a few words; ``None`` is possible if ``none`` says what it means."""
+
+    def __init__(self, *choices: str, none: str = "") -> None:
+        self.accepts = " | ".join(["bool", *(["str"] if choices else []), *(["None"] if none else [])])
+        self.words = (*_FLAGS, *choices, *(["null"] if none else []))
+        self._choices, self._none = choices, none
+        self._possible = " or ".join(["True", "False", *map(repr, choices)]) + _or_none(none)
+
+    def normal(self, name: str, value: Any) -> bool | str | None:
+        if value is None and self._none:
+            return None
+        if isinstance(value, bool) or (isinstance(value, str) and value in self._choices):
+            return value
+        if isinstance(value, str):
+            raise unknown_word(name, value, self._choices, self._possible)
+        raise wrong_type(name, value, self._possible)
+
+    def from_yaml(self, node: Node) -> Any:
+        return _as_flag(super().from_yaml(node))
+
+
+class FlagOrNumber(Kind):
+    """A bool, or an int of at least 0."""
+
+    accepts = "bool | int"
+    words = _FLAGS
+    _number = WholeNumber(0)
+
+    def normal(self, name: str, value: Any) -> Any:
+        return value if isinstance(value, bool) else self._number.normal(name, value)
+
+
+class Interval(Kind):
+    """A duration of more than 0; ``None``: never."""
+
+    accepts = "int | float | str | timedelta | Duration | None"
+    as_written = True
+
+    def normal(self, name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
+        duration = _duration(name, value)
+        if duration is not None and duration.value == 0:
+            raise not_possible(name, value, "a duration of more than 0, or None for never")
+        return duration
+
+
+class Time(Kind):
+    """A time of at least ``least`` seconds; ``None`` is possible if ``none`` says what it means."""
+
+    as_written = True
+
+    def __init__(self, least: int = 0, *, none: str = "") -> None:
+        self.accepts = "str | timedelta | Duration" + (" | None" if none else "")
+        self._least, self._none = least, none
+
+    def normal(self, name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
+        duration = _duration(name, value)
+        if duration is None:
+            if not self._none:
+                raise wrong_type(name, value, "a time such as '30 min'")
+            return None
+        if duration.unit != "seconds":
+            raise not_possible(name, value, f"a time such as '30 s', '10 min' or '1.5 h'; {value!r} means {duration}")
+        if duration.value < self._least:
+            raise not_possible(name, value, f"a time of at least '{self._least} s'{_or_none(self._none)}")
+        return duration
+
+
+class Maximum(Kind):
+    """A number of at least 0; 0 and ``None`` both mean what ``none`` says."""
+
+    accepts = "float | None"
+
+    def __init__(self, *, none: str) -> None:
+        self._possible = f"a number of at least 0{_or_none(none)}"
+
+    def normal(self, name: str, value: Any) -> float | None:
+        if value is None:
+            return None
+        if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+            raise wrong_type(name, value, self._possible)
+        number = float(value)
+        if math.isnan(number) or number < 0:
+            raise not_possible(name, value, self._possible)
+        return number or None
+
+
+class BatchLimit(Kind):
+    """A number of batches, or a fraction of them. All of them are ``None``, or 0 if ``zero_is_all``."""
+
+    def __init__(self, *, zero_is_all: bool = False) -> None:
+        self.accepts = "int | float" if zero_is_all else "int | float | None"
+        self._all = 0 if zero_is_all else None
+
+    def normal(self, name: str, value: Any) -> int | float | None:
+        possible = "an int of at least 0 (a number of batches), a float in (0, 1] (a fraction of them), or None for all"
+        if value is None:
+            return self._all
+        if isinstance(value, float):
+            if not 0 <= value <= 1:
+                raise not_possible(name, value, possible)
+            return value or 0
+        if not is_whole_number(value):
+            raise wrong_type(name, value, possible)
+        if value < 0:
+            raise not_possible(name, value, possible)
+        return operator.index(value)
+
+
+class Schedule(Kind):
+    """An int of at least 1, or ``{first epoch: int}``."""
+
+    accepts = "int | Mapping[int, int]"
+
+    def normal(self, name: str, value: Any) -> int | dict[int, int]:
+        possible = "an int of at least 1, or a schedule {epoch: int} such as {0: 1, 5: 4}"
+        if not isinstance(value, Mapping):
+            if not is_whole_number(value):
+                raise wrong_type(name, value, possible)
+            if value < 1:
+                raise not_possible(name, value, possible)
+            return operator.index(value)
+        if not value or not all(
+            is_whole_number(number) and number >= least
+            for item in value.items()
+            for number, least in zip(item, (0, 1), strict=True)
+        ):
+            raise not_possible(name, value, possible)
+        return {operator.index(epoch): operator.index(value[epoch]) for epoch in sorted(value)}
+
+    def as_mapping(self, value: Any) -> dict[Any, Any] | None:
+        return super().as_mapping(value) if isinstance(value, Mapping) else {0: value}
+
+
+class Folder(Kind):
+    """A path; ``~`` is the home directory."""
+
+    accepts = "str | Path"
+    as_written = True
+
+    def normal(self, name: str, value: Any) -> Path:
+        if not isinstance(value, str | Path) and not hasattr(value, "__fspath__"):
+            raise wrong_type(name, value, "a path")
+        if not str(value).strip():
+            raise not_possible(name, value, "a path; '.' is the current directory")
+        if len(str(value).splitlines()) > 1:  # it would look like two lines of a log
+            raise not_possible(name, value, "a path without line ends")
+        return Path(value).expanduser()
+
+
+class Accelerator(Kind):
+    """The name of a kind of device."""
+
+    accepts = "str"
+    words = device_names.KNOWN
+    as_written = True
+
+    def normal(self, name: str, value: Any) -> str:
+        possible = (
+            " or ".join(map(repr, self.words)) + ", or a device that a package adds to torch, once it is imported"
+        )
+        if not isinstance(value, str):
+            raise wrong_type(name, value, possible)
+        word = value.lower()
+        if word not in self.words and not device_names.is_added(word):
+            raise unknown_word(name, value, self.words, possible + device_names.hint(word))
+        return word
+
+
+class Devices(Kind):
+    """A number of devices, their indices, or ``"auto"``."""
+
+    accepts = "int | str | Sequence[int]"
+    words = ("auto",)
+
+    def normal(self, name: str, value: Any) -> int | str | tuple[int, ...]:
+        possible = "'auto', an int of at least 1, or distinct device indices such as [0, 2]"
+        if isinstance(value, str) and value != "auto":
+            try:
+                numbers = [int(part) for part in value.split(",")]
+            except ValueError:
+                raise unknown_word(name, value, self.words, possible) from None
+            value = numbers if "," in value else numbers[0]
+        if value == "auto":
+            return "auto"
+        if isinstance(value, (list, tuple)):
+            if not value or not all(is_whole_number(i) and i >= 0 for i in value) or len(set(value)) != len(value):
+                raise not_possible(name, value, possible)
+            return tuple(map(operator.index, value))
+        if not is_whole_number(value):
+            raise wrong_type(name, value, possible)
+        if value < 1:
+            raise not_possible(name, value, possible)
+        return operator.index(value)
+
+
+class CallbackObjects(Kind):
+    """Callbacks; one alone is a list of one."""
+
+    accepts = "Callback | Sequence[Callback] | None"
+    code_only = True
+
+    def normal(self, name: str, value: Any) -> tuple[Any, ...]:
+        items = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        for item in items:
+            if isinstance(item, type):
+                raise TypeError(f"{name} has the class {item.__name__}: give an object, {item.__name__}(...)")
+            if isinstance(item, (str, bytes, int, float, dict, set)) or item is None:
+                raise TypeError(f"{name} has {item!r} of type {type(item).__name__}: give a list of Callback objects")
+        return items
+
+    def from_yaml(self, node: Node) -> Any:
+        raise ValueError("are objects and can only be given in code: Fit(callbacks=[...])")
+
+
+class ByName(Kind):
+    """Base class: an object that is given by its name, by a mapping with its name and options, or itself, which is not checked here."""
+
+    as_written = True
+    example: str
+    """A name and an option, for errors about a mapping without a name."""
+
+    def from_mapping(
+        self, setting: str, value: Mapping[str, Any], origins: Mapping[str, str] | None = None
+    ) -> NamedOptions | str:
+        """The name and options of a mapping; the name alone if it has no options.
+
+        Args:
+            setting: the setting's name, for errors.
+            origins: where the mapping (key ``""``) and each of its keys come from; code by default.
+
+        Raises:
+            ValueError: there is no ``name``, or one without options.
+            TypeError: ``name`` or a key is not a string.
+        """
+        origins = dict(origins or {})
+        first = next(iter(origins.values()), "code")
+        where = "" if first == "code" else f"{first}: "
+        name = value.get("name")
+        if "name" not in value:
+            raise ValueError(
+                f"{where}{setting}={dict(value)!r} has no 'name': give the mapping one, such as {{name: {self.example}}}"
+            )
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"{where}{setting}.name={name!r} is of type {type(name).__name__}: give the name as text")
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"{origins.get(str(key), first)}: {setting} has the key {key!r}, which is not a name")
+        options = {key: option for key, option in value.items() if key != "name"}
+        return NamedOptions(name, options, origins) if options else name
+
+    def from_yaml(self, node: Node) -> Any:
+        value = super().from_yaml(node)
+        if isinstance(value, dict):
+            nodes = {key: inner for key, inner, _ in yaml_text.items_with_lines(node, "")}
+            if "name" in nodes and yaml_text.is_text(nodes["name"]):
+                value["name"] = nodes["name"].value
+        return value
+
+    def as_mapping(self, value: Any) -> dict[Any, Any] | None:
+        if isinstance(value, NamedOptions):
+            value = value.as_dict()
+        return {"name": value} if isinstance(value, str) else super().as_mapping(value)
+
+
+class StrategyName(ByName):
+    """A strategy."""
+
+    accepts = "str | Mapping[str, Any] | Strategy"
+    example = "deepspeed, stage: 3"
+
+    @property
+    def words(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of our strategies, and those that other packages register."""
+        others = (point.name for point in entry_points(group=strategy_names.GROUP))
+        return ("auto", *strategy_names.BUILT_IN, *others)
+
+    def normal(self, name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            value = self.from_mapping(name, value)
+        if value is None or value == "" or isinstance(value, (bool, int, float, type, *_LISTS)):
+            possible = "the name of a strategy, a mapping with its name and settings, or a strategy object"
+            raise wrong_type(name, value, possible)
+        if isinstance(value, NamedOptions) and value.name == "auto":
+            first = next(iter(value.options))
+            raise ValueError(
+                f"{value.error_prefix(first)}strategy 'auto' takes no settings, and {first!r} was given: "
+                "give name: ddp, fsdp, ... with it"
+            )
+        return value
+
+
+class PrecisionName(ByName):
+    """Number formats."""
+
+    accepts = "str | int | Mapping[str, Any] | Precision | FP8"
+    words = tuple(PRECISIONS)
+    example = "fp8-mixed, recipe: rowwise"
+
+    def normal(self, name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            value = self.from_mapping(name, value)
+        if isinstance(value, NamedOptions):
+            known, first = precision_name(value.name), next(iter(value.options))
+            if known != "fp8-mixed":
+                raise ValueError(
+                    f"{value.error_prefix(first)}precision {value.name!r} takes no settings, and {first!r} was given: "
+                    "only 'fp8-mixed' does"
+                )
+            return replace(value, name=known)
+        if isinstance(value, _LISTS):
+            raise wrong_type(name, value, "the name of a precision, or a mapping with its name and settings")
+        return precision_name(value) if value is None or isinstance(value, (str, bool, int, float, type)) else value
+
+
+class Recomputation(Kind):
+    """``None``, ``"full"`` (or True), ``"selective"``, or n: every n-th block."""
+
+    accepts = "str | int | None"
+    words = ("full", "selective", "null")
+
+    def normal(self, name: str, value: Any) -> Recompute:
+        possible, choices = "'full', 'selective', an int n of at least 1 (every n-th block), or None", self.words[:2]
+        if value is None or value is False:
+            return None
+        if value is True:
+            return "full"
+        if isinstance(value, str):
+            if value not in choices:
+                raise unknown_word(name, value, choices, possible)
+            return value
+        if not isinstance(value, int):
+            raise wrong_type(name, value, possible)
+        if value < 1:
+            raise not_possible(name, value, possible)
+        return value
+
+
+class Compilation(Kind):
+    """``False``, ``True`` (the whole model), ``"blocks"``, or a dict of ``torch.compile``'s options, possibly with ``"blocks": True``."""
+
+    accepts = "bool | str | dict[str, Any]"
+    words = (*_FLAGS, "blocks")
+
+    def normal(self, name: str, value: Any) -> Compile:
+        known = ("blocks", *COMPILE_OPTIONS)
+        possible = f"True or False, 'blocks', or a dict of {', '.join(known)}"
+        if isinstance(value, Mapping):
+            for key in value:
+                if key not in known:
+                    raise ValueError(
+                        f"{name} has the key {key!r}, which is unknown{nearest(str(key), known)}; possible: {', '.join(known)}"
+                    )
+            return dict(value)
+        if isinstance(value, bool) or value == "blocks":
+            return value
+        if isinstance(value, str):
+            raise unknown_word(name, value, ["blocks"], possible)
+        raise wrong_type(name, value, possible)
+
+    def from_yaml(self, node: Node) -> Any:
+        return _as_flag(super().from_yaml(node))
+
+    def as_mapping(self, value: Any) -> dict[Any, Any] | None:
+        if isinstance(value, Mapping):
+            return super().as_mapping(value)
+        return {"blocks": True} if value == "blocks" else {}
+
+
+def precision_name(value: object) -> str:
+    """The library's name of a precision, e.g. ``"bf16"`` -> ``"bf16-mixed"``.
+
+    Raises:
+        ValueError: an unknown name; the message gives the nearest one.
+    """
+    name = PRECISIONS.get(str(value).lower())
+    if name is None:
+        raise unknown_word("precision", value, PRECISIONS, ", ".join(PRECISIONS))
+    return name
+
+
+def _as_flag(value: Any) -> Any:
+    """1 and 0 as bools: environment variables use them for flags."""
+    return bool(value) if type(value) is int and value in (0, 1) else value
+
+
+def _duration(name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
+    try:
+        return parse(value)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{name}={value!r}: {error}") from None

@@ -1,0 +1,128 @@
+"""Kinds of settings: what each accepts in code and in YAML, and what a shell completes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from yaml import SafeLoader, compose
+
+from engine import Duration
+from engine.config.kinds import (
+    PRECISIONS,
+    BatchLimit,
+    CallbackObjects,
+    Compilation,
+    Flag,
+    FlagOrNumber,
+    Folder,
+    Kind,
+    Maximum,
+    PrecisionName,
+    Recomputation,
+    Schedule,
+    StrategyName,
+    Time,
+    WholeNumber,
+    Word,
+    precision_name,
+)
+
+
+def test_every_precision_name_leads_to_one_that_stays() -> None:
+    for name, normal in PRECISIONS.items():
+        assert precision_name(name) == precision_name(normal) == normal
+
+
+@pytest.mark.parametrize(
+    ("kind", "accepts", "words"),
+    [
+        (WholeNumber(0), "int", ()),
+        (WholeNumber(0, none="no limit"), "int | None", ()),
+        (Word("a", "b"), "str", ("a", "b")),
+        (Word("a", "b", none="neither"), "str | None", ("a", "b", "null")),
+        (Flag(), "bool", ("true", "false")),
+        (Flag("warn", none="torch's"), "bool | str | None", ("true", "false", "warn", "null")),
+        (Time(1), "str | timedelta | Duration", ()),
+        (Time(none="no limit"), "str | timedelta | Duration | None", ()),
+        (BatchLimit(zero_is_all=True), "int | float", ()),
+        (BatchLimit(), "int | float | None", ()),
+    ],
+)
+def test_what_a_kind_accepts_and_completes_follows_from_its_arguments(
+    kind: Kind, accepts: str, words: tuple[str, ...]
+) -> None:
+    assert (kind.accepts, kind.words) == (accepts, words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (Word("no", "yes"), "no", "no"),
+        (Folder(), "2024", "2024"),
+        (Time(), "10:00", "10:00"),
+        (PrecisionName(), "{name: no, x: yes}", {"name": "no", "x": True}),
+        (Flag(), "1", True),
+        (Compilation(), "0", False),
+        (Compilation(), "{dynamic: 1}", {"dynamic": 1}),
+        (FlagOrNumber(), "1", 1),
+        (WholeNumber(0), "1_000", 1000),
+        (Word("a", none="none"), "null", None),
+    ],
+)
+def test_yaml_is_read_by_the_kind(kind: Kind, text: str, value: Any) -> None:
+    found = kind.from_yaml(compose(text, SafeLoader))
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_nothing_and_callbacks_are_no_yaml() -> None:
+    with pytest.raises(ValueError, match=r"^is empty: give a value, or null for None$"):
+        Flag().from_yaml(None)
+    with pytest.raises(ValueError, match=r"^are objects and can only be given in code"):
+        CallbackObjects().from_yaml(compose("[]", SafeLoader))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "mapping"),
+    [
+        (Schedule(), 4, {0: 4}),
+        (Schedule(), {2: 4}, {2: 4}),
+        (Schedule(), {}, {}),
+        (Compilation(), "blocks", {"blocks": True}),
+        (Compilation(), True, {}),
+        (StrategyName(), "ddp", {"name": "ddp"}),
+        (StrategyName(), StrategyName().normal("strategy", {"name": "mesh", "tp": 2}), {"name": "mesh", "tp": 2}),
+        (StrategyName(), object(), None),
+        (WholeNumber(0), 1, None),
+    ],
+)
+def test_a_key_is_set_in_a_mapping_that_says_the_same(kind: Kind, value: Any, mapping: dict[Any, Any] | None) -> None:
+    assert kind.as_mapping(value) == mapping
+
+
+def test_the_mapping_is_a_copy_all_the_way_down() -> None:
+    options = {"name": "mesh", "plan": {"up": "colwise"}}
+    mapping = StrategyName().as_mapping(StrategyName().normal("strategy", options))
+    assert mapping is not None
+    mapping["plan"]["up"] = "rowwise"
+    assert options["plan"] == {"up": "colwise"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (Word("norm", "value"), ["norm", "VALUE"]),
+        (Time(1), ["10 min", Duration("seconds", 2)]),
+        (Maximum(none="no clipping"), [None, 0, 1, 0.5]),
+        (Recomputation(), [None, True, "full", 2]),
+        (Folder(), ["~", Path("a")]),
+        (PrecisionName(), ["no", 16, {"name": "fp8", "recipe": "rowwise"}]),
+        (Schedule(), [3, {4: 2, 0: 1}]),
+    ],
+)
+def test_a_normal_form_is_its_own_normal_form(kind: Kind, values: list[Any]) -> None:
+    for value in values:
+        normal = kind.normal("name", value)
+        assert kind.normal("name", normal) == normal
+        assert type(kind.normal("name", normal)) is type(normal)
