@@ -138,7 +138,7 @@ class ModelCheckpoint(Callback):
         self._training = False
         run.checkpoints_at(self.dirpath, self.max_failures)
         if stage == "fit":
-            self._location = run.saver.location
+            self._location = run.checkpoints.folder.location
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         self._training = True

@@ -12,14 +12,12 @@ They need not cover the whole model: the rest is that of the trained weights. Th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
 from engine.checkpoint.directory import Opened
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED, WEIGHTS
-from engine.checkpoint.model_state import split
 from engine.checkpoint.tensors import Stored
 from engine.utils.errors import nearest
 from engine.utils.log import logger
@@ -31,24 +29,6 @@ STEM = f"{WEIGHTS}/{WEIGHTS}"
 def weights_folder(wanted: str | None) -> tuple[str, ...]:
     """The folder whose checksums must be checked before the weights ``wanted`` are read, besides the model's."""
     return () if wanted == TRAINED else (WEIGHTS,)
-
-
-def packed(weights: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors to write, each once, by folder and name, and the JSON value beside them.
-
-    Args:
-        weights: ``{name of the weights: {name in the model: tensor}}``.
-
-    Raises:
-        TypeError: a tensor cannot be stored.
-    """
-    tensors: dict[str, Tensor] = {}
-    tree: dict[str, Any] = {}
-    for name, own in weights.items():
-        found, packed_tree = split(own)
-        tensors |= {f"{WEIGHTS}/{name}/{key}": tensor for key, tensor in found.items()}
-        tree[name] = {"aliases": packed_tree["aliases"]}
-    return tensors, tree
 
 
 class OtherWeights:

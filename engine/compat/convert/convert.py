@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.checkpoint.content import packed_weights
 from engine.checkpoint.directory import SHARED, write_tree
 from engine.checkpoint.files import Record, held
 from engine.checkpoint.json_tree import pack, same_memory
 from engine.checkpoint.manifest import MANIFEST, SCORED_WITH, WEIGHTS
-from engine.checkpoint.other_weights import STEM, packed
+from engine.checkpoint.other_weights import STEM
 from engine.checkpoint.remote_storage import without_query
 from engine.checkpoint.storage import Location, split
 from engine.checkpoint.tensors import Stored, TensorFiles, storable, write_tensors
@@ -362,7 +363,7 @@ def _write(location: Location, name: str, content: _Content, told: str) -> Conve
     }
     if content.average:
         (draft / WEIGHTS).mkdir()
-        tensors, tree = packed({AVERAGE: content.average})
+        tensors, tree = packed_weights({AVERAGE: content.average})
         within = {key.removeprefix(f"{WEIGHTS}/"): tensor for key, tensor in tensors.items()}
         files |= _write_tensors(draft, f"{WEIGHTS}/rank=00000.safetensors", within)
         files |= write_tree(draft, STEM, (tree, {}))
