@@ -24,7 +24,7 @@ from engine.checkpoint.resume import (
     opening,
     rebase,
 )
-from engine.checkpoint.storage import split
+from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.writer import CheckpointWriter
 from engine.distributed.all_or_none import together
 from engine.prepared import Prepared
@@ -243,10 +243,10 @@ class EngineCheckpoints:
         """Save as :meth:`engine.Engine.save_state` does; ``left_out``: prepared models whose weights somebody else saves."""
         stepper = self._prepared.stepper
         stepper.settle()
-        location, name = split(output_dir)
-        if self._folder is None or self._folder.location.root != location.root:
+        storage, name = split_path(output_dir)
+        if self._folder is None or self._folder.storage.root != storage.root:
             self.wait()
-            self._folder = CheckpointFolder(self._prepared.group, location.root)
+            self._folder = CheckpointFolder(self._prepared.group, storage.root)
         path = self._writer.save(self._folder, name, self._snapshot.content(facts, left_out), asynchronous=not wait)
         if not wait:
             stepper.before_step(self._writer.hold)
@@ -264,8 +264,8 @@ class EngineCheckpoints:
     def load(self, input_dir: str | Path, strict: bool, left_out: Sequence[nn.Module] = ()) -> dict[str, Any]:
         """Load as :meth:`engine.Engine.load_state` does; ``left_out``: prepared models whose weights somebody else loads."""
         self.wait()
-        location, _ = split(input_dir)
-        with opening(self._prepared.group, location, str(input_dir)) as loaded:
+        storage, _ = split_path(input_dir)
+        with opening(self._prepared.group, storage, str(input_dir)) as loaded:
             with self._snapshot.restoring(loaded, Resume(input_dir, strict=strict), left_out):
                 if left := [name for name in ("callbacks", "datamodule", "user") if loaded.shared.get(name)]:
                     names = ", ".join(left)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from engine.checkpoint.directory import RANK, SHARED
 from engine.checkpoint.json_tree import pack, same_memory
-from engine.checkpoint.manifest import WEIGHTS, PackedFacts, packed_facts
+from engine.checkpoint.manifest import RANK, SHARED, WEIGHTS, PackedFacts, packed_facts
 from engine.checkpoint.other_weights import STEM
+from engine.checkpoint.storage import Packed
 from engine.checkpoint.tensors import is_cut, storable
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
@@ -21,8 +21,6 @@ FILE = 1 << 27
 """Bytes above which a rank's parts go into several files, which are written concurrently."""
 MOST_FILES = 8
 
-Packed = tuple[Any, dict[str, Tensor]]
-"""A tree as a JSON value and its tensors; see :func:`engine.checkpoint.json_tree.pack`."""
 Row = tuple[str, tuple[int, ...], int, bool]
 """Of a part: name, offsets, bytes, and whether the lowest rank that has it must write it."""
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.directory import SHARED
 from engine.checkpoint.files import DamagedCheckpoint, is_entry
-from engine.checkpoint.storage import locate, same, split
+from engine.checkpoint.manifest import SHARED
+from engine.checkpoint.storage_paths import split_path, storage_of
 from engine.distributed.agreement import Agreement
 from engine.distributed.group import Group
 from engine.utils.log import logger
@@ -26,7 +26,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, group: Group, root: str | Path) -> None:
-        self.location = locate(root)
+        self.storage = storage_of(root)
         self.max_failures = 1
         """This many consecutive failures of asynchronous saves are an error; fewer are logged."""
         self.lost: set[str] = set()
@@ -51,13 +51,13 @@ class CheckpointFolder:
     def free_name(self, name: str) -> str:
         """The name, numbered if a checkpoint of this name must stay: it is being read, resumed from, to be removed, or unreadable."""
         free, number = name, 0
-        while free in self.protected or free in self.to_remove or self.location.busy(free):
+        while free in self.protected or free in self.to_remove or self.storage.must_stay(free):
             number += 1
             free = f"{name}-v{number}"
         if number:
             logger.warning(
                 "%s must stay: it is in use, or cannot be read; this checkpoint becomes %s",
-                self.location.path(name),
+                self.storage.path(name),
                 free,
             )
         return free
@@ -74,17 +74,17 @@ class CheckpointFolder:
         """
         if not isinstance(to_remove, list) or not all(map(is_entry, to_remove)):
             raise DamagedCheckpoint(f"{path}: {SHARED}.json has no usable 'postponed': {to_remove!r:.100}")
-        where, name = split(path)
-        if self._group.is_main and same(where, self.location):
-            self.location.sweep()  # also before the first save: there may be nothing left to save
-            names = list(self.location.manifests())
+        storage, name = split_path(path)
+        if self._group.is_main and storage.is_same(self.storage):
+            self.storage.sweep()  # also before the first save: there may be nothing left to save
+            names = list(self.storage.manifests())
             self.to_remove = [each for each in names[: names.index(name)] if each in to_remove] if name in names else []
 
     def sweep(self) -> None:
         """Delete what killed runs left, once; on the main process."""
         if not self._swept:
             self._swept = True
-            self.location.sweep()
+            self.storage.sweep()
 
     def remove_later(self, names: Sequence[str]) -> None:
         """Delete checkpoints (on the main process) when the one in progress is complete."""
@@ -102,7 +102,7 @@ class CheckpointFolder:
 
     def _remove(self, name: str) -> bool:
         try:
-            gone = self.location.remove(name)
+            gone = self.storage.remove(name)
         except Exception as error:  # not a reason to give up the checkpoint that is being written; remote ones have errors of their own
             gives_up = isinstance(error, ValueError)
             again = "" if gives_up else " (tried again after each save)"

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.directory import SHARED, Opened
 from engine.checkpoint.files import DamagedCheckpoint, blocks, read_json, verify
-from engine.checkpoint.manifest import FOLDERS, MANIFEST, SCORED_WITH, TRAINED, WEIGHTS, check_manifest
-from engine.checkpoint.storage import Location
+from engine.checkpoint.local_storage import Opened
+from engine.checkpoint.manifest import FOLDERS, MANIFEST, SCORED_WITH, SHARED, TRAINED, WEIGHTS, check_manifest
+from engine.checkpoint.storage import Storage
 from engine.checkpoint.tensors import TensorFiles, check_header
 from engine.checkpoint.user_paths import find, find_in, folder
 from engine.config.masked import without_secrets
@@ -45,14 +45,17 @@ def entries(root: str | Path) -> list[Entry]:
         return [_entry(where, name, manifest) for name, manifest in where.manifests().items() if name in names]
     manifests = where.manifests()
     found = [_entry(where, name, manifest) for name, manifest in manifests.items()]
-    damaged = where.damaged(manifests).items()
+    incomplete = where.incomplete(manifests).items()
     return [
         *found,
-        *({"name": name, "path": str(where.path(name)), "complete": False, "reason": why} for name, why in damaged),
+        *(
+            {"name": name, "path": str(where.path(name)), "complete": False, "reason": it.reason}
+            for name, it in incomplete
+        ),
     ]
 
 
-def _entry(where: Location, name: str, manifest: Mapping[str, Any]) -> Entry:
+def _entry(where: Storage, name: str, manifest: Mapping[str, Any]) -> Entry:
     counters = _fields(manifest.get("counters"))
     return {
         "name": name,
@@ -137,8 +140,8 @@ def problems(path: str | Path) -> dict[str, list[str]]:
     where = folder(path)
     if where is not None:
         names = list(where.manifests())
-        damaged = where.damaged(names)
-        return {str(where.path(name)): _problems(where, name, damaged.get(name, "")) for name in [*names, *damaged]}
+        reasons = {name: it.reason for name, it in where.incomplete(names).items()}
+        return {str(where.path(name)): _problems(where, name, reasons.get(name, "")) for name in [*names, *reasons]}
     try:
         where, names = find(path)
     except DamagedCheckpoint as error:
@@ -146,7 +149,7 @@ def problems(path: str | Path) -> dict[str, list[str]]:
     return {str(where.path(name)): _problems(where, name) for name in names}
 
 
-def _problems(where: Location, name: str, known: str = "") -> list[str]:
+def _problems(where: Storage, name: str, known: str = "") -> list[str]:
     """Verify one checkpoint; ``known`` is its problem if it has no usable manifest."""
     try:
         directory = where.fetch(name)

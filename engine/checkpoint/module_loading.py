@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine.checkpoint.directory import SHARED, Opened
 from engine.checkpoint.field_checks import SHARED_FORM, Fields, checked
+from engine.checkpoint.local_storage import Opened
+from engine.checkpoint.manifest import SHARED
 from engine.checkpoint.other_weights import weights_folder
 from engine.checkpoint.reader import Source, own_state
 from engine.checkpoint.user_entries import Entries

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from engine.checkpoint.directory import Opened
 from engine.checkpoint.files import DamagedCheckpoint
+from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED, WEIGHTS
 from engine.checkpoint.tensors import Stored
 from engine.utils.errors import nearest

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.directory import Opened
 from engine.checkpoint.field_checks import checked_optimizer
 from engine.checkpoint.files import DamagedCheckpoint
+from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.manifest import TRAINED
 from engine.checkpoint.other_weights import OtherWeights
 from engine.checkpoint.tensors import Stored

@@ -8,16 +8,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.checkpoint.directory import Opened
 from engine.checkpoint.files import DamagedCheckpoint, inside
+from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.manifest import FOLDERS, MANIFEST
 from engine.checkpoint.one_file import is_one_file
-from engine.checkpoint.remote_storage import Remote, reach, without_query
-from engine.checkpoint.run_locks import FIRST, runs
-from engine.checkpoint.storage import Location, OneFile, locate, split
+from engine.checkpoint.remote_storage import reach, without_query
+from engine.checkpoint.runs import FIRST, run_root_of
+from engine.checkpoint.storage import Storage
+from engine.checkpoint.storage_paths import split_path, storage_of
 
 
-def folder(path: str | Path) -> Location | None:
+def folder(path: str | Path) -> Storage | None:
     """The folder of checkpoints at a path or a URL: itself, or its ``checkpoints/``, of the newest run that has any. ``version_0`` names the
     first run of a ``root_dir``, which has no folder of this name.
 
@@ -32,24 +33,24 @@ def folder(path: str | Path) -> Location | None:
         raise NotADirectoryError(
             f"{path} is a file, but a checkpoint is a directory. Convert a file of another trainer with: fit checkpoint convert {path} OUT"
         )
-    where, name = split(path)
-    if _has_manifest(where, name):
+    where, name = split_path(path)
+    if where.has(name):
         return None
     root = str(path).rstrip("/")
-    folders = runs(root).folders()
+    folders = run_root_of(root).folders()
     above, _, name = root.rpartition("/")
     if name == FIRST:
         folders.append(above or ".")
 
-    tried: list[Location] = []
+    tried: list[Storage] = []
     for each in folders:
         if not _has_folders(each):  # of 100,000 runs, most may have saved nothing
             continue
-        for place in (locate(each), locate(f"{each}/checkpoints")):
+        for place in (storage_of(each), storage_of(f"{each}/checkpoints")):
             if any(place.complete()):
                 return place
             tried.append(place)
-    return next((place for place in tried if place.damaged(())), None)
+    return next((place for place in tried if place.incomplete(())), None)
 
 
 def _has_folders(path: str) -> bool:
@@ -65,7 +66,7 @@ def _has_folders(path: str) -> bool:
         return True
 
 
-def find(path: str | Path) -> tuple[Location, list[str]]:
+def find(path: str | Path) -> tuple[Storage, list[str]]:
     """The checkpoints at a path or a URL: itself, or the complete ones in a :func:`folder`, oldest first.
 
     Raises:
@@ -76,15 +77,15 @@ def find(path: str | Path) -> tuple[Location, list[str]]:
     return find_in(path, folder(path))
 
 
-def find_in(path: str | Path, inner: Location | None) -> tuple[Location, list[str]]:
+def find_in(path: str | Path, inner: Storage | None) -> tuple[Storage, list[str]]:
     """Do what :func:`find` does, for a caller that has called :func:`folder` already: ``inner`` is its result."""
     if inner is not None and (names := list(inner.manifests())):
         return inner, names
-    where, name = split(path)
-    if inner is None and _has_manifest(where, name):
+    where, name = split_path(path)
+    if inner is None and where.has(name):
         return where, [name]
-    damaged = {str(inner.path(n)): why for n, why in inner.damaged().items()} if inner is not None else {}
-    damaged |= {str(where.path(n)): why for n, why in where.damaged().items() if n == name}
+    damaged = {str(inner.path(n)): it.reason for n, it in inner.incomplete().items()} if inner is not None else {}
+    damaged |= {str(where.path(n)): it.reason for n, it in where.incomplete().items() if n == name}
     for what, why in damaged.items():
         raise DamagedCheckpoint(f"{what}: {why}; there is no complete checkpoint")
     beside = ", ".join(where.manifests()) or "none"
@@ -147,11 +148,3 @@ def outgoing(path: str | Path) -> Iterator[Path]:
         files.makedirs(inner)
         for file in sorted(Path(folder).iterdir()):
             files.put_file(str(file), f"{inner.rstrip('/')}/{file.name}")
-
-
-def _has_manifest(where: Location, name: str) -> bool:
-    if isinstance(where, Remote):
-        return bool(name) and where.has_manifest(name)
-    if isinstance(where, OneFile):
-        return True
-    return (Path(where.path(name)) / MANIFEST).is_file()

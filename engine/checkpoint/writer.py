@@ -14,15 +14,14 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from engine.checkpoint import directory
-from engine.checkpoint.content import Content, Packed, PackedContent, Part, Row, assign, into_files
-from engine.checkpoint.directory import write_tree
+from engine.checkpoint import manifest
+from engine.checkpoint.content import Content, PackedContent, Part, Row, assign, into_files
 from engine.checkpoint.files import Record, encode_json, in_parallel
 from engine.checkpoint.folder import CheckpointFolder
 from engine.checkpoint.manifest import FOLDERS, JOINED, WEIGHTS, PackedFacts
 from engine.checkpoint.other_weights import STEM
 from engine.checkpoint.staging import Staging
-from engine.checkpoint.tensors import write_tensors
+from engine.checkpoint.storage import Draft, Packed
 from engine.distributed.all_or_none import together
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
@@ -51,6 +50,8 @@ class _Job:
     """The checkpoint has one file for all tensors, and the trees in its manifest."""
     staging: Staging | None = None
     future: Future[None] | None = None
+    draft: Draft | None = None
+    """The draft of this rank, once it has begun to write."""
 
 
 class CheckpointWriter:
@@ -106,7 +107,7 @@ class CheckpointWriter:
         folder.lost.discard(job.name)
         if asynchronous:
             self._write_in_thread(job, late if only_steps_change else set())
-            return folder.location.path(job.name)
+            return folder.storage.path(job.name)
         try:
             self._write(job, self.group)
         except Exception as error:
@@ -114,7 +115,7 @@ class CheckpointWriter:
                 raise
             folder.ended(job.name, error)
             folder.raise_error()
-        return folder.location.path(job.name)
+        return folder.storage.path(job.name)
 
     def _write_in_thread(self, job: _Job, late: set[str]) -> None:
         """Write beside the training. ``late``: tensors that are copied by :meth:`hold` at the latest."""
@@ -253,7 +254,8 @@ class CheckpointWriter:
             files = together(group, partial(self._fill, job, group))
             together(group, lambda: self._seal(job, group, files) if group.is_main else None)
         except BaseException:
-            job.folder.location.abandon(job.name, group.is_main)
+            if job.draft is not None:
+                job.draft.abandon()
             raise
         job.folder.remove(job.remove)
 
@@ -264,12 +266,12 @@ class CheckpointWriter:
             job.trees = {s: (value, {n: copies[s, n] for n in found}) for s, (value, found) in job.trees.items()}
         if group.is_main:
             job.folder.sweep()
-            job.folder.location.begin(job.name, True, () if job.joined else FOLDERS)
+            job.draft = job.folder.storage.begin(job.name, folders=() if job.joined else FOLDERS)
 
     def _fill(self, job: _Job, group: Group) -> dict[str, Record]:
-        if not group.is_main:
-            job.folder.location.begin(job.name, False)
-        draft = job.folder.location.draft(job.name)
+        draft = job.draft
+        if draft is None:
+            draft = job.draft = job.folder.storage.begin(job.name, first=False)
         if job.joined:
             tensors = {key: part.tensor for key, part in job.parts.items()}
             tensors |= {
@@ -277,32 +279,32 @@ class CheckpointWriter:
                 for stem, (_, its_tensors) in job.trees.items()
                 for n, tensor in its_tensors.items()
             }
-            files = {JOINED: write_tensors(draft / JOINED, tensors)} if tensors else {}
+            files = draft.write_tensors(JOINED, tensors) if tensors else {}
         else:
             files = self._fill_folders(job, group, draft)
         if job.staging is not None:
             job.staging.verify(last=True)
-        job.folder.location.send(job.name, files)
+        draft.send(files)
         return files
 
-    def _fill_folders(self, job: _Job, group: Group, draft: Path) -> dict[str, Record]:
+    def _fill_folders(self, job: _Job, group: Group, draft: Draft) -> dict[str, Record]:
         rank = group.rank
         works: list[Callable[[], dict[str, Record]]] = []
         for kind in ("optim", "model", WEIGHTS):
             own = {key.partition("/")[2]: part for key, part in job.parts.items() if key.startswith(f"{kind}/")}
             if kind == WEIGHTS and (own or STEM in job.trees):
-                (draft / kind).mkdir(exist_ok=True)
+                (draft.folder / kind).mkdir(exist_ok=True)
             for index, some in enumerate(into_files(own)):
                 name = f"{kind}/rank={rank:05d}{f'-{index}' if index else ''}.safetensors"
                 works.append(partial(_write_parts, draft, name, some))
-        works += [partial(write_tree, draft, stem, tree) for stem, tree in job.trees.items()]
+        works += [partial(draft.write_tree, stem, tree) for stem, tree in job.trees.items()]
         write = partial(device_copies.on, group.device)  # a blocking save's tensors are on it
         size = sum(part.tensor.nbytes for part in job.parts.values())
         return {name: known for found in in_parallel(write, works, size) for name, known in found.items()}
 
     def _seal(self, job: _Job, group: Group, files: list[dict[str, Record]]) -> None:
-        job.folder.location.seal(
-            job.name,
+        assert job.draft is not None
+        job.draft.seal(
             group.world_size,
             job.facts,
             {name: known for own in files for name, known in own.items()},
@@ -325,16 +327,16 @@ def _is_small(parts: Mapping[str, Part], trees: Mapping[str, Packed]) -> bool:
     """Check whether a checkpoint is small enough for the joined form."""
     size = sum(part.tensor.nbytes for part in parts.values())
     size += sum(tensor.nbytes for _, tensors in trees.values() for tensor in tensors.values())
-    if size > directory.JOINED_BYTES:
+    if size > manifest.JOINED_BYTES:
         return False
     texts = 0
     for value, _ in trees.values():
         texts += len(encode_json(value))
-        if texts > directory.JOINED_TREES:
+        if texts > manifest.JOINED_TREES:
             return False
     return True
 
 
-def _write_parts(draft: Path, name: str, parts: Mapping[str, Part]) -> dict[str, Record]:
+def _write_parts(draft: Draft, name: str, parts: Mapping[str, Part]) -> dict[str, Record]:
     tensors = {key: part.tensor for key, part in parts.items()}
-    return {name: write_tensors(draft / name, tensors, {key: part.offsets for key, part in parts.items()})}
+    return draft.write_tensors(name, tensors, {key: part.offsets for key, part in parts.items()})

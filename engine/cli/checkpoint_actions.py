@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.checkpoint.listing import entries, facts, problems, prune
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED
-from engine.checkpoint.run_locks import FIRST, plain
+from engine.checkpoint.runs import FIRST, canonical
 from engine.cli.exits import show
 from engine.cli.main import table
 from engine.config.masked import rows as settings_rows
@@ -69,7 +69,7 @@ def _list(arguments: argparse.Namespace) -> Answer:
             rows.append((entry["name"], *told, *weights, _metrics(entry)))
     lines = table(rows) if len(rows) > 1 else []
     place = found[0]["path"].removesuffix(f"/{found[0]['name']}")
-    if plain(place).startswith(f"{plain(arguments.root)}/version_"):
+    if canonical(place).startswith(f"{canonical(arguments.root)}/version_"):
         lines.insert(
             0,
             f"{place}: the newest run in {arguments.root} that has checkpoints. The first is {arguments.root}/{FIRST}",

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.callback import Callback, affecting_steps
-from engine.checkpoint.recorded_arguments import Recorded, recorded
 from engine.cli.building import Parsed
 from engine.cli.components import SECTIONS, Components, EarlierRun, components_of
 from engine.cli.exits import OK, UsageError
-from engine.cli.hyperparameters import compare, completed
+from engine.cli.hyperparameters import Recorded, compare, completed, recorded
 from engine.cli.reporting import reported
 from engine.cli.run_actions import built, log_to_terminal
 from engine.cli.targets import CALLBACKS, importable_here

@@ -14,12 +14,11 @@ from typing import Any
 from torch import nn
 
 from engine.callback import Callback
-from engine.checkpoint.recorded_arguments import recorded
 from engine.cli.building import Parsed
 from engine.cli.components import Components, components_of
 from engine.cli.describing import class_help, config_text
 from engine.cli.exits import OK, UsageError, show
-from engine.cli.hyperparameters import compare, completed
+from engine.cli.hyperparameters import compare, completed, recorded
 from engine.cli.predictions import check_output, write
 from engine.cli.reporting import reported
 from engine.cli.targets import importable_here

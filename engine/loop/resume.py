@@ -22,7 +22,7 @@ def resume_run(run: Run, wanted: str | Path | Resume) -> None:
     """
     how, checkpoints = wanted if isinstance(wanted, Resume) else Resume(wanted), run.checkpoints
     where, what = checkpoints.run_folder.source(str(how.path))
-    checkpoints.run_folder.named = checkpoints.folder.location.root  # from now on
+    checkpoints.run_folder.named = checkpoints.folder.storage.root  # from now on
     folders = ("model", *weights_folder(how.weights)) if how.weights_only else (*FOLDERS, WEIGHTS)
     try:
         with opening(run.engine.group, where, what, folders) as loaded:
@@ -94,7 +94,7 @@ def reload_best(run: Run) -> None:
         logger.warning("reload_best=True: no checkpoint has a score, so the module keeps its last weights")
         return
     run.wait_for_checkpoint()
-    with opening(run.engine.group, run.checkpoints.folder.location, str(best), ("model", WEIGHTS)) as loaded:
+    with opening(run.engine.group, run.checkpoints.folder.storage, str(best), ("model", WEIGHTS)) as loaded:
         others = dict.fromkeys(loaded.source.others.names)
         which = loaded.manifest.get(SCORED_WITH) or run.snapshot.scored_with(others, None)
         run.snapshot.load_weights(loaded, True, which)

@@ -17,7 +17,7 @@ from engine.checkpoint.content import Content
 from engine.checkpoint.manifest import FOLDERS, TRAINED
 from engine.checkpoint.one_file import check_local
 from engine.checkpoint.resume import Resume, name_of, opening
-from engine.checkpoint.storage import same, split
+from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.writer import CheckpointWriter
 from engine.config.duration import Every
 from engine.config.hyperparameters import as_data, for_loggers
@@ -639,8 +639,8 @@ class Run:
         if one_file:
             check_local(where)
         else:
-            location, name = split(where)
-            if str(where) == name or same(location, self.checkpoints.folder.location):
+            storage, name = split_path(where)
+            if str(where) == name or storage.is_same(self.checkpoints.folder.storage):
                 return self.save_checkpoint(name)
         self.engine.settle()
         with self.phases.of("checkpoint"), self.optimizer_set.modes.evaluating():

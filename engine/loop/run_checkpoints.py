@@ -15,7 +15,7 @@ from engine.checkpoint.manifest import SCORED_WITH, TRAINED
 from engine.checkpoint.one_file import check_local, pack
 from engine.checkpoint.resume import name_of
 from engine.checkpoint.run_folder import RunFolder
-from engine.checkpoint.storage import same, split
+from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.writer import CheckpointWriter
 from engine.distributed.agreement import Agreement
 from engine.distributed.collectives import gather_json
@@ -81,25 +81,25 @@ class RunCheckpoints:
             raise ValueError(
                 f"checkpoints are to be kept in {self._chosen} and in {location}: give one dirpath to all ModelCheckpoints of a run"
             )
-        if str(location) != self.folder.location.root:
+        if str(location) != self.folder.storage.root:
             self.keep_in(location)
         self._chosen, self.folder.max_failures = str(location), max_failures
 
     def path(self, name: str) -> Path | str:
         """The path of the checkpoint of this name."""
-        return self.folder.location.path(name)
+        return self.folder.storage.path(name)
 
     def names(self) -> set[str]:
         """The complete ones, as rank 0 sees them; all ranks call this together."""
         names: list[str] = gather_json(
-            self._group, list(self.folder.location.manifests()) if self._group.is_main else None
+            self._group, list(self.folder.storage.manifests()) if self._group.is_main else None
         )[0]
         return set(names)
 
     @property
     def continue_in_place(self) -> bool:
         """True if the run continues from a checkpoint in its own folder."""
-        return self.last is not None and same(split(self.last)[0], self.folder.location)
+        return self.last is not None and split_path(self.last)[0].is_same(self.folder.storage)
 
     def best_weights(self) -> str | None:
         """The weights that the best one's score was measured with, as its manifest names them; all ranks call this together.
@@ -111,8 +111,8 @@ class RunCheckpoints:
         name: str | None = None
         if self._group.is_main:
             with suppress(OSError, ValueError):
-                where, what = split(self.best)
-                name = str(where.manifest(what).get(SCORED_WITH, TRAINED))
+                storage, checkpoint = split_path(self.best)
+                name = str(storage.manifest(checkpoint).get(SCORED_WITH, TRAINED))
         weights: str | None = gather_json(self._group, name)[0]
         return weights
 
@@ -174,8 +174,8 @@ class RunCheckpoints:
         return file
 
     def _save_folder(self, where: Path | str, content: Content, only_steps_change: bool) -> Path | str:
-        location, name = split(where)
-        folder = CheckpointFolder(self._group, location.root)
+        storage, name = split_path(where)
+        folder = CheckpointFolder(self._group, storage.root)
         return self._writer.save(folder, name, content, only_steps_change=only_steps_change)
 
     def wait(self) -> set[str]:

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from engine import TrainModule
-from engine.checkpoint.recorded_arguments import Recorded
 from engine.cli.building import Component, Parsed
 from engine.cli.exits import UsageError
-from engine.cli.hyperparameters import completed
+from engine.cli.hyperparameters import Recorded, completed
 from engine.cli.targets import importable_here, load
 
 NETS = '''

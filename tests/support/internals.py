@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from engine.callback import Callback
-from engine.checkpoint import directory
+from engine.checkpoint import manifest
 from engine.checkpoint.content import Content
-from engine.checkpoint.directory import Opened
 from engine.checkpoint.folder import CheckpointFolder
+from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.reader import Source
 from engine.checkpoint.writer import CheckpointWriter
 from engine.config.resolve import Resolved, resolve
@@ -57,7 +57,7 @@ def new_folder(root: Path | str) -> CheckpointFolder:
 
 def write_folders() -> None:
     """Let small checkpoints of this process have the files of large ones."""
-    directory.JOINED_BYTES = -1
+    manifest.JOINED_BYTES = -1
 
 
 def new_content(value: float = 1.0, **changes: Any) -> Content:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.directory import MANIFEST, SHARED
 from engine.checkpoint.files import held
+from engine.checkpoint.manifest import MANIFEST, SHARED
 from engine.checkpoint.one_file import is_one_file
 from engine.checkpoint.other_weights import weights_folder
 from engine.checkpoint.reader import Source, whole
