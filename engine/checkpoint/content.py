@@ -1,4 +1,4 @@
-"""What a checkpoint contains: a rank's content, cut into parts of tensors and JSON trees, and which rank writes which part."""
+"""The content of a checkpoint, cut into parts of tensors and JSON trees, and dealt to the ranks that write them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILE = 1 << 27
 MOST_FILES = 8
 
 Row = tuple[str, tuple[int, ...], int, bool]
-"""Of a part: name, offsets, bytes, and whether the lowest rank that has it must write it."""
+"""A part's name, offsets and bytes, and whether the lowest rank that has it must write it."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Content:
     facts: Mapping[str, Any]
     """Additional facts for the manifest: small JSON values."""
     parts_differ: bool = False
-    """Whether ranks have tensors of different names; the same on all ranks."""
+    """True if ranks have tensors of different names; the same on all ranks."""
     changed_by_steps: Set[int] = frozenset()
     """The ``id`` of each parameter that only an optimizer step changes."""
     other_weights: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -62,15 +62,15 @@ class PackedContent:
 
     def __init__(self, group: Group) -> None:
         self.facts = PackedFacts()
-        """For the manifest."""
+        """Additional facts for the manifest."""
         self.parts: dict[str, Part] = {}
-        """Of the model, the optimizers and other weights, by names such as ``"model/layer.weight"``."""
+        """Parts of the model, the optimizers and other weights, by names such as ``"model/layer.weight"``."""
         self.trees: dict[str, Packed] = {}
-        """By their names in the checkpoint, such as ``"state/shared"``."""
+        """Trees by their names in the checkpoint, such as ``"state/shared"``."""
         self.late: set[str] = set()
         """Names of parts that only an optimizer step changes: they may be copied while forward and backward passes run."""
         self.rows: list[Row] = []
-        """What the other ranks need to know about the parts."""
+        """A row for each part, which the other ranks need to know."""
         self._group = group
         self._to_merge: list[str] = []
         self._parts_differ = False
@@ -207,7 +207,7 @@ def _cut_parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
 
 
 def rows_of(parts: Mapping[str, Part], fixed: Set[str]) -> list[Row]:
-    """What the other ranks need to know about these parts. ``fixed``: names of those that the lowest rank that has them must write."""
+    """A row for each of these parts, which the other ranks need to know. ``fixed``: names of those that the lowest rank that has them must write."""
     return [(name, part.offsets, part.tensor.nbytes, name in fixed) for name, part in parts.items()]
 
 

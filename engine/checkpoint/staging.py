@@ -122,7 +122,7 @@ class Staging:
             self._changed = True
 
     def _copy(self) -> None:
-        """What :meth:`start` has left."""
+        """Copy the tensors that :meth:`start` has left."""
         self._allocate(self._remaining)
         if self._stream is not None and self._event is None:
             self._enqueue()

@@ -42,7 +42,7 @@ class _Job:
     folder: CheckpointFolder
     name: str
     parts: dict[str, Part]
-    """Those that this rank writes."""
+    """The parts that this rank writes."""
     trees: dict[str, Packed]
     facts: PackedFacts
     remove: Sequence[str]
