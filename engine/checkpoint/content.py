@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from engine.checkpoint.json_tree import pack, same_memory
-from engine.checkpoint.manifest import RANK, SHARED, WEIGHTS, PackedFacts, packed_facts
-from engine.checkpoint.other_weights import STEM
+from engine.checkpoint.manifest import OTHER_WEIGHTS, RANK, SHARED, WEIGHTS, PackedFacts, packed_facts
 from engine.checkpoint.storage import Packed
 from engine.checkpoint.tensors import is_cut, storable
 from engine.distributed.collectives import gather_json
@@ -95,8 +94,8 @@ class PackedContent:
         self._to_merge, self._parts_differ = ["model/model", "optim/optim"], content.parts_differ
         others, named = packed_weights(content.other_weights)
         if content.other_weights:
-            self.trees[STEM] = (named, {})
-            self._to_merge.append(STEM)
+            self.trees[OTHER_WEIGHTS] = (named, {})
+            self._to_merge.append(OTHER_WEIGHTS)
         own = {f"model/{n}": t for n, t in tensors.items()} | {f"optim/{n}": t for n, t in states.items()}
         self.parts = parts_of(own | others)
         trained = (f"model/{n}" for n, t in tensors.items() if id(t) in content.changed_by_steps)
@@ -155,6 +154,8 @@ def split(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
 
 def packed_weights(weights: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of other weights, each once, by folder and name, and the JSON value beside them.
+
+    :mod:`engine.checkpoint.reader` has their form.
 
     Args:
         weights: ``{name of the weights: {name in the model: tensor}}``.

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.field_checks import checked
+from engine.checkpoint.catalog import open_path
 from engine.checkpoint.files import DamagedCheckpoint, is_entry, parse_json, write_file, write_json
 from engine.checkpoint.json_tree import same_memory
 from engine.checkpoint.manifest import SHARED
-from engine.checkpoint.other_weights import weights_folder
-from engine.checkpoint.reader import Source
+from engine.checkpoint.reader import Source, weights_folder
+from engine.checkpoint.remote_storage import outgoing
+from engine.checkpoint.state_forms import checked
 from engine.checkpoint.tensors import Stored, storable, write_tensors
-from engine.checkpoint.user_paths import opened, outgoing
 from engine.config.file_size import size_in_bytes
 from engine.utils.text import terminal_text
 
@@ -119,7 +119,7 @@ def export_checkpoint(
     """
     limit = size_in_bytes(max_shard_size)
     wanted = _dtype(dtype)
-    with opened(path, ("model", "state", *weights_folder(weights))) as found, outgoing(out) as directory:
+    with open_path(path, ("model", "state", *weights_folder(weights))) as found, outgoing(out) as directory:
         source, beside = Source(found, weights), _published_in(found.directory, found.tree(SHARED) or {})
         everything = source.names
         names = [name for name in _chosen(everything, include, exclude) if name not in source.extra]

@@ -1,4 +1,4 @@
-"""Checkpoints at a URL that fsspec knows."""
+"""Checkpoints, and other files, at a URL that fsspec knows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,47 @@ def reach(url: str) -> tuple[FileSystem, str]:
 def without_query(path: str | Path) -> str:
     """A path, or a URL as it may be shown: what follows ``?`` may be a signature that lets everybody read."""
     return str(path).partition("?")[0] if "://" in str(path) else str(path)
+
+
+@contextmanager
+def local_copy(path: str | Path) -> Iterator[Path]:
+    """The file or directory at ``path`` as a local one: itself, or a copy of a URL's content, while the context lasts.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+        ValueError: fsspec does not know the protocol.
+    """
+    if "://" not in str(path):
+        if not Path(path).exists():
+            raise FileNotFoundError(f"{path} does not exist")
+        yield Path(path)
+        return
+    files, inner = reach(str(path))
+    if not files.exists(inner):
+        raise FileNotFoundError(f"{without_query(path)} does not exist")
+    with tempfile.TemporaryDirectory(prefix="copy-") as folder:
+        target = Path(folder) / without_query(path).rstrip("/").rpartition("/")[2]
+        for file in files.find(inner):
+            to = target if file == inner else inside(target, file.removeprefix(inner.rstrip("/")).lstrip("/"))
+            to.parent.mkdir(parents=True, exist_ok=True)
+            files.get_file(file, str(to))
+        yield target
+
+
+@contextmanager
+def outgoing(path: str | Path) -> Iterator[Path]:
+    """A local directory for files to be written to ``path``: itself, or one whose files are sent to a URL at the context's end."""
+    if "://" not in str(path):
+        yield Path(path)
+        return
+    files, inner = reach(str(path))
+    if files.exists(inner) and files.find(inner):
+        raise FileExistsError(f"{path} is not empty: choose another path")
+    with tempfile.TemporaryDirectory(prefix="outgoing-") as folder:
+        yield Path(folder)
+        files.makedirs(inner)
+        for file in sorted(Path(folder).iterdir()):
+            files.put_file(str(file), f"{inner.rstrip('/')}/{file.name}")
 
 
 _UNFINISHED = Incomplete(f"{MANIFEST} is missing: a run is writing it, or was killed while it did", True)

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.checkpoint.field_checks import OWN_FORM, SHARED_FORM, Fields, checked, unlike
+from engine.checkpoint.catalog import by_score
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.listing import by_score
 from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.manifest import FOLDERS, RANK, SHARED, TRAINED
 from engine.checkpoint.reader import Source
-from engine.checkpoint.state_forms import own_form, shared_form
+from engine.checkpoint.state_forms import OWN_FORM, SHARED_FORM, Fields, checked, own_form, shared_form, unlike
 from engine.checkpoint.storage import Storage
 from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.tensors import Stored

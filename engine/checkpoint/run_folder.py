@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.checkpoint.catalog import folder_at
 from engine.checkpoint.resume import NAMES, Resume
 from engine.checkpoint.runs import ENDED, Claim, RunRecord, RunRoot, canonical, run_root_of
 from engine.checkpoint.storage import Storage
 from engine.checkpoint.storage_paths import storage_of
-from engine.checkpoint.user_paths import folder
 from engine.distributed.all_or_none import together
 from engine.distributed.group import Group
 from engine.utils.errors import FolderInUse
@@ -269,7 +269,7 @@ def _check_writable(where: str) -> None:
 
 def _inner(wanted: str) -> str | None:
     """The checkpoints in a run's folder; ``None``: it is not one."""
-    found = folder(wanted)
+    found = folder_at(wanted)
     return None if found is None else found.root
 
 

@@ -8,7 +8,7 @@
         model/model.json                names that share a tensor; state of modules that is not a tensor
         optim/rank=00000.safetensors    of the optimizers' states
         optim/optim.json                their structure
-        weights/                        only with averaged weights: see engine/checkpoint/other_weights.py
+        weights/                        only with averaged weights: see engine/checkpoint/reader.py
         state/shared.json               [+ .safetensors] the same on all ranks: schedulers, scaler, callbacks, counters
         state/rank=00001.json           [+ .safetensors] of each rank: random generators, position in streams
 

@@ -18,8 +18,7 @@ from engine.checkpoint import manifest
 from engine.checkpoint.content import Content, PackedContent, Part, Row, assign, into_files
 from engine.checkpoint.files import Record, encode_json, in_parallel
 from engine.checkpoint.folder import CheckpointFolder
-from engine.checkpoint.manifest import FOLDERS, JOINED, WEIGHTS, PackedFacts
-from engine.checkpoint.other_weights import STEM
+from engine.checkpoint.manifest import FOLDERS, JOINED, OTHER_WEIGHTS, WEIGHTS, PackedFacts
 from engine.checkpoint.staging import Staging
 from engine.checkpoint.storage import Draft, Packed
 from engine.distributed.all_or_none import together
@@ -292,7 +291,7 @@ class CheckpointWriter:
         works: list[Callable[[], dict[str, Record]]] = []
         for kind in ("optim", "model", WEIGHTS):
             own = {key.partition("/")[2]: part for key, part in job.parts.items() if key.startswith(f"{kind}/")}
-            if kind == WEIGHTS and (own or STEM in job.trees):
+            if kind == WEIGHTS and (own or OTHER_WEIGHTS in job.trees):
                 (draft.folder / kind).mkdir(exist_ok=True)
             for index, some in enumerate(into_files(own)):
                 name = f"{kind}/rank={rank:05d}{f'-{index}' if index else ''}.safetensors"

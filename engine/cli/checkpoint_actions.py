@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
-from engine.checkpoint.listing import entries, facts, problems, prune
+from engine.checkpoint.catalog import entries, facts, problems, prune
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED
 from engine.checkpoint.runs import FIRST, canonical
 from engine.cli.exits import show

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.callback import Callback
-from engine.checkpoint.user_paths import find
+from engine.checkpoint.catalog import find
 from engine.distributed.collectives import gather_json
 from engine.loop.run import Run
 from engine.step.gradients import Loss, loss_in, nonzero

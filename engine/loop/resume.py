@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.checkpoint.manifest import FOLDERS, SCORED_WITH, WEIGHTS
-from engine.checkpoint.other_weights import weights_folder
+from engine.checkpoint.reader import weights_folder
 from engine.checkpoint.resume import Loaded, Resume, opening
 from engine.loop.run import Run
 from engine.utils.log import logger

@@ -14,12 +14,11 @@ from torch import nn
 
 from engine.callback import Callback
 from engine.checkpoint.content import Content
-from engine.checkpoint.field_checks import Fields
 from engine.checkpoint.json_tree import pack
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED
 from engine.checkpoint.reader import Source
 from engine.checkpoint.resume import Loaded, Resume, check_optimizers, check_samples
-from engine.checkpoint.user_entries import Entries
+from engine.checkpoint.state_forms import Entries, Fields
 from engine.config.hyperparameters import as_data
 from engine.config.masked import Config, without_secrets
 from engine.data.datamodule import DataModule

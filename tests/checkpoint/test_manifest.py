@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import ModelCheckpoint
 from engine import Engine, Fit, TrainModule
-from engine.checkpoint.listing import entries
+from engine.checkpoint.catalog import entries
 from engine.checkpoint.manifest import JOINED_FORMAT, READABLE
 from engine.checkpoint.storage_paths import storage_of
 

@@ -18,8 +18,8 @@ from support.toys import LINEAR_BATCHES, Linear, linear_fit
 
 from callbacks import ModelCheckpoint
 from engine import Resume
+from engine.checkpoint.catalog import problems
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.listing import problems
 from engine.checkpoint.manifest import FORMAT
 from engine.checkpoint.storage_paths import storage_of
 from engine.cli.checkpoint import main

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from support.checkpoints import Tied, record_of, resummed, train_and_save
 
 from engine.checkpoint import local_storage
-from engine.checkpoint.listing import entries
+from engine.checkpoint.catalog import entries
 from engine.cli.main import main
 from engine.loop.replay import starting_point
 

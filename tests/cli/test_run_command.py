@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from engine import TrainModule
-from engine.checkpoint.listing import facts
+from engine.checkpoint.catalog import facts
 from engine.cli.building import Component, Parsed
 from engine.cli.exits import UsageError
 

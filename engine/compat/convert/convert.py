@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.checkpoint.catalog import folder_at
 from engine.checkpoint.content import packed_weights
 from engine.checkpoint.files import Record, held
 from engine.checkpoint.json_tree import pack, same_memory
-from engine.checkpoint.manifest import MANIFEST, SCORED_WITH, SHARED, WEIGHTS
-from engine.checkpoint.other_weights import STEM
-from engine.checkpoint.remote_storage import without_query
+from engine.checkpoint.manifest import MANIFEST, OTHER_WEIGHTS, SCORED_WITH, SHARED, WEIGHTS
+from engine.checkpoint.remote_storage import local_copy, without_query
 from engine.checkpoint.storage import Draft
 from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.tensors import Stored, TensorFiles, storable
-from engine.checkpoint.user_paths import folder, local_copy
 from engine.compat.convert.optimizer_names import named, nested
 from engine.compat.convert.untrusted_files import (
     METADATA,
@@ -144,7 +143,7 @@ def convert(source: str | Path, out: str | Path, *, trust_pickle: bool = False) 
 
 def _read(path: Path, told: str, trust_pickle: bool) -> _Content:
     """Read the file or directory; ``told`` is the user's name for it."""
-    if path.is_dir() and ((path / MANIFEST).is_file() or folder(path) is not None):
+    if path.is_dir() and ((path / MANIFEST).is_file() or folder_at(path) is not None):
         raise ValueError(f"{told} is a checkpoint of this library already: there is nothing to convert")
     safe = path.is_dir() and next(path.glob("*.safetensors"), None) is not None
     if path.is_file() and path.suffix == ".safetensors":
@@ -366,7 +365,7 @@ def _write(draft: Draft, path: Path | str, content: _Content, told: str) -> Conv
         tensors, tree = packed_weights({AVERAGE: content.average})
         within = {key.removeprefix(f"{WEIGHTS}/"): tensor for key, tensor in tensors.items()}
         files |= _write_tensors(draft, f"{WEIGHTS}/rank=00000.safetensors", within)
-        files |= draft.write_tree(STEM, (tree, {}))
+        files |= draft.write_tree(OTHER_WEIGHTS, (tree, {}))
         facts[SCORED_WITH] = AVERAGE
     draft.send(files)
     draft.seal(1, facts, files)

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter, metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from engine import Fit, Resume, TrainModule
+from engine.checkpoint.catalog import facts, problems
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.listing import facts, problems
 from engine.checkpoint.manifest import SHARED
 from engine.checkpoint.tensors import Stored
 from engine.compat.convert import convert as converting
