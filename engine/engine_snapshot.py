@@ -246,7 +246,7 @@ class EngineCheckpoints:
         storage, name = split_path(output_dir)
         if self._folder is None or self._folder.storage.root != storage.root:
             self.wait()
-            self._folder = CheckpointFolder(self._prepared.group, storage.root)
+            self._folder = CheckpointFolder(self._prepared.group, storage)
         path = self._writer.save(self._folder, name, self._snapshot.content(facts, left_out), asynchronous=not wait)
         if not wait:
             stepper.before_step(self._writer.hold)

@@ -4,47 +4,46 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.files import DamagedCheckpoint, is_entry
 from engine.checkpoint.manifest import SHARED
-from engine.checkpoint.storage_paths import split_path, storage_of
+from engine.checkpoint.storage import Storage
+from engine.checkpoint.storage_paths import split_path
 from engine.distributed.agreement import Agreement
 from engine.distributed.group import Group
 from engine.utils.log import logger
 
 
+@dataclass(eq=False)
 class CheckpointFolder:
     """A folder of checkpoints as a job sees it that saves there; a :class:`engine.checkpoint.writer.CheckpointWriter` writes into it.
 
     The main process alone removes, renames and counts what is in it; :attr:`lost` and the errors are the same on all ranks.
-
-    Args:
-        group: the job's ranks.
-        root: a directory, or a URL that fsspec knows.
     """
 
-    def __init__(self, group: Group, root: str | Path) -> None:
-        self.storage = storage_of(root)
-        self.max_failures = 1
-        """This many consecutive failures of asynchronous saves are an error; fewer are logged."""
-        self.lost: set[str] = set()
-        """Names of checkpoints that could not be written."""
-        self.protected: set[str] = set()
-        """Names that retention never removes: the one this run was resumed from, and those that were damaged then."""
-        self.to_remove: list[str] = []
-        """Names that are still to be removed."""
-        self.events: deque[tuple[str, str]] = deque()
-        """On the main process, ``"saved"`` or ``"removed"`` and a checkpoint's name, in the order of these events; if there is an
-        :attr:`agreement`, for somebody who takes them out."""
-        self.agreement: Agreement | None = None
-        """It is notified of events, perhaps by the writing thread."""
-        self._group = group
-        self._failures = 0
-        self._error: RuntimeError | None = None
-        self._stuck: set[str] = set()
-        self._swept = False
+    group: Group
+    """The job's ranks."""
+    storage: Storage
+    """The place where the folder is."""
+    agreement: Agreement | None = None
+    """It is notified of :attr:`events`, perhaps by the writing thread; ``None``: nobody wants them."""
+    max_failures: int = 1
+    """This many consecutive failures of asynchronous saves are an error; fewer are logged."""
+    lost: set[str] = field(default_factory=set)
+    """Names of checkpoints that could not be written."""
+    protected: set[str] = field(default_factory=set)
+    """Names that retention never removes: the one this run was resumed from, and those that were damaged then."""
+    to_remove: list[str] = field(default_factory=list)
+    """Names that are still to be removed."""
+    events: deque[tuple[str, str]] = field(default_factory=deque)
+    """On the main process, ``"saved"`` or ``"removed"`` and a checkpoint's name, in the order of these events, until somebody takes them out."""
+    _failures: int = 0
+    _error: RuntimeError | None = None
+    _stuck: set[str] = field(default_factory=set)
+    _swept: bool = False
 
     # -- names ----------------------------------------------------------------------------------------------------------------------------
 
@@ -75,7 +74,7 @@ class CheckpointFolder:
         if not isinstance(to_remove, list) or not all(map(is_entry, to_remove)):
             raise DamagedCheckpoint(f"{path}: {SHARED}.json has no usable 'postponed': {to_remove!r:.100}")
         storage, name = split_path(path)
-        if self._group.is_main and storage.is_same(self.storage):
+        if self.group.is_main and storage.is_same(self.storage):
             self.storage.sweep()  # also before the first save: there may be nothing left to save
             names = list(self.storage.manifests())
             self.to_remove = [each for each in names[: names.index(name)] if each in to_remove] if name in names else []
@@ -88,13 +87,13 @@ class CheckpointFolder:
 
     def remove_later(self, names: Sequence[str]) -> None:
         """Delete checkpoints (on the main process) when the one in progress is complete."""
-        if self._group.is_main:
+        if self.group.is_main:
             self.to_remove += names
 
     def remove(self, names: Sequence[str] = ()) -> None:
         """Delete checkpoints (on the main process), and those of :attr:`to_remove`; those that are in use, or that an error keeps, are tried
         again later."""
-        if self._group.is_main and (names or self.to_remove):
+        if self.group.is_main and (names or self.to_remove):
             wanted, self.to_remove = [*self.to_remove, *names], []
             self.to_remove += [
                 name for name in dict.fromkeys(wanted) if name in self.protected or not self._remove(name)
@@ -136,7 +135,7 @@ class CheckpointFolder:
                 f"{message} ({self._failures} failure(s) in a row). Earlier checkpoints are unchanged"
             )
             self._error.__cause__ = error
-        elif self._group.is_main:
+        elif self.group.is_main:
             logger.error(
                 "%s; training continues (failure %d in a row, %d are an error)",
                 message,
@@ -146,7 +145,7 @@ class CheckpointFolder:
 
     def log_error(self) -> None:
         """Log the error that :meth:`ended` has kept: perhaps nobody asks for it."""
-        if self._error is not None and self._group.is_main:
+        if self._error is not None and self.group.is_main:
             logger.error("%s", self._error)
 
     def raise_error(self) -> None:

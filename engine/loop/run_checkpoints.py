@@ -15,7 +15,7 @@ from engine.checkpoint.manifest import SCORED_WITH, TRAINED
 from engine.checkpoint.one_file import check_local, pack
 from engine.checkpoint.resume import name_of
 from engine.checkpoint.run_folder import RunFolder
-from engine.checkpoint.storage_paths import split_path
+from engine.checkpoint.storage_paths import split_path, storage_of
 from engine.checkpoint.writer import CheckpointWriter
 from engine.distributed.agreement import Agreement
 from engine.distributed.collectives import gather_json
@@ -70,9 +70,8 @@ class RunCheckpoints:
 
     def keep_in(self, location: Path | str) -> None:
         """Keep them at ``location``, a folder or a URL, from now on."""
-        self._folder = CheckpointFolder(self._group, location)
-        if self.have_listeners:
-            self._folder.agreement = self._agreement
+        agreement = self._agreement if self.have_listeners else None
+        self._folder = CheckpointFolder(self._group, storage_of(location), agreement)
 
     def choose(self, root: str | Path | None, max_failures: int) -> None:
         """Implements :meth:`engine.Run.checkpoints_at`."""
@@ -175,7 +174,7 @@ class RunCheckpoints:
 
     def _save_folder(self, where: Path | str, content: Content, only_steps_change: bool) -> Path | str:
         storage, name = split_path(where)
-        folder = CheckpointFolder(self._group, storage.root)
+        folder = CheckpointFolder(self._group, storage)
         return self._writer.save(folder, name, content, only_steps_change=only_steps_change)
 
     def wait(self) -> set[str]:

@@ -21,6 +21,7 @@ from engine.checkpoint.content import Content
 from engine.checkpoint.folder import CheckpointFolder
 from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.reader import Source
+from engine.checkpoint.storage_paths import storage_of
 from engine.checkpoint.writer import CheckpointWriter
 from engine.config.resolve import Resolved, resolve
 from engine.data.deal import Deal
@@ -52,7 +53,7 @@ def new_writer() -> CheckpointWriter:
 
 def new_folder(root: Path | str) -> CheckpointFolder:
     """The folder ``root`` of checkpoints of one process."""
-    return CheckpointFolder(group_of_one(), root)
+    return CheckpointFolder(group_of_one(), storage_of(root))
 
 
 def write_folders() -> None:
