@@ -61,15 +61,15 @@ class RunFolder:
     ) -> None:
         how = wanted if isinstance(wanted, Resume) or wanted is None else Resume(wanted)
         self._group, self._stage, self._earlier = group, stage, earlier
-        self._kept = None if kept is None else str(kept)
+        self._chosen_root = None if kept is None else str(kept)
         self._wanted = None if how is None else str(how.path)
-        self._goes_on = how is not None and stage == "fit" and not how.weights_only
+        self._continues = how is not None and stage == "fit" and not how.weights_only
         self._root, self._claims = run_root_of(root_dir, "checkpoints"), dict[str, Claim]()
-        self._news: list[Any] | None = None
+        self._announcement: list[Any] | None = None
         row = self._on_main(self._choose)
         self.id: str = row["id"]
         """The run's id; the same after it is resumed."""
-        self.path, self._news = Path(row["path"]), row["news"]
+        self.path, self._announcement = Path(row["path"]), row["news"]
         self.checkpoints: str = row["checkpoints"]
         """Where checkpoints are kept; in an evaluation, where they are read."""
         self.named: str = row["named"]
@@ -78,13 +78,13 @@ class RunFolder:
     @property
     def is_announced(self) -> bool:
         """Whether :meth:`announce` has logged where the run is."""
-        return self._news is None
+        return self._announcement is None
 
     def announce(self) -> None:
         """Log once where the run is, before something is written there."""
-        if self._news and self._group.is_main:
-            logger.log(*self._news)
-        self._news = None
+        if self._announcement and self._group.is_main:
+            logger.log(*self._announcement)
+        self._announcement = None
 
     def keep(self, root: str | Path | None) -> str:
         """Where this run keeps checkpoints under ``root``; ``None``: in its folder.
@@ -94,9 +94,9 @@ class RunFolder:
         """
         if self._stage == "fit":
             self.announce()
-        if root is not None and str(root) != self._kept:
+        if root is not None and str(root) != self._chosen_root:
             self.checkpoints = self.named = self._on_main(partial(self._keep, run_root_of(root)))
-            self._kept = str(root)
+            self._chosen_root = str(root)
         where = str(self.path / "checkpoints") if root is None and self._stage == "fit" else self.checkpoints
         if self._stage == "fit":
             self._on_main(partial(_check_writable, where))
@@ -104,7 +104,7 @@ class RunFolder:
 
     def source(self, wanted: str) -> tuple[Storage, str]:
         """A folder of checkpoints, and the name or path of one, from a user's name, checkpoint path, or run folder."""
-        inner = None if wanted in NAMES else self._on_main(partial(_inner, wanted))
+        inner = None if wanted in NAMES else self._on_main(partial(_checkpoints_in, wanted))
         return (storage_of(self.named), wanted) if inner is None else (storage_of(inner), "last")
 
     def trained(self) -> Trained:
@@ -114,7 +114,7 @@ class RunFolder:
     def close(self, failed: bool = False) -> None:
         """Release the folder at the end of the run."""
         while self._claims:
-            self._claims.popitem()[1].close(failed, wrote=self._news is None)
+            self._claims.popitem()[1].close(failed, wrote=self._announcement is None)
 
     # -- on rank 0 --------------------------------------------------------------------------------------------------------------
 
@@ -129,12 +129,12 @@ class RunFolder:
             raise
 
     def _training(self) -> dict[str, Any]:
-        first = self._root if self._kept is None else run_root_of(self._kept)
-        wanted = self._going_on(first)
-        number, id = self._get(first, wanted, uuid.uuid4().hex)
+        first = self._root if self._chosen_root is None else run_root_of(self._chosen_root)
+        wanted = self._run_to_continue(first)
+        number, id = self._lock_run(first, wanted, uuid.uuid4().hex)
         checkpoints = first.storage(number)
         named = self._named(first) if wanted is None and self._wanted in NAMES else checkpoints
-        own = number if first is self._root else self._get(self._root, self._root.with_id(id), id)[0]
+        own = number if first is self._root else self._lock_run(self._root, self._root.with_id(id), id)[0]
         where = (
             self._root.folder(own)
             if first is self._root
@@ -151,12 +151,12 @@ class RunFolder:
         return self._row(id, own, checkpoints, named, news)
 
     def _evaluation(self) -> dict[str, Any]:
-        named = self._named(self._root if self._kept is None else run_root_of(self._kept))
+        named = self._named(self._root if self._chosen_root is None else run_root_of(self._chosen_root))
         own = None if self._earlier is None else self._root.with_id(self._earlier.id)
         try:
-            number, id = self._get(self._root, own, uuid.uuid4().hex)
+            number, id = self._lock_run(self._root, own, uuid.uuid4().hex)
         except FolderInUse:
-            number, id = self._get(self._root, None, uuid.uuid4().hex)
+            number, id = self._lock_run(self._root, None, uuid.uuid4().hex)
         news = [logging.INFO, "this evaluation writes its logs into %s", self._root.folder(number)]
         return self._row(id, number, named, named, news)
 
@@ -173,9 +173,12 @@ class RunFolder:
         if self._stage != "fit":
             return self._named(root).root
         number = root.with_id(self.id)
-        return root.storage(self._get(root, self._going_on(root) if number is None else number, self.id)[0]).root
+        if number is None:
+            number = self._run_to_continue(root)
+        number, _ = self._lock_run(root, number, self.id)
+        return root.storage(number).root
 
-    def _get(self, root: RunRoot, number: int | None, id: str) -> tuple[int, str]:
+    def _lock_run(self, root: RunRoot, number: int | None, id: str) -> tuple[int, str]:
         """Lock the run of this number, or a new one (``None``) with this id, unless already locked (``dirpath`` may be ``root_dir``).
 
         Returns:
@@ -194,16 +197,16 @@ class RunFolder:
         self._claims[canonical(root.folder(claim.number))] = claim
         return claim.number, claim.record.id
 
-    def _going_on(self, root: RunRoot) -> int | None:
+    def _run_to_continue(self, root: RunRoot) -> int | None:
         """The run to continue; ``None``: a new one starts.
 
         Raises:
             FolderInUse: the newest one has saved nothing yet and is still running.
         """
-        if not self._goes_on or self._wanted is None:
+        if not self._continues or self._wanted is None:
             return None
         if self._wanted not in NAMES:
-            return root.of(_inner(self._wanted) or self._wanted)
+            return root.of(_checkpoints_in(self._wanted) or self._wanted)
         candidates = self._candidates(root)
         for number in candidates:
             if root.has_checkpoints(number):
@@ -213,7 +216,7 @@ class RunFolder:
         if self._wanted != "auto":
             return None
         # A run that was killed before it saved anything starts again, in its folder.
-        own = _own(os.environ)
+        own = _restarted_job_names(os.environ)
         return next(
             (n for n in candidates if (record := root.record(n)).status != ENDED or _belongs_to(record, own)), None
         )
@@ -232,7 +235,7 @@ class RunFolder:
 
 def source_of(root_dir: Path, kept: str | Path | None, wanted: str) -> tuple[Storage, str]:
     """As :meth:`RunFolder.source`, for a single process that starts no run."""
-    inner = None if wanted in NAMES else _inner(wanted)
+    inner = None if wanted in NAMES else _checkpoints_in(wanted)
     if inner is not None:
         return storage_of(inner), "last"
     return _newest(run_root_of(root_dir, "checkpoints") if kept is None else run_root_of(kept)), wanted
@@ -247,7 +250,7 @@ def _trainings(root: RunRoot) -> list[int]:
     """The trainings that a name may mean, the likeliest first."""
     records = {number: root.record(number) for number in root.newest_first()}
     trainings = [number for number, record in records.items() if record.stage not in EVALUATIONS]
-    own = [number for number in trainings if _belongs_to(records[number], _own(os.environ))]
+    own = [number for number in trainings if _belongs_to(records[number], _restarted_job_names(os.environ))]
     return own if own and _restarted(os.environ) else [*own, *(number for number in trainings if number not in own)]
 
 
@@ -267,7 +270,7 @@ def _check_writable(where: str) -> None:
         )
 
 
-def _inner(wanted: str) -> str | None:
+def _checkpoints_in(wanted: str) -> str | None:
     """The checkpoints in a run's folder; ``None``: it is not one."""
     found = folder_at(wanted)
     return None if found is None else found.root
@@ -283,7 +286,7 @@ def _job(environ: Mapping[str, str]) -> list[str]:
     return [*names, f"slurm {slurm}"] if slurm else names
 
 
-def _own(environ: Mapping[str, str]) -> list[str]:
+def _restarted_job_names(environ: Mapping[str, str]) -> list[str]:
     """The names that identify this job's run. A SLURM allocation may have many runs, a requeued one has only one."""
     return [name for name in _job(environ) if not name.startswith("slurm") or _restarted(environ)]
 

@@ -50,6 +50,15 @@ def test_paths_and_urls() -> None:
         storage_of("github://x")
 
 
+def test_two_spellings_of_one_place(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    here = storage_of(tmp_path)
+    assert here.is_same(storage_of(tmp_path / "link"))
+    assert not here.is_same(storage_of(tmp_path / "other"))
+    assert not here.is_same(storage_of(f"file://{tmp_path}"))  # ranks have copies of what is there
+    assert storage_of("memory://a/b/").is_same(storage_of("memory://a/b"))
+
+
 @pytest.mark.parametrize("url", ["data://x", "http://127.0.0.1:1/runs?X-Signature=abc", "webhdfs://127.0.0.1:1/runs"])
 def test_the_errors_of_other_libraries_name_the_url(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["replay", url, "--step", "1"], ["checkpoint", "list", url]):
