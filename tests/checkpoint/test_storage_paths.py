@@ -182,6 +182,7 @@ def test_what_is_cut_short_is_not_there_and_swept(root: str, monkeypatch: pytest
             with pytest.raises(Stops):
                 writer.save(folder, "step=2", new_content())
         assert list(storage_of(root).manifests()) == ["step=1"]
+    assert [why.is_leftover for why in storage_of(root).incomplete().values()] == [True]
     storage_of(root).sweep()  # young: far away it may be another job's
     writer.save(folder, "step=2", new_content())
     assert list(storage_of(root).manifests()) == ["step=1", "step=2"]
@@ -233,6 +234,9 @@ def test_damage_far_away(root: str) -> None:
         pass  # pragma: no cover
     remote_damage(where, "step=1", lambda found: found[:-1])
     assert storage_of(root).manifests() == {}
+    (why,) = storage_of(root).incomplete().values()
+    assert not why.is_leftover
+    assert why.reason.startswith("model/rank=00000.safetensors has ")
 
 
 @pytest.mark.parametrize("root", ["memory"], indirect=True)
