@@ -138,7 +138,7 @@ class ModelCheckpoint(Callback):
         self._training = False
         run.checkpoints_at(self.dirpath, self.max_failures)
         if stage == "fit":
-            self._storage = run.saver.storage
+            self._storage = run.checkpoints.folder.storage
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         self._training = True

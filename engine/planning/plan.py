@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint import manifest
-from engine.checkpoint.write_shares import FILE, MOST_FILES
+from engine.checkpoint.content import file_count
 from engine.planning import device_memory, paper_formulas, step_time
 from engine.planning.device_memory import Need, need, suffices
 from engine.planning.device_table import Hardware
@@ -187,7 +187,7 @@ class Plan:
         if ranks == 1 and self.checkpoint_bytes <= manifest.JOINED_BYTES:
             return 2
         shares = (self.job.parameter_bytes // ranks, self._optimizer_bytes // ranks)
-        tensors = sum(min(MOST_FILES, max(1, share // FILE)) for share in shares if share)
+        tensors = sum(file_count(share) for share in shares if share)
         return ranks * (tensors + 2) + 4
 
     @property

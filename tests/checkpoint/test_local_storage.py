@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import read, resummed, save
-from support.internals import new_content, new_saver
+from support.internals import new_content, new_folder, new_writer
 
 from engine.checkpoint import local_storage
 from engine.checkpoint.files import DamagedCheckpoint
@@ -89,10 +89,10 @@ def test_a_small_one_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     synced: list[int] = []
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), fsync(descriptor)))
-    saver = new_saver(tmp_path)
+    writer, folder = new_writer(), new_folder(tmp_path)
     for name in ("step=2", "step=3"):
         synced.clear()
-        path = Path(saver.save(name, new_content()))
+        path = Path(writer.save(folder, name, new_content()))
     assert len(synced) == 4
     assert sorted(os.listdir(path)) == ["manifest.json", "rank=00000.safetensors"]
     manifest = json.loads((path / "manifest.json").read_text())
@@ -182,7 +182,7 @@ def test_views_of_one_memory(tmp_path: Path) -> None:
     [
         ({"model": {"w": torch.zeros(1, device="meta")}}, "the model's 'w'"),
         ({"model": {"w": object()}}, r"the state\['w'\]"),
-        ({"optim": {"a": object()}}, r"the state\['a'\]"),
+        ({"optimizers": {"a": object()}}, r"the state\['a'\]"),
         ({"facts": {"a": torch.zeros(1)}}, "manifest"),
         ({"facts": {1: 1}}, "manifest"),
         ({"facts": {"files": {}}}, r"\['files'\] are reserved"),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.checkpoints import read, resummed, save
-from support.internals import group_of_one, new_content, new_saver
+from support.internals import group_of_one, new_content, new_folder, new_writer
 from support.ranks import run_ranks
 from support.toys import LINEAR_BATCHES, Linear, linear_fit
 
@@ -130,9 +130,9 @@ def test_write_list_read_remove(root: str) -> None:
 
 
 def test_several_writers_of_one_folder_count_on(root: str) -> None:
-    first, second = new_saver(root), new_saver(root)
-    for saver, name in ((first, "a"), (second, "b"), (first, "c"), (second, "b"), (first, "d"), (first, "d")):
-        saver.save(name, new_content())
+    writer, first, second = new_writer(), new_folder(root), new_folder(root)
+    for folder, name in ((first, "a"), (second, "b"), (first, "c"), (second, "b"), (first, "d"), (first, "d")):
+        writer.save(folder, name, new_content())
     serials = {name: manifest["serial"] for name, manifest in storage_of(root).manifests().items()}
     assert serials == {"a": 1, "c": 3, "b": 4, "d": 6}
 
@@ -140,9 +140,9 @@ def test_several_writers_of_one_folder_count_on(root: str) -> None:
 def test_a_removal_that_fails_is_tried_again(
     root: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saver = new_saver(root)
-    saver.save("a", new_content())
-    verb, owner = ("rename", Path) if saver.storage.shared else ("rm_file", type(vars(saver.storage)["files"]))
+    writer, folder = new_writer(), new_folder(root)
+    writer.save(folder, "a", new_content())
+    verb, owner = ("rename", Path) if folder.storage.shared else ("rm_file", type(vars(folder.storage)["files"]))
     call = getattr(owner, verb)
 
     def busy(this: Any, *rest: Any) -> Any:
@@ -153,11 +153,11 @@ def test_a_removal_that_fails_is_tried_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, verb, busy)
-        saver.save("b", new_content(), remove=["a"])
-        saver.save("c", new_content())
+        writer.save(folder, "b", new_content(), remove=["a"])
+        writer.save(folder, "c", new_content())
     assert sorted(storage_of(root).manifests()) == ["a", "b", "c"]
     assert caplog.text.count("checkpoint a could not be removed: OSError") == 1
-    saver.save("d", new_content())
+    writer.save(folder, "d", new_content())
     assert sorted(storage_of(root).manifests()) == ["b", "c", "d"]
 
 
@@ -168,7 +168,7 @@ class Stops(Exception):
 def test_what_is_cut_short_is_not_there_and_swept(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where = storage_of(root)
     save(where.path("step=1"))
-    saver = new_saver(root)
+    writer, folder = new_writer(), new_folder(root)
 
     def stop(*_: Any, **__: Any) -> None:
         raise Stops
@@ -180,11 +180,11 @@ def test_what_is_cut_short_is_not_there_and_swept(root: str, monkeypatch: pytest
             patch.setattr(type(draft), verb, stop)
             patch.setattr(type(draft), "abandon", lambda *_: None)  # as after a kill
             with pytest.raises(Stops):
-                saver.save("step=2", new_content())
+                writer.save(folder, "step=2", new_content())
         assert list(storage_of(root).manifests()) == ["step=1"]
     assert [why.is_leftover for why in storage_of(root).incomplete().values()] == [True]
     storage_of(root).sweep()  # young: far away it may be another job's
-    saver.save("step=2", new_content())
+    writer.save(folder, "step=2", new_content())
     assert list(storage_of(root).manifests()) == ["step=1", "step=2"]
 
 

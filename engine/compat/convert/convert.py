@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.catalog import folder_at
+from engine.checkpoint.content import packed_weights
 from engine.checkpoint.files import Record, held
 from engine.checkpoint.json_tree import pack, same_memory
 from engine.checkpoint.manifest import MANIFEST, OTHER_WEIGHTS, SCORED_WITH, SHARED, WEIGHTS
-from engine.checkpoint.other_weights import packed
 from engine.checkpoint.remote_storage import local_copy, without_query
 from engine.checkpoint.storage import Draft
 from engine.checkpoint.storage_paths import split_path
@@ -362,7 +362,7 @@ def _write(draft: Draft, path: Path | str, content: _Content, told: str) -> Conv
     }
     if content.average:
         (draft.folder / WEIGHTS).mkdir()
-        tensors, tree = packed({AVERAGE: content.average})
+        tensors, tree = packed_weights({AVERAGE: content.average})
         within = {key.removeprefix(f"{WEIGHTS}/"): tensor for key, tensor in tensors.items()}
         files |= _write_tensors(draft, f"{WEIGHTS}/rank=00000.safetensors", within)
         files |= draft.write_tree(OTHER_WEIGHTS, (tree, {}))
