@@ -14,7 +14,7 @@ from support.browser import Page
 
 from callbacks import write_report
 from callbacks.report.markup import Html, element, table
-from callbacks.report.sections import duration, number
+from callbacks.report.page import duration, number
 
 ROOT = Path(__file__).resolve().parents[3]
 HOSTILE = "</script><img src=x onerror=alert(1)>{{points}}"
