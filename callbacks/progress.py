@@ -11,8 +11,7 @@ from engine import Callback, terminal_text
 
 from .progress_figures import Figures, Progress, duration, number, speed
 from .progress_screen import Screen, screen_of
-from .random_state import random_kept
-from .results_table import results_table
+from .text import random_kept, results_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -184,9 +183,7 @@ class ProgressBar(Callback):
             self._screen.close()
             self._next = math.inf
             if run.metrics:
-                with random_kept():
-                    table = results_table(name, run, min(self._screen.width, 200))
-                self._screen.write(table)
+                self._screen.write(results_table(name, run, min(self._screen.width, 200)))
         elif name == "validation" and not self._screen.live and run.state.batch_idx != run.num_train_batches:
             self._write(f"validation: step {run.step}", run, module)
         else:

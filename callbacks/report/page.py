@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ..text import Html, element, html_table, join
 from .charts import GROUPS, Chart, charts_of
-from .markup import Html, element, join, table
 from .runs import PHASES, RunData, named, runs_in
 
 MOST_POINTS = 1_000_000
@@ -161,7 +161,7 @@ def _overview(runs: Sequence[RunData]) -> Html:
         ]
         for run in runs
     ]
-    return table("Runs", ["run", "status", "steps", "time", "started"], rows, numbers_from=2)
+    return html_table("Runs", ["run", "status", "steps", "time", "started"], rows, numbers_from=2)
 
 
 def curves(runs: Sequence[RunData], charts: Sequence[Chart]) -> Html:
@@ -193,7 +193,7 @@ def results(run: RunData) -> Html | None:
     if not rows:
         return None
     head: list[object] = ["metric", "last", "lowest", "at step", "highest", "at step"]
-    return _section("results", "Results", table("Values of each metric", head, rows, numbers_from=1))
+    return _section("results", "Results", html_table("Values of each metric", head, rows, numbers_from=1))
 
 
 def differences(runs: Sequence[RunData]) -> Html | None:
@@ -220,8 +220,8 @@ def differences(runs: Sequence[RunData]) -> Html | None:
     return _section(
         "differences",
         "Differences",
-        table("Settings that differ", ["setting", *names], settings) if settings else same,
-        table("Last value of each metric", ["metric", *names], last, numbers_from=1) if last else None,
+        html_table("Settings that differ", ["setting", *names], settings) if settings else same,
+        html_table("Last value of each metric", ["metric", *names], last, numbers_from=1) if last else None,
     )
 
 
@@ -233,7 +233,7 @@ def evaluated(runs: Sequence[RunData]) -> Html | None:
         for name, curve in sorted(run.metrics.items())
     ]
     head: list[object] = ["evaluation", "metric", "value", "at step", "folder"]
-    return _section("evaluations", "Evaluations", table("Values of each evaluation", head, rows)) if rows else None
+    return _section("evaluations", "Evaluations", html_table("Values of each evaluation", head, rows)) if rows else None
 
 
 def where_the_time_went(runs: Sequence[RunData]) -> Html | None:
@@ -250,7 +250,7 @@ def where_the_time_went(runs: Sequence[RunData]) -> Html | None:
     rows.append(["in all", *(duration(sum(run.times.values())) for run in timed)])
     bars = [_bar(run, len(timed) > 1) for run in timed]
     head: list[object] = ["phase", *(run.name if len(timed) > 1 else "time" for run in timed)]
-    return _section("time", "Where the time went", bars, table("Time of each phase", head, rows, numbers_from=1))
+    return _section("time", "Where the time went", bars, html_table("Time of each phase", head, rows, numbers_from=1))
 
 
 def _part(run: RunData, phase: str) -> float:
@@ -285,7 +285,7 @@ def checkpoints(runs: Sequence[RunData]) -> Html | None:
         return None
     head: list[object] = ["checkpoint", *(["run"] if len(runs) > 1 else []), "step", "saved", "score", "best"]
     head += [*(["weights"] if others else []), "path"]
-    return _section("checkpoints", "Checkpoints", table("Checkpoints that were kept", head, rows))
+    return _section("checkpoints", "Checkpoints", html_table("Checkpoints that were kept", head, rows))
 
 
 def configuration(runs: Sequence[RunData]) -> Html | None:
@@ -299,9 +299,9 @@ def configuration(runs: Sequence[RunData]) -> Html | None:
             [name, _value(value)] for name, value, origin in run.config if origin == "default"
         ]
         title = f"Settings of {run.name}" if len(runs) > 1 else "Settings"
-        shown = [table(title, ["setting", "value", "from"], own)] if own else []
+        shown = [html_table(title, ["setting", "value", "from"], own)] if own else []
         if defaults:
-            rest = table(f"{title}: defaults", ["setting", "value"], defaults)
+            rest = html_table(f"{title}: defaults", ["setting", "value"], defaults)
             shown.append(element("details", element("summary", f"{len(defaults)} settings have their defaults"), rest))
         if shown and len(runs) > 1:
             parts.append(element("details", element("summary", title), shown))
