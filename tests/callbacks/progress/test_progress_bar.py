@@ -409,7 +409,7 @@ def test_a_notebook(tmp_path, monkeypatch):
     """The cell keeps the last state of the bar; processes forked from it write lines, which appear in it."""
     nbformat, nbconvert = pytest.importorskip("nbformat"), pytest.importorskip("nbconvert.preprocessors")
     pytest.importorskip("ipykernel")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[3]))
     calls = [
         "main('RichProgressBar')",
         "main('TQDMProgressBar')",
