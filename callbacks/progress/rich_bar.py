@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from .progress import ProgressBar
-from .progress_figures import Progress, duration, speed
-from .progress_screen import Screen
+from .base import ProgressBar
+from .estimates import Progress, duration, speed
+from .screen import Screen
 
 if TYPE_CHECKING:
     from rich.console import Console
