@@ -5,6 +5,7 @@ import gc
 import glob
 import os
 import pickle
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if bf16_ends_the_process():
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
+
+
+def pytest_sessionstart() -> None:
+    """Fail where a program of ``REQUIRED_PROGRAMS`` is missing: tests that need it would be skipped, and the job would be green."""
+    missing = [name for name in os.environ.get("REQUIRED_PROGRAMS", "").split() if shutil.which(name) is None]
+    if missing:
+        pytest.exit(f"REQUIRED_PROGRAMS: not installed: {', '.join(missing)}", 1)
 
 
 def pytest_configure() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import hashlib
 import re
 import shutil
@@ -70,6 +71,19 @@ def test_an_sdist_has_no_tests_and_builds_the_same_wheel(built: tuple[Path, set[
     (first,), (second,) = ((place / "dist").glob("*.whl") for place in (copy, source))
     digests = [hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in (first, second)]
     assert digests[0] == digests[1]
+
+
+def test_the_lower_ends_that_a_job_installs_are_those_of_the_ranges() -> None:
+    ranges = configparser.ConfigParser(interpolation=None)
+    ranges.read(ROOT / "setup.cfg")
+    required = ranges["options"]["install_requires"].split("\n")
+    least = {re.split(r"[\[>]", line)[0]: re.search(r">=([\d.]+)", line) for line in required if line}
+    pinned = dict(line.split("==") for line in (ROOT / ".ci" / "lowest.txt").read_text().splitlines() if line[0] != "#")
+    assert set(pinned) == set(least) - {"safetensors"}
+    for name, version in pinned.items():
+        bound = least[name]
+        assert bound is not None
+        assert (version + ".").startswith(bound[1] + "."), name
 
 
 def steps(workflow: dict[str, Any]) -> list[dict[str, Any]]:
