@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.cli.exits import Parser
+from engine.cli.terminal import Parser
 from engine.config.file_size import size_in_bytes
 
 ACTIONS = "engine.cli.checkpoint_actions"

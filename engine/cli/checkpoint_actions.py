@@ -13,12 +13,11 @@ from typing import Any
 from engine.checkpoint.listing import entries, facts, problems, prune
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED
 from engine.checkpoint.run_locks import FIRST, plain
-from engine.cli.exits import show
-from engine.cli.main import table
+from engine.cli.terminal import show, table
 from engine.config.masked import rows as settings_rows
 from engine.utils.text import terminal_text
 
-WITH_TENSORS = "engine.cli.checkpoint_tensor_actions"
+WITH_TENSORS = "engine.cli.checkpoint_weights"
 """The module with the functions that read tensors, and so import torch; those here do not."""
 
 

@@ -12,8 +12,8 @@ import argcomplete
 from argcomplete.completers import BaseCompleter, FilesCompleter
 
 from engine.cli import main as cli
-from engine.cli.exits import Parser, UsageError
-from engine.cli.targets import CALLBACKS
+from engine.cli.class_paths import CALLBACKS
+from engine.cli.terminal import Parser, UsageError
 from engine.config.settings import KINDS
 from engine.planning.device_table import DEVICES
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engine.callback import Callback
-from engine.cli.building import COMMAND_LINE, Component
-from engine.cli.exits import UsageError
-from engine.cli.targets import CALLBACKS, load
+from engine.cli.class_paths import CALLBACKS, load
+from engine.cli.terminal import UsageError
 from engine.config import yaml_text
 from engine.config.resolve import Resolved, resolve
 from engine.config.settings import KINDS
@@ -22,6 +21,48 @@ from engine.utils.log import logger
 
 SECTIONS = ("model", "data", "callbacks")
 _KEYS = ("class_path", "init_args")
+COMMAND_LINE = "command line"
+
+
+@dataclass
+class Component:
+    """An object to build."""
+
+    name: str
+    """``"model"``, ``"data"`` or ``"callbacks.0"``."""
+    path: str
+    """The class or function, as the user named it."""
+    target: Callable[..., Any]
+    init_args: Mapping[str, Any] = field(default_factory=dict)
+    """The file's values."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """The lines of the file's values, by the parameter's dotted name; ``""`` is the object itself."""
+    overrides: list[tuple[str, str]] = field(default_factory=list)
+    """Dotted names and texts of the command line."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that are passed unchanged with the lowest priority: those recorded in a checkpoint."""
+
+    @property
+    def title(self) -> str:
+        """The class's own name."""
+        return str(getattr(self.target, "__qualname__", self.path))
+
+    def origin(self, key: str) -> str:
+        """The origin of a parameter's value: the last source of it, or of something in it."""
+        if any(within(given, key) for given, _ in self.overrides):
+            return f"{COMMAND_LINE} {self.name}.{key}"
+        return self.line(key)
+
+    def line(self, key: str) -> str:
+        """The line of the file that a parameter's value is from, or something around it."""
+        while key not in self.origins and key:
+            key = key.rpartition(".")[0]
+        return self.origins.get(key, COMMAND_LINE)
+
+
+def within(inner: str, outer: str) -> bool:
+    """Whether the dotted name ``inner`` is ``outer``, or names something in it; a last ``+`` appends to a list."""
+    return f"{inner.removesuffix('+')}.".startswith(f"{outer}.")
 
 
 @dataclass(frozen=True)

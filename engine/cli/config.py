@@ -6,7 +6,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-from engine.cli.exits import Parser
+from engine.cli.terminal import Parser
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from engine import strategies
 from engine.cli.annexes import annex
 from engine.cli.config_questions import ask
-from engine.cli.exits import FAILED, UsageError, complain, show
+from engine.cli.terminal import FAILED, UsageError, complain, show
 from engine.config.resolve import SECTIONS, Resolved, resolve
 from engine.config.settings_file import document
 from engine.config.yaml_text import write_atomically

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from typing import Any
 
 from engine import strategies
-from engine.cli.exits import show
-from engine.cli.main import table, version
+from engine.cli.main import version
+from engine.cli.terminal import show, table
 from engine.config.masked import readable, rows
 from engine.config.resolve import SECTIONS, resolve
 from engine.distributed.environments import detect, hints

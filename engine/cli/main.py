@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from engine.cli.exits import STATUSES, Parser, guarded, open_streams
+from engine.cli.terminal import STATUSES, Parser, guarded, open_streams
 from engine.utils.errors import nearest
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``fit`` with ``argv`` (``None``: the process's own arguments).
 
     Returns:
-        The exit status, as of :mod:`engine.cli.exits`. Wrong options end the process with status 2, as argparse does.
+        The exit status, as of :mod:`engine.cli.terminal`. Wrong options end the process with status 2, as argparse does.
     """
     open_streams()
     if argv is None and "_ARGCOMPLETE" in os.environ:  # a shell asks for completions of its line
@@ -93,12 +93,6 @@ def version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows as lines with aligned columns; a few long cells shift only the rest of their row."""
-    widths = [min(max(map(len, column)), 60) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 if __name__ == "__main__":

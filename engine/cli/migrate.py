@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.cli.annexes import annex
-from engine.cli.exits import FAILED, OK, Parser, UsageError, show
+from engine.cli.terminal import FAILED, OK, Parser, UsageError, show
 
 REPORT, TEXT = "engine.compat.migrate.report", "engine.compat.migrate.report_text"
 """The modules that make the report and write it out."""

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.cli.exits import STATUSES, Parser, UsageError
+from engine.cli.terminal import STATUSES, Parser, UsageError
 
 ACTIONS = "engine.cli.plan_actions"
 """The module that does it."""
@@ -40,7 +40,7 @@ _WRONG = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Forecast a run; returns the exit status, as of :mod:`engine.cli.exits`."""
+    """Forecast a run; returns the exit status, as of :mod:`engine.cli.terminal`."""
     top = parser()
     arguments = top.parse_args(list(argv))
     if arguments.help and not any((arguments.target, arguments.config, arguments.data)):

@@ -12,14 +12,12 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from engine.cli.building import Parsed
+from engine.cli.class_paths import importable_here
 from engine.cli.components import Components, components_of
-from engine.cli.describing import class_help
-from engine.cli.exits import DOES_NOT_FIT, OK, UsageError, show
-from engine.cli.main import table
-from engine.cli.reporting import reported
+from engine.cli.error_report import reported
+from engine.cli.object_parser import Parsed, class_help
 from engine.cli.run_actions import log_to_terminal, to_build
-from engine.cli.targets import importable_here
+from engine.cli.terminal import DOES_NOT_FIT, OK, UsageError, show, table
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
 from engine.distributed.environments import detect

@@ -6,14 +6,14 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-from engine.cli.exits import Parser
+from engine.cli.terminal import Parser
 
 ACTIONS = "engine.cli.replay_actions"
 """The module that does it."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a step again and print what it showed; returns the exit status, as of :mod:`engine.cli.exits`."""
+    """Run a step again and print what it showed; returns the exit status, as of :mod:`engine.cli.terminal`."""
     arguments = parser().parse_args(list(argv))
     return int(importlib.import_module(ACTIONS).replay(arguments))
 

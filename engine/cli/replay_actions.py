@@ -16,13 +16,13 @@ from typing import Any
 
 from engine.callback import Callback, affecting_steps
 from engine.checkpoint.recorded_arguments import Recorded, recorded
-from engine.cli.building import Parsed
+from engine.cli.class_paths import CALLBACKS, importable_here
 from engine.cli.components import SECTIONS, Components, EarlierRun, components_of
-from engine.cli.exits import OK, UsageError
-from engine.cli.hyperparameters import compare, completed
-from engine.cli.reporting import reported
+from engine.cli.error_report import reported
+from engine.cli.object_parser import Parsed
 from engine.cli.run_actions import built, log_to_terminal
-from engine.cli.targets import CALLBACKS, importable_here
+from engine.cli.saved_parameters import compare, completed
+from engine.cli.terminal import OK, UsageError
 from engine.config.resolve import DEFAULT_FILE
 from engine.config.settings import KINDS
 from engine.config.yaml_text import flow

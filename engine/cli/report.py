@@ -6,7 +6,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-from engine.cli.exits import FAILED, OK, Parser, UsageError, complain, show
+from engine.cli.terminal import FAILED, OK, Parser, UsageError, complain, show
 
 CALLBACKS = "engine.callbacks"
 """The package that makes the page."""

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 
 from engine.cli.checkpoint import WEIGHTS
-from engine.cli.exits import STATUSES, Parser, UsageError
+from engine.cli.terminal import STATUSES, Parser, UsageError
 from engine.config.settings import KINDS
 
 ACTIONS = "engine.cli.run_actions"

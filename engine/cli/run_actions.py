@@ -15,14 +15,13 @@ from torch import nn
 
 from engine.callback import Callback
 from engine.checkpoint.recorded_arguments import recorded
-from engine.cli.building import Parsed
+from engine.cli.class_paths import importable_here
 from engine.cli.components import Components, components_of
-from engine.cli.describing import class_help, config_text
-from engine.cli.exits import OK, UsageError, show
-from engine.cli.hyperparameters import compare, completed
+from engine.cli.error_report import reported
+from engine.cli.object_parser import Parsed, class_help, config_text
 from engine.cli.predictions import check_output, write
-from engine.cli.reporting import reported
-from engine.cli.targets import importable_here
+from engine.cli.saved_parameters import compare, completed
+from engine.cli.terminal import OK, UsageError, show
 from engine.data.datamodule import DataModule
 from engine.fit import Fit
 from engine.loop.run import Run
@@ -37,7 +36,7 @@ def run(command: str, arguments: argparse.Namespace) -> int:
     """Run the command with the options of :func:`engine.cli.run.parser`.
 
     Returns:
-        The exit status, as of :mod:`engine.cli.exits`.
+        The exit status, as of :mod:`engine.cli.terminal`.
     """
     return reported(lambda: _run(command, arguments))
 

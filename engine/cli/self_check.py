@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine.cli.exits import FAILED, OK
+from engine.cli.terminal import FAILED, OK
 from engine.utils.device_names import BF16_REMEDY
 from engine.utils.text import terminal_text
 

@@ -10,9 +10,9 @@ import pytest
 from support.ranks import clean_environment
 
 from engine.cli import main as cli
-from engine.cli.building import Component
-from engine.cli.describing import class_help
-from engine.cli.exits import STATUSES
+from engine.cli.components import Component
+from engine.cli.object_parser import class_help
+from engine.cli.terminal import STATUSES
 from engine.config.settings_file import documentation
 
 HEAVY = ("torch", "numpy", "yaml", "rich", "jsonargparse", "safetensors", "ray", "deepspeed")

@@ -11,8 +11,9 @@ import yaml
 
 from engine import TrainModule
 from engine.checkpoint.listing import facts
-from engine.cli.building import Component, Parsed
-from engine.cli.exits import UsageError
+from engine.cli.components import Component
+from engine.cli.object_parser import Parsed
+from engine.cli.terminal import UsageError
 
 SET = (
     "--set",

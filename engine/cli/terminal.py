@@ -1,4 +1,4 @@
-"""The exit statuses of ``fit``, and the error that the caller can fix."""
+"""The terminal of ``fit``: exit statuses, the error that the caller can fix, and what is printed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from engine.utils.errors import INTERRUPTED
@@ -86,3 +86,9 @@ def complain(error: object) -> None:
 def show(*lines: object) -> None:
     """Print lines that quote names: nothing in them reaches the terminal as a command to it."""
     print(*map(terminal_text, lines), sep="\n", flush=True)
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows as lines with aligned columns; a few long cells shift only the rest of their row."""
+    widths = [min(max(map(len, column)), 60) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

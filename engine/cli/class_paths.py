@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from engine.cli.exits import UsageError
+from engine.cli.terminal import UsageError
 from engine.utils.errors import nearest
 
 CALLBACKS = "engine.callbacks"

@@ -12,8 +12,9 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from engine.cli.building import Component, Parsed
-from engine.cli.exits import UsageError
+from engine.cli.components import Component
+from engine.cli.object_parser import Parsed
+from engine.cli.terminal import UsageError
 from engine.config import yaml_text
 from engine.config.named_options import NamedOptions
 from engine.config.typed_values import construct

@@ -11,10 +11,11 @@ import pytest
 
 from engine import TrainModule
 from engine.checkpoint.recorded_arguments import Recorded
-from engine.cli.building import Component, Parsed
-from engine.cli.exits import UsageError
-from engine.cli.hyperparameters import completed
-from engine.cli.targets import importable_here, load
+from engine.cli.class_paths import importable_here, load
+from engine.cli.components import Component
+from engine.cli.object_parser import Parsed
+from engine.cli.saved_parameters import completed
+from engine.cli.terminal import UsageError
 
 NETS = '''
 from __future__ import annotations

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.cli.exits import FAILED, INTERRUPTED, USAGE, UsageError, complain
+from engine.cli.terminal import FAILED, INTERRUPTED, USAGE, UsageError, complain
 from engine.distributed import failures
 from engine.distributed.environments import detect
 from engine.utils import tracebacks

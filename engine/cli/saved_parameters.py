@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from engine.checkpoint.recorded_arguments import Recorded
-from engine.cli.building import Component, Parsed, parameters, parser_of
-from engine.cli.exits import UsageError
+from engine.cli.components import Component
+from engine.cli.object_parser import Parsed, parameters, parser_of
+from engine.cli.terminal import UsageError
 from engine.config.hyperparameters import kept_arguments, replaced_by_defaults
 from engine.config.masked import HIDDEN, plain, without_secrets
 from engine.config.typed_values import SCALARS, converted, is_data
