@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -78,14 +79,14 @@ class Outcome:
     mend: str = ""
 
 
-def main(as_json: bool = False) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run all checks and print them.
 
     Returns:
         0, or 1 when one has failed.
     """
     outcomes = checked()
-    if as_json:
+    if options.json:
         print(json.dumps([asdict(each) for each in outcomes], indent=1))
     else:
         _table(outcomes)

@@ -41,6 +41,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error(terminal_text(message, one_line=True))
 
+    def check(self, options: argparse.Namespace) -> None:
+        """Refuse options that do not go together. Called before the command's module is imported, so that errors come at once."""
+
 
 def open_streams() -> None:
     """Redirect standard streams that were closed before the start (``>&-``) to nowhere, instead of to the next file that is opened.
