@@ -146,7 +146,7 @@ def components_of(
         resolved,
         model,
         _data(data, sections.get("data"), origins),
-        _callbacks(callbacks, sections.get("callbacks"), origins),
+        _callback_components(callbacks, sections.get("callbacks"), origins),
     )
     for text in overrides:
         _override(found, *text.split("=", 1))
@@ -232,7 +232,7 @@ def _data(given: str | None, section: Any, origins: Mapping[str, str]) -> Compon
     return _component("data", given, section, origins, "--data", DataModule)
 
 
-def _callbacks(given: Sequence[str], section: Any, origins: Mapping[str, str]) -> list[Component]:
+def _callback_components(given: Sequence[str], section: Any, origins: Mapping[str, str]) -> list[Component]:
     listed = [] if section is None else section if isinstance(section, list) else [section]
     alone = section is not None and not isinstance(section, list)
     found = []
@@ -274,7 +274,7 @@ def _override(found: Components, name: str, text: str) -> None:
     origin = f"{COMMAND_LINE} {name}"
     if section == "callbacks":
         which, _, key = key.partition(".")
-        component: Component | None = _callback(found.callbacks, which, origin)
+        component: Component | None = _find_callback(found.callbacks, which, origin)
     else:
         component = found.model if section == "model" else found.data
     if component is None:
@@ -285,7 +285,7 @@ def _override(found: Components, name: str, text: str) -> None:
     component.overrides.append((key, text))
 
 
-def _callback(callbacks: list[Component], which: str, origin: str) -> Component:
+def _find_callback(callbacks: list[Component], which: str, origin: str) -> Component:
     if which.isdecimal() and int(which) < len(callbacks):
         return callbacks[int(which)]
     same = [component for component in callbacks if component.title == which]

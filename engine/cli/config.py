@@ -74,7 +74,7 @@ def _write(options: argparse.Namespace) -> int:
     draft = path.with_name(f".{path.name}.check")
     write_atomically(draft, text)
     try:
-        resolved = _judge(draft)
+        resolved = _settings_of_file(draft)
     except (ValueError, TypeError) as error:
         raise type(error)(
             f"nothing was written, because the file would be wrong: {str(error).replace(str(draft), str(path))}"
@@ -88,7 +88,7 @@ def _write(options: argparse.Namespace) -> int:
 
 
 def _check(path: Path) -> int:
-    resolved = _judge(path)
+    resolved = _settings_of_file(path)
     given = [name for name, origin in resolved.origins.items() if origin.startswith("file ")]
     show(f"{path}: {len(given)} setting(s), all valid" + (f": {', '.join(given)}" if given else ""))
     if resolved.sections:
@@ -96,7 +96,7 @@ def _check(path: Path) -> int:
     return 0
 
 
-def _judge(path: Path) -> Resolved:
+def _settings_of_file(path: Path) -> Resolved:
     """The settings of a file alone; an error where they are not possible."""
     resolved = resolve({}, {}, path, sections=SECTIONS)
     strategies.requested(resolved.settings, resolved.origins)
@@ -210,11 +210,11 @@ def ask(read: Callable[[str], str] = input, say: Callable[[str], None] = print) 
     values: dict[str, Any] = {}
     for question in QUESTIONS:
         if question.applies(values):
-            _ask_question(question, values, read, say)
+            _ask_until_valid(question, values, read, say)
     return values
 
 
-def _ask_question(
+def _ask_until_valid(
     question: Question, values: dict[str, Any], read: Callable[[str], str], say: Callable[[str], None]
 ) -> None:
     default, text_of = _default_of(question.name, values)
@@ -238,7 +238,7 @@ def _store_answer(name: str, answer: str, values: dict[str, Any]) -> None:
     node = yaml_text.compose(answer, "this answer")
     if not option:
         given = read_value(setting, node, "this answer")
-        _check_object(setting, given)
+        _try_to_make(setting, given)
         values[setting] = plain(given)
         return
     before = values[setting]
@@ -246,11 +246,11 @@ def _store_answer(name: str, answer: str, values: dict[str, Any]) -> None:
         raise ValueError(f"{name} is empty: there is no default")
     options = {**(before if isinstance(before, dict) else {"name": before}), option: yaml_text.construct(node)}
     # The directory on the disk is the next question.
-    _check_object(setting, check(setting, {"nvme_path": ".", **options} if "nvme" in options.values() else options))
+    _try_to_make(setting, check(setting, {"nvme_path": ".", **options} if "nvme" in options.values() else options))
     values[setting] = options
 
 
-def _check_object(setting: str, given: Any) -> None:
+def _try_to_make(setting: str, given: Any) -> None:
     if setting == "strategy" and given != "auto":
         strategies.get(given)
     elif setting == "precision":

@@ -34,7 +34,7 @@ for _type, _reader in TEXT_READERS.items():
     register_type(_type, deserializer=_reader, type_check=isinstance)
 
 
-class Parsed:
+class ObjectParser:
     """A :class:`Component` whose parameters are checked against the types of its constructor.
 
     Raises:
@@ -45,7 +45,7 @@ class Parsed:
         self.component = component
         self._parser = parser_of(component)
         names = parameters(self._parser)
-        for key, value in _given(component, names):
+        for key, value in _values_in_file(component, names):
             _check_name(component, key, component.line(key), names)
             _check_value(component, key, value, component.line(key), names)
         for key, _ in component.overrides:
@@ -58,9 +58,9 @@ class Parsed:
         try:
             self._values = self._parser.parse_args(self._arguments)
         except argparse.ArgumentError as error:
-            raise UsageError(_explained(component, str(error), names)) from None
+            raise UsageError(_with_user_names(component, str(error), names)) from None
         except Exception as error:  # from a module that a class path names, or from jsonargparse about one
-            raise _mendable(component, error) from None
+            raise _as_usage_error(component, error) from None
         given = {
             *component.fixed,
             *component.init_args,
@@ -74,12 +74,12 @@ class Parsed:
         try:
             arguments = self._parser.instantiate(self._values).as_dict()
         except Exception as error:  # from a constructor, or from jsonargparse about one
-            raise _mendable(self.component, error) from None
+            raise _as_usage_error(self.component, error) from None
         arguments.pop(_SECTION.replace("-", "_"))
         arguments |= self.component.fixed
         return self.component.target(**arguments), arguments
 
-    def plain(self) -> tuple[dict[str, Any], list[str]]:
+    def as_values(self) -> tuple[dict[str, Any], list[str]]:
         """All parameters as in YAML, including defaults; and those whose value has no text form."""
         values = self._values.clone()
         values.pop(_SECTION.replace("-", "_"))
@@ -87,7 +87,7 @@ class Parsed:
         for name in left_out:
             values.pop(name)
         kept = {name: plain(value) for name, value in self.component.fixed.items()}
-        return {**kept, **self._as_values(values)}, left_out
+        return {**kept, **self._dumped(values)}, left_out
 
     def _repeatable(self, name: str) -> bool:
         """Whether the text of a parameter's value reads back as that value."""
@@ -97,12 +97,12 @@ class Parsed:
         try:
             with warnings.catch_warnings():  # from the comparison
                 warnings.simplefilter("ignore")
-                again = self._parser.parse_args([*self._arguments, f"--{_SECTION}", flow(self._as_values(values))])
+                again = self._parser.parse_args([*self._arguments, f"--{_SECTION}", flow(self._dumped(values))])
             return bool(again[name] == self._values[name])
         except (argparse.ArgumentError, TypeError, ValueError, RuntimeError):
             return False
 
-    def _as_values(self, values: Any) -> dict[str, Any]:
+    def _dumped(self, values: Any) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(
             self._parser.dump(values, format="json_compact", skip_unset=False, skip_validation=True)
         )
@@ -139,7 +139,7 @@ def parameters(parser: ArgumentParser) -> dict[str, argparse.Action]:
     return {name: action for name, action in kept.items() if not any(other.startswith(f"{name}.") for other in kept)}
 
 
-def _given(component: Component, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _values_in_file(component: Component, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The dotted names that the file gives, as deep as the parser has names, with their values."""
 
     def walk(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -188,7 +188,7 @@ def type_of(action: argparse.Action) -> Any:
     return getattr(action, "_typehint", None) or action.type
 
 
-def _explained(component: Component, message: str, names: Mapping[str, argparse.Action]) -> str:
+def _with_user_names(component: Component, message: str, names: Mapping[str, argparse.Action]) -> str:
     """jsonargparse's message, with the parameter's name as given, and its origin."""
     text = " ".join(message.split())
     if found := re.match(r'Parser key "([^"]+)": (.*)', text):
@@ -216,7 +216,7 @@ def _untyped(target: Callable[..., Any]) -> list[str]:
     return [each.name for each in found if each.kind in kinds and each.default is empty and each.annotation is empty]
 
 
-def _mendable(component: Component, error: Exception) -> Exception:
+def _as_usage_error(component: Component, error: Exception) -> Exception:
     """A :class:`UsageError` for jsonargparse's own errors, with the user's names; other errors are unchanged."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -231,7 +231,7 @@ def _mendable(component: Component, error: Exception) -> Exception:
 
 
 def _reason(text: str) -> str:
-    """What does not fit, without unlikely types of a union."""
+    """jsonargparse's reason, shortened: without the alternative ``None`` of a union."""
     if found := re.search(r"Errors: - (.*?) Given value type: .*? Given value: (.*)", text):
         reasons = [each for each in found[1].split(" - ") if each != "Expected a <class 'NoneType'>"]
         text = f"{'; or: '.join(reasons)} (given: {found[2]})"
@@ -246,7 +246,7 @@ def _reason(text: str) -> str:
 # -- descriptions -------------------------------------------------------------------------------------------------------------------
 
 
-def config_text(resolved: Resolved, parsed: Sequence[Parsed]) -> str:
+def config_text(resolved: Resolved, parsers: Sequence[ObjectParser]) -> str:
     """A file of settings that runs the same: settings with their origins, each object with all of its parameters.
 
     Defaults without a text form (an object created in the signature) are named in a comment, and apply again when the file is used.
@@ -255,7 +255,7 @@ def config_text(resolved: Resolved, parsed: Sequence[Parsed]) -> str:
     for name, entry in readable(resolved.settings, resolved.origins, hide=False).items():
         if name != "callbacks":
             lines.append(f"{name}: {flow(entry['value'])}  # {' '.join(entry['origin'].split())}")
-    by_name = {each.component.name: each for each in parsed}
+    by_name = {each.component.name: each for each in parsers}
     for name in ("model", "data"):
         if name in by_name:
             lines += ["", f"{name}:", *_object_lines(by_name[name], "  ")]
@@ -268,12 +268,12 @@ def config_text(resolved: Resolved, parsed: Sequence[Parsed]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _object_lines(parsed: Parsed, indent: str) -> list[str]:
-    values, left_out = parsed.plain()
-    lines = [f"class_path: {flow(parsed.component.path)}"]
+def _object_lines(parser: ObjectParser, indent: str) -> list[str]:
+    values, left_out = parser.as_values()
+    lines = [f"class_path: {flow(parser.component.path)}"]
     if values:
         lines += ["init_args:", *(f"  {name}: {flow(value)}" for name, value in values.items())]
-    lines += [f"# {name}: the default of {parsed.component.title}, an object without a text form" for name in left_out]
+    lines += [f"# {name}: the default of {parser.component.title}, an object without a text form" for name in left_out]
     return [f"{indent}{line}" for line in lines]
 
 

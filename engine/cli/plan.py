@@ -14,9 +14,9 @@ from typing import Any
 
 from engine.cli.class_paths import importable_here
 from engine.cli.components import Components, components_of
-from engine.cli.error_report import reported
-from engine.cli.object_parser import Parsed, class_help
-from engine.cli.run import log_to_terminal, to_build
+from engine.cli.error_report import run_reporting_errors
+from engine.cli.object_parser import ObjectParser, class_help
+from engine.cli.run import log_to_terminal, prepare_objects
 from engine.cli.terminal import DOES_NOT_FIT, OK, UsageError, show, table
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
@@ -37,7 +37,9 @@ from engine.utils.text import terminal_text
 
 def run(options: argparse.Namespace) -> int:
     """Forecast the run, or measure this machine; returns the exit status, as of :mod:`engine.cli.terminal`."""
-    return reported(lambda: _measure(options.processes, options.json) if options.measure else _plan(options))
+    return run_reporting_errors(
+        lambda: _measure(options.processes, options.json) if options.measure else _plan(options)
+    )
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -87,7 +89,7 @@ def planned(wanted: Components, options: argparse.Namespace) -> Plan | PlanSearc
     # Wrong options are refused before the data is made, which may take long.
     where = cluster_of(world_size, options.nodes, options.device or "h100", options.network, options.memory_limit)
     price, storage = checked_costs(options.price, options.storage)
-    fit, make, data = to_build(wanted, [Parsed(component) for component in wanted.objects])
+    fit, make, data = prepare_objects(wanted, [ObjectParser(component) for component in wanted.objects])
     datamodule, loader = (data, None) if isinstance(data, DataModule) else (None, data)
     job: dict[str, Any] = {
         "train_loader": loader,

@@ -18,10 +18,10 @@ from engine.callback import Callback, affecting_steps
 from engine.checkpoint.recorded_arguments import Recorded, recorded
 from engine.cli.class_paths import CALLBACKS, importable_here
 from engine.cli.components import SECTIONS, Components, EarlierRun, components_of
-from engine.cli.error_report import reported
-from engine.cli.object_parser import Parsed
-from engine.cli.run import built, log_to_terminal
-from engine.cli.saved_parameters import compare, completed
+from engine.cli.error_report import run_reporting_errors
+from engine.cli.object_parser import ObjectParser
+from engine.cli.run import build_objects, log_to_terminal
+from engine.cli.saved_parameters import warn_about_differences, with_saved_parameters
 from engine.cli.terminal import OK, UsageError
 from engine.config.resolve import DEFAULT_FILE
 from engine.config.settings import KINDS
@@ -46,7 +46,7 @@ _LONG = 200
 def run(options: argparse.Namespace) -> int:
     """Run a step again and print what it showed; returns the exit status, as of :mod:`engine.cli.terminal`."""
     with _unchanged(_SAFE_PATH):
-        return reported(lambda: _replay(options))
+        return run_reporting_errors(lambda: _replay(options))
 
 
 @contextlib.contextmanager
@@ -86,14 +86,17 @@ def _replay(options: argparse.Namespace) -> int:
             )
     found = recorded(wanted.resolved.settings.root_dir, None, start.described_by, "RUN")
     assert found is not None
-    parsed = [Parsed(completed(each, found) if each.name in found.sections else each) for each in wanted.objects]
-    for each in parsed:
+    parsers = [
+        ObjectParser(with_saved_parameters(each, found) if each.name in found.sections else each)
+        for each in wanted.objects
+    ]
+    for each in parsers:
         if each.component.name in found.sections:
-            compare(each, found)
+            warn_about_differences(each, found)
     left_out = _left_out(wanted, found, start)
     # Output of the run and its callbacks must not mix with the lines of the answer.
     with contextlib.redirect_stdout(sys.stderr):
-        fit, module, data = built(wanted, parsed, *left_out)
+        fit, module, data = build_objects(wanted, parsers, *left_out)
         datamodule, loader = (data, None) if isinstance(data, DataModule) else (None, data)
         step = fit.replay(
             module,

@@ -17,10 +17,10 @@ from engine.callback import Callback
 from engine.checkpoint.recorded_arguments import recorded
 from engine.cli.class_paths import importable_here
 from engine.cli.components import Components, components_of
-from engine.cli.error_report import reported
-from engine.cli.object_parser import Parsed, class_help, config_text
+from engine.cli.error_report import run_reporting_errors
+from engine.cli.object_parser import ObjectParser, class_help, config_text
 from engine.cli.predictions import check_output, write
-from engine.cli.saved_parameters import compare, completed
+from engine.cli.saved_parameters import warn_about_differences, with_saved_parameters
 from engine.cli.terminal import OK, UsageError, show
 from engine.data.datamodule import DataModule
 from engine.fit import Fit
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         The exit status, as of :mod:`engine.cli.terminal`.
     """
-    return reported(lambda: _run(options))
+    return run_reporting_errors(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -50,13 +50,13 @@ def _run(options: argparse.Namespace) -> int:
         return OK
     log_to_terminal()
     checkpoint = options.resume if command == "run" else options.checkpoint
-    parsed = (
-        [Parsed(component) for component in wanted.objects]
+    parsers = (
+        [ObjectParser(component) for component in wanted.objects]
         if checkpoint is None
-        else of_checkpoint(wanted, command, checkpoint)
+        else parsers_of_checkpoint(wanted, command, checkpoint)
     )
     if options.print_config:
-        text = config_text(wanted.resolved, parsed)
+        text = config_text(wanted.resolved, parsers)
         print(terminal_text(text) if sys.stdout.isatty() else text, end="")
         return OK
     if command == "predict":
@@ -65,9 +65,9 @@ def _run(options: argparse.Namespace) -> int:
     as_json = command != "run" and options.json
     # Output of the run and its callbacks must not mix with the lines of the answer.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        fit, module, data = built(wanted, parsed, seen)
+        fit, module, data = build_objects(wanted, parsers, seen)
         try:
-            answer = _done(command, fit, module, data, options)
+            answer = _call_fit(command, fit, module, data, options)
         except DoesNotFit as error:
             given = f"give the module's arguments as --set model.NAME=VALUE (fit {command} {wanted.model.path} --help lists them)"
             raise UsageError(f"{error}; {given}") from error
@@ -75,36 +75,40 @@ def _run(options: argparse.Namespace) -> int:
         return OK
     if command == "predict":
         answer = write(answer, seen.count > 1, options.output)
-    _tell(command, answer, options, any(callback.shows_progress for callback in fit.settings.callbacks))
+    _print_answer(command, answer, options, any(callback.shows_progress for callback in fit.settings.callbacks))
     return OK
 
 
-def of_checkpoint(chosen: Components, command: str, wanted: str) -> list[Parsed]:
+def parsers_of_checkpoint(chosen: Components, command: str, wanted: str) -> list[ObjectParser]:
     """The objects of a run with a checkpoint: the module gets the checkpoint's parameters, unless others are given."""
-    rest = [Parsed(component) for component in chosen.objects[1:]]
+    rest = [ObjectParser(component) for component in chosen.objects[1:]]
     saving = (_callback(each) for each in rest if getattr(each.component.target, "runs_last", False))
     kept = next((callback.checkpoints_in for callback in saving if callback.checkpoints_in is not None), None)
     settings = chosen.resolved.settings
     found = recorded(settings.root_dir, kept, wanted, "resume" if command == "run" else "checkpoint")
     if found is None:
-        return [Parsed(chosen.model), *rest]
-    model = Parsed(completed(chosen.model, found))
+        return [ObjectParser(chosen.model), *rest]
+    model = ObjectParser(with_saved_parameters(chosen.model, found))
     for each in [model, *(each for each in rest if each.component.name == "data")]:
-        compare(each, found)
+        warn_about_differences(each, found)
     return [model, *rest]
 
 
-def built(wanted: Components, parsed: list[Parsed], *more: Callback) -> tuple[Fit, TrainModule, Any]:
+def build_objects(wanted: Components, parsers: list[ObjectParser], *more: Callback) -> tuple[Fit, TrainModule, Any]:
     """The ``Fit``, the module and the data, each built from its parameters."""
-    fit, make, data = to_build(wanted, parsed, *more)
+    fit, make, data = prepare_objects(wanted, parsers, *more)
     return fit, make(), data
 
 
-def to_build(wanted: Components, parsed: list[Parsed], *more: Callback) -> tuple[Fit, Callable[[], TrainModule], Any]:
+def prepare_objects(
+    wanted: Components, parsers: list[ObjectParser], *more: Callback
+) -> tuple[Fit, Callable[[], TrainModule], Any]:
     """The ``Fit``, a function that makes the module, and the data, each built from its parameters."""
-    by_name = {each.component.name: each for each in parsed}
+    by_name = {each.component.name: each for each in parsers}
     callbacks = [_callback(each) for name, each in by_name.items() if name.startswith("callbacks.")]
-    fit = Fit.from_resolved(replace(wanted.resolved, **_sections(parsed, wanted.resolved.origins)), [*callbacks, *more])
+    fit = Fit.from_resolved(
+        replace(wanted.resolved, **_sections(parsers, wanted.resolved.origins)), [*callbacks, *more]
+    )
     if fit.settings.seed is not None:
         seed_everything(fit.settings.seed)  # the module's constructor draws the first weights
     data = by_name["data"].build()[0] if "data" in by_name else None
@@ -119,30 +123,30 @@ def to_build(wanted: Components, parsed: list[Parsed], *more: Callback) -> tuple
     return fit, make, data
 
 
-def _sections(parsed: list[Parsed], origins: Mapping[str, str]) -> dict[str, Any]:
+def _sections(parsers: list[ObjectParser], origins: Mapping[str, str]) -> dict[str, Any]:
     """The arguments of the objects, for checkpoints and loggers: a field and its origins of :class:`engine.config.resolve.Resolved`."""
     found: dict[str, Any] = {}
     given = dict(origins)
-    for each in parsed:
+    for each in parsers:
         section, text = (
             each.component.name.partition(".")[0],
-            {"class_path": each.component.path, "init_args": each.plain()[0]},
+            {"class_path": each.component.path, "init_args": each.as_values()[0]},
         )
         given[section] = each.component.origin("")
         found[section] = [*found.get(section, []), text] if section == "callbacks" else text
     return {"sections": found, "origins": given}
 
 
-def _callback(parsed: Parsed) -> Callback:
-    found = parsed.build()[0]
+def _callback(parser: ObjectParser) -> Callback:
+    found = parser.build()[0]
     if not isinstance(found, Callback):
         raise UsageError(
-            f"{parsed.component.origin('')}: {parsed.component.path!r} gives a {type(found).__name__}, not an engine.Callback"
+            f"{parser.component.origin('')}: {parser.component.path!r} gives a {type(found).__name__}, not an engine.Callback"
         )
     return found
 
 
-def _done(command: str, fit: Fit, module: TrainModule, data: Any, options: argparse.Namespace) -> Any:
+def _call_fit(command: str, fit: Fit, module: TrainModule, data: Any, options: argparse.Namespace) -> Any:
     datamodule, loader = (data, None) if isinstance(data, DataModule) else (None, data)
     if command == "run":
         return fit.run(module, loader, datamodule=datamodule, resume=options.resume)
@@ -150,7 +154,7 @@ def _done(command: str, fit: Fit, module: TrainModule, data: Any, options: argpa
     return loop(module, loader, datamodule=datamodule, checkpoint=options.checkpoint, weights=options.weights)
 
 
-def _tell(command: str, answer: Any, options: argparse.Namespace, shown: bool) -> None:
+def _print_answer(command: str, answer: Any, options: argparse.Namespace, shown: bool) -> None:
     """Print the answer. ``shown``: a progress bar has printed the metrics of an evaluation already."""
     if command == "run":
         show(answer)

@@ -13,8 +13,8 @@ from engine import TrainModule
 from engine.checkpoint.recorded_arguments import Recorded
 from engine.cli.class_paths import importable_here, load
 from engine.cli.components import Component
-from engine.cli.object_parser import Parsed
-from engine.cli.saved_parameters import completed
+from engine.cli.object_parser import ObjectParser
+from engine.cli.saved_parameters import with_saved_parameters
 from engine.cli.terminal import UsageError
 
 NETS = '''
@@ -231,7 +231,9 @@ def test_a_hostile_checkpoint_names_no_code_and_no_file(nets: None, here: Path, 
     importable_here()
     part = Component("model", "nets:Net", load("nets:Net", "the target", TrainModule))
     with pytest.raises(UsageError, match="is not taken from a checkpoint"):
-        Parsed(completed(part, Recorded("there", {}, None, {}, {"model": {name: value}, "data": {}}))).build()
+        ObjectParser(
+            with_saved_parameters(part, Recorded("there", {}, None, {}, {"model": {name: value}, "data": {}}))
+        ).build()
     assert not (here / "pwned").exists()
 
 
