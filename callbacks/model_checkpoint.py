@@ -94,7 +94,7 @@ class ModelCheckpoint(Callback):
         self._due_step = 0  # the first step at which a save can be due
         self._first_step = 0
         self._training = False
-        self._location: Any = (
+        self._storage: Any = (
             None  # of the latest training's checkpoints; the run itself would keep the module in memory
         )
         self._before: tuple[int, dict[int, float | None], dict[int, str]] | None = (
@@ -128,7 +128,7 @@ class ModelCheckpoint(Callback):
         return self._path(max(self.names)) if self.names and self.save_last else ""
 
     def _path(self, step: int) -> str:
-        return "" if self._location is None else str(self._location.path(self.names[step]))
+        return "" if self._storage is None else str(self._storage.path(self.names[step]))
 
     @property
     def checkpoints_in(self) -> str | Path | None:
@@ -138,7 +138,7 @@ class ModelCheckpoint(Callback):
         self._training = False
         run.checkpoints_at(self.dirpath, self.max_failures)
         if stage == "fit":
-            self._location = run.saver.location
+            self._storage = run.checkpoints.folder.storage
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         self._training = True

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from engine import strategies
 from engine.checkpoint.export import export_tensors
+from engine.checkpoint.writer import CheckpointWriter
 from engine.config.settings import KINDS
 from engine.data.combined import CombinedLoader
 from engine.data.loader import PreparedLoader
@@ -132,7 +133,9 @@ class Engine:
         self._batch_norms = batch_norm.Layers(sync_batchnorm, self.data_group, lambda: window.share.size != 0)
         self.snapshot = EngineSnapshot(self.prepared, self.scaler)
         """The state of what was prepared, for checkpoints."""
-        self.loop_checkpoints = EngineCheckpoints(self.prepared, self.snapshot)
+        self.checkpoint_writer = CheckpointWriter(self.group)
+        """Writes the checkpoints of :meth:`save_state`, and those of a run; call its ``hold()`` before you change weights outside of a step."""
+        self.loop_checkpoints = EngineCheckpoints(self.prepared, self.snapshot, self.checkpoint_writer)
         """The checkpoints of :meth:`save_state`."""
         self._trigger = Trigger(self.group)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from engine.checkpoint.content import Content, trained_by
+from engine.checkpoint.folder import CheckpointFolder
 from engine.checkpoint.resume import (
     Loaded,
     Resume,
@@ -22,8 +24,8 @@ from engine.checkpoint.resume import (
     opening,
     rebase,
 )
-from engine.checkpoint.storage import split
-from engine.checkpoint.writer import Content, Saver, stepped
+from engine.checkpoint.storage_paths import split_path
+from engine.checkpoint.writer import CheckpointWriter
 from engine.distributed.collectives import all_or_none
 from engine.prepared import Prepared
 from engine.step.optimizers import counters
@@ -72,12 +74,12 @@ class EngineSnapshot:
         strategy, module = self._prepared.strategy, self.module
         return Content(
             model=strategy.model_parts(model),
-            optim={str(i): strategy.optimizer_parts(o, module) for i, o in enumerate(self.optimizers)},
+            optimizers={str(i): strategy.optimizer_parts(o, module) for i, o in enumerate(self.optimizers)},
             shared=shared,
-            own=self.of_rank(),
+            of_rank=self.of_rank(),
             facts=facts,
-            partial=strategy.parts_differ,
-            stepped=stepped(self.optimizers),
+            parts_differ=strategy.parts_differ,
+            changed_by_steps=trained_by(self.optimizers),
         )
 
     def shared(self) -> dict[str, Any]:
@@ -231,9 +233,9 @@ class EngineSnapshot:
 class EngineCheckpoints:
     """The checkpoints of a user's own loop: what :meth:`engine.Engine.save_state` and :meth:`~engine.Engine.load_state` do."""
 
-    def __init__(self, prepared: Prepared, snapshot: EngineSnapshot) -> None:
-        self._prepared, self._snapshot = prepared, snapshot
-        self._saver: Saver | None = None
+    def __init__(self, prepared: Prepared, snapshot: EngineSnapshot, writer: CheckpointWriter) -> None:
+        self._prepared, self._snapshot, self._writer = prepared, snapshot, writer
+        self._folder: CheckpointFolder | None = None  # of the latest save
 
     def save(
         self, output_dir: str | Path, wait: bool, facts: dict[str, Any], left_out: Sequence[nn.Module] = ()
@@ -241,21 +243,14 @@ class EngineCheckpoints:
         """Save as :meth:`engine.Engine.save_state` does; ``left_out``: prepared models whose weights somebody else saves."""
         stepper = self._prepared.stepper
         stepper.settle()
-        location, name = split(output_dir)
-        if self._saver is None:
-            self._saver = Saver(self._prepared.group, location.root)
-        elif self._saver.location.root != location.root:
+        storage, name = split_path(output_dir)
+        if self._folder is None or self._folder.storage.root != storage.root:
             self.wait()
-            self._saver.location = location
-        path = self._saver.save(name, self._snapshot.content(facts, left_out), asynchronous=not wait)
+            self._folder = CheckpointFolder(self._prepared.group, storage)
+        path = self._writer.save(self._folder, name, self._snapshot.content(facts, left_out), asynchronous=not wait)
         if not wait:
-            stepper.before_step(self._saver.hold)
+            stepper.before_step(self._writer.hold)
         return path
-
-    def hold(self) -> None:
-        """Wait until tensors may change, because the checkpoint in progress has its copies."""
-        if self._saver is not None:
-            self._saver.hold()
 
     def wait(self) -> None:
         """Wait for the checkpoint in progress.
@@ -263,14 +258,14 @@ class EngineCheckpoints:
         Raises:
             RuntimeError: it could not be written.
         """
-        if self._saver is not None:
-            self._saver.wait()
+        if self._folder is not None:
+            self._writer.wait(self._folder)
 
     def load(self, input_dir: str | Path, strict: bool, left_out: Sequence[nn.Module] = ()) -> dict[str, Any]:
         """Load as :meth:`engine.Engine.load_state` does; ``left_out``: prepared models whose weights somebody else loads."""
         self.wait()
-        location, _ = split(input_dir)
-        with opening(self._prepared.group, location, str(input_dir)) as loaded:
+        storage, _ = split_path(input_dir)
+        with opening(self._prepared.group, storage, str(input_dir)) as loaded:
             with self._snapshot.restoring(loaded, Resume(input_dir, strict=strict), left_out):
                 if left := [name for name in ("callbacks", "datamodule", "user") if loaded.shared.get(name)]:
                     names = ", ".join(left)

@@ -261,7 +261,7 @@ class Fit:
             in_folder(run, resume, self._trained),
             session(run),
         ):
-            self._trained = run.checkpoints.folder.trained()
+            self._trained = run.checkpoints.run_folder.trained()
             log_start(run)
             if run.settings.check:
                 compare_models(run)  # before rank 0's parameters are sent to the others

@@ -57,7 +57,7 @@ def _errors_are_shown_as_before() -> Iterator[None]:
 @pytest.fixture
 def checkpoints_in_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small checkpoints have the files of large ones: for tests that change one of them."""
-    monkeypatch.setattr("engine.checkpoint.directory.JOINED_BYTES", -1)
+    monkeypatch.setattr("engine.checkpoint.manifest.JOINED_BYTES", -1)
 
 
 @pytest.fixture(scope="module")

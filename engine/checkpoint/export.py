@@ -1,7 +1,9 @@
-"""Weights in the standard format: one ``.safetensors`` file, or several with an index."""
+"""Weights in the standard format: one ``.safetensors`` file, or several with an index; and files that a module publishes beside them."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -11,20 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint import published
-from engine.checkpoint.directory import SHARED
-from engine.checkpoint.files import write_json
+from engine.checkpoint.catalog import open_path
+from engine.checkpoint.files import DamagedCheckpoint, is_entry, parse_json, write_file, write_json
 from engine.checkpoint.json_tree import same_memory
-from engine.checkpoint.other_weights import weights_folder
-from engine.checkpoint.reader import Source
+from engine.checkpoint.manifest import SHARED
+from engine.checkpoint.reader import Source, weights_folder
+from engine.checkpoint.remote_storage import outgoing
+from engine.checkpoint.state_forms import checked
 from engine.checkpoint.tensors import Stored, storable, write_tensors
-from engine.checkpoint.user_paths import opened, outgoing
 from engine.config.file_size import size_in_bytes
 from engine.utils.text import terminal_text
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Possible dtypes of exported floating point tensors."""
 INDEX = "model.safetensors.index.json"
+PUBLISHED = "published"
+PUBLISHED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken")
+"""The kinds of files that a module publishes."""
+STEMS = ("model", "adapter_model")
+"""The possible names of the files with tensors, without ``.safetensors``."""
+_PUBLISHED_FORM = {"stem": str, "prefix": str, "names": (dict, None), "files": dict}
 _CONVERTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -91,7 +99,7 @@ def export_checkpoint(
     """Write the model of a checkpoint as files that ``transformers`` and ``safetensors.torch.load_file`` read.
 
     One file's tensors are in memory at a time. Tied weights are written once, under the first chosen name. Where the module has published
-    its files (:mod:`engine.checkpoint.published`; ``HFModule`` does), they are written too, and names are as it says: an adapter is exported as one.
+    its files (:class:`Published`; ``HFModule`` does), they are written too, and names are as it says: an adapter is exported as one.
 
     Args:
         path: a checkpoint, or a folder, whose newest checkpoint is used; a directory or a URL.
@@ -111,8 +119,8 @@ def export_checkpoint(
     """
     limit = size_in_bytes(max_shard_size)
     wanted = _dtype(dtype)
-    with opened(path, ("model", "state", *weights_folder(weights))) as found, outgoing(out) as directory:
-        source, beside = Source(found, weights), published.find(found.directory, found.tree(SHARED) or {})
+    with open_path(path, ("model", "state", *weights_folder(weights))) as found, outgoing(out) as directory:
+        source, beside = Source(found, weights), _published_in(found.directory, found.tree(SHARED) or {})
         everything = source.names
         names = [name for name in _chosen(everything, include, exclude) if name not in source.extra]
         first: dict[str, str] = {}
@@ -130,7 +138,7 @@ def export_checkpoint(
             return _read(source, {name: targets[name] for name in chosen}, wanted)
 
         written = _write(sizes, read, directory, limit, beside.stem)
-        others = published.write(beside, directory, wanted)
+        others = _write_published(beside, directory, wanted)
         shown = [
             str(file) if directory == Path(out) else f"{str(out).rstrip('/')}/{file.name}"
             for file in (*written, *others)
@@ -170,7 +178,7 @@ def _chosen(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]
     return [name for name in kept if not any(fnmatchcase(name, pattern) for pattern in exclude)]
 
 
-def _named(first: Mapping[str, str], beside: published.Published, prefix: str | None) -> dict[str, str]:
+def _named(first: Mapping[str, str], beside: Published, prefix: str | None) -> dict[str, str]:
     """The names to write, with the checkpoint's name of the tensor for each. ``prefix``: as the user gave it."""
     if beside.names is None or prefix is not None:
         published_prefix = beside.prefix if any(name.startswith(beside.prefix) for name in first.values()) else ""
@@ -254,3 +262,103 @@ def _write(
             path.unlink(missing_ok=True)
         raise
     return paths
+
+
+# -- files that a module publishes ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Published:
+    """What a module publishes with its weights: files such as ``config.json``, and the names of its tensors in exported files.
+
+    A module adds it to its checkpoints, and :func:`export_checkpoint` writes it::
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["published"] = published({"config.json": text.encode()}, prefix="model.")
+
+    Files are data that others read by their names: code is neither stored nor written.
+    """
+
+    stem: str = "model"
+    """The name of the file with tensors, one of :data:`STEMS`."""
+    prefix: str = ""
+    """Removed from names that start with it."""
+    names: dict[str, str] | None = None
+    """The only tensors to export, each with its exported name."""
+    files: dict[str, bytes] = field(default_factory=dict)
+    """The content of each file by its name."""
+
+
+def published(
+    files: Mapping[str, bytes], *, prefix: str = "", stem: str = "model", names: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The entry of a checkpoint with these ``files`` by name; the other arguments as in :class:`Published`.
+
+    Raises:
+        ValueError: a name is not one of a file of data in one folder.
+    """
+    for name in files:
+        if not _is_data(name):
+            raise ValueError(
+                f"{name!r} cannot be published: possible are files that end in {', '.join(PUBLISHED_SUFFIXES)}"
+            )
+    content = {name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in files.items() if data}
+    return {"stem": stem, "prefix": prefix, "names": None if names is None else dict(names), "files": content}
+
+
+def _published_in(where: object, shared: Mapping[str, Any]) -> Published:
+    """What the module of a run has published, or an object that was registered with an ``Engine``; by default nothing.
+
+    Args:
+        where: the checkpoint, for messages.
+        shared: its ``state/shared``.
+
+    Raises:
+        DamagedCheckpoint: the entry has another form, or names a file that is not one of data.
+    """
+    user, registered = shared.get("user"), shared.get("registered")
+    states = [user.get(PUBLISHED)] if isinstance(user, dict) else []
+    states += registered if isinstance(registered, list) else []
+    entry = next((each for each in states if isinstance(each, dict) and each.keys() == _PUBLISHED_FORM.keys()), None)
+    if entry is None:
+        return Published()
+    found = checked(f"{where}: {PUBLISHED}", entry, _PUBLISHED_FORM)
+    names = found["names"]
+    if (
+        found["stem"] not in STEMS
+        or not all(type(name) is str and _is_data(name) for name in found["files"])
+        or not all(isinstance(each, Tensor) and each.dtype == torch.uint8 for each in found["files"].values())
+        or not all(type(new) is str for new in (names or {}).values())
+    ):
+        raise DamagedCheckpoint(f"{where} has no usable {PUBLISHED!r}")
+    files = {name: each.contiguous().numpy().tobytes() for name, each in found["files"].items()}
+    return Published(found["stem"], found["prefix"], names, files)
+
+
+def _write_published(found: Published, directory: Path, dtype: torch.dtype | None) -> list[Path]:
+    """Write the files into ``directory``; ``config.json`` names the ``dtype`` of the exported tensors, if they were converted.
+
+    Raises:
+        FileExistsError: one is there already, if only as a link to nothing.
+        DamagedCheckpoint: ``config.json`` is not one.
+    """
+    if there := sorted(name for name in found.files if os.path.lexists(directory / name)):
+        raise FileExistsError(f"{directory} holds {there[0]} already: choose another directory, or remove it")
+    for name, data in found.files.items():
+        if name == "config.json" and dtype is not None:
+            config = parse_json(f"the published {name}", data)
+            if not isinstance(config, dict):
+                raise DamagedCheckpoint(f"the published {name} is not a mapping")
+            key = "torch_dtype" if "torch_dtype" in config else "dtype"
+            data = json.dumps({**config, key: str(dtype).removeprefix("torch.")}, indent=2).encode() + b"\n"
+        write_file(directory / name, [data])
+    return [directory / name for name in found.files]
+
+
+def _is_data(name: str) -> bool:
+    return (
+        is_entry(name)
+        and not name.startswith(".")
+        and Path(name).suffix in PUBLISHED_SUFFIXES
+        and ".safetensors" not in name
+    )

@@ -28,12 +28,20 @@ FORMAT, JOINED_FORMAT = 3, 4
 READABLE = (FORMAT - 1, JOINED_FORMAT)
 MANIFEST = "manifest.json"
 FOLDERS = ("model", "optim", "state")
+SHARED, RANK = "state/shared", "state/rank={:05d}"
+"""The names of the trees that are the same on all ranks, and of each rank's own."""
 JOINED = "rank=00000.safetensors"
 """The file with all tensors of a joined checkpoint; their names begin with the names of the trees or folders that they would be in."""
+JOINED_BYTES = 4 << 20
+"""Bytes of tensors up to which a checkpoint of one rank is joined: from here on the joined form would save less than a tenth."""
+JOINED_TREES = 1 << 16
+"""Bytes of JSON up to which it is: whoever lists checkpoints reads all of their manifests."""
 TREES = "$trees"
 """The entry with the trees of a joined checkpoint. No fact of a user has such a name."""
 WEIGHTS = "weights"
 """One more folder, in checkpoints that have other weights besides the trained ones; versions that do not know it call these damaged."""
+OTHER_WEIGHTS = f"{WEIGHTS}/{WEIGHTS}"
+"""The tree in that folder: ``{name of the weights: {"aliases": names in the model that share a tensor}}``."""
 SCORED_WITH = "scored_with"
 """The entry that names the weights with which the score was measured: what users of the checkpoint get, unless they ask for others."""
 TRAINED = "trained"

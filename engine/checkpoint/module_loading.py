@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine.checkpoint.directory import SHARED, Opened
-from engine.checkpoint.field_checks import SHARED_FORM, Fields, checked
-from engine.checkpoint.other_weights import weights_folder
-from engine.checkpoint.reader import Source, own_state
-from engine.checkpoint.user_entries import Entries
-from engine.checkpoint.user_paths import opened
+from engine.checkpoint.catalog import open_path
+from engine.checkpoint.local_storage import Opened
+from engine.checkpoint.manifest import SHARED
+from engine.checkpoint.reader import Source, own_state, weights_folder
+from engine.checkpoint.state_forms import SHARED_FORM, Entries, Fields, checked
 from engine.config.hyperparameters import constructor_arguments, replaced_by_defaults
 from engine.utils.log import logger
 from engine.utils.text import terminal_text
@@ -25,7 +24,7 @@ def load_module(
     cls: type[T], path: str | Path, strict: bool, map_location: Any, weights: str | None, overrides: Mapping[str, Any]
 ) -> T:  # fmt: skip
     """See ``TrainModule.load_from_checkpoint``, whose arguments these are."""
-    with opened(path, ("model", "state", *weights_folder(weights))) as found:
+    with open_path(path, ("model", "state", *weights_folder(weights))) as found:
         shared = _shared(found)
         texts = found.manifest.get("hparams")
         module: Any = _construct(cls, path, shared, "", texts if isinstance(texts, dict) else {}, overrides)
@@ -46,7 +45,7 @@ def load_module(
 
 def load_datamodule(cls: type[T], path: str | Path, overrides: Mapping[str, Any]) -> T:
     """See ``DataModule.load_from_checkpoint``, whose arguments these are."""
-    with opened(path, ("state",)) as found:
+    with open_path(path, ("state",)) as found:
         shared = _shared(found)
         data: Any = _construct(cls, path, shared, "datamodule_", {}, overrides)
         if shared.get("datamodule") is not None:

@@ -6,6 +6,8 @@ import errno
 import os
 import shutil
 import struct
+import tempfile
+import weakref
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -14,12 +16,28 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.files import CHUNK, DamagedCheckpoint, check_json_size, inside, open_file, parse_json, read_json
+from engine.checkpoint.local_storage import LocalStorage
 from engine.checkpoint.manifest import FOLDERS, MANIFEST, check_manifest
 
 _HEAD = struct.Struct("<4s22xH2x")
 """The head of the first entry: its signature, and the length of the name that follows."""
 _ENCRYPTED = 1
 """The flag of an entry that is encrypted."""
+
+
+class OneFileStorage(LocalStorage):
+    """A directory with checkpoints that are one file each. Each rank reads its own copy of the files in one."""
+
+    shared = False
+
+    def has(self, name: str) -> bool:
+        return is_one_file(self.path(name))
+
+    def fetch(self, name: str) -> Path:
+        folder = tempfile.mkdtemp(prefix="checkpoints-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        unpack(self.path(name), Path(folder) / name)
+        return Path(folder) / name
 
 
 def is_one_file(path: str | Path) -> bool:

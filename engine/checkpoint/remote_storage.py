@@ -1,4 +1,4 @@
-"""Checkpoints at a URL that fsspec knows."""
+"""Checkpoints, and other files, at a URL that fsspec knows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint import directory
 from engine.checkpoint.files import (
     LARGEST_JSON,
     DamagedCheckpoint,
@@ -23,7 +22,9 @@ from engine.checkpoint.files import (
     json_text,
     parse_json,
 )
-from engine.checkpoint.manifest import FOLDERS, JOINED, MANIFEST, age_of, check_manifest, manifest_of, next_serial
+from engine.checkpoint.local_storage import read_manifest
+from engine.checkpoint.manifest import FOLDERS, JOINED, MANIFEST, check_manifest, manifest_of, next_serial
+from engine.checkpoint.storage import Draft, Incomplete, Storage
 from engine.utils.text import has_password, terminal_text
 
 
@@ -124,14 +125,53 @@ def without_query(path: str | Path) -> str:
     return str(path).partition("?")[0] if "://" in str(path) else str(path)
 
 
-_UNFINISHED = f"{MANIFEST} is missing: a run is writing it, or was killed while it did"
+@contextmanager
+def local_copy(path: str | Path) -> Iterator[Path]:
+    """The file or directory at ``path`` as a local one: itself, or a copy of a URL's content, while the context lasts.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+        ValueError: fsspec does not know the protocol.
+    """
+    if "://" not in str(path):
+        if not Path(path).exists():
+            raise FileNotFoundError(f"{path} does not exist")
+        yield Path(path)
+        return
+    files, inner = reach(str(path))
+    if not files.exists(inner):
+        raise FileNotFoundError(f"{without_query(path)} does not exist")
+    with tempfile.TemporaryDirectory(prefix="copy-") as folder:
+        target = Path(folder) / without_query(path).rstrip("/").rpartition("/")[2]
+        for file in files.find(inner):
+            to = target if file == inner else inside(target, file.removeprefix(inner.rstrip("/")).lstrip("/"))
+            to.parent.mkdir(parents=True, exist_ok=True)
+            files.get_file(file, str(to))
+        yield target
 
 
+@contextmanager
+def outgoing(path: str | Path) -> Iterator[Path]:
+    """A local directory for files to be written to ``path``: itself, or one whose files are sent to a URL at the context's end."""
+    if "://" not in str(path):
+        yield Path(path)
+        return
+    files, inner = reach(str(path))
+    if files.exists(inner) and files.find(inner):
+        raise FileExistsError(f"{path} is not empty: choose another path")
+    with tempfile.TemporaryDirectory(prefix="outgoing-") as folder:
+        yield Path(folder)
+        files.makedirs(inner)
+        for file in sorted(Path(folder).iterdir()):
+            files.put_file(str(file), f"{inner.rstrip('/')}/{file.name}")
+
+
+_UNFINISHED = Incomplete(f"{MANIFEST} is missing: a run is writing it, or was killed while it did", True)
 OLD = timedelta(hours=1)
 """An incomplete remote checkpoint that has not changed for so long was left by a killed job."""
 
 
-class Remote:
+class RemoteStorage(Storage):
     """Storage without rename: a checkpoint with a manifest is complete, and the manifest is sent last. Drafts and reads use local copies.
 
     Raises:
@@ -143,7 +183,6 @@ class Remote:
     def __init__(self, root: str) -> None:
         self.root = root.rstrip("/")
         self.files, self._inside = reach(self.root)
-        self._drafts: dict[str, Path] = {}
         self._serial, self._known = 0, set[str]()
         self._folder: Path | None = None
 
@@ -158,47 +197,26 @@ class Remote:
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         return self._folder
 
-    def _at(self, name: str) -> str:
+    def inner_path(self, name: str) -> str:
+        """The path of a checkpoint, or of a file in one, in the file system of the URL."""
         return f"{self._inside}/{name}"
 
-    def draft(self, name: str) -> Path:
-        return self._drafts[name]
-
-    def begin(self, name: str, first: bool, folders: Sequence[str] = FOLDERS) -> None:
-        if first and self.files.exists(self._at(name)):
-            if not self.files.exists(self._at(f"{name}/{MANIFEST}")) and not self._remains(name):
+    def begin(self, name: str, first: bool = True, folders: Sequence[str] = FOLDERS) -> RemoteDraft:
+        if first and self.files.exists(self.inner_path(name)):
+            if not self.has(name) and not self._remains(name):
                 raise FileExistsError(
                     f"{self.path(name)} exists and is not a checkpoint ({MANIFEST} is missing): choose another path"
                 )
-            self._delete(name)
-        self._drafts[name] = Path(tempfile.mkdtemp(dir=self._copies))
-        for folder in folders:
-            (self._drafts[name] / folder).mkdir()
+            self.delete(name)
+        folder = Path(tempfile.mkdtemp(dir=self._copies))
+        for inner in folders:
+            (folder / inner).mkdir()
+        return RemoteDraft(self, name, folder, first)
 
-    def send(self, name: str, files: Iterable[str]) -> None:
-        for file in files:
-            target = self._at(f"{name}/{file}")
-            self.files.makedirs(target.rpartition("/")[0])
-            self.files.put_file(str(self._drafts[name] / file), target)
-
-    def seal(
-        self,
-        name: str,
-        world_size: int,
-        facts: Mapping[str, Any],
-        files: Mapping[str, Record],
-        trees: Mapping[str, Any] | None = None,
-    ) -> None:
+    def next_serial(self) -> int:
+        """The serial number of the next checkpoint; others may save here too."""
         self._serial = next_serial([self._serial, *self._new_serials()])
-        manifest = manifest_of(world_size, facts, files, self._serial, trees)
-        for file, known in files.items():
-            found = self.files.size(self._at(f"{name}/{file}"))
-            if found != known["bytes"]:
-                raise OSError(
-                    f"{self.path(name)}/{file} has {found} bytes after sending, and {known['bytes']} were written"
-                )
-        self.files.pipe_file(self._at(f"{name}/{MANIFEST}"), json_text(manifest))
-        self._drop(name)
+        return self._serial
 
     def _new_serials(self) -> list[int]:
         """The serial numbers in manifests that are new here, or have changed, since the last call: others may save here too."""
@@ -216,25 +234,13 @@ class Remote:
                 serials.append(check_manifest(path, parse_json(path, self.files.cat_file(path)))["serial"])
         return serials
 
-    def abandon(self, name: str, first: bool) -> None:
-        begun = name in self._drafts
-        self._drop(name)
-        if first and begun:
-            with suppress(Exception):  # the error that led here is the one to report
-                if not self.files.exists(self._at(f"{name}/{MANIFEST}")):
-                    self._delete(name)
-
-    def manifests(self) -> dict[str, dict[str, Any]]:
-        found = [(age_of(manifest), name, manifest) for name, manifest in self.complete()]
-        return {name: manifest for _, name, manifest in sorted(found, key=lambda entry: entry[:2])}
-
     def complete(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for name in self._names():
             with suppress(DamagedCheckpoint, OSError):
                 yield name, self._whole(name)
 
-    def damaged(self, complete: Container[str] | None = None) -> dict[str, str]:
-        found: dict[str, str] = {}
+    def incomplete(self, complete: Container[str] | None = None) -> dict[str, Incomplete]:
+        found: dict[str, Incomplete] = {}
         for name in self._names():
             if complete is not None and name in complete:
                 continue
@@ -244,23 +250,19 @@ class Remote:
                 if self._remains(name):
                     found[name] = _UNFINISHED
             except (DamagedCheckpoint, OSError) as error:
-                found[name] = str(error).removeprefix(f"{self.path(name)}: ")
+                found[name] = Incomplete(str(error).removeprefix(f"{self.path(name)}: "), False)
         return found
 
-    def unusable(self) -> dict[str, str]:
-        return {name: why for name, why in self.damaged().items() if why != _UNFINISHED}
-
-    def has_manifest(self, name: str) -> bool:
-        """Whether it exists; it may be damaged."""
-        return self.files.exists(self._at(f"{name}/{MANIFEST}"))
+    def has(self, name: str) -> bool:
+        return bool(name) and self.files.exists(self.inner_path(f"{name}/{MANIFEST}"))
 
     def _whole(self, name: str) -> dict[str, Any]:
-        """The manifest of a checkpoint whose files exist with the right sizes; errors as of :func:`store.read_manifest`."""
-        text = self.files.cat_file(self._at(f"{name}/{MANIFEST}"))
+        """The manifest of a checkpoint whose files exist with the right sizes; errors as of :func:`engine.checkpoint.local_storage.read_manifest`."""
+        text = self.files.cat_file(self.inner_path(f"{name}/{MANIFEST}"))
         manifest = check_manifest(self.path(name), parse_json(self.path(name), text))
-        sizes = {path: entry["size"] for path, entry in self.files.find(self._at(name), detail=True).items()}
+        sizes = {path: entry["size"] for path, entry in self.files.find(self.inner_path(name), detail=True).items()}
         for file, known in manifest["files"].items():
-            size = sizes.get(self._at(f"{name}/{file}"))
+            size = sizes.get(self.inner_path(f"{name}/{file}"))
             if size != known["bytes"]:
                 what = (
                     "is missing" if size is None else f"has {size} bytes, and had {known['bytes']} when it was written"
@@ -271,12 +273,12 @@ class Remote:
     def fetch(self, name: str) -> Path:
         target = self._copies / name
         manifest = self.manifest(name)
-        if not (target / MANIFEST).exists() or directory.read_manifest(target)["crc32"] != manifest["crc32"]:
+        if not (target / MANIFEST).exists() or read_manifest(target)["crc32"] != manifest["crc32"]:
             shutil.rmtree(target, ignore_errors=True)
             for file in [*manifest["files"], MANIFEST]:
                 path = inside(target, file)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self.files.get_file(self._at(f"{name}/{file}"), str(path))
+                self.files.get_file(self.inner_path(f"{name}/{file}"), str(path))
         return target
 
     def remove(self, name: str) -> bool:
@@ -284,11 +286,11 @@ class Remote:
         if not any(other != name for other, _ in self.complete()):
             return False
         with suppress(FileNotFoundError):
-            self.files.rm_file(self._at(f"{name}/{MANIFEST}"))
-        self._delete(name)
+            self.files.rm_file(self.inner_path(f"{name}/{MANIFEST}"))
+        self.delete(name)
         return True
 
-    def busy(self, name: str) -> bool:
+    def must_stay(self, name: str) -> bool:
         try:
             self._whole(name)
         except FileNotFoundError:
@@ -303,13 +305,13 @@ class Remote:
     def sweep(self) -> None:
         # There are no locks: recent files may be another job's, and stay.
         for name in self._names():
-            if not self.has_manifest(name) and self._remains(name) and self._age(name) > OLD:
-                self._delete(name)
+            if not self.has(name) and self._remains(name) and self._age(name) > OLD:
+                self.delete(name)
 
     def _age(self, name: str) -> timedelta:
-        """The time of its newest file; ``None`` if the storage has no times."""
+        """The age of its newest file; 0 if the storage has no times, so that nothing counts as old."""
         now, youngest = datetime.now(UTC), timedelta.max
-        for entry in self.files.find(self._at(name), detail=True).values():
+        for entry in self.files.find(self.inner_path(name), detail=True).values():
             when = next(
                 (entry[key] for key in ("LastModified", "mtime", "updated", "created") if entry.get(key) is not None),
                 None,
@@ -332,7 +334,8 @@ class Remote:
     def _remains(self, name: str) -> bool:
         """Whether these files belong to a checkpoint that was being written or removed: only checkpoints have files of such names."""
         found = (
-            path.removeprefix(self._at(name)).strip("/").partition("/") for path in self.files.find(self._at(name))
+            path.removeprefix(self.inner_path(name)).strip("/").partition("/")
+            for path in self.files.find(self.inner_path(name))
         )
         return any(
             inner == JOINED or (inner in FOLDERS and file.startswith("rank=")) for inner, _, file in found
@@ -340,7 +343,7 @@ class Remote:
 
     def manifest(self, name: str) -> dict[str, Any]:
         try:
-            text = self.files.cat_file(self._at(f"{name}/{MANIFEST}"))
+            text = self.files.cat_file(self.inner_path(f"{name}/{MANIFEST}"))
         except FileNotFoundError as error:
             there = ", ".join(self.manifests()) or "none"
             raise FileNotFoundError(
@@ -348,10 +351,52 @@ class Remote:
             ) from error
         return check_manifest(self.path(name), parse_json(self.path(name), text))
 
-    def _delete(self, name: str) -> None:
+    def delete(self, name: str) -> None:
+        """Delete whatever has this name."""
         with suppress(FileNotFoundError):
-            self.files.rm(self._at(name), recursive=True)
+            self.files.rm(self.inner_path(name), recursive=True)
 
-    def _drop(self, name: str) -> None:
-        if name in self._drafts:
-            shutil.rmtree(self._drafts.pop(name), ignore_errors=True)
+
+class RemoteDraft(Draft):
+    """A local copy of one rank's files, which the rank sends. Without the manifest they are not a checkpoint yet."""
+
+    def __init__(self, storage: RemoteStorage, name: str, folder: Path, first: bool) -> None:
+        self._storage, self._name, self._first = storage, name, first
+        self._is_open = True
+        self.folder = folder
+
+    def send(self, files: Iterable[str]) -> None:
+        for file in files:
+            target = self._storage.inner_path(f"{self._name}/{file}")
+            self._storage.files.makedirs(target.rpartition("/")[0])
+            self._storage.files.put_file(str(self.folder / file), target)
+
+    def seal(
+        self,
+        world_size: int,
+        facts: Mapping[str, Any],
+        files: Mapping[str, Record],
+        trees: Mapping[str, Any] | None = None,
+    ) -> None:
+        storage, name = self._storage, self._name
+        manifest = manifest_of(world_size, facts, files, storage.next_serial(), trees)
+        for file, record in files.items():
+            size = storage.files.size(storage.inner_path(f"{name}/{file}"))
+            if size != record["bytes"]:
+                raise OSError(
+                    f"{storage.path(name)}/{file} has {size} bytes after sending, and {record['bytes']} were written"
+                )
+        storage.files.pipe_file(storage.inner_path(f"{name}/{MANIFEST}"), json_text(manifest))
+        self._drop()
+
+    def abandon(self) -> None:
+        was_open = self._is_open
+        self._drop()
+        if self._first and was_open:
+            with suppress(Exception):  # the error that led here is the one to report
+                if not self._storage.has(self._name):
+                    self._storage.delete(self._name)
+
+    def _drop(self) -> None:
+        self._is_open = False
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,14 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.checkpoint.directory import RANK, SHARED, Opened
-from engine.checkpoint.field_checks import OWN_FORM, SHARED_FORM, Fields, checked, unlike
+from engine.checkpoint.catalog import by_score
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.listing import by_score
-from engine.checkpoint.manifest import FOLDERS, TRAINED
+from engine.checkpoint.local_storage import Opened
+from engine.checkpoint.manifest import FOLDERS, RANK, SHARED, TRAINED
 from engine.checkpoint.reader import Source
-from engine.checkpoint.state_forms import own_form, shared_form
-from engine.checkpoint.storage import Location, split
+from engine.checkpoint.state_forms import OWN_FORM, SHARED_FORM, Fields, checked, own_form, shared_form, unlike
+from engine.checkpoint.storage import Storage
+from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.tensors import Stored
 from engine.distributed.collectives import all_or_none, gather_json
 from engine.distributed.group import Group
@@ -68,9 +69,9 @@ class Resume:
 class Loaded:
     """A checkpoint that all ranks have opened and checked."""
 
-    def __init__(self, opened: Opened, location: Location, name: str, group: Group) -> None:
+    def __init__(self, opened: Opened, storage: Storage, name: str, group: Group) -> None:
         self.opened, self._group = opened, group
-        self.name, self.path = name, location.path(name)
+        self.name, self.path = name, storage.path(name)
         self.passed: Sequence[str] = ()
         """Names of newer ones that are damaged."""
         self.manifest = opened.manifest
@@ -78,7 +79,8 @@ class Loaded:
     @cached_property
     def source(self) -> Source:
         """Its models and optimizers, with the trained weights."""
-        return Source(self.opened, TRAINED)
+        with _uncollected():
+            return Source(self.opened, TRAINED)
 
     @cached_property
     def shared(self) -> Fields:
@@ -139,9 +141,22 @@ class Loaded:
 
 
 @contextmanager
+def _uncollected() -> Iterator[None]:
+    """Do not collect garbage inside the block: a thousand parameters are described by 50,000 small objects, none of which is garbage, and for so
+    many Python traverses every object of the process."""
+    automatic = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if automatic:
+            gc.enable()
+
+
+@contextmanager
 def opening(
     group: Group,
-    location: Location,
+    storage: Storage,
     wanted: str,
     folders: tuple[str, ...] = FOLDERS,
     argument: str = "resume",
@@ -150,7 +165,7 @@ def opening(
     """Open the checkpoint ``wanted`` on all ranks, which share the work of checking it.
 
     Args:
-        location: where the names ``"last"``, ``"auto"`` and ``"best"`` are looked up. Unusable checkpoints are reported and skipped.
+        storage: where the names ``"last"``, ``"auto"`` and ``"best"`` are looked up. Unusable checkpoints are reported and skipped.
         folders: those that will be read.
         argument: the name of the user's argument, for messages.
         report: called with a message about each skipped one.
@@ -160,9 +175,9 @@ def opening(
         DamagedCheckpoint: the one given by path cannot be used, or none of the existing ones can; the message has the reasons.
     """
     named = wanted in NAMES
-    where, name = (location, "") if named else split(wanted)
+    where, name = (storage, "") if named else split_path(wanted)
     candidates, unusable = all_or_none(
-        group, partial(_there, location, wanted) if named and group.is_main else lambda: [[name], {}]
+        group, partial(_there, storage, wanted) if named and group.is_main else lambda: [[name], {}]
     )[0]
     reasons = [f"{where.path(name)}: {why}" for name, why in unusable.items()]
     passed: list[str] = []
@@ -184,7 +199,7 @@ def opening(
             raise DamagedCheckpoint(damage)
         reasons.append(damage)
         passed.append(name)
-    what = f"no complete checkpoint{' with a score' if wanted == 'best' else ''} in {location.root}"
+    what = f"no complete checkpoint{' with a score' if wanted == 'best' else ''} in {storage.root}"
     if not reasons:
         raise FileNotFoundError(f"{argument}={wanted!r}: {what}; one of another run is given by its path")
     listed = "".join(f"\n  {reason}" for reason in reasons)
@@ -366,23 +381,24 @@ def fitting(saved: dict[str, Any], own: dict[str, Any], module: nn.Module, sourc
     return {**saved, "state": entries, "param_groups": [{**group, "params": mine["params"]} for group, mine in pairs]}
 
 
-def _there(location: Location, wanted: str) -> list[Any]:
+def _there(storage: Storage, wanted: str) -> list[Any]:
     """Names of complete checkpoints, the wanted one first; and the unusable ones, with reasons."""
-    manifests = location.manifests()
-    return [by_score(manifests) if wanted == "best" else list(reversed(manifests)), location.unusable()]
+    manifests = storage.manifests()
+    unusable = {name: it.reason for name, it in storage.incomplete().items() if not it.is_leftover}
+    return [by_score(manifests) if wanted == "best" else list(reversed(manifests)), unusable]
 
 
-def _open(group: Group, location: Location, name: str, folders: tuple[str, ...]) -> tuple[Loaded | None, str]:
+def _open(group: Group, storage: Storage, name: str, folders: tuple[str, ...]) -> tuple[Loaded | None, str]:
     """The checkpoint; ``None`` and the reason, the same on all ranks, when it is damaged."""
     found: Opened | None = None
     loaded: Loaded | None = None
 
     def work() -> str | None:
         nonlocal found, loaded
-        share = (group.rank, group.world_size) if location.shared else (0, 1)
+        share = (group.rank, group.world_size) if storage.shared else (0, 1)
         try:
-            found = Opened(location.fetch(name), share, folders)
-            loaded = Loaded(found, location, name, group)
+            found = Opened(storage.fetch(name), share, folders)
+            loaded = Loaded(found, storage, name, group)
             loaded.check(folders)
         except DamagedCheckpoint as error:
             return str(error)

@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.checkpoint.catalog import folder_at
 from engine.checkpoint.resume import NAMES, Resume
-from engine.checkpoint.run_json import ENDED, Mark, in_use, new_mark
-from engine.checkpoint.run_locks import Held, Runs, plain, runs
-from engine.checkpoint.storage import Location, locate
-from engine.checkpoint.user_paths import folder
+from engine.checkpoint.runs import ENDED, Claim, RunRecord, RunRoot, canonical, run_root_of
+from engine.checkpoint.storage import Storage
+from engine.checkpoint.storage_paths import storage_of
 from engine.distributed.collectives import all_or_none
 from engine.distributed.group import Group
 from engine.utils.errors import FolderInUse
@@ -61,15 +61,15 @@ class RunFolder:
     ) -> None:
         how = wanted if isinstance(wanted, Resume) or wanted is None else Resume(wanted)
         self._group, self._stage, self._earlier = group, stage, earlier
-        self._kept = None if kept is None else str(kept)
+        self._chosen_root = None if kept is None else str(kept)
         self._wanted = None if how is None else str(how.path)
-        self._goes_on = how is not None and stage == "fit" and not how.weights_only
-        self._root, self._held = runs(root_dir, "checkpoints"), dict[str, Held]()
-        self._news: list[Any] | None = None
+        self._continues = how is not None and stage == "fit" and not how.weights_only
+        self._root, self._claims = run_root_of(root_dir, "checkpoints"), dict[str, Claim]()
+        self._announcement: list[Any] | None = None
         row = self._on_main(self._choose)
         self.id: str = row["id"]
         """The run's id; the same after it is resumed."""
-        self.path, self._news = Path(row["path"]), row["news"]
+        self.path, self._announcement = Path(row["path"]), row["news"]
         self.checkpoints: str = row["checkpoints"]
         """Where checkpoints are kept; in an evaluation, where they are read."""
         self.named: str = row["named"]
@@ -78,13 +78,13 @@ class RunFolder:
     @property
     def is_announced(self) -> bool:
         """Whether :meth:`announce` has logged where the run is."""
-        return self._news is None
+        return self._announcement is None
 
     def announce(self) -> None:
         """Log once where the run is, before something is written there."""
-        if self._news and self._group.is_main:
-            logger.log(*self._news)
-        self._news = None
+        if self._announcement and self._group.is_main:
+            logger.log(*self._announcement)
+        self._announcement = None
 
     def keep(self, root: str | Path | None) -> str:
         """Where this run keeps checkpoints under ``root``; ``None``: in its folder.
@@ -94,18 +94,18 @@ class RunFolder:
         """
         if self._stage == "fit":
             self.announce()
-        if root is not None and str(root) != self._kept:
-            self.checkpoints = self.named = self._on_main(partial(self._keep, runs(root)))
-            self._kept = str(root)
+        if root is not None and str(root) != self._chosen_root:
+            self.checkpoints = self.named = self._on_main(partial(self._keep, run_root_of(root)))
+            self._chosen_root = str(root)
         where = str(self.path / "checkpoints") if root is None and self._stage == "fit" else self.checkpoints
         if self._stage == "fit":
             self._on_main(partial(_check_writable, where))
         return where
 
-    def source(self, wanted: str) -> tuple[Location, str]:
+    def source(self, wanted: str) -> tuple[Storage, str]:
         """A folder of checkpoints, and the name or path of one, from a user's name, checkpoint path, or run folder."""
-        inner = None if wanted in NAMES else self._on_main(partial(_inner, wanted))
-        return (locate(self.named), wanted) if inner is None else (locate(inner), "last")
+        inner = None if wanted in NAMES else self._on_main(partial(_checkpoints_in, wanted))
+        return (storage_of(self.named), wanted) if inner is None else (storage_of(inner), "last")
 
     def trained(self) -> Trained:
         """What is kept of this run after its end."""
@@ -113,8 +113,8 @@ class RunFolder:
 
     def close(self, failed: bool = False) -> None:
         """Release the folder at the end of the run."""
-        while self._held:
-            self._held.popitem()[1].close(failed, wrote=self._news is None)
+        while self._claims:
+            self._claims.popitem()[1].close(failed, wrote=self._announcement is None)
 
     # -- on rank 0 --------------------------------------------------------------------------------------------------------------
 
@@ -129,11 +129,12 @@ class RunFolder:
             raise
 
     def _training(self) -> dict[str, Any]:
-        first = self._root if self._kept is None else runs(self._kept)
-        wanted = self._going_on(first)
-        number, mark = self._get(first, wanted, uuid.uuid4().hex)
-        named = self._named(first) if wanted is None and self._wanted in NAMES else first.location(number)
-        own = number if first is self._root else self._get(self._root, self._root.with_id(mark["id"]), mark["id"])[0]
+        first = self._root if self._chosen_root is None else run_root_of(self._chosen_root)
+        wanted = self._run_to_continue(first)
+        number, id = self._lock_run(first, wanted, uuid.uuid4().hex)
+        checkpoints = first.storage(number)
+        named = self._named(first) if wanted is None and self._wanted in NAMES else checkpoints
+        own = number if first is self._root else self._lock_run(self._root, self._root.with_id(id), id)[0]
         where = (
             self._root.folder(own)
             if first is self._root
@@ -147,75 +148,84 @@ class RunFolder:
                 first.folder(0) if number else self._root.folder(0),
                 where,
             ]
-        return self._row(mark["id"], own, first.location(number), named, news)
+        return self._row(id, own, checkpoints, named, news)
 
     def _evaluation(self) -> dict[str, Any]:
-        named = self._named(self._root if self._kept is None else runs(self._kept))
+        named = self._named(self._root if self._chosen_root is None else run_root_of(self._chosen_root))
         own = None if self._earlier is None else self._root.with_id(self._earlier.id)
         try:
-            number, mark = self._get(self._root, own, uuid.uuid4().hex)
+            number, id = self._lock_run(self._root, own, uuid.uuid4().hex)
         except FolderInUse:
-            number, mark = self._get(self._root, None, uuid.uuid4().hex)
+            number, id = self._lock_run(self._root, None, uuid.uuid4().hex)
         news = [logging.INFO, "this evaluation writes its logs into %s", self._root.folder(number)]
-        return self._row(mark["id"], number, named, named, news)
+        return self._row(id, number, named, named, news)
 
-    def _row(self, name: str, number: int, checkpoints: Location, named: Location, news: list[Any]) -> dict[str, Any]:
+    def _row(self, id: str, number: int, checkpoints: Storage, named: Storage, news: list[Any]) -> dict[str, Any]:
         return {
-            "id": name,
+            "id": id,
             "path": self._root.folder(number),
             "checkpoints": checkpoints.root,
             "named": named.root,
             "news": news,
         }
 
-    def _keep(self, root: Runs) -> str:
+    def _keep(self, root: RunRoot) -> str:
         if self._stage != "fit":
             return self._named(root).root
         number = root.with_id(self.id)
-        return root.location(self._get(root, self._going_on(root) if number is None else number, self.id)[0]).root
+        if number is None:
+            number = self._run_to_continue(root)
+        number, _ = self._lock_run(root, number, self.id)
+        return root.storage(number).root
 
-    def _get(self, root: Runs, number: int | None, name: str) -> tuple[int, Mark]:
-        """Lock the run of this number, or a new one (``None``) of this name, unless already locked (``dirpath`` may be ``root_dir``)."""
-        if number is not None and (held := self._held.get(plain(root.folder(number)))) is not None:
-            return number, held.mark
-        mark = new_mark(name, self._stage, _job(os.environ))
+    def _lock_run(self, root: RunRoot, number: int | None, id: str) -> tuple[int, str]:
+        """Lock the run of this number, or a new one (``None``) with this id, unless already locked (``dirpath`` may be ``root_dir``).
+
+        Returns:
+            The number and the id of the run.
+        """
+        if number is not None and (claim := self._claims.get(canonical(root.folder(number)))) is not None:
+            return number, claim.record.id
+        record = RunRecord.of_this_process(id, self._stage, _job(os.environ))
         try:
-            number, held = root.claim(mark) if number is None else (number, root.hold(number, mark))
+            claim = root.claim(record) if number is None else root.hold(number, record)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
             # Where nothing can be written, nothing can be overwritten; callbacks raise if they have to write.
-            return root.unused() if number is None else number, mark
-        self._held[plain(root.folder(number))] = held
-        return number, held.mark
+            return root.unused() if number is None else number, id
+        self._claims[canonical(root.folder(claim.number))] = claim
+        return claim.number, claim.record.id
 
-    def _going_on(self, root: Runs) -> int | None:
+    def _run_to_continue(self, root: RunRoot) -> int | None:
         """The run to continue; ``None``: a new one starts.
 
         Raises:
             FolderInUse: the newest one has saved nothing yet and is still running.
         """
-        if not self._goes_on or self._wanted is None:
+        if not self._continues or self._wanted is None:
             return None
         if self._wanted not in NAMES:
-            return root.of(_inner(self._wanted) or self._wanted)
+            return root.of(_checkpoints_in(self._wanted) or self._wanted)
         candidates = self._candidates(root)
         for number in candidates:
             if root.has_checkpoints(number):
                 return number
-            if (mark := root.holder(number)) is not None:
-                raise FolderInUse(in_use(root.folder(number), mark))
+            if (holder := root.holder(number)) is not None:
+                raise holder.in_use(root.folder(number))
         if self._wanted != "auto":
             return None
         # A run that was killed before it saved anything starts again, in its folder.
-        own = _own(os.environ)
-        return next((n for n in candidates if (mark := root.mark(n)).get("status") != ENDED or _of(mark, own)), None)
+        own = _restarted_job_names(os.environ)
+        return next(
+            (n for n in candidates if (record := root.record(n)).status != ENDED or _belongs_to(record, own)), None
+        )
 
-    def _named(self, root: Runs) -> Location:
+    def _named(self, root: RunRoot) -> Storage:
         """Where the names are looked up when the run does not continue there."""
-        return _newest(root) if self._earlier is None else locate(self._earlier.checkpoints)
+        return _newest(root) if self._earlier is None else storage_of(self._earlier.checkpoints)
 
-    def _candidates(self, root: Runs) -> list[int]:
+    def _candidates(self, root: RunRoot) -> list[int]:
         """The trainings that a name may mean, the likeliest first."""
         if self._earlier is not None:
             number = root.with_id(self._earlier.id)
@@ -223,24 +233,24 @@ class RunFolder:
         return _trainings(root)
 
 
-def source_of(root_dir: Path, kept: str | Path | None, wanted: str) -> tuple[Location, str]:
+def source_of(root_dir: Path, kept: str | Path | None, wanted: str) -> tuple[Storage, str]:
     """As :meth:`RunFolder.source`, for a single process that starts no run."""
-    inner = None if wanted in NAMES else _inner(wanted)
+    inner = None if wanted in NAMES else _checkpoints_in(wanted)
     if inner is not None:
-        return locate(inner), "last"
-    return _newest(runs(root_dir, "checkpoints") if kept is None else runs(kept)), wanted
+        return storage_of(inner), "last"
+    return _newest(run_root_of(root_dir, "checkpoints") if kept is None else run_root_of(kept)), wanted
 
 
-def _newest(root: Runs) -> Location:
+def _newest(root: RunRoot) -> Storage:
     """Where the newest training that has checkpoints keeps them."""
-    return root.location(next((n for n in _trainings(root) if root.has_checkpoints(n)), 0))
+    return root.storage(next((n for n in _trainings(root) if root.has_checkpoints(n)), 0))
 
 
-def _trainings(root: Runs) -> list[int]:
+def _trainings(root: RunRoot) -> list[int]:
     """The trainings that a name may mean, the likeliest first."""
-    marks = {number: root.mark(number) for number in root.newest_first()}
-    trainings = [number for number, mark in marks.items() if mark.get("stage") not in EVALUATIONS]
-    own = [number for number in trainings if _of(marks[number], _own(os.environ))]
+    records = {number: root.record(number) for number in root.newest_first()}
+    trainings = [number for number, record in records.items() if record.stage not in EVALUATIONS]
+    own = [number for number in trainings if _belongs_to(records[number], _restarted_job_names(os.environ))]
     return own if own and _restarted(os.environ) else [*own, *(number for number in trainings if number not in own)]
 
 
@@ -260,9 +270,9 @@ def _check_writable(where: str) -> None:
         )
 
 
-def _inner(wanted: str) -> str | None:
+def _checkpoints_in(wanted: str) -> str | None:
     """The checkpoints in a run's folder; ``None``: it is not one."""
-    found = folder(wanted)
+    found = folder_at(wanted)
     return None if found is None else found.root
 
 
@@ -276,7 +286,7 @@ def _job(environ: Mapping[str, str]) -> list[str]:
     return [*names, f"slurm {slurm}"] if slurm else names
 
 
-def _own(environ: Mapping[str, str]) -> list[str]:
+def _restarted_job_names(environ: Mapping[str, str]) -> list[str]:
     """The names that identify this job's run. A SLURM allocation may have many runs, a requeued one has only one."""
     return [name for name in _job(environ) if not name.startswith("slurm") or _restarted(environ)]
 
@@ -287,6 +297,5 @@ def _restarted(environ: Mapping[str, str]) -> bool:
     )
 
 
-def _of(mark: Mark, names: list[str]) -> bool:
-    job = mark.get("job")
-    return isinstance(job, list) and any(name in job for name in names)
+def _belongs_to(record: RunRecord, names: list[str]) -> bool:
+    return any(name in record.job for name in names)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
-from engine.checkpoint.listing import entries, facts, problems, prune
+from engine.checkpoint.catalog import entries, facts, problems, prune
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED
-from engine.checkpoint.run_locks import FIRST, plain
+from engine.checkpoint.runs import FIRST, canonical
 from engine.cli.terminal import show, table
 from engine.config.masked import rows as settings_rows
 from engine.utils.text import terminal_text
@@ -68,7 +68,7 @@ def _list(options: argparse.Namespace) -> Answer:
             rows.append((entry["name"], *told, *weights, _metrics(entry)))
     lines = table(rows) if len(rows) > 1 else []
     place = found[0]["path"].removesuffix(f"/{found[0]['name']}")
-    if plain(place).startswith(f"{plain(options.root)}/version_"):
+    if canonical(place).startswith(f"{canonical(options.root)}/version_"):
         lines.insert(
             0,
             f"{place}: the newest run in {options.root} that has checkpoints. The first is {options.root}/{FIRST}",

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from engine.checkpoint.catalog import open_path
 from engine.checkpoint.export import export_checkpoint
 from engine.checkpoint.one_file import pack
-from engine.checkpoint.user_paths import opened
 from engine.cli.annexes import annex
 from engine.cli.checkpoint import Answer, run_action, size_text
 
@@ -58,7 +58,7 @@ def _pack(options: argparse.Namespace) -> Answer:
         raise FileExistsError(f"{out} exists: choose another path, or remove it")
     if options.weights is not None and not options.pickle:
         raise ValueError("--weights is for --pickle; without it the file has all weights of the checkpoint")
-    with opened(options.path) as found:
+    with open_path(options.path) as found:
         if options.pickle:
             annex("engine.compat.lightning.ckpt").write_checkpoint(out, found.directory, options.weights)
         else:

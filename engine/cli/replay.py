@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.callback import Callback, affecting_steps
-from engine.checkpoint.recorded_arguments import Recorded, recorded
 from engine.cli.class_paths import CALLBACKS, importable_here
 from engine.cli.components import SECTIONS, Components, EarlierRun, components_of
 from engine.cli.error_report import run_reporting_errors
 from engine.cli.object_parser import ObjectParser
 from engine.cli.run import build_objects, log_to_terminal
-from engine.cli.saved_parameters import warn_about_differences, with_saved_parameters
+from engine.cli.saved_parameters import Recorded, recorded, warn_about_differences, with_saved_parameters
 from engine.cli.terminal import OK, UsageError
 from engine.config.resolve import DEFAULT_FILE
 from engine.config.settings import KINDS

@@ -14,13 +14,12 @@ from typing import Any
 from torch import nn
 
 from engine.callback import Callback
-from engine.checkpoint.recorded_arguments import recorded
 from engine.cli.class_paths import importable_here
 from engine.cli.components import Components, components_of
 from engine.cli.error_report import run_reporting_errors
 from engine.cli.object_parser import ObjectParser, class_help, config_text
 from engine.cli.predictions import check_output, write
-from engine.cli.saved_parameters import warn_about_differences, with_saved_parameters
+from engine.cli.saved_parameters import recorded, warn_about_differences, with_saved_parameters
 from engine.cli.terminal import OK, UsageError, show
 from engine.data.datamodule import DataModule
 from engine.fit import Fit

@@ -42,14 +42,14 @@ F = TypeVar("F", bound=Callable[..., None])
 
 def shows_defaults(init: F) -> F:
     """Decorator: where an argument's default is :data:`UNSET`, ``help`` and ``inspect.signature`` show the setting's own default."""
-    found = inspect.signature(init)
-    defaults = {each.name: each.default for each in fields(Settings)}
-    shown = []
-    for each in found.parameters.values():
-        value = defaults[each.name] if each.default is UNSET else each.default
-        if each.kind is not inspect.Parameter.VAR_KEYWORD:
-            shown.append(each.replace(default=str(value) if isinstance(value, (Duration, Path)) else value))
-    init.__signature__ = found.replace(parameters=shown)  # type: ignore[attr-defined]
+    signature = inspect.signature(init)
+    defaults = {setting.name: setting.default for setting in fields(Settings)}
+    parameters = []
+    for parameter in signature.parameters.values():
+        value = defaults[parameter.name] if parameter.default is UNSET else parameter.default
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            parameters.append(parameter.replace(default=str(value) if isinstance(value, (Duration, Path)) else value))
+    init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return init
 
 
@@ -69,7 +69,7 @@ class Resolved:
 
 
 def resolve(
-    given: Mapping[str, object],
+    arguments: Mapping[str, object],
     environ: Mapping[str, str],
     file: Path | None = None,
     overrides: Sequence[str] = (),
@@ -80,7 +80,7 @@ def resolve(
     """Resolve the settings: command line > code > environment > file > earlier run > default.
 
     Args:
-        given: the arguments given in code; :data:`UNSET` marks those not given.
+        arguments: arguments of ``Fit`` in code; :data:`UNSET` marks those that were not given.
         environ: ``os.environ``. ``FIT_<NAME>`` is a setting as YAML; ``FIT_CONFIG`` names the file.
         file: the YAML file. ``None``: the one that ``FIT_CONFIG`` names, else ``./fit.yaml`` if there is one.
         overrides: ``name=value`` texts of the command line, values as YAML; the last one of a name wins. ``strategy.stage=3`` changes one
@@ -114,7 +114,7 @@ def resolve(
             values[name], origins[name] = read_value(name, node, origin, lines=True), origin
     for name, node, origin in _from_environment(environ):
         values[name], origins[name] = read_value(name, node, origin), origin
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name not in KINDS:
             raise TypeError(
                 f"{name!r} is not an argument of Fit{hint('setting', name, KINDS)}; possible: {', '.join(KINDS)}"
@@ -137,9 +137,9 @@ def _from_environment(environ: Mapping[str, str]) -> _Entries:
         name = variable.removeprefix(PREFIX).lower()
         if name not in KINDS or variable != variable.upper():
             known = ", ".join(PREFIX + kind.upper() for kind in KINDS)
-            meant = f"; did you mean {variable.upper()}?" if name in KINDS else hint("setting", name, KINDS)
+            instead = f"; did you mean {variable.upper()}?" if name in KINDS else hint("setting", name, KINDS)
             raise ValueError(
-                f"environment {variable}: {name!r} is not a Fit setting{meant}; unset it, or choose from {known}"
+                f"environment {variable}: {name!r} is not a Fit setting{instead}; unset it, or choose from {known}"
             )
         yield name, yaml_text.compose(text, f"environment {variable}"), f"environment {variable}"
 

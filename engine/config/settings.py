@@ -162,7 +162,7 @@ class Settings:
         return next((schedule[first] for first in sorted(schedule, reverse=True) if first <= epoch), 1)
 
 
-KINDS: dict[str, Kind] = {each.name: each.metadata["kind"] for each in fields(Settings)}
+KINDS: dict[str, Kind] = {declared.name: declared.metadata["kind"] for declared in fields(Settings)}
 """Setting -> its kind."""
 
 

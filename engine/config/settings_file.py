@@ -50,7 +50,7 @@ def document(values: Mapping[str, Any], head: Sequence[str] = ()) -> str:
         values: settings as plain values; a strategy or a precision may be a mapping with its name.
         head: the first lines of comment.
     """
-    told = documentation()
+    texts = documentation()
     lines = [f"# {line}".rstrip() for line in (*_HEAD, *head)]
     for field in fields(Settings):
         if field.name in CODE_ONLY:
@@ -58,7 +58,7 @@ def document(values: Mapping[str, Any], head: Sequence[str] = ()) -> str:
         lines += [
             "",
             *textwrap.wrap(
-                told[field.name], WIDTH, initial_indent="# ", subsequent_indent="# ", break_long_words=False
+                texts[field.name], WIDTH, initial_indent="# ", subsequent_indent="# ", break_long_words=False
             ),
         ]
         if field.name in values:
@@ -76,7 +76,7 @@ def as_yaml(config: Mapping[str, Mapping[str, Any]]) -> str:
     lines = []
     for name, entry in config.items():
         line = f"{name}: {flow(entry['value'])}  # {' '.join(entry['origin'].split())}"
-        made = name == "callbacks" and not all(isinstance(each, Mapping) for each in entry["value"])
+        made = name == "callbacks" and not all(isinstance(callback, Mapping) for callback in entry["value"])
         lines.append(f"# {line}" if made else line)
     return "\n".join([*lines, ""])
 
@@ -90,5 +90,5 @@ _HEAD = (
 def _block(name: str, value: Any) -> list[str]:
     """A setting; one line per key of a mapping."""
     if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
-        return [f"{name}:", *(f"  {key}: {flow(each)}" for key, each in value.items())]
+        return [f"{name}:", *(f"  {key}: {flow(inner)}" for key, inner in value.items())]
     return [f"{name}: {flow(value)}"]

@@ -102,7 +102,7 @@ class ClosureOptimization(AutomaticOptimization):
         if not share.last:
             return self._evaluate(batch, index, share, first)
         self.stepping, self._last, self._evaluated, self._single = True, (batch, index, share, first), False, first
-        run.checkpoints.hold()
+        run.engine.checkpoint_writer.hold()
         for optimizer in self.optimizers:
             run.module.optimizer_step(run.epoch, index, optimizer, self.closure)
         if not self._evaluated:

@@ -36,8 +36,7 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
         assert run.optimization is not None
         run.optimization.before_validation()
     began, saving, outer = time.perf_counter(), run.times.checkpoint, run.logbook.recorder
-    run.checkpoints.hold()  # callbacks may swap the weights
-    run.engine.loop_checkpoints.hold()
+    run.engine.checkpoint_writer.hold()  # callbacks may swap the weights
     for loader in run.loaders.validation:
         loader.set_epoch(run.state.epoch)  # a shuffled one gives the same order after a resume
     try:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.callback import Callback
+from engine.checkpoint.writer import CheckpointWriter
 from engine.loop.logbook import Logbook
 from engine.loop.method_arguments import accepting, check
-from engine.loop.run_checkpoints import RunCheckpoints
 from engine.module import TrainModule
 from engine.utils.errors import HangError
 from engine.utils.log import logger
@@ -53,9 +53,9 @@ class Hooks:
     """``on_validation_end`` of the same callbacks."""
 
     def __init__(
-        self, callbacks: Sequence[Callback], module: TrainModule, checkpoints: RunCheckpoints, logbook: Logbook
+        self, callbacks: Sequence[Callback], module: TrainModule, writer: CheckpointWriter, logbook: Logbook
     ) -> None:
-        self._checkpoints, self._logbook = checkpoints, logbook
+        self._writer, self._logbook = writer, logbook
         self._failed: dict[int, set[str]] = {}  # by id of a callback: the events in which it failed
         names = (*_events(), *(f"last_{event}" for event in APART))
         self._owners: dict[str, list[str]] = {name: [] for name in names}  # whose the hooks of each event are
@@ -86,7 +86,7 @@ class Hooks:
 
     def _set(self, name: str, found: list[tuple[str, Hook]]) -> None:
         if found and name in HOLDING:
-            found.insert(0, ("[Run]copies of the checkpoint", _holding(self._checkpoints)))
+            found.insert(0, ("[Run]copies of the checkpoint", _holding(self._writer)))
         self._owners[name] = [owner for owner, _ in found]
         setattr(self, name, tuple([hook for _, hook in found]))
 
@@ -164,12 +164,11 @@ def _for_a_logger(method: Hook, logbook: Logbook) -> Hook:
     return on_log
 
 
-def _holding(checkpoints: RunCheckpoints) -> Hook:
+def _holding(writer: CheckpointWriter) -> Hook:
     """The first of the hooks of an event in :data:`HOLDING`; a function, because a bound method in :class:`Hooks` would be a circle."""
 
     def hold(*args: Any) -> None:
-        if (saver := checkpoints.existing_saver) is not None:  # in every step: not by RunCheckpoints.hold, a call more
-            saver.hold()
+        writer.hold()
 
     return hold
 

@@ -100,7 +100,7 @@ def log_start(run: Run) -> None:
         return
     parameters = [p for p in run.module.parameters() if not is_lazy(p)]
     count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-    nodes, folder = run.engine.group.environment.num_nodes, run.checkpoints.folder
+    nodes, folder = run.engine.group.environment.num_nodes, run.checkpoints.run_folder
     logger.info(
         "training with %d process%s (%s)%s, strategy %s, precision %s; %s parameters%s%s",
         run.world_size,
@@ -147,7 +147,7 @@ def _summary(run: Run, cause: str) -> str:
     step, name = (saved[0][0], saved[1]) if saved is not None else (0, "")
     done = f"{cause}: the training ended after step {run.step}"
     again = 'resume="last" (fit run: --resume last) continues from it'
-    if name and name not in run.checkpoints.saver.lost:
+    if name and name not in run.checkpoints.folder.lost:
         path = run.checkpoint_path(name)
         return (
             f"{done}, saved in {path}; {again}" if step == run.step else f"{done}; saved: step {step}, {path}; {again}"
@@ -267,7 +267,7 @@ def watched(run: Run) -> Iterator[None]:
             lambda: run.state.batches + run.pulse,
             first_s=first_s,
             limit_s=limit_s,
-            directory=run.checkpoints.folder.path / "hang",
+            directory=run.checkpoints.run_folder.path / "hang",
         )
     try:
         yield

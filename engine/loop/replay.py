@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.callback import Callback
-from engine.checkpoint.user_paths import find
+from engine.checkpoint.catalog import find
 from engine.distributed.collectives import gather_json
 from engine.loop.run import Run
 from engine.step.gradients import Loss, loss_in, nonzero
@@ -104,8 +104,8 @@ def starting_point(run: str | Path, step: int) -> StartingPoint:
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
         raise ValueError(f"replay(step={step!r}): steps are numbered from 1")
-    location, names = find(run)
-    manifests = location.manifests()
+    storage, names = find(run)
+    manifests = storage.manifests()
     steps = {name: at for name, manifest in manifests.items() if (at := _step(manifest)) is not None}
     before = [name for name, at in steps.items() if name in names and at < step]
     if not before:
@@ -116,7 +116,7 @@ def starting_point(run: str | Path, step: int) -> StartingPoint:
     later = [name for name, at in steps.items() if at >= step]
     described_by = min(later, key=steps.__getitem__) if later else max(steps, key=steps.__getitem__)
     checkpoint = max(before, key=steps.__getitem__)
-    return StartingPoint(str(location.path(checkpoint)), str(location.path(described_by)), manifests[described_by])
+    return StartingPoint(str(storage.path(checkpoint)), str(storage.path(described_by)), manifests[described_by])
 
 
 def _step(manifest: dict[str, Any]) -> int | None:

@@ -14,11 +14,12 @@ from torch.distributed import ProcessGroup
 
 from engine import strategies
 from engine.callback import Callback
+from engine.checkpoint.content import Content
 from engine.checkpoint.manifest import FOLDERS, TRAINED
 from engine.checkpoint.one_file import check_local
 from engine.checkpoint.resume import Resume, name_of, opening
-from engine.checkpoint.storage import same, split
-from engine.checkpoint.writer import Content, Saver
+from engine.checkpoint.storage_paths import split_path
+from engine.checkpoint.writer import CheckpointWriter
 from engine.config.duration import Every
 from engine.config.hyperparameters import as_data, for_loggers
 from engine.config.masked import Config, described, plain, readable, without_secrets
@@ -99,8 +100,8 @@ class Run:
         self.placed = PlacedModule(engine, module)
         self.optimizer_set = OptimizerSet()
         self.logbook = Logbook(module, engine.recorder(on_step=True, on_epoch=False), self.intervals)
-        self.checkpoints = RunCheckpoints(engine.group, self.control.agreement)
-        self.hooks = Hooks(callbacks, module, self.checkpoints, self.logbook)
+        self.checkpoints = RunCheckpoints(engine.checkpoint_writer, self.control.agreement)
+        self.hooks = Hooks(callbacks, module, engine.checkpoint_writer, self.logbook)
         self.checkpoints.have_listeners = bool(self.hooks.on_checkpoint_saved or self.hooks.on_checkpoint_removed)
         self.snapshot = RunSnapshot(
             engine,
@@ -154,8 +155,8 @@ class Run:
     @property
     def folder(self) -> Path:
         """The run's folder: ``root_dir``, or a numbered folder in it."""
-        self.checkpoints.folder.announce()
-        return self.checkpoints.folder.path
+        self.checkpoints.run_folder.announce()
+        return self.checkpoints.run_folder.path
 
     # -- data -------------------------------------------------------------------------------------------------------------------
 
@@ -197,7 +198,7 @@ class Run:
     @property
     def id(self) -> str:
         """The run's id, the same after it is resumed and in each of its evaluations; known from ``setup`` on."""
-        return self.checkpoints.folder.id
+        return self.checkpoints.run_folder.id
 
     @property
     def step(self) -> int:
@@ -475,9 +476,9 @@ class Run:
         return self.checkpoints.loaded_from
 
     @property
-    def saver(self) -> Saver:
+    def saver(self) -> CheckpointWriter:
         """Writes the run's checkpoints; call its ``hold()`` before you change weights outside of an optimizer step."""
-        return self.checkpoints.saver
+        return self.engine.checkpoint_writer
 
     def checkpoints_at(self, root: str | Path | None, max_failures: int = 1) -> None:
         """Keep checkpoints in ``root``, a directory or a URL that fsspec knows (in a numbered folder of it, when another run has ``root``), rather
@@ -532,14 +533,14 @@ class Run:
             OSError: it cannot be written (and neither ``asynchronous`` nor ``tolerant``).
         """
         checkpoints, state = self.checkpoints, self.state
-        checkpoints.folder.announce()
+        checkpoints.run_folder.announce()
         if checkpoints.training_began:
             self.finish_checkpoints()  # this save may remove a checkpoint whose event is still to come
         self.engine.settle()
         if not state.in_window and self.logbook.published_step >= 0 and not (self.over or self.exception):
             self.publish_due()  # a run that resumes here does not report this step again
         if (known := checkpoints.saved_as(state, name)) is not None:
-            checkpoints.saver.discard(remove)
+            checkpoints.folder.remove_later(remove)
             return checkpoints.path(known)
         with self.optimizer_set.modes.evaluating():
             content = self.checkpoint_content(score)
@@ -552,17 +553,17 @@ class Run:
                 asynchronous=asynchronous,
                 tolerant=tolerant,
                 remove=remove,
-                unchanging=self._only_steps_change_weights(),
+                only_steps_change=self._only_steps_change_weights(),
             )
         if asynchronous:
-            self.engine.before_step(checkpoints.hold)
+            self.engine.before_step(self.engine.checkpoint_writer.hold)
         self.pulse += 1
         return path
 
     def checkpoint_content(self, score: Mapping[str, Any] | None = None) -> Content:
         """This rank's content of a checkpoint at this moment, with what hooks add to it; ``score``: as of :meth:`save_checkpoint`."""
         shared = self.snapshot.shared()
-        shared["postponed"] = list(self.checkpoints.saver.postponed)
+        shared["postponed"] = list(self.checkpoints.folder.to_remove)
         if self.hooks.on_save_checkpoint:
             entries = self.snapshot.entries({})
             for hook in self.hooks.on_save_checkpoint:
@@ -606,10 +607,9 @@ class Run:
         Raises:
             RuntimeError: too many consecutive writes failed.
         """
-        saver = self.checkpoints.saver
-        saver.wait()
+        lost = self.checkpoints.wait()
         self.pulse += 1
-        return saver.lost
+        return lost
 
     def announce_checkpoints(self) -> None:
         """Call the events of checkpoints that are complete, or gone, as the main process has seen; all ranks call this together."""
@@ -640,22 +640,22 @@ class Run:
         if one_file:
             check_local(where)
         else:
-            location, name = split(where)
-            if str(where) == name or same(location, self.checkpoints.saver.location):
+            storage, name = split_path(where)
+            if str(where) == name or storage.is_same(self.checkpoints.folder.storage):
                 return self.save_checkpoint(name)
         self.engine.settle()
         with self.phases.of("checkpoint"), self.optimizer_set.modes.evaluating():
             content = self.checkpoint_content()
-            unchanging = self._only_steps_change_weights()
-            return self.checkpoints.save_at(where, content, one_file=one_file, unchanging=unchanging)
+            only_steps_change = self._only_steps_change_weights()
+            return self.checkpoints.save_at(where, content, one_file=one_file, only_steps_change=only_steps_change)
 
     def remove_checkpoint(self, path: Path | str) -> None:
         """Delete the checkpoint at ``path``; every rank may call this, the main process does it."""
-        self.checkpoints.saver.remove([name_of(path)])
+        self.checkpoints.folder.remove([name_of(path)])
 
     def roll_back(self, path: Path | str) -> None:
         """Take weights, optimizers and schedulers of the checkpoint at ``path``, in a training; counters, data and random numbers continue."""
-        with opening(self.engine.group, *self.checkpoints.folder.source(str(path)), FOLDERS) as loaded:
+        with opening(self.engine.group, *self.checkpoints.run_folder.source(str(path)), FOLDERS) as loaded:
             self.snapshot.restore_weights(loaded, strict=True)
             self.snapshot.restore_optimizers(loaded, Resume(path))
 
@@ -744,7 +744,7 @@ class Run:
         status, epochs = status_of(self.stop_reason), self.state.finished_epochs
         end, times, metrics = "interrupted" if self.interrupted else status, self.times, dict(self.logbook.metrics)
         times.other = max(0.0, self.control.stopwatch.seconds_here() - times.compute - times.apart)
-        best, last, folder = self.checkpoints.best, self.checkpoints.last, self.checkpoints.folder.path
+        best, last, folder = self.checkpoints.best, self.checkpoints.last, self.checkpoints.run_folder.path
         return Result(end, self.stop_reason, epochs, self.step, metrics, best, last, times, folder, best_weights)
 
 

@@ -9,14 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.content import Content
+from engine.checkpoint.folder import CheckpointFolder
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED
 from engine.checkpoint.one_file import check_local, pack
 from engine.checkpoint.resume import name_of
 from engine.checkpoint.run_folder import RunFolder
-from engine.checkpoint.storage import same, split
-from engine.checkpoint.writer import Content, Saver
+from engine.checkpoint.storage_paths import split_path, storage_of
+from engine.checkpoint.writer import CheckpointWriter
 from engine.distributed.collectives import gather_json
-from engine.distributed.group import Group
 from engine.distributed.stop_agreement import Agreement
 from engine.loop.state import TrainState
 
@@ -25,11 +26,11 @@ class RunCheckpoints:
     """The checkpoints of one run. It calls no hooks: :class:`engine.Run` does, and the loops.
 
     Args:
-        group: the run's ranks.
+        writer: writes them; the engine's.
         agreement: notified of events, if hooks want them (:attr:`have_listeners`).
     """
 
-    folder: RunFolder
+    run_folder: RunFolder
     """The run's folder, locked while it runs."""
     best: Path | str | None = None
     last: Path | str | None = None
@@ -42,10 +43,9 @@ class RunCheckpoints:
     saved: tuple[tuple[int, int, int, int], str] | None = None
     """Position (step, epoch, batch, validated step) and name of the checkpoint that was saved last."""
 
-    def __init__(self, group: Group, agreement: Agreement) -> None:
-        self._group, self._agreement = group, agreement
-        self.existing_saver: Saver | None = None
-        """:attr:`saver`, or ``None`` while the run has no folder."""
+    def __init__(self, writer: CheckpointWriter, agreement: Agreement) -> None:
+        self._writer, self._group, self._agreement = writer, writer.group, agreement
+        self._folder: CheckpointFolder | None = None
         self._chosen: str | None = None
         self.scores: dict[str, float | None] = {}
         """By name, the scores of those whose event is still to come."""
@@ -53,53 +53,52 @@ class RunCheckpoints:
     # -- where they are -------------------------------------------------------------------------------------------------------------------
 
     @property
-    def saver(self) -> Saver:
-        """Writes them.
+    def folder(self) -> CheckpointFolder:
+        """The folder that they are in.
 
         Raises:
-            RuntimeError: the run has no folder yet.
+            RuntimeError: the run has none yet.
         """
-        if self.existing_saver is None:
+        if self._folder is None:
             raise RuntimeError("the run has no folder of checkpoints yet: ask from setup on")
-        return self.existing_saver
+        return self._folder
 
-    def live_in(self, folder: RunFolder) -> None:
-        """Keep them in the run's ``folder`` from now on, or where it says."""
-        self.folder = folder
-        self.keep_in(folder.checkpoints)
+    def live_in(self, run_folder: RunFolder) -> None:
+        """Keep them in the run's folder from now on, or where it says."""
+        self.run_folder = run_folder
+        self.keep_in(run_folder.checkpoints)
 
     def keep_in(self, location: Path | str) -> None:
         """Keep them at ``location``, a folder or a URL, from now on."""
-        self.existing_saver = Saver(self._group, location)
-        if self.have_listeners:
-            self.existing_saver.agreement = self._agreement
+        agreement = self._agreement if self.have_listeners else None
+        self._folder = CheckpointFolder(self._group, storage_of(location), agreement)
 
     def choose(self, root: str | Path | None, max_failures: int) -> None:
         """Implements :meth:`engine.Run.checkpoints_at`."""
-        location = self.folder.keep(root)
+        location = self.run_folder.keep(root)
         if self._chosen is not None and str(location) != self._chosen:
             raise ValueError(
                 f"checkpoints are to be kept in {self._chosen} and in {location}: give one dirpath to all ModelCheckpoints of a run"
             )
-        if str(location) != self.saver.location.root:
+        if str(location) != self.folder.storage.root:
             self.keep_in(location)
-        self._chosen, self.saver.max_failures = str(location), max_failures
+        self._chosen, self.folder.max_failures = str(location), max_failures
 
     def path(self, name: str) -> Path | str:
         """The path of the checkpoint of this name."""
-        return self.saver.location.path(name)
+        return self.folder.storage.path(name)
 
     def names(self) -> set[str]:
         """The complete ones, as rank 0 sees them; all ranks call this together."""
         names: list[str] = gather_json(
-            self._group, list(self.saver.location.manifests()) if self._group.is_main else None
+            self._group, list(self.folder.storage.manifests()) if self._group.is_main else None
         )[0]
         return set(names)
 
     @property
     def continue_in_place(self) -> bool:
         """True if the run continues from a checkpoint in its own folder."""
-        return self.last is not None and same(split(self.last)[0], self.saver.location)
+        return self.last is not None and split_path(self.last)[0].is_same(self.folder.storage)
 
     def best_weights(self) -> str | None:
         """The weights that the best one's score was measured with, as its manifest names them; all ranks call this together.
@@ -111,8 +110,8 @@ class RunCheckpoints:
         name: str | None = None
         if self._group.is_main:
             with suppress(OSError, ValueError):
-                where, what = split(self.best)
-                name = str(where.manifest(what).get(SCORED_WITH, TRAINED))
+                storage, checkpoint = split_path(self.best)
+                name = str(storage.manifest(checkpoint).get(SCORED_WITH, TRAINED))
         weights: str | None = gather_json(self._group, name)[0]
         return weights
 
@@ -124,7 +123,7 @@ class RunCheckpoints:
             return None
         position, known = self.saved
         again = position == state.resume_point() or (state.in_window and position[0] == state.step)
-        return known if again and known not in self.saver.lost and name in (None, known) else None
+        return known if again and known not in self.folder.lost and name in (None, known) else None
 
     def save(
         self,
@@ -136,61 +135,61 @@ class RunCheckpoints:
         asynchronous: bool,
         tolerant: bool,
         remove: Sequence[str],
-        unchanging: bool,
+        only_steps_change: bool,
     ) -> Path | str:
-        """Write ``content``, of the position ``state``; arguments and errors as of :meth:`engine.Run.save_checkpoint`, and ``unchanging`` as of
-        :meth:`engine.checkpoint.writer.Saver.save`."""
-        path = self.saver.save(
+        """Write ``content``, of the position ``state``; arguments and errors as of :meth:`engine.Run.save_checkpoint`, and
+        ``only_steps_change`` as of :meth:`engine.checkpoint.writer.CheckpointWriter.save`."""
+        path = self._writer.save(
+            self.folder,
             f"step={state.step:08d}" if name is None else name,
             content,
             asynchronous=asynchronous,
             tolerant=tolerant,
             remove=remove,
-            unchanging=unchanging,
+            only_steps_change=only_steps_change,
         )
         self.saved = (state.resume_point(), name_of(path))
         if self.have_listeners:
             self.scores[name_of(path)] = None if score is None else score["value"]
         return path
 
-    def save_at(self, where: Path | str, content: Content, *, one_file: bool, unchanging: bool) -> Path | str:
+    def save_at(self, where: Path | str, content: Content, *, one_file: bool, only_steps_change: bool) -> Path | str:
         """Write ``content`` at ``where``, a path or a URL, or as ``one_file`` at a path; all ranks call this together.
 
         Raises:
             ValueError: one file at a URL.
         """
         if not one_file:
-            return self._save_folder(where, content, unchanging)
+            return self._save_folder(where, content, only_steps_change)
         check_local(where)
         file = Path(where).absolute()
         file.parent.mkdir(parents=True, exist_ok=True)
         folder = file.with_name(f".{file.name}.folder")
-        self._save_folder(folder, content, unchanging)
+        self._save_folder(folder, content, only_steps_change)
         if self._group.is_main:
             pack(folder, file)
             shutil.rmtree(folder)
         self._group.barrier()
         return file
 
-    def _save_folder(self, where: Path | str, content: Content, unchanging: bool) -> Path | str:
-        location, name = split(where)
-        if same(location, self.saver.location):
-            self.saver.wait()  # another saver takes what is unfinished there for left over
-        saver = Saver(self._group, location.root)
-        try:
-            return saver.save(name, content, unchanging=unchanging)
-        finally:
-            saver.close()
+    def _save_folder(self, where: Path | str, content: Content, only_steps_change: bool) -> Path | str:
+        storage, name = split_path(where)
+        folder = CheckpointFolder(self._group, storage)
+        return self._writer.save(folder, name, content, only_steps_change=only_steps_change)
 
-    def hold(self) -> None:
-        """Wait until tensors may change, because the checkpoint in progress has its copies."""
-        if self.existing_saver is not None:
-            self.existing_saver.hold()
+    def wait(self) -> set[str]:
+        """Wait for the checkpoint in progress; returns the names of those that could not be written.
+
+        Raises:
+            RuntimeError: too many consecutive writes failed.
+        """
+        self._writer.wait(self.folder)
+        return self.folder.lost
 
     def close(self, failed: bool) -> None:
-        """Wait for the checkpoint in progress, and free its buffers; briefly if the run has ``failed``."""
-        if self.existing_saver is not None:
-            self.existing_saver.close(failed)
+        """Wait for the checkpoint in progress, and free the writer's buffers; briefly if the run has ``failed``."""
+        if self._folder is not None:
+            self._writer.close(self._folder, failed)
 
     # -- events ---------------------------------------------------------------------------------------------------------------------------
 
@@ -198,7 +197,7 @@ class RunCheckpoints:
         """``"saved"`` or ``"removed"``, path and score of checkpoints that are complete, or gone, since the last call, as the main process has seen
         it; all ranks call this together."""
         self._agreement.news = False
-        news = deque() if self.existing_saver is None else self.existing_saver.news
-        seen_here = [news.popleft() for _ in range(len(news))]
+        events = deque() if self._folder is None else self._folder.events
+        seen_here = [events.popleft() for _ in range(len(events))]
         for event, name in gather_json(self._group, seen_here)[0]:
             yield event, self.path(name), self.scores.pop(name, None) if event == "saved" else None

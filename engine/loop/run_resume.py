@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.checkpoint.manifest import FOLDERS, SCORED_WITH, WEIGHTS
-from engine.checkpoint.other_weights import weights_folder
+from engine.checkpoint.reader import weights_folder
 from engine.checkpoint.resume import Loaded, Resume, opening
 from engine.loop.run import Run
 from engine.utils.log import logger
@@ -24,12 +24,12 @@ def resume_run(run: Run, wanted: str | Path | Resume) -> None:
         ValueError: it does not fit the module or its optimizers.
     """
     how, checkpoints = wanted if isinstance(wanted, Resume) else Resume(wanted), run.checkpoints
-    where, what = checkpoints.folder.source(str(how.path))
-    checkpoints.folder.named = checkpoints.saver.location.root  # from now on
+    where, what = checkpoints.run_folder.source(str(how.path))
+    checkpoints.run_folder.named = checkpoints.folder.storage.root  # from now on
     folders = ("model", *weights_folder(how.weights)) if how.weights_only else (*FOLDERS, WEIGHTS)
     try:
         with opening(run.engine.group, where, what, folders) as loaded:
-            checkpoints.saver.kept = {loaded.name, *loaded.passed}
+            checkpoints.folder.protected = {loaded.name, *loaded.passed}
             if how.weights_only:
                 run.snapshot.load_weights(loaded, how.strict, how.weights)
             else:
@@ -42,7 +42,7 @@ def resume_run(run: Run, wanted: str | Path | Resume) -> None:
 
 
 def _continue(run: Run, loaded: Loaded, how: Resume) -> None:
-    run.checkpoints.saver.take_over(loaded.shared.get("postponed", []), loaded.path)
+    run.checkpoints.folder.take_over(loaded.shared.get("postponed", []), loaded.path)
     with run.snapshot.restoring(loaded, how):
         if loaded.saved_by_run:  # and not by a loop with Engine
             _load_entries(run, loaded)
@@ -78,7 +78,7 @@ def load_weights(run: Run, wanted: str | Path | None, which: str | None = None) 
     if wanted is None:
         return
     folders = ("model", *weights_folder(which))
-    with opening(run.engine.group, *run.checkpoints.folder.source(str(wanted)), folders, "checkpoint") as loaded:
+    with opening(run.engine.group, *run.checkpoints.run_folder.source(str(wanted)), folders, "checkpoint") as loaded:
         run.snapshot.load_weights(loaded, True, which)
         run.checkpoints.loaded_from = loaded.path
         counters = loaded.manifest.get("counters")
@@ -97,7 +97,7 @@ def reload_best(run: Run) -> None:
         logger.warning("reload_best=True: no checkpoint has a score, so the module keeps its last weights")
         return
     run.wait_for_checkpoint()
-    with opening(run.engine.group, run.checkpoints.saver.location, str(best), ("model", WEIGHTS)) as loaded:
+    with opening(run.engine.group, run.checkpoints.folder.storage, str(best), ("model", WEIGHTS)) as loaded:
         others = dict.fromkeys(loaded.source.others.names)
         which = loaded.manifest.get(SCORED_WITH) or run.snapshot.scored_with(others, None)
         run.snapshot.load_weights(loaded, True, which)

@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from engine.callback import Callback
-from engine.checkpoint.field_checks import Fields
+from engine.checkpoint.content import Content
 from engine.checkpoint.json_tree import pack
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED
 from engine.checkpoint.reader import Source
 from engine.checkpoint.resume import Loaded, Resume, check_optimizers, check_samples
-from engine.checkpoint.user_entries import Entries
-from engine.checkpoint.writer import Content
+from engine.checkpoint.state_forms import Entries, Fields
 from engine.config.hyperparameters import as_data
 from engine.config.masked import Config, without_secrets
 from engine.data.datamodule import DataModule
@@ -103,7 +102,7 @@ class RunSnapshot(EngineSnapshot):
             facts[SCORED_WITH] = self.scored_with(weights, score)
         if score is not None:
             facts["score"] = dict(score)
-        return replace(self._collected(self._module, shared, facts), weights=weights)
+        return replace(self._collected(self._module, shared, facts), other_weights=weights)
 
     def scored_with(self, weights: Mapping[str, Any], score: Mapping[str, Any] | None) -> str:
         """The name of the ``weights`` that a ``score`` is measured with: those of validation, unless the metric was logged in training."""

@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint import directory
-from engine.checkpoint.write_shares import FILE, MOST_FILES
+from engine.checkpoint import manifest
+from engine.checkpoint.content import file_count
 from engine.planning import device_memory, paper_formulas, step_time
 from engine.planning.device_memory import Need, need, suffices
 from engine.planning.device_table import Hardware
@@ -184,10 +184,10 @@ class Plan:
         """In it, at most: each rank writes its share of the model and of the optimizer's state, and its own state; a small one of one rank
         has a file of tensors and a manifest. Tensors in callbacks' states and other weights have files of their own, which do not count."""
         ranks = self.job.world_size
-        if ranks == 1 and self.checkpoint_bytes <= directory.JOINED_BYTES:
+        if ranks == 1 and self.checkpoint_bytes <= manifest.JOINED_BYTES:
             return 2
         shares = (self.job.parameter_bytes // ranks, self._optimizer_bytes // ranks)
-        tensors = sum(min(MOST_FILES, max(1, share // FILE)) for share in shares if share)
+        tensors = sum(file_count(share) for share in shares if share)
         return ranks * (tensors + 2) + 4
 
     @property

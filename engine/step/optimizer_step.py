@@ -54,7 +54,7 @@ class Stepper:
         self.skipped = False
         """Whether the latest step with a known verdict was skipped."""
         self.before_next: list[Callable[[], None]] = []
-        """Functions to call once, before the next step: ``Saver.hold`` of a run's checkpoint, and of one of ``Engine.save_state``."""
+        """Functions to call once, before the next step, such as ``CheckpointWriter.hold``."""
         self.guard: Guard | None = None
         """Decides about each step as well; see :meth:`guard_by`."""
         self._alone = gradient_sync.group.world_size == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import random
 import sys
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,7 +56,11 @@ def capture() -> dict[str, Any]:
     """
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},
+        "python": {
+            "version": version,
+            "numbers": torch.frombuffer(array("q", numbers), dtype=torch.int64),
+            "gauss": gauss,
+        },
         "torch": torch.get_rng_state(),
     }
     if numpy := sys.modules.get("numpy"):

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 from callbacks import ModelCheckpoint, PredictionWriter, Report
 from engine import Callback, Fit, TrainModule
-from engine.checkpoint.storage import locate
+from engine.checkpoint.storage_paths import storage_of
 
 STEPS = 60  # one collection
 Row = tuple[str, float, str]
@@ -108,7 +108,7 @@ def removal(rounds: int) -> Iterator[Row]:
     done = fit(callbacks=[ModelCheckpoint()]).run(Net(), batches(4))
     for kept in (10, 50, 300, 1000):
         with tempfile.TemporaryDirectory() as folder:
-            place, names = locate(folder), [f"step={number:08d}" for number in range(kept + 5 * rounds + 1)]
+            place, names = storage_of(folder), [f"step={number:08d}" for number in range(kept + 5 * rounds + 1)]
             for name in names:
                 shutil.copytree(str(done.last_checkpoint), Path(folder) / name)
             place.begin("new", True)

@@ -22,7 +22,7 @@ from callbacks import CSVLogger, ModelCheckpoint, ModelSummary, RichProgressBar,
 from callbacks.progress import wrapped
 from callbacks.progress_figures import duration, number, speed
 from engine import Callback
-from engine.checkpoint.listing import entries
+from engine.checkpoint.catalog import entries
 
 BARS = [RichProgressBar, TQDMProgressBar]
 

@@ -189,7 +189,7 @@ def test_back_to_the_one_before_a_checkpoint_that_was_removed(train):
         def on_train_batch_end(self, run, module, outputs, batch, batch_idx):
             if run.step == 12:
                 run.finish_checkpoints()
-                run.saver.remove(["step=00000010"])
+                run.checkpoints.folder.remove(["step=00000010"])
 
     module, expected = Linear("sgd"), Linear("sgd")
     guard = SpikeGuard(action="rollback", warmup_steps=5)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from callbacks import EMA, SWA
 from engine import Callback, TrainModule
-from engine.checkpoint.listing import facts
+from engine.checkpoint.catalog import facts
 
 COMMON = """
 import sys

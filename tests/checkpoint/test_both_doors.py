@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import EMA
 from engine import Callback, Engine, Resume, TrainModule
-from engine.checkpoint.host_copies import Staging
+from engine.checkpoint.staging import Staging
 
 DATA = TensorDataset(torch.arange(22.0).reshape(22, 1) / 10)
 STEPS = 6

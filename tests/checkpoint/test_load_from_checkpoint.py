@@ -13,10 +13,9 @@ from support.ranks import ranks_of
 from support.toys import fit
 from torch import Tensor, nn
 
-import engine.checkpoint.storage
 from engine import TrainModule
-from engine.checkpoint.directory import remove
 from engine.checkpoint.files import DamagedCheckpoint
+from engine.checkpoint.storage_paths import storage_of
 from engine.config.hyperparameters import constructor_arguments
 
 
@@ -260,12 +259,12 @@ def test_it_is_not_removed_while_it_is_read(tmp_path: Path) -> None:
 
     class Slow(Tied):
         def configure_model(self) -> None:
-            removed.append(remove(tmp_path / "checkpoints" / "step=00000002"))
+            removed.append(storage_of(tmp_path / "checkpoints").remove("step=00000002"))
 
     assert path.name == "step=00000002"
     Slow.load_from_checkpoint(path)
     assert removed == [False]
-    assert remove(path)
+    assert storage_of(path.parent).remove(path.name)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -279,4 +278,4 @@ def test_a_checkpoint_of_two_ranks(tmp_path: Path, strategy: str) -> None:
     assert not torch.equal(found.model["head"].weight, module.model["head"].weight)
     step = (found.model["head"].weight - module.model["head"].weight * (1 - 0.1 * 0.01)).abs()
     assert torch.allclose(step, torch.full_like(step, 0.1), atol=1e-3)  # AdamW's first step is the learning rate
-    assert engine.checkpoint.storage.locate(tmp_path / "checkpoints").manifests().popitem()[1]["world_size"] == 2
+    assert storage_of(tmp_path / "checkpoints").manifests().popitem()[1]["world_size"] == 2

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import ModelCheckpoint
 from engine import Engine, Fit, TrainModule
-from engine.checkpoint.listing import entries
+from engine.checkpoint.catalog import entries
 from engine.checkpoint.manifest import JOINED_FORMAT, READABLE
-from engine.checkpoint.storage import locate
+from engine.checkpoint.storage_paths import storage_of
 
 STORED = Path(__file__).parent / "format_2"
 DATA = TensorDataset(torch.arange(16.0).reshape(8, 2) / 16)
@@ -89,7 +89,7 @@ def test_a_run_goes_on_from_the_format_before(tmp_path: Path, version: int) -> N
     assert result.step == 6
     assert close(resumed, whole)
     assert [entry["step"] for entry in entries(tmp_path / "one")] == [3, 6]
-    written = locate(tmp_path / "one" / "checkpoints").manifests()
+    written = storage_of(tmp_path / "one" / "checkpoints").manifests()
     assert [manifest["format"] for manifest in written.values()] == [version, JOINED_FORMAT]
     assert Net.load_from_checkpoint(stored).hparams == {"width": 2}
 
@@ -105,7 +105,7 @@ def test_of_the_format_before_the_time_tells_which_was_written_last(tmp_path: Pa
         shutil.copytree(STORED / "engine", tmp_path / name)
         manifest = json.loads((tmp_path / name / "manifest.json").read_text())
         (tmp_path / name / "manifest.json").write_text(json.dumps(resummed(manifest | {"saved_at": time})))
-    assert list(locate(tmp_path).manifests()) == ["b", "c", "a"]
+    assert list(storage_of(tmp_path).manifests()) == ["b", "c", "a"]
 
 
 @pytest.mark.parametrize(

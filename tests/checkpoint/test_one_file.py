@@ -64,7 +64,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A checkpoint with its files in folders, and its archive."""
     root = tmp_path_factory.mktemp("packed")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.checkpoint.directory.JOINED_BYTES", -1)
+        patch.setattr("engine.checkpoint.manifest.JOINED_BYTES", -1)
         folder = train_and_save(root / "run", Tied())
     pack(folder, root / "x.ckpt")
     return folder, root / "x.ckpt"

@@ -15,9 +15,9 @@ from torch import nn
 
 from callbacks import EMA, SWA, ModelCheckpoint, Report, WeightAveraging
 from engine import Callback, Resume
+from engine.checkpoint.catalog import entries, facts, problems
 from engine.checkpoint.export import export_checkpoint
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.listing import entries, facts, problems
 from engine.cli.main import main
 
 

@@ -18,10 +18,10 @@ from support.toys import LINEAR_BATCHES, Linear, linear_fit
 
 from callbacks import ModelCheckpoint
 from engine import Resume
+from engine.checkpoint.catalog import problems
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.listing import problems
 from engine.checkpoint.manifest import FORMAT
-from engine.checkpoint.storage import locate
+from engine.checkpoint.storage_paths import storage_of
 from engine.cli.main import main
 from engine.compat.convert.untrusted_files import DistributedFiles
 
@@ -115,7 +115,7 @@ def test_names_in_a_checkpoint_of_another_folder_mean_nothing_here(tmp_path: Pat
 def test_a_place_removes_only_what_lies_in_it(tmp_path: Path, wrong: str, url: bool) -> None:
     root = trained(tmp_path)
     before = tree(tmp_path)
-    where = locate(f"file://{root}" if url else root)
+    where = storage_of(f"file://{root}" if url else root)
     with pytest.raises(ValueError, match="is not the name of a checkpoint"):
         where.remove(wrong)
     assert tree(tmp_path) == before
@@ -127,7 +127,7 @@ def test_removing_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:
     (root / name(4)).rename(kept)
     (root / name(4)).symlink_to(kept)
     before = tree(kept)
-    assert locate(root).remove(name(4))
+    assert storage_of(root).remove(name(4))
     assert tree(kept) == before
     assert sorted(os.listdir(root)) == [name(8)]
 
@@ -207,7 +207,7 @@ def test_the_one_before_is_taken_with_a_report_and_the_other_one_stays(
     assert spoilt.name in caplog.text
     assert f"using {name(4)}" in caplog.text
     assert (sorted(os.listdir(spoilt)), tree(spoilt / "model")) == before
-    assert list(locate(root).manifests())[-1] == Path(str(result.last_checkpoint)).name
+    assert list(storage_of(root).manifests())[-1] == Path(str(result.last_checkpoint)).name
     assert result.last_checkpoint != spoilt
 
 
@@ -230,11 +230,11 @@ def test_the_newest_is_the_last_that_was_written_whatever_the_clock_says(
         Linear(), LINEAR_BATCHES, resume="last"
     )
     monkeypatch.setattr(time, "time", lambda: now() - 2 * 86400)
-    assert list(locate(root).manifests()) == [name(4), name(8), name(12)]
+    assert list(storage_of(root).manifests()) == [name(4), name(8), name(12)]
     result = linear_fit(tmp_path, ModelCheckpoint(every=4, save_top_k=-1), max_steps=14, max_epochs=None).run(
         Linear(), LINEAR_BATCHES, resume="auto"
     )
-    assert [result.step, list(locate(root).manifests())[-1]] == [14, name(14)]
+    assert [result.step, list(storage_of(root).manifests())[-1]] == [14, name(14)]
 
 
 def test_a_run_that_went_back_is_newer_than_what_it_left(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_run_that_went_back_is_newer_than_what_it_left(tmp_path: Path) -> None
     linear_fit(tmp_path, ModelCheckpoint(every=2, save_top_k=-1), max_steps=6, max_epochs=None).run(
         Linear(), LINEAR_BATCHES, resume=root / name(4)
     )
-    assert list(locate(root).manifests())[-1] == name(6)
+    assert list(storage_of(root).manifests())[-1] == name(6)
 
 
 def test_a_number_beyond_all_others_does_not_stop_saving(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_number_beyond_all_others_does_not_stop_saving(tmp_path: Path) -> None
     result = linear_fit(tmp_path, ModelCheckpoint(every=2, save_top_k=-1), max_steps=12, max_epochs=None).run(
         Linear(), LINEAR_BATCHES, resume="auto"
     )
-    assert [result.step, list(locate(root).manifests())[-1]] == [12, name(12)]
+    assert [result.step, list(storage_of(root).manifests())[-1]] == [12, name(12)]
 
 
 @pytest.mark.usefixtures("checkpoints_in_folders")

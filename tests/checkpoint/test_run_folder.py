@@ -410,9 +410,8 @@ found["at once, second"] = train(1, at=root / "other", dirpath=root / "kept")
 
 held = None
 if os.environ["RANK"] == "0":
-    from engine.checkpoint.run_json import new_mark
-    from engine.checkpoint.run_locks import runs
-    held = runs(root / "other", "checkpoints").hold(1, new_mark("x", "fit", []))
+    from engine.checkpoint.runs import RunRecord, run_root_of
+    held = run_root_of(root / "other", "checkpoints").hold(1, RunRecord.of_this_process("x", "fit", []))
 try:
     train(2, "auto", at=root / "other", dirpath=root / "kept")
 except Exception as error:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import read
-from support.internals import group_of_one, new_content
+from support.internals import new_content, new_folder, new_writer
 from support.ranks import PATIENCE_S, ranks_of, run_script
 from support.toys import LINEAR_BATCHES, Linear, linear_fit
 from torch import nn
@@ -20,9 +20,7 @@ from torch import nn
 from callbacks import ModelCheckpoint
 from engine import Callback, Engine
 from engine.checkpoint import writer
-from engine.checkpoint.host_copies import Staging
-from engine.checkpoint.model_state import split
-from engine.checkpoint.writer import Saver
+from engine.checkpoint.staging import Staging
 
 
 class Gate:
@@ -42,25 +40,27 @@ class Gate:
 
 
 def test_the_caller_goes_on_while_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saver, weight, buffer = Saver(group_of_one(), tmp_path), nn.Parameter(torch.ones(3)), torch.ones(2)
+    writes, folder, weight, buffer = new_writer(), new_folder(tmp_path), nn.Parameter(torch.ones(3)), torch.ones(2)
     gate = Gate(monkeypatch, "write")
-    saver.save("a", new_content(model={"w": weight, "b": buffer}, stepped={id(weight)}), asynchronous=True)
+    writes.save(
+        folder, "a", new_content(model={"w": weight, "b": buffer}, changed_by_steps={id(weight)}), asynchronous=True
+    )
     buffer.zero_()  # a buffer may change at once
     assert gate.reached.wait(PATIENCE_S)
-    saver.hold()
+    writes.hold()
     with torch.no_grad():
         weight.zero_()  # a parameter when hold() has returned
     assert not (tmp_path / "a").exists()
     gate.open.set()
-    saver.wait()
+    writes.wait(folder)
     saved = read(tmp_path / "a").model
     assert saved["w"].tolist() == [1, 1, 1]
     assert saved["b"].tolist() == [1, 1]
-    saver.close()
+    writes.close(folder)
 
 
 def test_hold_waits_for_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saver, weight = Saver(group_of_one(), tmp_path), nn.Parameter(torch.ones(3))
+    writes, folder, weight = new_writer(), new_folder(tmp_path), nn.Parameter(torch.ones(3))
     reached, opened = threading.Event(), threading.Event()
     copy = Staging._copy
 
@@ -70,32 +70,38 @@ def test_hold_waits_for_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         copy(self)
 
     monkeypatch.setattr(Staging, "_copy", slowly)
-    saver.save("a", new_content(model={"w": weight}, stepped={id(weight)}), asynchronous=True)
+    writes.save(folder, "a", new_content(model={"w": weight}, changed_by_steps={id(weight)}), asynchronous=True)
     assert reached.wait(PATIENCE_S)
     threading.Timer(0.2, opened.set).start()
-    saver.hold()
+    writes.hold()
     assert opened.is_set()
-    saver.wait()
-    saver.close()
+    writes.wait(folder)
+    writes.close(folder)
 
 
 def test_parameters_that_others_change_are_copied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saver, weight = Saver(group_of_one(), tmp_path), nn.Parameter(torch.ones(3))
+    writes, folder, weight = new_writer(), new_folder(tmp_path), nn.Parameter(torch.ones(3))
     gate = Gate(monkeypatch, "mkdir")
-    saver.save("a", new_content(model={"w": weight}, stepped={id(weight)}), asynchronous=True, unchanging=False)
+    writes.save(
+        folder,
+        "a",
+        new_content(model={"w": weight}, changed_by_steps={id(weight)}),
+        asynchronous=True,
+        only_steps_change=False,
+    )
     with torch.no_grad():
         weight.zero_()
     gate.open.set()
-    saver.wait()
+    writes.wait(folder)
     assert read(tmp_path / "a").model["w"].tolist() == [1, 1, 1]
-    saver.close()
+    writes.close(folder)
 
 
 def test_a_parameter_that_changes_while_it_is_copied_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Better no checkpoint than a torn one."""
-    saver, weight = Saver(group_of_one(), tmp_path), nn.Parameter(torch.ones(3))
+    writes, folder, weight = new_writer(), new_folder(tmp_path), nn.Parameter(torch.ones(3))
     copy = Staging._copy
 
     def late(self: Staging) -> None:
@@ -104,11 +110,11 @@ def test_a_parameter_that_changes_while_it_is_copied_is_an_error(
         copy(self)
 
     monkeypatch.setattr(Staging, "_copy", late)
-    saver.save("a", new_content(model={"w": weight}, stepped={id(weight)}), asynchronous=True)
+    writes.save(folder, "a", new_content(model={"w": weight}, changed_by_steps={id(weight)}), asynchronous=True)
     with pytest.raises(RuntimeError, match="changed by something other than an optimizer"):
-        saver.wait()
+        writes.wait(folder)
     assert not (tmp_path / "a").exists()
-    saver.close()
+    writes.close(folder)
 
 
 @pytest.mark.parametrize("held", [True, False])
@@ -116,111 +122,128 @@ def test_a_change_after_the_copy_and_before_the_hold_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool
 ) -> None:
     """A kernel that ran while its tensor was copied raises the version when it ends, perhaps after the copy was looked at."""
-    saver, weight = Saver(group_of_one(), tmp_path), nn.Parameter(torch.ones(3))
+    writes, folder, weight = new_writer(), new_folder(tmp_path), nn.Parameter(torch.ones(3))
     gate = Gate(monkeypatch, "write")
-    saver.save("a", new_content(model={"w": weight}, stepped={id(weight)}), asynchronous=True)
+    writes.save(folder, "a", new_content(model={"w": weight}, changed_by_steps={id(weight)}), asynchronous=True)
     assert gate.reached.wait(PATIENCE_S)
     with torch.no_grad():
         weight.add_(1)
     if held:
-        saver.hold()
+        writes.hold()
     gate.open.set()
     with pytest.raises(RuntimeError, match="changed by something other than an optimizer"):
-        saver.wait()
+        writes.wait(folder)
     assert not (tmp_path / "a").exists()
-    saver.close()
+    writes.close(folder)
 
 
 def test_a_change_after_the_files_are_written_does_no_harm(tmp_path: Path) -> None:
-    saver, weight = Saver(group_of_one(), tmp_path), nn.Parameter(torch.ones(3))
-    saver.save("a", new_content(model={"w": weight}, stepped={id(weight)}), asynchronous=True)
-    assert saver._job is not None
-    assert saver._job.future is not None
-    assert saver._job.future.result(20) is None
+    writes, folder, weight = new_writer(), new_folder(tmp_path), nn.Parameter(torch.ones(3))
+    writes.save(folder, "a", new_content(model={"w": weight}, changed_by_steps={id(weight)}), asynchronous=True)
+    assert writes._job is not None
+    assert writes._job.future is not None
+    assert writes._job.future.result(20) is None
     with torch.no_grad():
         weight.zero_()
-    saver.hold()
-    saver.wait()
+    writes.hold()
+    writes.wait(folder)
     assert read(tmp_path / "a").model["w"].tolist() == [1, 1, 1]
-    saver.close()
+    writes.close(folder)
 
 
 def test_saves_share_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that a finished save's thread has waited for; a small save starts no others."""
-    saver, threads = Saver(group_of_one(), tmp_path), []
+    writes, folder, threads = new_writer(), new_folder(tmp_path), []
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda self: (threads.append(self), start(self)))
     for name in ("a", "b", "c"):
-        saver.save(name, new_content(), asynchronous=True)
-        saver.wait()
+        writes.save(folder, name, new_content(), asynchronous=True)
+        writes.wait(folder)
     assert [thread.name for thread in threads] == ["checkpoint"]
-    saver.close()
+    writes.close(folder)
     threads[0].join(PATIENCE_S)
     assert not threads[0].is_alive()
-    saver.save("d", new_content(2.0), asynchronous=True)  # it begins again
-    saver.wait()
+    writes.save(folder, "d", new_content(2.0), asynchronous=True)  # it begins again
+    writes.wait(folder)
     assert len(threads) == 2
     assert read(tmp_path / "d").model["head.weight"].tolist() == [[2.0] * 3] * 2
-    saver.close()
+    writes.close(folder)
 
 
 def test_buffers_are_used_again(tmp_path: Path) -> None:
-    saver, weight = Saver(group_of_one(), tmp_path), nn.Parameter(torch.ones(3))
+    writes, folder, weight = new_writer(), new_folder(tmp_path), nn.Parameter(torch.ones(3))
     places = []
     for name in ("a", "b"):
-        saver.save(name, new_content(model={"w": weight}), asynchronous=True)
-        saver.wait()
-        assert saver._staging is not None
-        places.append(saver._staging._buffers["model/w"].data_ptr())
+        writes.save(folder, name, new_content(model={"w": weight}), asynchronous=True)
+        writes.wait(folder)
+        assert writes._staging is not None
+        places.append(writes._staging._buffers["model/w"].data_ptr())
     assert places[0] == places[1] != weight.data_ptr()
-    saver.save("c", new_content(model={"w": nn.Parameter(torch.ones(4))}), asynchronous=True)  # another shape
-    saver.wait()
+    writes.save(folder, "c", new_content(model={"w": nn.Parameter(torch.ones(4))}), asynchronous=True)  # another shape
+    writes.wait(folder)
     assert read(tmp_path / "c").model["w"].tolist() == [1, 1, 1, 1]
-    saver.close()
+    writes.close(folder)
 
 
 def test_buffers_are_given_back_when_no_save_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "KEEP_S", 0.01)
-    saver, weight = Saver(group_of_one(), tmp_path), nn.Parameter(torch.ones(3))
+    writes, folder, weight = new_writer(), new_folder(tmp_path), nn.Parameter(torch.ones(3))
     for name in ("a", "b"):
         freed = threading.Event()
-        begin = Staging.begin
+        begin = Staging.start
 
         def begins(self: Staging, *arguments: Any, begin: Any = begin, freed: threading.Event = freed) -> None:
             begin(self, *arguments)
             weakref.finalize(self._buffers["model/w"], freed.set)  # its memory goes with it
 
-        monkeypatch.setattr(Staging, "begin", begins)
-        saver.save(name, new_content(model={"w": weight}), asynchronous=True)
+        monkeypatch.setattr(Staging, "start", begins)
+        writes.save(folder, name, new_content(model={"w": weight}), asynchronous=True)
         assert freed.wait(PATIENCE_S)  # also of a save that nobody waits for
-        monkeypatch.setattr(Staging, "begin", begin)
-    saver.wait()
+        monkeypatch.setattr(Staging, "start", begin)
+    writes.wait(folder)
     assert read(tmp_path / "b").model["w"].tolist() == [1, 1, 1]
-    saver.close()
+    writes.close(folder)
 
 
 def test_what_cannot_be_stored_is_an_error_at_once(tmp_path: Path) -> None:
-    saver = Saver(group_of_one(), tmp_path)
+    writes, folder = new_writer(), new_folder(tmp_path)
     for changes, message in (
-        ({"own": {"x": object()}}, r"the state\['x'\]"),
+        ({"of_rank": {"x": object()}}, r"the state\['x'\]"),
         ({"facts": {"x": torch.ones(1)}}, "the manifest|small JSON"),
         ({"model": {"w": torch.ones(1).to_sparse()}}, "the model's 'w'"),
     ):
         with pytest.raises(TypeError, match=message):
-            saver.save("a", new_content(**changes), asynchronous=True)
+            writes.save(folder, "a", new_content(**changes), asynchronous=True)
     assert not tmp_path.exists() or os.listdir(tmp_path) == []
 
 
 def test_a_failure_is_told_by_wait(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "mine").touch()
-    saver = Saver(group_of_one(), tmp_path)
-    saver.save("a", new_content(), asynchronous=True)
+    writes, folder = new_writer(), new_folder(tmp_path)
+    writes.save(folder, "a", new_content(), asynchronous=True)
     with pytest.raises(RuntimeError, match="checkpoint a was not written: FileExistsError"):
-        saver.wait()
-    assert saver.lost == {"a"}
-    saver.wait()
-    saver.close()
+        writes.wait(folder)
+    assert folder.lost == {"a"}
+    writes.wait(folder)
+    writes.close(folder)
+
+
+def test_each_folder_has_its_own_failures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A writer serves a run and ``save_state``: neither ends for what the other could not write."""
+    (tmp_path / "one" / "a").mkdir(parents=True)
+    (tmp_path / "one" / "a" / "mine").touch()
+    writes, one, other = new_writer(), new_folder(tmp_path / "one"), new_folder(tmp_path / "other")
+    writes.save(one, "a", new_content(), asynchronous=True)
+    writes.save(other, "b", new_content(), asynchronous=True)
+    assert "checkpoint a was not written: FileExistsError" in caplog.text
+    writes.wait(other)
+    assert (one.lost, other.lost) == ({"a"}, set())
+    with pytest.raises(RuntimeError, match=r"checkpoint a was not written: FileExistsError"):
+        writes.wait(one)
+    writes.wait(one)
+    writes.close(one)
+    assert read(tmp_path / "other" / "b").model["head.weight"].tolist() == [[1.0] * 3] * 2
 
 
 LIGHT = """
@@ -334,11 +357,3 @@ def ranks_save_through_both_doors(root: str) -> list[Any]:
 def test_saves_of_several_savers_do_not_mix_their_collectives(tmp_path: Path) -> None:
     assert ranks_of(ranks_save_through_both_doors, 2, tmp_path) == [list(range(1, 13))] * 2
     assert len(list((tmp_path / "states").glob("*/manifest.json"))) == 12
-
-
-def test_tied_tensors_are_kept_once() -> None:
-    tied = torch.ones(2)
-    tensors, rest = split({"a": tied, "b": tied, "c": torch.ones(2), "state": {"n": (1, 2)}})
-    assert sorted(tensors) == ["a", "c"]
-    assert rest["aliases"] == {"b": "a"}
-    assert list(rest["extra"]) == ["state"]

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 from support.checkpoints import Tied, record_of, resummed, train_and_save
 
-from engine.checkpoint import directory
-from engine.checkpoint.listing import entries
+from engine.checkpoint import local_storage
+from engine.checkpoint.catalog import entries
 from engine.cli.main import main
 from engine.loop.replay import starting_point
 
@@ -32,7 +32,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.checkpoint.directory.JOINED_BYTES", -1)
+        patch.setattr("engine.checkpoint.manifest.JOINED_BYTES", -1)
         train_and_save(root, Tied(), [torch.randn(8, 6) for _ in SCORES], scores=SCORES)
     return root / "checkpoints"
 
@@ -141,8 +141,8 @@ def test_a_folder_of_runs_is_the_newest_and_the_first_has_a_name(tmp_path: Path,
 
 def test_list_reads_each_manifest_once(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
-    read_manifest = directory.read_manifest
-    monkeypatch.setattr(directory, "read_manifest", lambda path: (reads.append(path.name), read_manifest(path))[1])
+    read_manifest = local_storage.read_manifest
+    monkeypatch.setattr(local_storage, "read_manifest", lambda path: (reads.append(path.name), read_manifest(path))[1])
     assert len(entries(written)) == len(NAMES)
     assert len(reads) == len(NAMES) + 1  # the first tells that there are any
     reads.clear()

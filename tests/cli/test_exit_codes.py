@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.ranks import PATIENCE_S, clean_environment, rank_variables
 
-from engine.checkpoint.listing import entries
+from engine.checkpoint.catalog import entries
 from engine.distributed import failures
 
 HALF = ("data.batch_size=2", "accelerator=cpu")

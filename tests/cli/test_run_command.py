@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from engine import TrainModule
-from engine.checkpoint.listing import facts
+from engine.checkpoint.catalog import facts
 from engine.cli.components import Component
 from engine.cli.object_parser import ObjectParser
 from engine.cli.terminal import UsageError

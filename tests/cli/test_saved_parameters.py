@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from engine import TrainModule
-from engine.checkpoint.recorded_arguments import Recorded
 from engine.cli.class_paths import importable_here, load
 from engine.cli.components import Component
 from engine.cli.object_parser import ObjectParser
-from engine.cli.saved_parameters import with_saved_parameters
+from engine.cli.saved_parameters import Recorded, with_saved_parameters
 from engine.cli.terminal import UsageError
 
 NETS = '''

@@ -21,8 +21,8 @@ from torch import nn
 from callbacks import ModelCheckpoint
 from engine import Callback, Engine
 from engine.checkpoint.files import DamagedCheckpoint
+from engine.checkpoint.local_storage import LocalStorage
 from engine.checkpoint.resume import opening
-from engine.checkpoint.storage import Local
 
 pytestmark = pytest.mark.usefixtures("no_pickle_is_read")
 
@@ -176,7 +176,7 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
                 changed = bytearray(content)
                 changed[place] ^= 1
                 file.write_bytes(changed)
-                with pytest.raises(DamagedCheckpoint), opening(group_of_one(), Local(tmp_path), str(path)):
+                with pytest.raises(DamagedCheckpoint), opening(group_of_one(), LocalStorage(tmp_path), str(path)):
                     pass
         file.write_bytes(content)
     read(path)
@@ -211,7 +211,7 @@ def test_one_rank_cannot_write(tmp_path: Path) -> None:
     assert [rank.value for rank in ran] == [[1, 3, 4], [1, 3, 4]]
     assert names(tmp_path) == ["step=00000001", "step=00000003", "step=00000004"]
     assert "rank 1 failed with OSError" in ran[0].stderr
-    with opening(group_of_one(), Local(tmp_path / "checkpoints"), "last") as loaded:
+    with opening(group_of_one(), LocalStorage(tmp_path / "checkpoints"), "last") as loaded:
         assert loaded.manifest["world_size"] == 2
 
 

@@ -22,7 +22,7 @@ from support.internals import write_folders
 from callbacks import ModelCheckpoint
 from engine import Engine, Fit, TrainModule
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.listing import entries, facts, problems
+from engine.checkpoint.catalog import entries, facts, problems
 from engine.cli.main import main
 
 logging.disable(logging.CRITICAL)
@@ -304,7 +304,7 @@ from pathlib import Path
 import torch
 from callbacks import ModelCheckpoint
 from engine import DamagedCheckpoint, Fit, TrainModule
-from engine.checkpoint.listing import problems
+from engine.checkpoint.catalog import problems
 
 class Net(TrainModule):
     def __init__(self):

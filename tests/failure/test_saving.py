@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.ranks import run_ranks, run_script
 
-from engine.checkpoint.listing import entries, problems
+from engine.checkpoint.catalog import entries, problems
 
 SCRIPT = """
 import logging, os, resource, signal, subprocess, sys, time

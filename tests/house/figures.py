@@ -87,7 +87,7 @@ PRONOUNS = _words(
 """Words that do not name anything."""
 
 OWN_PARAMETERS = _words(
-    "run fit engine strategy group environment saver recorder window scaler stepper settings precision registry snapshot home"
+    "run fit engine strategy group environment writer recorder window scaler stepper settings precision registry snapshot home"
 )
 """Parameters with these names take an object of the library; ``Any`` hides its class."""
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+import torch.utils.data
 from support.documents import LANGUAGES, ROOT, Block, anchors, blocks_of, documents, prose, wrong_links, wrong_rows
 
+import callbacks
+import engine
+import engine.huggingface
 from engine.cli.main import COMMANDS
 
 DOCUMENTS = {str(path.relative_to(ROOT)): path for path in documents()}
@@ -82,6 +87,35 @@ def test_the_life_of_a_step_names_what_is_there() -> None:
         if not any(not method or f"def {method}(" in text for text in declared.get(owner, ())):
             unknown.append(name)
     assert unknown == []
+
+
+def unknown_names(cell: str) -> list[str]:
+    """Public names, arguments of ``Fit`` and commands in a cell of a table that are not there."""
+    unknown = []
+    for code in re.findall(r"`([^`]+)`", cell):
+        command = re.fullmatch(r"fit (\w+)( \w+)?", code)
+        settings = re.match(r"Fit\(([^)]*)\)", code)
+        if command:
+            right = command[1] in COMMANDS
+        elif settings:
+            arguments = re.findall(r"(\w+)=", settings[1])
+            right = set(arguments) <= set(inspect.signature(engine.Fit).parameters)
+        else:
+            owner, _, member = code.partition(".")
+            places = (engine, callbacks, engine.huggingface, torch.utils.data)
+            found = [getattr(place, owner) for place in places if hasattr(place, owner)]
+            right = bool(found) and (not member or hasattr(found[0], member))
+        unknown += [] if right else [code]
+    return unknown
+
+
+def test_the_index_for_those_who_come_from_elsewhere_names_what_is_here() -> None:
+    rows = [line.split(" | ") for line in (ROOT / "engine/compat/where_is.md").read_text().splitlines() if "|" in line]
+    assert [name for row in rows[2:] for name in unknown_names(row[-1])] == []
+    assert len(rows) > 30
+    assert unknown_names("`Fit(epochs=)`, `Engine.nothing`, `fit nothing`, `Fit().run(x)`") == [
+        *("Fit(epochs=)", "Engine.nothing", "fit nothing"),
+    ]
 
 
 def test_the_landing_page_is_short() -> None:

@@ -14,7 +14,7 @@ from support.toys import Weight, fit, ones
 
 from callbacks import ModelCheckpoint
 from engine import Callback, Run, TrainModule
-from engine.checkpoint.writer import Saver
+from engine.checkpoint.writer import CheckpointWriter
 
 pytestmark = pytest.mark.usefixtures("no_pickle_is_read")
 
@@ -74,13 +74,13 @@ def test_the_score_is_the_one_that_best_means(tmp_path: Path) -> None:
 
 
 def test_of_one_that_is_written_beside_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, seal = threading.Event(), Saver._seal
+    go, seal = threading.Event(), CheckpointWriter._seal
 
-    def late(self: Saver, *args: Any) -> None:
+    def late(self: CheckpointWriter, *args: Any) -> None:
         go.wait(300)
         seal(self, *args)
 
-    monkeypatch.setattr(Saver, "_seal", late)
+    monkeypatch.setattr(CheckpointWriter, "_seal", late)
     heard_at: list[int] = []
 
     class Waits(Hears):
@@ -119,16 +119,16 @@ def test_after_an_error_what_was_saved_is_told(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_was_lost_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Saver, *args: Any) -> None:
+    def full(self: CheckpointWriter, *args: Any) -> None:
         raise OSError("no space left")
 
     hears = Hears()
 
     class Breaks(Callback):
         def on_train_batch_start(self, run: Run, module: TrainModule, batch: Any, batch_idx: int) -> None:
-            monkeypatch.setattr(Saver, "_seal", full if run.step == 1 else seal)
+            monkeypatch.setattr(CheckpointWriter, "_seal", full if run.step == 1 else seal)
 
-    seal = Saver._seal
+    seal = CheckpointWriter._seal
     fit(tmp_path, max_steps=4, callbacks=[Breaks(), hears, saving(max_failures=3)]).run(Weight(), ones(4))
     assert hears.heard == [["saved", 4, None, 4], "fit end"]
 

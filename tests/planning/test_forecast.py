@@ -64,7 +64,7 @@ def test_the_files_of_a_small_checkpoint_are_those_of_a_real_one(
     fit = Fit(accelerator="cpu", max_steps=1, root_dir=tmp_path, callbacks=[ModelCheckpoint()], log_every_n_steps=0)
     plan = fit.plan(Net(), rows(8, 4), world_size=1, device="cpu")
     if above:
-        monkeypatch.setattr("engine.checkpoint.directory.JOINED_BYTES", plan.checkpoint_bytes - 1)
+        monkeypatch.setattr("engine.checkpoint.manifest.JOINED_BYTES", plan.checkpoint_bytes - 1)
     fit.run(Net(), rows(8, 4))
     (folder,) = (tmp_path / "checkpoints").glob("step=*")
     assert plan.checkpoint_files == len([file for file in folder.rglob("*") if file.is_file()])

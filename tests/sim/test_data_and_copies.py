@@ -10,6 +10,6 @@ def test_batches(scenario: str) -> None:
     play("batches", scenario)
 
 
-@scenarios("host_copies")
-def test_host_copies(scenario: str) -> None:
-    play("host_copies", scenario)
+@scenarios("staging")
+def test_staging(scenario: str) -> None:
+    play("staging", scenario)

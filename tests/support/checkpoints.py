@@ -14,20 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from engine import Callback, Fit, TrainModule
-from engine.checkpoint.directory import RANK, SHARED
+from engine.checkpoint.manifest import RANK, SHARED
 from engine.checkpoint.reader import Source, whole
-from engine.checkpoint.storage import split
-from support.internals import checkpoint_source, new_content, new_saver, open_checkpoint
+from engine.checkpoint.storage_paths import split_path
+from support.internals import checkpoint_source, new_content, new_folder, new_writer, open_checkpoint
 
 
 def save(directory: Path | str, value: float = 1.0, **changes: Any) -> Any:
-    place, name = split(directory)
-    return new_saver(place.root).save(name, new_content(value, **changes))
+    place, name = split_path(directory)
+    return new_writer().save(new_folder(place.root), name, new_content(value, **changes))
 
 
 def source_of(directory: Path, model: Any = None, optimizer: Any = None) -> Source:
     """What a strategy is given to load from: these states, written and opened."""
-    save(directory, model=model or {}, optim={} if optimizer is None else {"0": optimizer})
+    save(directory, model=model or {}, optimizers={} if optimizer is None else {"0": optimizer})
     return checkpoint_source(open_checkpoint(directory))
 
 
@@ -57,7 +57,7 @@ class Read:
 
 def read(directory: Path | str) -> Read:
     """Everything, checked."""
-    place, name = split(directory)  # while it is there, a copy of what it has fetched is
+    place, name = split_path(directory)  # while it is there, a copy of what it has fetched is
     with open_checkpoint(place.fetch(name)) as checkpoint:
         weights = checkpoint_source(checkpoint)
         model = checkpoint.tensors("model").whole()

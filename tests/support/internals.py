@@ -16,19 +16,20 @@ import pytest
 import torch
 
 from engine.callback import Callback
-from engine.checkpoint import directory
-from engine.checkpoint.directory import Opened
+from engine.checkpoint import manifest
+from engine.checkpoint.content import Content
+from engine.checkpoint.folder import CheckpointFolder
+from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.reader import Source
-from engine.checkpoint.writer import Content, Saver
+from engine.checkpoint.storage_paths import storage_of
+from engine.checkpoint.writer import CheckpointWriter
 from engine.config.resolve import Resolved, resolve
 from engine.data.deal import Deal
 from engine.distributed.environments import Environment, detect
 from engine.distributed.group import Group
 from engine.distributed.join import join
-from engine.distributed.stop_agreement import Agreement, Stopwatch
 from engine.loop.hooks import Hooks
 from engine.loop.logbook import Logbook
-from engine.loop.run_checkpoints import RunCheckpoints
 from engine.loop.timing import Intervals
 from engine.metrics.recorder import Recorder
 from engine.module import TrainModule
@@ -46,14 +47,19 @@ def group_of_job(timeout_s: float = 300) -> Group:
     return join(detect(os.environ), torch.device("cpu"), timeout=timedelta(seconds=timeout_s))
 
 
-def new_saver(root: Path | str) -> Saver:
-    """What one process writes checkpoints below ``root`` with."""
-    return Saver(group_of_one(), root)
+def new_writer() -> CheckpointWriter:
+    """What one process writes checkpoints with."""
+    return CheckpointWriter(group_of_one())
+
+
+def new_folder(root: Path | str) -> CheckpointFolder:
+    """The folder ``root`` of checkpoints of one process."""
+    return CheckpointFolder(group_of_one(), storage_of(root))
 
 
 def write_folders() -> None:
     """Let small checkpoints of this process have the files of large ones."""
-    directory.JOINED_BYTES = -1
+    manifest.JOINED_BYTES = -1
 
 
 def new_content(value: float = 1.0, **changes: Any) -> Content:
@@ -61,14 +67,14 @@ def new_content(value: float = 1.0, **changes: Any) -> Content:
     tied = torch.full((2, 3), value)
     fields: dict[str, Any] = {
         "model": {"head.weight": tied, "body.weight": tied, "body.bias": torch.zeros(2)},
-        "optim": {
+        "optimizers": {
             "0": {
                 "state": {"w": {"step": torch.tensor(3.0)}},
                 "param_groups": [{"betas": (0.9, 0.999), "params": ["w"]}],
             }
         },
         "shared": {"scheduler": {"best": math.inf}},
-        "own": {"rng": torch.arange(4)},
+        "of_rank": {"rng": torch.arange(4)},
         "facts": {"step": 3, "metrics": {"loss": math.nan}},
     }
     return Content(**fields | changes)
@@ -117,9 +123,8 @@ def new_recorder(**options: Any) -> Recorder:
 
 def new_hooks(callbacks: Sequence[Callback], module: TrainModule) -> Hooks:
     """The hooks of a run of ``module`` that has no folder yet."""
-    group, intervals = group_of_one(), Intervals(resolve({}, {}, None, (), ()).settings)
-    checkpoints = RunCheckpoints(group, Agreement(group, Stopwatch()))
-    return Hooks(callbacks, module, checkpoints, Logbook(module, new_recorder(), intervals))
+    intervals = Intervals(resolve({}, {}, None, (), ()).settings)
+    return Hooks(callbacks, module, new_writer(), Logbook(module, new_recorder(), intervals))
 
 
 def forget_warnings(patch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.directory import SHARED, write_tree
+from engine.checkpoint.catalog import folder_at
+from engine.checkpoint.content import packed_weights
 from engine.checkpoint.files import Record, held
 from engine.checkpoint.json_tree import pack, same_memory
-from engine.checkpoint.manifest import MANIFEST, SCORED_WITH, WEIGHTS
-from engine.checkpoint.other_weights import STEM, packed
-from engine.checkpoint.remote_storage import without_query
-from engine.checkpoint.storage import Location, split
-from engine.checkpoint.tensors import Stored, TensorFiles, storable, write_tensors
-from engine.checkpoint.user_paths import folder, local_copy
+from engine.checkpoint.manifest import MANIFEST, OTHER_WEIGHTS, SCORED_WITH, SHARED, WEIGHTS
+from engine.checkpoint.remote_storage import local_copy, without_query
+from engine.checkpoint.storage import Draft
+from engine.checkpoint.storage_paths import split_path
+from engine.checkpoint.tensors import Stored, TensorFiles, storable
 from engine.compat.convert.optimizer_names import named, nested
 from engine.compat.convert.untrusted_files import (
     METADATA,
@@ -123,17 +123,17 @@ def convert(source: str | Path, out: str | Path, *, trust_pickle: bool = False) 
         raise ValueError(
             f"{out} is a whole bucket or file system: give a name in it, such as {str(out).rstrip('/')}/step=00000000"
         )
-    location, name = split(out)
-    if name in {*location.manifests(), *location.damaged()} or ("://" not in str(out) and Path(out).exists()):
+    storage, name = split_path(out)
+    if name in {*storage.manifests(), *storage.incomplete()} or ("://" not in str(out) and Path(out).exists()):
         raise FileExistsError(f"{out} exists already: choose another path")
     with local_copy(source) as path:
         shown = without_query(source)
         content = _read(path, shown, trust_pickle)
-        location.begin(name, True)
+        draft = storage.begin(name)
         try:
-            converted = _write(location, name, content, shown)
+            converted = _write(draft, storage.path(name), content, shown)
         except BaseException:
-            location.abandon(name, True)
+            draft.abandon()
             raise
     return converted
 
@@ -143,7 +143,7 @@ def convert(source: str | Path, out: str | Path, *, trust_pickle: bool = False) 
 
 def _read(path: Path, told: str, trust_pickle: bool) -> _Content:
     """Read the file or directory; ``told`` is the user's name for it."""
-    if path.is_dir() and ((path / MANIFEST).is_file() or folder(path) is not None):
+    if path.is_dir() and ((path / MANIFEST).is_file() or folder_at(path) is not None):
         raise ValueError(f"{told} is a checkpoint of this library already: there is nothing to convert")
     safe = path.is_dir() and next(path.glob("*.safetensors"), None) is not None
     if path.is_file() and path.suffix == ".safetensors":
@@ -334,9 +334,9 @@ def _packs(value: Any, what: str, notes: list[str]) -> bool:
 # -- writing --------------------------------------------------------------------------------------------------------------------------
 
 
-def _write(location: Location, name: str, content: _Content, told: str) -> Converted:
-    """Fill the draft, a few of the model's tensors at a time, and seal it."""
-    draft, size = location.draft(name), 0
+def _write(draft: Draft, path: Path | str, content: _Content, told: str) -> Converted:
+    """Fill the draft of the checkpoint at ``path``, a few of the model's tensors at a time, and seal it."""
+    size = 0
     files: dict[str, Record] = {}
     for index, shard in enumerate(_shards(content)):
         tensors = content.model.whole([content.names[each] for each in shard])
@@ -347,9 +347,9 @@ def _write(location: Location, name: str, content: _Content, told: str) -> Conve
     optim, states = pack({str(index): state for index, state in enumerate(content.optim)})
     if states:
         files |= _write_tensors(draft, "optim/rank=00000.safetensors", states)
-    files |= write_tree(draft, "model/model", ({"aliases": content.aliases, "extra": {}}, {}))
-    files |= write_tree(draft, "optim/optim", (optim, {}))
-    files |= write_tree(draft, SHARED, pack(_shared(content)))
+    files |= draft.write_tree("model/model", ({"aliases": content.aliases, "extra": {}}, {}))
+    files |= draft.write_tree("optim/optim", (optim, {}))
+    files |= draft.write_tree(SHARED, pack(_shared(content)))
     facts = {
         "counters": {"epoch": content.epoch, "step": content.step, "batch_idx": 0},
         "metrics": {},
@@ -361,17 +361,16 @@ def _write(location: Location, name: str, content: _Content, told: str) -> Conve
         "versions": {"torch": str(torch.__version__)},
     }
     if content.average:
-        (draft / WEIGHTS).mkdir()
-        tensors, tree = packed({AVERAGE: content.average})
+        (draft.folder / WEIGHTS).mkdir()
+        tensors, tree = packed_weights({AVERAGE: content.average})
         within = {key.removeprefix(f"{WEIGHTS}/"): tensor for key, tensor in tensors.items()}
         files |= _write_tensors(draft, f"{WEIGHTS}/rank=00000.safetensors", within)
-        files |= write_tree(draft, STEM, (tree, {}))
+        files |= draft.write_tree(OTHER_WEIGHTS, (tree, {}))
         facts[SCORED_WITH] = AVERAGE
-    location.send(name, files)
-    location.seal(name, 1, facts, files)
-    path = str(location.path(name))
+    draft.send(files)
+    draft.seal(1, facts, files)
     return Converted(
-        path,
+        str(path),
         content.kind,
         len(content.names),
         size,
@@ -397,13 +396,13 @@ def _shards(content: _Content) -> Iterator[list[str]]:
     yield shard
 
 
-def _write_tensors(draft: Path, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Record]:
+def _write_tensors(draft: Draft, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Record]:
     for name, tensor in tensors.items():
         if not storable(tensor):
             raise ValueError(
                 f"{name!r} ({tensor.dtype}, {tensor.layout}) cannot be stored: convert it to a dense tensor first"
             )
-    return {file: write_tensors(draft / file, tensors, {name: [0] * tensor.dim() for name, tensor in tensors.items()})}
+    return draft.write_tensors(file, tensors, {name: [0] * tensor.dim() for name, tensor in tensors.items()})
 
 
 def _shared(content: _Content) -> dict[str, Any]:

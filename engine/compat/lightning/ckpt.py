@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.directory import MANIFEST, SHARED
+from engine.checkpoint.catalog import open_path
 from engine.checkpoint.files import held
+from engine.checkpoint.manifest import MANIFEST, SHARED
 from engine.checkpoint.one_file import is_one_file
-from engine.checkpoint.other_weights import weights_folder
-from engine.checkpoint.reader import Source, whole
-from engine.checkpoint.user_paths import opened
+from engine.checkpoint.reader import Source, weights_folder, whole
 from engine.compat.convert.convert import convert
 from engine.compat.convert.untrusted_files import check_pickles
 from engine.compat.lightning.plugins import reader
@@ -76,7 +75,7 @@ def as_dict(path: str | Path, map_location: Any = None, weights: str | None = No
         FileNotFoundError, DamagedCheckpoint: there is none, or it is damaged.
         ValueError: there are no such ``weights``.
     """
-    with opened(path, ("model", "state", *weights_folder(weights))) as found:
+    with open_path(path, ("model", "state", *weights_folder(weights))) as found:
         source, shared, counters = (
             Source(found, weights),
             found.tree(SHARED) or {},
@@ -96,7 +95,7 @@ def as_dict(path: str | Path, map_location: Any = None, weights: str | None = No
 
 def write_checkpoint(file: Path, path: str | Path, weights: str | None = None) -> None:
     """:func:`write` of the checkpoint at ``path``; ``weights``: as in :func:`as_dict`."""
-    with opened(path, ("state",)) as found:
+    with open_path(path, ("state",)) as found:
         name = (found.tree(SHARED) or {}).get("hparams_name")
     content = as_dict(path, weights=weights)
     write(file, content["state_dict"], content["epoch"], content["global_step"], content["hyper_parameters"], name)

@@ -43,8 +43,8 @@ class WrappedLogger(Logger):
         return given.pop("name", "lightning_logs")
 
     def joins(self, run: Any) -> None:
-        self._run, self.log_dir = run, str(run.checkpoints.folder.path)
-        folder = run.checkpoints.folder.path.name.removeprefix("version_")
+        self._run, self.log_dir = run, str(run.checkpoints.run_folder.path)
+        folder = run.checkpoints.run_folder.path.name.removeprefix("version_")
         if self._numbered:
             self.version = int(folder) if folder.isdecimal() else 0
         self.save_dir = str(run.settings.root_dir.parent) if self.save_dir is None else self.save_dir

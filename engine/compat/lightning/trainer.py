@@ -182,8 +182,8 @@ class Trainer(TrainerView):
         run.engine.settle()
         with run.optimizer_set.modes.evaluating():
             everything = run.checkpoint_content()
-            content = replace(everything, optim={}) if weights_only or pickle else everything
-            run.checkpoints.save_at(whole, content, one_file=True, unchanging=True)
+            content = replace(everything, optimizers={}) if weights_only or pickle else everything
+            run.checkpoints.save_at(whole, content, one_file=True, only_steps_change=True)
         if pickle and run.is_main_process:
             ckpt.write_checkpoint(path, whole)
             whole.unlink()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.published import published
+from engine.checkpoint.export import published
 from engine.compat.transformers.loss import base_of
 from engine.utils.log import warn_once
 

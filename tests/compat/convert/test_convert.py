@@ -21,9 +21,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter, metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from engine import Fit, Resume, TrainModule
-from engine.checkpoint.directory import SHARED
+from engine.checkpoint.catalog import facts, problems
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.listing import facts, problems
+from engine.checkpoint.manifest import SHARED
 from engine.checkpoint.tensors import Stored
 from engine.compat.convert import convert as converting
 from engine.compat.convert.convert import convert
@@ -428,7 +428,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
-    monkeypatch.setattr(converting, "write_tree", full)
+    monkeypatch.setattr("engine.checkpoint.storage.write_json", full)
     with pytest.raises(OSError, match="No space left"):
         convert(tmp_path / "a.safetensors", tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]

@@ -28,18 +28,18 @@ class Fault(NamedTuple):
 FAULTS = {
     "older": Fault(
         "a job goes on from the checkpoint before the newest", "engine/checkpoint/resume.py",
-        "list(reversed(manifests)), location.unusable()]", "list(reversed(list(manifests)[:-1] or list(manifests))), location.unusable()]",
+        "list(reversed(manifests)), unusable]", "list(reversed(list(manifests)[:-1] or list(manifests))), unusable]",
     ),
     "early": Fault(
-        "a checkpoint has its name before it has its manifest", "engine/checkpoint/directory.py",
-        "    record = write_json(partial / MANIFEST, manifest)\n    folders = () if TREES in manifest else (*FOLDERS, WEIGHTS)\n"
-        "    for folder in (*folders, \".\"):\n        if folder != WEIGHTS or (partial / folder).is_dir():\n"
-        "            sync(f\"{partial}/{folder}\")\n",
-        "    partial.rename(directory)\n    sync(directory)\n    return write_json(directory / MANIFEST, manifest)\n",
+        "a checkpoint has its name before it has its manifest", "engine/checkpoint/local_storage.py",
+        "        record = write_json(partial / MANIFEST, manifest)\n        folders = () if TREES in manifest else (*FOLDERS, WEIGHTS)\n"
+        "        for folder in (*folders, \".\"):\n            if folder != WEIGHTS or (partial / folder).is_dir():\n"
+        "                sync(f\"{partial}/{folder}\")\n",
+        "        partial.rename(path)\n        sync(path)\n        return write_json(path / MANIFEST, manifest)\n",
     ),
     "lock": Fault(
-        "who is said to hold a folder holds it, dead or alive", "engine/checkpoint/run_locks.py",
-        "        free = _lock(descriptor, fcntl.LOCK_EX, before) and", "        free = before.get(\"status\") != RUNNING and",
+        "who is said to hold a folder holds it, dead or alive", "engine/checkpoint/runs.py",
+        "        free = _lock(descriptor, fcntl.LOCK_EX, before) and", "        free = before.status != RUNNING and",
     ),
     "random": Fault(
         "random numbers start again", "engine/engine_snapshot.py",

@@ -15,16 +15,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.checkpoints import read, resummed, save
-from support.internals import group_of_one, new_content, new_saver
+from support.internals import group_of_one, new_content, new_folder, new_writer
 from support.ranks import run_ranks
 from support.toys import LINEAR_BATCHES, Linear, linear_fit
 
 from callbacks import ModelCheckpoint
 from engine.checkpoint.export import export_checkpoint
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.remote_storage import Remote
 from engine.checkpoint.resume import opening
-from engine.checkpoint.storage import Local, Location, locate, split
+from engine.checkpoint.storage import Storage
+from engine.checkpoint.storage_paths import split_path, storage_of
 from engine.cli.main import main
 from engine.compat.convert.convert import convert
 
@@ -40,14 +40,23 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def test_paths_and_urls() -> None:
-    assert isinstance(locate("runs/a"), Local)
-    assert isinstance(locate("memory://a/b"), Remote)
-    where, name = split("memory://a/b/step=1/")
+    assert storage_of("runs/a").path("step=1") == Path("runs/a/step=1").absolute()
+    assert storage_of("memory://a/b/").path("step=1") == "memory://a/b/step=1"
+    where, name = split_path("memory://a/b/step=1/")
     assert (where.root, name, where.path(name)) == ("memory://a/b", "step=1", "memory://a/b/step=1")
     with pytest.raises(ValueError, match=r"nope://x: .*nope"):
-        locate("nope://x")
+        storage_of("nope://x")
     with pytest.raises(ValueError, match=r"github://x: .*org"):  # fsspec raises a TypeError
-        locate("github://x")
+        storage_of("github://x")
+
+
+def test_two_spellings_of_one_place(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    here = storage_of(tmp_path)
+    assert here.is_same(storage_of(tmp_path / "link"))
+    assert not here.is_same(storage_of(tmp_path / "other"))
+    assert not here.is_same(storage_of(f"file://{tmp_path}"))  # ranks have copies of what is there
+    assert storage_of("memory://a/b/").is_same(storage_of("memory://a/b"))
 
 
 @pytest.mark.parametrize("url", ["data://x", "http://127.0.0.1:1/runs?X-Signature=abc", "webhdfs://127.0.0.1:1/runs"])
@@ -67,7 +76,7 @@ def test_a_manifest_far_away_that_is_larger_than_any_that_is_written(
     for module in ("files", "remote_storage"):
         monkeypatch.setattr(f"engine.checkpoint.{module}.LARGEST_JSON", 100, raising=False)
     with pytest.raises(DamagedCheckpoint, match="has 101 bytes"):
-        Remote(f"file://{tmp_path}").manifest("step=1")
+        storage_of(f"file://{tmp_path}").manifest("step=1")
 
 
 def test_a_password_in_a_url_is_refused_and_not_shown(
@@ -75,7 +84,7 @@ def test_a_password_in_a_url_is_refused_and_not_shown(
 ) -> None:
     url = "memory://me:pass@word@host/run"
     doors = [
-        lambda: locate(url),
+        lambda: storage_of(url),
         lambda: linear_fit(tmp_path, ModelCheckpoint(dirpath=url)).run(Linear(), LINEAR_BATCHES),
         lambda: linear_fit(tmp_path).run(Linear(), LINEAR_BATCHES, resume=url),
         lambda: Linear.load_from_checkpoint(f"{url}/step=1"),
@@ -105,35 +114,35 @@ def test_what_a_signed_url_ends_with_is_not_recorded(tmp_path: Path) -> None:
 
 
 def test_write_list_read_remove(root: str) -> None:
-    where = locate(root)
+    where = storage_of(root)
     assert where.manifests() == {}
     for value, name in ((1.0, "step=2"), (2.0, "step=1")):
         assert str(save(where.path(name), value)) == str(where.path(name))
     assert list(where.manifests()) == ["step=2", "step=1"]  # in the order of writing
     assert read(where.path("step=1")).model["head.weight"][0, 0] == 2
     assert where.remove("step=2")
-    assert list(locate(root).manifests()) == ["step=1"]
+    assert list(storage_of(root).manifests()) == ["step=1"]
     assert not where.remove("step=1")  # the only one
     save(where.path("step=1"), 3.0)
-    assert read(locate(root).path("step=1")).model["head.weight"][0, 0] == 3
+    assert read(storage_of(root).path("step=1")).model["head.weight"][0, 0] == 3
     with pytest.raises(FileNotFoundError, match=r"step=9 holds no complete checkpoint .*step=1"):
         read(where.path("step=9"))
 
 
 def test_several_writers_of_one_folder_count_on(root: str) -> None:
-    first, second = new_saver(root), new_saver(root)
-    for saver, name in ((first, "a"), (second, "b"), (first, "c"), (second, "b"), (first, "d"), (first, "d")):
-        saver.save(name, new_content())
-    serials = {name: manifest["serial"] for name, manifest in locate(root).manifests().items()}
+    writer, first, second = new_writer(), new_folder(root), new_folder(root)
+    for folder, name in ((first, "a"), (second, "b"), (first, "c"), (second, "b"), (first, "d"), (first, "d")):
+        writer.save(folder, name, new_content())
+    serials = {name: manifest["serial"] for name, manifest in storage_of(root).manifests().items()}
     assert serials == {"a": 1, "c": 3, "b": 4, "d": 6}
 
 
 def test_a_removal_that_fails_is_tried_again(
     root: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saver = new_saver(root)
-    saver.save("a", new_content())
-    verb, owner = ("rename", Path) if isinstance(saver.location, Local) else ("rm_file", type(saver.location.files))
+    writer, folder = new_writer(), new_folder(root)
+    writer.save(folder, "a", new_content())
+    verb, owner = ("rename", Path) if folder.storage.shared else ("rm_file", type(vars(folder.storage)["files"]))
     call = getattr(owner, verb)
 
     def busy(this: Any, *rest: Any) -> Any:
@@ -144,12 +153,12 @@ def test_a_removal_that_fails_is_tried_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, verb, busy)
-        saver.save("b", new_content(), remove=["a"])
-        saver.save("c", new_content())
-    assert sorted(locate(root).manifests()) == ["a", "b", "c"]
+        writer.save(folder, "b", new_content(), remove=["a"])
+        writer.save(folder, "c", new_content())
+    assert sorted(storage_of(root).manifests()) == ["a", "b", "c"]
     assert caplog.text.count("checkpoint a could not be removed: OSError") == 1
-    saver.save("d", new_content())
-    assert sorted(locate(root).manifests()) == ["b", "c", "d"]
+    writer.save(folder, "d", new_content())
+    assert sorted(storage_of(root).manifests()) == ["b", "c", "d"]
 
 
 class Stops(Exception):
@@ -157,30 +166,33 @@ class Stops(Exception):
 
 
 def test_what_is_cut_short_is_not_there_and_swept(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = locate(root)
+    where = storage_of(root)
     save(where.path("step=1"))
-    saver = new_saver(root)
+    writer, folder = new_writer(), new_folder(root)
 
     def stop(*_: Any, **__: Any) -> None:
         raise Stops
 
+    draft = where.begin("step=2")
+    draft.abandon()
     for verb in ("send", "seal"):
         with monkeypatch.context() as patch:
-            patch.setattr(type(where), verb, stop)
-            patch.setattr(type(where), "abandon", lambda *_: None)  # as after a kill
+            patch.setattr(type(draft), verb, stop)
+            patch.setattr(type(draft), "abandon", lambda *_: None)  # as after a kill
             with pytest.raises(Stops):
-                saver.save("step=2", new_content())
-        assert list(locate(root).manifests()) == ["step=1"]
-    locate(root).sweep()  # young: far away it may be another job's
-    saver.save("step=2", new_content())
-    assert list(locate(root).manifests()) == ["step=1", "step=2"]
+                writer.save(folder, "step=2", new_content())
+        assert list(storage_of(root).manifests()) == ["step=1"]
+    assert [why.is_leftover for why in storage_of(root).incomplete().values()] == [True]
+    storage_of(root).sweep()  # young: far away it may be another job's
+    writer.save(folder, "step=2", new_content())
+    assert list(storage_of(root).manifests()) == ["step=1", "step=2"]
 
 
 @pytest.mark.parametrize(("limit", "file"), [(-1, "state/rank=00000.json"), (4 << 20, "rank=00000.safetensors")])
 def test_old_remains_far_away_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, file: str) -> None:
-    monkeypatch.setattr("engine.checkpoint.directory.JOINED_BYTES", limit)
+    monkeypatch.setattr("engine.checkpoint.manifest.JOINED_BYTES", limit)
     for url in (f"file://{tmp_path}/far", f"memory://{uuid.uuid4().hex}/far"):
-        where = locate(url)
+        where = storage_of(url)
         for name in ("step=1", "step=2"):
             save(where.path(name))
         files, inside = fsspec.core.url_to_fs(url)
@@ -199,12 +211,12 @@ def test_a_place_of_others_is_left_alone(root: str) -> None:
     files.makedirs(f"{inside}/data")
     files.pipe_file(f"{inside}/data/mine.txt", b"mine")
     with pytest.raises(FileExistsError, match="not a checkpoint"):
-        save(locate(root).path("data"))
-    locate(root).sweep()
+        save(storage_of(root).path("data"))
+    storage_of(root).sweep()
     assert files.cat_file(f"{inside}/data/mine.txt") == b"mine"
 
 
-def remote_damage(where: Location, name: str, change: Any) -> None:
+def remote_damage(where: Storage, name: str, change: Any) -> None:
     files, inside = fsspec.core.url_to_fs(str(where.path(name)))
     path = f"{inside}/model/rank=00000.safetensors"
     files.pipe_file(path, change(files.cat_file(path)))
@@ -212,7 +224,7 @@ def remote_damage(where: Location, name: str, change: Any) -> None:
 
 @pytest.mark.usefixtures("checkpoints_in_folders")
 def test_damage_far_away(root: str) -> None:
-    where = locate(root)
+    where = storage_of(root)
     save(where.path("step=1"))
     remote_damage(where, "step=1", lambda found: found[:-1] + bytes([found[-1] ^ 1]))
     with (
@@ -221,7 +233,10 @@ def test_damage_far_away(root: str) -> None:
     ):
         pass  # pragma: no cover
     remote_damage(where, "step=1", lambda found: found[:-1])
-    assert locate(root).manifests() == {}
+    assert storage_of(root).manifests() == {}
+    (why,) = storage_of(root).incomplete().values()
+    assert not why.is_leftover
+    assert why.reason.startswith("model/rank=00000.safetensors has ")
 
 
 @pytest.mark.parametrize("root", ["memory"], indirect=True)
@@ -229,20 +244,20 @@ def test_a_place_that_cannot_be_looked_into_is_not_full_of_checkpoints(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A save looks for a name that is free: there must be one, or the training stands still.
-    assert not Local(tmp_path).busy("x" * 300)
+    assert not storage_of(tmp_path).must_stay("x" * 300)
     save(f"{root}/one", 1.0)
-    where = Remote(root)
+    where: Any = storage_of(root)
 
     def fails(*arguments: Any, **options: Any) -> Any:
         raise PermissionError("Permission denied")
 
     with monkeypatch.context() as patch:
         patch.setattr(where.files, "cat_file", fails)
-        assert where.busy("one")  # it is there, whatever it is
-        assert not where.busy("another")
+        assert where.must_stay("one")  # it is there, whatever it is
+        assert not where.must_stay("another")
         patch.setattr(where.files, "ls", fails)
-        assert not where.busy("one")
-    assert not where.busy("one")
+        assert not where.must_stay("one")
+    assert not where.must_stay("one")
 
 
 @pytest.mark.usefixtures("checkpoints_in_folders")
@@ -254,7 +269,7 @@ def test_names_that_lead_out_of_the_copy() -> None:
     manifest["files"]["../../evil"] = manifest["files"].pop("state/shared.json")
     files.pipe_file(inside, json.dumps(resummed(manifest)).encode())
     with pytest.raises(DamagedCheckpoint, match="leads out"):
-        locate(url).fetch("step=1")
+        storage_of(url).fetch("step=1")
 
 
 def test_a_run_with_its_checkpoints_elsewhere(root: str, tmp_path: Path) -> None:
@@ -262,8 +277,8 @@ def test_a_run_with_its_checkpoints_elsewhere(root: str, tmp_path: Path) -> None
     result = linear_fit(tmp_path / "run", ModelCheckpoint(dirpath=root, save_top_k=2), max_epochs=2).run(
         one, LINEAR_BATCHES
     )
-    assert str(result.last_checkpoint) == str(locate(root).path("step=00000008"))
-    assert list(locate(root).manifests()) == ["step=00000004", "step=00000008"]
+    assert str(result.last_checkpoint) == str(storage_of(root).path("step=00000008"))
+    assert list(storage_of(root).manifests()) == ["step=00000004", "step=00000008"]
     two = Linear()
     result = linear_fit(tmp_path / "run", ModelCheckpoint(dirpath=root), max_epochs=2).run(
         two, LINEAR_BATCHES, resume="last"
@@ -293,7 +308,7 @@ for epochs in (1, 2):
 def test_two_ranks_send_their_files(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/far"
     run_ranks(RANKS, 2, Path(__file__).parents[1], tmp_path / "run", url, timeout=300)
-    manifests = locate(url).manifests()
+    manifests = storage_of(url).manifests()
     assert [manifest["counters"]["step"] for manifest in manifests.values()] == [
         2,
         4,

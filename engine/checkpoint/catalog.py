@@ -1,24 +1,35 @@
-"""Lists, describes, verifies and prunes checkpoints."""
+"""Checkpoints at a user's path or URL: find, open, list, describe, verify and prune them."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.directory import SHARED, Opened
 from engine.checkpoint.files import DamagedCheckpoint, blocks, read_json, verify
-from engine.checkpoint.manifest import FOLDERS, MANIFEST, SCORED_WITH, TRAINED, WEIGHTS, check_manifest
-from engine.checkpoint.storage import Location
+from engine.checkpoint.local_storage import Opened
+from engine.checkpoint.manifest import (
+    FOLDERS,
+    MANIFEST,
+    OTHER_WEIGHTS,
+    SCORED_WITH,
+    SHARED,
+    TRAINED,
+    WEIGHTS,
+    check_manifest,
+)
+from engine.checkpoint.one_file import is_one_file
+from engine.checkpoint.runs import FIRST, run_root_of
+from engine.checkpoint.storage import Storage
+from engine.checkpoint.storage_paths import split_path, storage_of
 from engine.checkpoint.tensors import TensorFiles, check_header
-from engine.checkpoint.user_paths import find, find_in, folder
 from engine.config.masked import without_secrets
 
 Entry = dict[str, Any]
-OTHERS = f"{WEIGHTS}/{WEIGHTS}"
-"""The tree that names other weights than the trained ones."""
 
 
 class Unread:
@@ -26,6 +37,103 @@ class Unread:
 
     def numpy(self) -> Unread:
         return self
+
+
+# -- finding ------------------------------------------------------------------------------------------------------------------------
+
+
+def folder_at(path: str | Path) -> Storage | None:
+    """The folder of checkpoints at a path or a URL: itself, or its ``checkpoints/``, of the newest run that has any. ``version_0`` names the
+    first run of a ``root_dir``, which has no folder of this name.
+
+    ``None``: there are none, or it is a checkpoint itself.
+
+    Raises:
+        NotADirectoryError: it is a file.
+    """
+    if is_one_file(path):
+        return None
+    if "://" not in str(path) and Path(path).is_file():
+        raise NotADirectoryError(
+            f"{path} is a file, but a checkpoint is a directory. Convert a file of another trainer with: fit checkpoint convert {path} OUT"
+        )
+    where, name = split_path(path)
+    if where.has(name):
+        return None
+    root = str(path).rstrip("/")
+    folders = run_root_of(root).folders()
+    above, _, name = root.rpartition("/")
+    if name == FIRST:
+        folders.append(above or ".")
+
+    tried: list[Storage] = []
+    for each in folders:
+        if not _has_folders(each):  # of 100,000 runs, most may have saved nothing
+            continue
+        for place in (storage_of(each), storage_of(f"{each}/checkpoints")):
+            if any(place.complete()):
+                return place
+            tried.append(place)
+    return next((place for place in tried if place.incomplete(())), None)
+
+
+def _has_folders(path: str) -> bool:
+    """Whether a folder may have checkpoints, or a folder with some; of a URL this is not known."""
+    if "://" in path:
+        return True
+    try:
+        with os.scandir(path) as inner:
+            return any(entry.is_dir() for entry in inner)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+
+
+def find(path: str | Path) -> tuple[Storage, list[str]]:
+    """The checkpoints at a path or a URL: itself, or the complete ones in a :func:`folder_at`, oldest first.
+
+    Raises:
+        FileNotFoundError: there are none, or the named one does not exist.
+        NotADirectoryError: it is a file.
+        DamagedCheckpoint: there are only incomplete ones; the message has the reason.
+    """
+    return find_in(path, folder_at(path))
+
+
+def find_in(path: str | Path, inner: Storage | None) -> tuple[Storage, list[str]]:
+    """Do what :func:`find` does, for a caller that has called :func:`folder_at` already: ``inner`` is its result."""
+    if inner is not None and (names := list(inner.manifests())):
+        return inner, names
+    where, name = split_path(path)
+    if inner is None and where.has(name):
+        return where, [name]
+    damaged = {str(inner.path(n)): it.reason for n, it in inner.incomplete().items()} if inner is not None else {}
+    damaged |= {str(where.path(n)): it.reason for n, it in where.incomplete().items() if n == name}
+    for what, why in damaged.items():
+        raise DamagedCheckpoint(f"{what}: {why}; there is no complete checkpoint")
+    beside = ", ".join(where.manifests()) or "none"
+    raise FileNotFoundError(
+        f"{path} is not a checkpoint, and contains none ({MANIFEST} is missing); complete ones beside it: {beside}"
+    )
+
+
+@contextmanager
+def open_path(path: str | Path, folders: Iterable[str] = FOLDERS) -> Iterator[Opened]:
+    """The checkpoint at ``path``, or the newest one in it (see :func:`find`), for one process.
+
+    Args:
+        folders: those whose checksums are checked.
+
+    Raises:
+        DamagedCheckpoint, FileNotFoundError: as :func:`find` and :class:`Opened`.
+    """
+    where, names = find(path)
+    with Opened(where.fetch(names[-1]), folders=folders) as found:
+        yield found
+
+
+# -- listing ------------------------------------------------------------------------------------------------------------------------
 
 
 def entries(root: str | Path) -> list[Entry]:
@@ -39,20 +147,23 @@ def entries(root: str | Path) -> list[Entry]:
     Raises:
         FileNotFoundError: there is no checkpoint, not even an incomplete one.
     """
-    where = folder(root)
+    where = folder_at(root)
     if where is None:  # a checkpoint rather than a folder of them, or nothing
         where, names = find_in(root, where)
         return [_entry(where, name, manifest) for name, manifest in where.manifests().items() if name in names]
     manifests = where.manifests()
     found = [_entry(where, name, manifest) for name, manifest in manifests.items()]
-    damaged = where.damaged(manifests).items()
+    incomplete = where.incomplete(manifests).items()
     return [
         *found,
-        *({"name": name, "path": str(where.path(name)), "complete": False, "reason": why} for name, why in damaged),
+        *(
+            {"name": name, "path": str(where.path(name)), "complete": False, "reason": it.reason}
+            for name, it in incomplete
+        ),
     ]
 
 
-def _entry(where: Location, name: str, manifest: Mapping[str, Any]) -> Entry:
+def _entry(where: Storage, name: str, manifest: Mapping[str, Any]) -> Entry:
     counters = _fields(manifest.get("counters"))
     return {
         "name": name,
@@ -108,7 +219,7 @@ def facts(path: str | Path, tensors: bool = False) -> dict[str, Any]:
         report = {**entry, **rest, "files": {name: known["bytes"] for name, known in found.files.items()}}
         if isinstance(shared.get("hparams"), dict):
             report["hparams"] = without_secrets({str(name): value for name, value in shared["hparams"].items()})
-        if others := list(_fields(found.tree(OTHERS, {}))):
+        if others := list(_fields(found.tree(OTHER_WEIGHTS, {}))):
             report["weights"] = others
         if tensors:
             folders = ("model", "optim", *([WEIGHTS] if others else ()))
@@ -134,11 +245,11 @@ def problems(path: str | Path) -> dict[str, list[str]]:
     Raises:
         FileNotFoundError: there is none.
     """
-    where = folder(path)
+    where = folder_at(path)
     if where is not None:
         names = list(where.manifests())
-        damaged = where.damaged(names)
-        return {str(where.path(name)): _problems(where, name, damaged.get(name, "")) for name in [*names, *damaged]}
+        reasons = {name: it.reason for name, it in where.incomplete(names).items()}
+        return {str(where.path(name)): _problems(where, name, reasons.get(name, "")) for name in [*names, *reasons]}
     try:
         where, names = find(path)
     except DamagedCheckpoint as error:
@@ -146,7 +257,7 @@ def problems(path: str | Path) -> dict[str, list[str]]:
     return {str(where.path(name)): _problems(where, name) for name in names}
 
 
-def _problems(where: Location, name: str, known: str = "") -> list[str]:
+def _problems(where: Storage, name: str, known: str = "") -> list[str]:
     """Verify one checkpoint; ``known`` is its problem if it has no usable manifest."""
     try:
         directory = where.fetch(name)
@@ -218,7 +329,7 @@ def prune(root: str | Path, keep: int, keep_best: int = 0, dry_run: bool = False
     """
     if keep < 0 or keep_best < 0 or keep + keep_best < 1:
         raise ValueError(f"keep={keep}, keep_best={keep_best}: at least one checkpoint must be kept")
-    where = folder(root)
+    where = folder_at(root)
     manifests = {} if where is None else where.manifests()
     if where is None or not manifests:
         find(root)  # raises with what is there instead

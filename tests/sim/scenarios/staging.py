@@ -10,7 +10,7 @@ import pytest
 import simulated
 import torch
 
-from engine.checkpoint.host_copies import Staging
+from engine.checkpoint.staging import Staging
 from engine.utils import device_copies
 
 DEVICE = torch.device("sim", 1)
@@ -24,9 +24,9 @@ def _finishing(staging: Staging) -> Iterator[dict[str, torch.Tensor]]:
 
     def write() -> None:
         try:
-            found.update(device_copies.on(DEVICE, staging.finish))
+            found.update(device_copies.on(DEVICE, staging.complete))
             assert torch.accelerator.current_device_index() == 1
-            staging.check(last=True)
+            staging.verify(last=True)
         except BaseException as error:
             errors.append(error)
 
@@ -50,7 +50,7 @@ def copies_are_those_of_the_save() -> None:
         buffer.fill_(number)
         offloaded.fill_(number)
         simulated.clear()
-        staging.begin({"w": weight, "b": buffer, "o": offloaded}, {"w", "o"})
+        staging.start({"w": weight, "b": buffer, "o": offloaded}, {"w", "o"})
         buffer.fill_(9)
         with _finishing(staging) as copies:
             staging.hold()
@@ -71,7 +71,7 @@ def weights_that_change_before_the_hold_are_an_error() -> None:
     weight = torch.ones(1000, device=DEVICE)
     staging = Staging(DEVICE)
     for first in (True, False):  # the copy is started by the writing thread, later by the training
-        staging.begin({"w": weight}, {"w"})
+        staging.start({"w": weight}, {"w"})
         weight.add_(1)
         if not first:
             staging.hold()

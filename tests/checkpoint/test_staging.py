@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.checkpoint import host_copies
-from engine.checkpoint.host_copies import CHUNK, Staging, chunks
+from engine.checkpoint.staging import CHUNK, Staging, chunks
 
 
 def test_small_tensors_share_chunks_and_fill_what_large_ones_leave() -> None:
@@ -18,7 +17,7 @@ def test_small_tensors_share_chunks_and_fill_what_large_ones_leave() -> None:
 
 
 def test_every_kind_of_tensor_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copies, "CHUNK", 256)
+    monkeypatch.setattr("engine.checkpoint.staging.CHUNK", 256)
     tensors = {
         "transposed": torch.arange(6.0).reshape(2, 3).t(),
         "scalar": torch.tensor(7),
@@ -30,8 +29,8 @@ def test_every_kind_of_tensor_has_its_place(monkeypatch: pytest.MonkeyPatch) -> 
     }
     staging = Staging(torch.device("cpu"))
     for later in (set(tensors), set(), {"half", "empty"}):
-        staging.begin(tensors, later)
-        copies = staging.finish()
+        staging.start(tensors, later)
+        copies = staging.complete()
         assert list(copies) != []
         for name, tensor in tensors.items():
             assert (copies[name].dtype, copies[name].tolist()) == (tensor.dtype, tensor.tolist())
@@ -48,8 +47,8 @@ def test_a_copy_that_fails_does_not_leave_the_training_waiting(monkeypatch: pyte
         raise MemoryError("no memory")
 
     staging = Staging(torch.device("cpu"))
-    staging.begin({"w": torch.ones(1)}, {"w"})
+    staging.start({"w": torch.ones(1)}, {"w"})
     monkeypatch.setattr(Staging, "_copy", full)
     with pytest.raises(MemoryError):
-        staging.finish()
+        staging.complete()
     staging.hold()

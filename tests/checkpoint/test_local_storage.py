@@ -17,21 +17,33 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import read, resummed, save
-from support.internals import new_content, new_saver
+from support.internals import new_content, new_folder, new_writer
 
-from engine.checkpoint import directory
-from engine.checkpoint.directory import Opened, begin, list_checkpoints, remove, sweep
+from engine.checkpoint import local_storage
 from engine.checkpoint.files import DamagedCheckpoint
+from engine.checkpoint.local_storage import LocalStorage, Opened
 from engine.checkpoint.manifest import FORMAT
-from engine.checkpoint.storage import Local
 
 ROOT = Path(__file__).parents[2]
+
+
+def complete(root: Path) -> list[str]:
+    """The names of the complete checkpoints, oldest first."""
+    return list(LocalStorage(root).manifests())
+
+
+def remove(path: Path) -> bool:
+    return LocalStorage(path.parent).remove(path.name)
+
+
+def sweep(root: Path) -> None:
+    LocalStorage(root).sweep()
 
 
 @pytest.mark.parametrize(("limit", "version"), [(-1, FORMAT), (4 << 20, FORMAT + 1)])
 def test_what_is_written_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, version: int) -> None:
     """In both forms."""
-    monkeypatch.setattr(directory, "JOINED_BYTES", limit)
+    monkeypatch.setattr("engine.checkpoint.manifest.JOINED_BYTES", limit)
     path = save(tmp_path / "checkpoints" / "step=00000003")
     found = read(path)
     assert torch.equal(found.model["head.weight"], torch.ones(2, 3))
@@ -77,10 +89,10 @@ def test_a_small_one_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     synced: list[int] = []
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), fsync(descriptor)))
-    saver = new_saver(tmp_path)
+    writer, folder = new_writer(), new_folder(tmp_path)
     for name in ("step=2", "step=3"):
         synced.clear()
-        path = Path(saver.save(name, new_content()))
+        path = Path(writer.save(folder, name, new_content()))
     assert len(synced) == 4
     assert sorted(os.listdir(path)) == ["manifest.json", "rank=00000.safetensors"]
     manifest = json.loads((path / "manifest.json").read_text())
@@ -170,7 +182,7 @@ def test_views_of_one_memory(tmp_path: Path) -> None:
     [
         ({"model": {"w": torch.zeros(1, device="meta")}}, "the model's 'w'"),
         ({"model": {"w": object()}}, r"the state\['w'\]"),
-        ({"optim": {"a": object()}}, r"the state\['a'\]"),
+        ({"optimizers": {"a": object()}}, r"the state\['a'\]"),
         ({"facts": {"a": torch.zeros(1)}}, "manifest"),
         ({"facts": {1: 1}}, "manifest"),
         ({"facts": {"files": {}}}, r"\['files'\] are reserved"),
@@ -185,7 +197,7 @@ def test_an_error_leaves_the_earlier_checkpoint(tmp_path: Path, changes: dict[st
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(tmp_path / "step=1", 5.0)
+    save(tmp_path / "step=1", 5.0)
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -194,7 +206,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path / "step=2")
     assert os.listdir(tmp_path) == ["step=1"]
-    assert list_checkpoints(tmp_path) == [path]
+    assert complete(tmp_path) == ["step=1"]
 
 
 def test_an_older_one_at_the_same_place_is_replaced(tmp_path: Path) -> None:
@@ -297,7 +309,7 @@ def test_an_unreadable_manifest_is_refused(tmp_path: Path, text: str) -> None:
     (path / "manifest.json").write_text(text)
     with pytest.raises(DamagedCheckpoint, match=r"manifest\.json"):
         read(path)
-    assert list_checkpoints(tmp_path) == []
+    assert complete(tmp_path) == []
 
 
 @pytest.mark.usefixtures("checkpoints_in_folders")
@@ -315,7 +327,7 @@ def test_nothing_there(tmp_path: Path) -> None:
     save(tmp_path / "step=1")
     with pytest.raises(FileNotFoundError, match=r"complete ones beside it: .*step=1"):
         read(tmp_path / "step=2")
-    assert list_checkpoints(tmp_path / "no") == []
+    assert complete(tmp_path / "no") == []
 
 
 @pytest.mark.usefixtures("checkpoints_in_folders")
@@ -324,7 +336,7 @@ def test_the_list_has_complete_ones_in_the_order_of_writing(tmp_path: Path) -> N
     (third / "optim" / "optim.json").unlink()
     shutil.copytree(first, tmp_path / ".step=200.partial")
     (tmp_path / "step=300").mkdir()
-    assert list_checkpoints(tmp_path) == [first, second]
+    assert complete(tmp_path) == [first.name, second.name]
 
 
 def test_a_kill_while_removing_leaves_nothing_that_looks_like_one(
@@ -340,7 +352,7 @@ def test_a_kill_while_removing_leaves_nothing_that_looks_like_one(
         patch.setattr(os, "unlink", killed)
         with pytest.raises(KeyboardInterrupt):
             remove(path)
-    assert [each.name for each in list_checkpoints(tmp_path)] == ["step=2"]
+    assert complete(tmp_path) == ["step=2"]
     sweep(tmp_path)
     assert os.listdir(tmp_path) == ["step=2"]
     assert remove(path)
@@ -351,8 +363,8 @@ def test_a_removal_reads_one_other_manifest(tmp_path: Path, monkeypatch: pytest.
     for number in range(1, 20):
         shutil.copytree(tmp_path / "0", tmp_path / str(number))
     reads: list[Path] = []
-    read_json = directory.read_json
-    monkeypatch.setattr(directory, "read_json", lambda path: (reads.append(path), read_json(path))[1])
+    read_json = local_storage.read_json
+    monkeypatch.setattr(local_storage, "read_json", lambda path: (reads.append(path), read_json(path))[1])
     for number in range(10):
         assert remove(tmp_path / str(number))
     assert len(reads) == 10
@@ -361,9 +373,8 @@ def test_a_removal_reads_one_other_manifest(tmp_path: Path, monkeypatch: pytest.
 def test_the_calls_of_a_removal_do_not_grow_with_what_is_kept(tmp_path: Path) -> None:
     counts = []
     for kept in (10, 200):
-        place = Local(tmp_path / str(kept))
-        place.begin("new", True)
-        place.seal("new", 1, {}, {})
+        place = LocalStorage(tmp_path / str(kept))
+        place.begin("new").seal(1, {}, {})
         for name in map(str, range(kept)):
             shutil.copytree(place.path("new"), place.path(name))
         for name in ("0", "1"):
@@ -383,16 +394,16 @@ def test_a_removal_that_fails_in_the_middle_is_completed_by_the_next(
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as with a file that another NFS client has open
         with pytest.raises(OSError, match="not all of its files"):
             remove(tmp_path / "a")
-    assert list_checkpoints(tmp_path) == [tmp_path / "b"]
+    assert complete(tmp_path) == ["b"]
     assert remove(tmp_path / "a")
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
 def test_drafts_of_living_jobs_are_not_swept(tmp_path: Path) -> None:
-    holder = begin(tmp_path / "step=1")
+    draft = LocalStorage(tmp_path).begin("step=1")
     sweep(tmp_path)
     assert os.listdir(tmp_path) == [".step=1.partial"]
-    os.close(holder)
+    draft.unlock()
     sweep(tmp_path)
     assert os.listdir(tmp_path) == []
 
@@ -412,11 +423,11 @@ import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from support.checkpoints import read, resummed, save
-from engine.checkpoint import directory
-from engine.checkpoint.directory import list_checkpoints, sweep
+from engine.checkpoint import manifest
+from engine.checkpoint.local_storage import LocalStorage
 
 root, again = Path(sys.argv[1]), sys.argv[3] == "again"
-directory.JOINED_BYTES = int(sys.argv[4])
+manifest.JOINED_BYTES = int(sys.argv[4])
 for n in range(1, 1000):
     place = root / str(n)
     save(place / "step=1", 1.0)
@@ -439,10 +450,10 @@ for n in range(1, 1000):
         os._exit(0)
     _, status = os.waitpid(child, 0)
     for _ in range(2):
-        found = list_checkpoints(place)[-1]
+        found = place / list(LocalStorage(place).manifests())[-1]
         value = read(found).model["head.weight"][0, 0].item()
         assert value in (1.0, 2.0), (n, found)
-        sweep(place)
+        LocalStorage(place).sweep()
         assert len(os.listdir(place)) <= (1 if again else 2), (n, os.listdir(place))
     if status == 0:
         assert value == 2.0
@@ -484,4 +495,4 @@ def test_a_file_that_is_larger_than_any_that_is_written(tmp_path: Path, name: st
     with pytest.raises(
         DamagedCheckpoint, match=r"has 21,474,836,480 bytes, and a JSON file of a checkpoint has at most"
     ):
-        directory.read_json(checkpoint / name)
+        local_storage.read_json(checkpoint / name)

@@ -22,7 +22,7 @@ class Staging:
 
     Tensors that only an optimizer changes are copied while forward and backward passes run: call :meth:`hold` before the next
     optimizer step. On a device with streams the host does not wait: the copies run on a separate one. A device without them
-    copies everything in :meth:`begin`, because another thread must not read it while it computes.
+    copies everything in :meth:`start`, because another thread must not read it while it computes.
 
     The first copy's buffers are allocated on the writing thread. Changes in place are noticed by the tensors' versions, which a
     change through ``tensor.data`` does not touch.
@@ -32,40 +32,40 @@ class Staging:
         self.device = device
         self._buffers: dict[Hashable, Tensor] = {}
         self._stream: Any = device_copies.side_stream(device, "checkpoint") if accelerator.has_streams(device) else None
-        self._at_once = device.type != "cpu" and self._stream is None
+        self._copies_now = device.type != "cpu" and self._stream is None
         self._event: Any = None
-        self._left: dict[Hashable, Tensor] = {}
+        self._remaining: dict[Hashable, Tensor] = {}
         self._versions: list[int] = []
-        self._watched = self._torn = False
+        self._watched = self._changed = False
         self._lock = threading.Lock()
         self._copied = threading.Event()
         """The tensors may change: on the device, once the event has passed."""
         self._copied.set()
 
-    def begin(self, tensors: Mapping[Any, Tensor], later: Set[Any]) -> None:
+    def start(self, tensors: Mapping[Any, Tensor], later: Set[Any]) -> None:
         """Start copying ``tensors``. Called on the training thread, when the last copy is no longer read.
 
         Args:
             later: names of tensors that only an optimizer step changes.
         """
-        later = set() if self._at_once else later
+        later = set() if self._copies_now else later
         form = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         self._buffers = {n: copy for n, copy in self._buffers.items() if form.get(n) == (copy.shape, copy.dtype)}
         now = {name: tensor for name, tensor in tensors.items() if name not in later}
-        self._left = {name: tensor for name, tensor in tensors.items() if name in later}
-        self._versions = [tensor._version for tensor in self._left.values()]
-        self._watched, self._torn, self._event = bool(self._left), False, None
+        self._remaining = {name: tensor for name, tensor in tensors.items() if name in later}
+        self._versions = [tensor._version for tensor in self._remaining.values()]
+        self._watched, self._changed, self._event = bool(self._remaining), False, None
         self._allocate(now)
         for name, tensor in now.items():
-            self._buffers[name].copy_(tensor.detach(), non_blocking=not self._at_once)
+            self._buffers[name].copy_(tensor.detach(), non_blocking=not self._copies_now)
         if self._stream is not None:
             self._stream.wait_stream(accelerator.current_stream(self.device))
-            if all(name in self._buffers for name in self._left):
+            if all(name in self._buffers for name in self._remaining):
                 self._enqueue()
-        if any(self._event is None or tensor.device.type == "cpu" for tensor in self._left.values()):
+        if any(self._event is None or tensor.device.type == "cpu" for tensor in self._remaining.values()):
             self._copied.clear()
 
-    def finish(self) -> dict[Any, Tensor]:
+    def complete(self) -> dict[Any, Tensor]:
         """Copy the rest; returns the buffers. Called on the writing thread.
 
         Raises:
@@ -77,11 +77,11 @@ class Staging:
             self._copied.set()
         if self._event is not None:
             self._event.synchronize()
-        self.check()
+        self.verify()
         return dict(self._buffers)
 
-    def check(self, last: bool = False) -> None:
-        """Compare the tensors' versions with those of :meth:`begin`, up to :meth:`hold`. Called on the writing thread.
+    def verify(self, last: bool = False) -> None:
+        """Compare the tensors' versions with those of :meth:`start`, up to :meth:`hold`. Called on the writing thread.
 
         A kernel that runs while its tensor is copied raises the version only when it ends: so compare again when the files are written.
 
@@ -94,8 +94,8 @@ class Staging:
         with self._lock:
             self._compare()
             if last:
-                self._watched, self._left = False, {}
-        if self._torn:
+                self._watched, self._remaining = False, {}
+        if self._changed:
             raise RuntimeError(
                 "a parameter was changed by something other than an optimizer while it was copied for a checkpoint; save with "
                 "asynchronous=False (ModelCheckpoint) or wait=True (save_state), or change it in on_train_batch_end"
@@ -113,20 +113,20 @@ class Staging:
     def close(self) -> None:
         """Give the buffers back, when nothing reads them. Torch keeps freed pinned memory for itself unless it is told."""
         pinned = any(buffer.is_pinned() for buffer in self._buffers.values())
-        self._buffers, self._left = {}, {}
+        self._buffers, self._remaining = {}, {}
         if pinned:
             device_copies.empty_host_cache(self.device)
 
     def _compare(self) -> None:
-        if self._watched and [tensor._version for tensor in self._left.values()] != self._versions:
-            self._torn = True
+        if self._watched and [tensor._version for tensor in self._remaining.values()] != self._versions:
+            self._changed = True
 
     def _copy(self) -> None:
-        """What :meth:`begin` has left."""
-        self._allocate(self._left)
+        """Copy the tensors that :meth:`start` has left."""
+        self._allocate(self._remaining)
         if self._stream is not None and self._event is None:
             self._enqueue()
-        for name, tensor in self._left.items():
+        for name, tensor in self._remaining.items():
             if tensor.device.type == "cpu" and tensor.is_contiguous():
                 # Not torch's copy: its thread pool fails in a thread of a forked process.
                 numpy.copyto(_bytes(self._buffers[name]), _bytes(tensor))
@@ -135,7 +135,7 @@ class Staging:
 
     def _enqueue(self) -> None:
         with torch.no_grad(), self._stream:
-            for name, tensor in self._left.items():
+            for name, tensor in self._remaining.items():
                 if tensor.device.type != "cpu":
                     self._buffers[name].copy_(tensor, non_blocking=True)
             self._event = self._stream.record_event()

@@ -1,0 +1,254 @@
+"""The content of a checkpoint, cut into parts of tensors and JSON trees, and dealt to the ranks that write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from engine.checkpoint.json_tree import pack, same_memory
+from engine.checkpoint.manifest import OTHER_WEIGHTS, RANK, SHARED, WEIGHTS, PackedFacts, packed_facts
+from engine.checkpoint.storage import Packed
+from engine.checkpoint.tensors import is_cut, storable
+from engine.distributed.collectives import gather_json
+from engine.distributed.group import Group
+from engine.utils.parameters import parameters_of
+
+FILE = 1 << 27
+"""Bytes above which a rank's parts go into several files, which are written concurrently."""
+MOST_FILES = 8
+
+Row = tuple[str, tuple[int, ...], int, bool]
+"""A part's name, offsets and bytes, and whether the lowest rank that has it must write it."""
+
+
+@dataclass
+class Content:
+    """This rank's content of a checkpoint. Tensors may be whole or sharded (``DTensor``)."""
+
+    model: Mapping[str, Any]
+    """Parameters and buffers by name, and results of ``get_extra_state``; names of other ranks may be missing."""
+    optimizers: Mapping[str, Any]
+    """``{number: state}`` of each optimizer; ``state["state"]`` is keyed by parameter names; other ranks may have some of them."""
+    shared: Any
+    """A tree that is the same on all ranks."""
+    of_rank: Any
+    """This rank's tree."""
+    facts: Mapping[str, Any]
+    """Additional facts for the manifest: small JSON values."""
+    parts_differ: bool = False
+    """True if ranks have tensors of different names; the same on all ranks."""
+    changed_by_steps: Set[int] = frozenset()
+    """The ``id`` of each parameter that only an optimizer step changes."""
+    other_weights: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Other weights of the model, which nothing changes before :meth:`engine.checkpoint.writer.CheckpointWriter.hold`:
+    ``{name: {name in the model: tensor}}``. The names of the weights are the same on all ranks."""
+
+
+class Part(NamedTuple):
+    """This rank's part of a tensor."""
+
+    tensor: Tensor
+    """Shares the memory of the original, on its device."""
+    offsets: tuple[int, ...]
+    """Where in the whole tensor it starts."""
+
+
+class PackedContent:
+    """A rank's content as parts of tensors and JSON trees, which :meth:`pack` fills in; nothing is copied."""
+
+    def __init__(self, group: Group) -> None:
+        self.facts = PackedFacts()
+        """Additional facts for the manifest."""
+        self.parts: dict[str, Part] = {}
+        """Parts of the model, the optimizers and other weights, by names such as ``"model/layer.weight"``."""
+        self.trees: dict[str, Packed] = {}
+        """Trees by their names in the checkpoint, such as ``"state/shared"``."""
+        self.late: set[str] = set()
+        """Names of parts that only an optimizer step changes: they may be copied while forward and backward passes run."""
+        self.rows: list[Row] = []
+        """A row for each part, which the other ranks need to know."""
+        self._group = group
+        self._to_merge: list[str] = []
+        self._parts_differ = False
+
+    def pack(self, content: Content) -> None:
+        """Fill in ``content``.
+
+        Raises:
+            TypeError: a value cannot be stored; the message says where it is.
+        """
+        group = self._group
+        self.facts = packed_facts(content.facts)
+        tensors, model = split(content.model)
+        optim, states = pack(dict(content.optimizers), is_cut)
+        self.trees = {
+            "model/model": (model, {}),
+            "optim/optim": (optim, {}),
+            RANK.format(group.rank): pack(content.of_rank),
+        }
+        if group.is_main:
+            self.trees[SHARED] = pack(content.shared)
+        self._to_merge, self._parts_differ = ["model/model", "optim/optim"], content.parts_differ
+        others, named = packed_weights(content.other_weights)
+        if content.other_weights:
+            self.trees[OTHER_WEIGHTS] = (named, {})
+            self._to_merge.append(OTHER_WEIGHTS)
+        own = {f"model/{n}": t for n, t in tensors.items()} | {f"optim/{n}": t for n, t in states.items()}
+        self.parts = parts_of(own | others)
+        trained = (f"model/{n}" for n, t in tensors.items() if id(t) in content.changed_by_steps)
+        self.late = {*(f"optim/{n}" for n in states), *trained, *others}
+        # Where ranks may have different values, such as batch statistics, rank 0's are saved.
+        varying = {n for n, t in tensors.items() if not isinstance(t, nn.Parameter)}
+        fixed = {f"model/{n}" for n in varying} | {key for key in others if key.split("/", 2)[2] in varying}
+        self.rows = rows_of(self.parts, fixed)
+
+    def merge_trees(self) -> None:
+        """Leave the trees of the model, the optimizers and other weights to the main process, with what other ranks have; all ranks call this
+        together."""
+        trees = {stem: self.trees.pop(stem)[0] for stem in self._to_merge}
+        every = gather_json(self._group, trees) if self._parts_differ else [trees]
+        if self._group.is_main:
+            self.trees |= {stem: (_merged([row[stem] for row in every]), {}) for stem in trees}
+
+
+def trained_by(optimizers: Sequence[Any]) -> set[int]:
+    """The ``id`` of each parameter that an optimizer trains. Others, such as a teacher's, may change at any time."""
+    return {id(p) for p in parameters_of(optimizers) if p.requires_grad}
+
+
+# -- states as tensors and trees --------------------------------------------------------------------------------------------------------
+
+
+def split(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """The tensors of a model's state, each once, and a JSON value: which names share one, and entries that are not tensors.
+
+    Raises:
+        TypeError: a value cannot be stored.
+    """
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    extra: dict[str, Any] = {}
+    first: dict[Any, str] = {}
+    for name, value in model.items():
+        if not isinstance(value, Tensor):
+            extra[name] = value
+            continue
+        if not storable(value):
+            raise TypeError(
+                f"the model's {name!r} ({value.dtype} on {value.device}) cannot be stored: convert it to a dense tensor of a type that "
+                "safetensors has"
+            )
+        known = first.setdefault(same_memory(value), name)
+        if known == name:
+            tensors[name] = value
+        else:
+            aliases[name] = known
+    packed, found = pack(extra)
+    if found:
+        raise TypeError(f"get_extra_state returned tensors ({sorted(found)[:3]}): register them as buffers")
+    return tensors, {"aliases": aliases, "extra": packed}
+
+
+def packed_weights(weights: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of other weights, each once, by folder and name, and the JSON value beside them.
+
+    :mod:`engine.checkpoint.reader` has their form.
+
+    Args:
+        weights: ``{name of the weights: {name in the model: tensor}}``.
+
+    Raises:
+        TypeError: a tensor cannot be stored.
+    """
+    tensors: dict[str, Tensor] = {}
+    tree: dict[str, Any] = {}
+    for name, own in weights.items():
+        found, packed_tree = split(own)
+        tensors |= {f"{WEIGHTS}/{name}/{key}": tensor for key, tensor in found.items()}
+        tree[name] = {"aliases": packed_tree["aliases"]}
+    return tensors, tree
+
+
+def _merged(rows: list[Any]) -> Any:
+    """Merge the JSON trees of ranks with different names; for the same name, rank 0's value."""
+    if len(rows) == 1 or not all(isinstance(row, dict) for row in rows):
+        return rows[0]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: _merged([row[name] for row in rows if name in row]) for name in names}
+
+
+# -- parts, and who writes them ---------------------------------------------------------------------------------------------------------
+
+
+def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+    """This rank's part of each tensor that is not empty here (``DTensor``: its shard; others: all)."""
+    cut = {name: tensor for name, tensor in tensors.items() if is_cut(tensor)}
+    found = {name: Part(tensor.detach(), (0,) * tensor.ndim) for name, tensor in tensors.items() if name not in cut}
+    return found | _cut_parts(cut) if cut else found
+
+
+def _cut_parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+    # Imported here: it takes 0.7 s.
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), is_coordinator=True)
+    found: dict[str, Part] = {}
+    for item in planner.create_local_plan().items:
+        assert item.tensor_data is not None
+        chunk = item.tensor_data.chunk
+        if chunk.sizes.numel() or not item.tensor_data.size.numel():
+            local = planner.resolve_data(item)
+            assert isinstance(local, Tensor)
+            found[item.index.fqn] = Part(local, tuple(chunk.offsets))
+    return found
+
+
+def rows_of(parts: Mapping[str, Part], fixed: Set[str]) -> list[Row]:
+    """A row for each of these parts, which the other ranks need to know. ``fixed``: names of those that the lowest rank that has them must write."""
+    return [(name, part.offsets, part.tensor.nbytes, name in fixed) for name, part in parts.items()]
+
+
+def assign(every: list[Any], rank: int) -> set[str]:
+    """The names whose part this rank writes. Among ranks with the same part, the one with the least to write takes it.
+
+    Args:
+        every: the rows of each rank; all ranks compute the same answer.
+    """
+    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+    for holder, own in enumerate(every):
+        for name, offsets, size, fixed in own:
+            key = (name, tuple(offsets))
+            if not fixed or key not in holders:
+                holders.setdefault(key, []).append(holder)
+            sizes[key] = size
+    load = [0] * len(every)
+    mine: set[str] = set()
+    for key in sorted(holders, key=lambda key: -sizes[key]):  # the large ones first: this balances the loads
+        writer = min(holders[key], key=lambda holder: load[holder])
+        load[writer] += sizes[key]
+        if writer == rank:
+            mine.add(key[0])
+    return mine
+
+
+def file_count(size: int) -> int:
+    """The number of files for ``size`` bytes of one rank's parts, as many as are worth writing concurrently."""
+    return min(MOST_FILES, max(1, size // FILE))
+
+
+def into_files(parts: Mapping[str, Part]) -> list[dict[str, Part]]:
+    """A rank's parts in files of about equal size; none for no parts."""
+    sizes = {name: part.tensor.nbytes for name, part in parts.items()}
+    count = file_count(sum(sizes.values()))
+    files: list[dict[str, Part]] = [{} for _ in range(count)]
+    load = [0] * count
+    for name in sorted(parts, key=lambda name: (-sizes[name], name)):
+        least = load.index(min(load))
+        files[least][name] = parts[name]
+        load[least] += sizes[name]
+    return [file for file in files if file]

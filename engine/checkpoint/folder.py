@@ -1,0 +1,159 @@
+"""One folder of checkpoints: which names must stay, what is removed, and which checkpoints came, went and failed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.files import DamagedCheckpoint, is_entry
+from engine.checkpoint.manifest import SHARED
+from engine.checkpoint.storage import Storage
+from engine.checkpoint.storage_paths import split_path
+from engine.distributed.group import Group
+from engine.distributed.stop_agreement import Agreement
+from engine.utils.log import logger
+
+
+@dataclass(eq=False)
+class CheckpointFolder:
+    """A folder of checkpoints as a job sees it that saves there; a :class:`engine.checkpoint.writer.CheckpointWriter` writes into it.
+
+    The main process alone removes, renames and counts what is in it; :attr:`lost` and the errors are the same on all ranks.
+    """
+
+    group: Group
+    """The job's ranks."""
+    storage: Storage
+    """The place where the folder is."""
+    agreement: Agreement | None = None
+    """It is notified of :attr:`events`, perhaps by the writing thread; ``None``: nobody wants them."""
+    max_failures: int = 1
+    """This many consecutive failures of asynchronous saves are an error; fewer are logged."""
+    lost: set[str] = field(default_factory=set)
+    """Names of checkpoints that could not be written."""
+    protected: set[str] = field(default_factory=set)
+    """Names that retention never removes: the one this run was resumed from, and those that were damaged then."""
+    to_remove: list[str] = field(default_factory=list)
+    """Names that are still to be removed."""
+    events: deque[tuple[str, str]] = field(default_factory=deque)
+    """On the main process, ``"saved"`` or ``"removed"`` and a checkpoint's name, in the order of these events, until somebody takes them out."""
+    _failures: int = 0
+    _error: RuntimeError | None = None
+    _stuck: set[str] = field(default_factory=set)
+    _swept: bool = False
+
+    # -- names ----------------------------------------------------------------------------------------------------------------------------
+
+    def free_name(self, name: str) -> str:
+        """The name, numbered if a checkpoint of this name must stay: it is being read, resumed from, to be removed, or unreadable."""
+        free, number = name, 0
+        while free in self.protected or free in self.to_remove or self.storage.must_stay(free):
+            number += 1
+            free = f"{name}-v{number}"
+        if number:
+            logger.warning(
+                "%s must stay: it is in use, or cannot be read; this checkpoint becomes %s",
+                self.storage.path(name),
+                free,
+            )
+        return free
+
+    # -- retention ------------------------------------------------------------------------------------------------------------------------
+
+    def take_over(self, to_remove: Any, path: Path | str) -> None:
+        """Remove what the job that wrote the checkpoint at ``path`` was still to remove (:attr:`to_remove`); this job resumes from it.
+
+        A name counts only for an older checkpoint in this folder: elsewhere, or for a newer one, it means something else.
+
+        Raises:
+            DamagedCheckpoint: ``to_remove`` is not a list of names.
+        """
+        if not isinstance(to_remove, list) or not all(map(is_entry, to_remove)):
+            raise DamagedCheckpoint(f"{path}: {SHARED}.json has no usable 'postponed': {to_remove!r:.100}")
+        storage, name = split_path(path)
+        if self.group.is_main and storage.is_same(self.storage):
+            self.storage.sweep()  # also before the first save: there may be nothing left to save
+            names = list(self.storage.manifests())
+            self.to_remove = [each for each in names[: names.index(name)] if each in to_remove] if name in names else []
+
+    def sweep(self) -> None:
+        """Delete what killed runs left, once; on the main process."""
+        if not self._swept:
+            self._swept = True
+            self.storage.sweep()
+
+    def remove_later(self, names: Sequence[str]) -> None:
+        """Delete checkpoints (on the main process) when the one in progress is complete."""
+        if self.group.is_main:
+            self.to_remove += names
+
+    def remove(self, names: Sequence[str] = ()) -> None:
+        """Delete checkpoints (on the main process), and those of :attr:`to_remove`; those that are in use, or that an error keeps, are tried
+        again later."""
+        if self.group.is_main and (names or self.to_remove):
+            wanted, self.to_remove = [*self.to_remove, *names], []
+            self.to_remove += [
+                name for name in dict.fromkeys(wanted) if name in self.protected or not self._remove(name)
+            ]
+
+    def _remove(self, name: str) -> bool:
+        try:
+            gone = self.storage.remove(name)
+        except Exception as error:  # not a reason to give up the checkpoint that is being written; remote ones have errors of their own
+            gives_up = isinstance(error, ValueError)
+            again = "" if gives_up else " (tried again after each save)"
+            if name not in self._stuck:
+                logger.warning("checkpoint %s could not be removed: %s: %s%s", name, type(error).__name__, error, again)
+            self._stuck.add(name)
+            return gives_up
+        self._stuck.discard(name)
+        if gone:
+            self.tell("removed", name)
+        return gone
+
+    # -- events and failures --------------------------------------------------------------------------------------------------------------
+
+    def tell(self, event: str, name: str) -> None:
+        """Add to :attr:`events`, if anybody takes them out."""
+        if self.agreement is not None:
+            self.events.append((event, name))
+            self.agreement.notify()
+
+    def ended(self, name: str, error: BaseException | None) -> None:
+        """Count what became of a checkpoint. Too many failures in a row are an error of :meth:`raise_error`; others are logged."""
+        if error is None:
+            self._failures = 0
+            return
+        self._failures += 1
+        self.lost.add(name)
+        message = f"checkpoint {name} was not written: {type(error).__name__}: {error}"
+        if self._failures >= self.max_failures:
+            self._error = RuntimeError(
+                f"{message} ({self._failures} failure(s) in a row). Earlier checkpoints are unchanged"
+            )
+            self._error.__cause__ = error
+        elif self.group.is_main:
+            logger.error(
+                "%s; training continues (failure %d in a row, %d are an error)",
+                message,
+                self._failures,
+                self.max_failures,
+            )
+
+    def log_error(self) -> None:
+        """Log the error that :meth:`ended` has kept: perhaps nobody asks for it."""
+        if self._error is not None and self.group.is_main:
+            logger.error("%s", self._error)
+
+    def raise_error(self) -> None:
+        """Raise the error that :meth:`ended` has kept, once.
+
+        Raises:
+            RuntimeError: the latest :attr:`max_failures` checkpoints could not be written.
+        """
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

@@ -1,0 +1,501 @@
+"""Checkpoints in a directory: each appears complete or not at all, and is protected while somebody reads it. See :mod:`engine.checkpoint.storage`."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.files import (
+    DamagedCheckpoint,
+    Record,
+    blocks,
+    check_entry,
+    inside,
+    open_file,
+    read_json,
+    sync,
+    verify,
+    write_json,
+)
+from engine.checkpoint.json_tree import unpack
+from engine.checkpoint.manifest import (
+    FOLDERS,
+    JOINED,
+    MANIFEST,
+    TREES,
+    WEIGHTS,
+    Manifest,
+    check_manifest,
+    manifest_of,
+    next_serial,
+)
+from engine.checkpoint.storage import Draft, Incomplete, Storage
+from engine.checkpoint.tensors import TensorFiles, read_tensors
+
+_REMAINS = {
+    ".partial": "not finished: a run is writing it, or was killed while it did",
+    ".replaced": "an older one of the same name, which a newer one has replaced",
+    ".removed": "its removal was interrupted",
+}
+"""Reasons why hidden directories are not complete checkpoints, by the suffixes of their names."""
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A checkpoint that this process has written."""
+
+    name: str
+    files: Mapping[str, Record]
+    manifest: Record
+
+    def is_whole(self, root: Path) -> bool:
+        """Check that it is still there as it was written."""
+        path = root / self.name
+        try:
+            verify(path, {MANIFEST: self.manifest}, [(MANIFEST, 0)])
+            return all(_size(f"{path}/{name}") == record["bytes"] for name, record in self.files.items())
+        except (DamagedCheckpoint, OSError):
+            return False
+
+
+class LocalStorage(Storage):
+    """A directory that all ranks share."""
+
+    shared = True
+
+    def __init__(self, root: Path) -> None:
+        self.directory = root.absolute()  # a script may change the current directory
+        self.root = str(self.directory)
+        self._serial, self._known = 0, set[tuple[str, int, int]]()
+        self._newest: _Written | None = None
+        self._new = True
+        """The directory may not be on the disk yet: its maker does not wait for that."""
+
+    def path(self, name: str) -> Path:
+        return self.directory / name
+
+    def begin(self, name: str, first: bool = True, folders: Sequence[str] = FOLDERS) -> LocalDraft:
+        path = self.path(name)
+        draft = LocalDraft(self, name)
+        if not first:
+            return draft
+        used = os.path.exists(path) and _size(f"{path}/{MANIFEST}") is None
+        if used and not (path.is_dir() and not any(path.iterdir())):
+            raise FileExistsError(
+                f"{path} exists and is not a checkpoint ({MANIFEST} is missing): choose another path, or move it away"
+            )
+        if os.path.lexists(draft.folder):
+            _delete(draft.folder)
+        try:
+            draft.folder.mkdir(parents=True)
+            draft.lock()
+            for folder in folders:
+                os.mkdir(f"{draft.folder}/{folder}")
+            if self._new:
+                sync(path.parent.parent)
+        except BaseException:
+            shutil.rmtree(draft.folder, ignore_errors=True)
+            draft.abandon()
+            raise
+        self._new = False
+        return draft
+
+    def next_serial(self) -> int:
+        """The serial number of the next checkpoint. Each manifest is read once. Other jobs, and other writers of this one, may save here too."""
+        serials = [self._serial]
+        with os.scandir(self.root) as entries:
+            for entry in entries:
+                with suppress(DamagedCheckpoint, OSError):
+                    status = entry.stat()
+                    key = _identity(entry.name, status)
+                    if key not in self._known and not entry.name.startswith("."):
+                        self._known.add(key)
+                        manifest = check_manifest(entry.path, read_json(inside(self.path(entry.name), MANIFEST)))
+                        serials.append(manifest["serial"])
+        self._serial = next_serial(serials)
+        return self._serial
+
+    def note_written(self, name: str, files: Mapping[str, Record], manifest: Record) -> None:
+        """Note that this process has written the checkpoint ``name`` with these records of its ``files`` and its ``manifest``."""
+        self._newest = _Written(name, files, manifest)
+        self._known.add(_identity(name, os.stat(self.path(name))))
+
+    def manifest(self, name: str) -> dict[str, Any]:
+        return check_manifest(self.path(name), read_json(self.path(name) / MANIFEST))
+
+    def complete(self, without: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+        """Names and manifests of the complete checkpoints, except for ``without``, each read when it is asked for."""
+        with os.scandir(self.root) if self.directory.is_dir() else nullcontext(()) as entries:
+            for entry in entries:
+                name = entry.name
+                # An old one that was moved aside stands in while its successor is not yet there.
+                stands_in = name.startswith(".") and name.endswith(".replaced")
+                if name == without or (
+                    stands_in and os.path.exists(f"{self.root}/{name[1:].removesuffix('.replaced')}")
+                ):
+                    continue
+                if (stands_in or not name.startswith(".")) and os.path.isfile(f"{self.root}/{name}/{MANIFEST}"):
+                    with suppress(DamagedCheckpoint, OSError):
+                        yield name, read_manifest(self.path(name))
+
+    def incomplete(self, complete: Container[str] | None = None) -> dict[str, Incomplete]:
+        found: dict[str, Incomplete] = {}
+        complete = self.manifests() if complete is None else complete
+        for name in sorted(os.listdir(self.root)) if self.directory.is_dir() else ():
+            try:
+                parts = (*FOLDERS, JOINED, MANIFEST)
+                if name not in complete and any(_exists(f"{self.root}/{name}/{part}") for part in parts):
+                    found[name] = self._why(self.path(name))
+            except OSError as error:
+                found[name] = Incomplete(str(error), not _is_checkpoint(self.path(name)))
+        return found
+
+    def _why(self, path: Path) -> Incomplete:
+        if path.suffix in _REMAINS and path.name.startswith("."):
+            return Incomplete(_REMAINS[path.suffix], True)
+        try:
+            read_manifest(path)
+            reason = "it was incomplete a moment ago"
+        except FileNotFoundError:
+            reason = f"{MANIFEST} is missing"
+        except (DamagedCheckpoint, OSError) as error:
+            reason = str(error).removeprefix(f"{path}: ")
+        return Incomplete(reason, not _is_checkpoint(path))
+
+    def has(self, name: str) -> bool:
+        return (self.path(name) / MANIFEST).is_file()
+
+    def fetch(self, name: str) -> Path:
+        return self.path(name)
+
+    def remove(self, name: str) -> bool:
+        """Delete a checkpoint: it is hidden, then its manifest goes, then the rest. Of a link to one only the link goes."""
+        path = self.path(check_entry(self.root, name))
+        removed = _beside(path, "removed")
+        if os.path.exists(path):
+            if _size(f"{path}/{MANIFEST}") is None:
+                raise ValueError(f"{path} is not a checkpoint ({MANIFEST} is missing): it is not deleted")
+            if not self._has_another(name):
+                return False
+            lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock is None:
+                return False
+            try:
+                if os.path.lexists(removed):
+                    _delete(removed)
+                path.rename(removed)
+                if not os.path.islink(removed):
+                    os.unlink(f"{removed}/{MANIFEST}")
+            finally:
+                os.close(lock)
+        if os.path.lexists(removed):
+            _delete(removed)  # another job's sweep may be deleting it
+            if os.path.lexists(removed):
+                raise OSError(errno.ENOTEMPTY, "not all of its files could be deleted", str(removed))
+        return True
+
+    def _has_another(self, name: str) -> bool:
+        """Check that a complete checkpoint besides ``name`` exists; the latest of this process is found without a search."""
+        newest = self._newest
+        if newest is not None and newest.name != name and newest.is_whole(self.directory):
+            return True
+        return any(self.complete(without=name))
+
+    def must_stay(self, name: str) -> bool:
+        path = self.path(name)
+        return _is_checkpoint(path) and (not _is_readable(path) or _is_read(path))
+
+    def sweep(self) -> None:
+        whole = set(self.manifests())
+        for name in sorted(os.listdir(self.root)) if self.directory.is_dir() else ():
+            path = self.path(name)
+            ours = name.startswith(".") and path.suffix in _REMAINS and name not in whole
+            with suppress(OSError):
+                if (
+                    ours
+                    and path.is_dir()
+                    and all(entry.name in (*FOLDERS, WEIGHTS, JOINED, MANIFEST) for entry in path.iterdir())
+                ):
+                    descriptor = os.open(path, os.O_RDONLY)
+                    try:
+                        if _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                            shutil.rmtree(path, ignore_errors=True)
+                    finally:
+                        os.close(descriptor)
+
+
+class LocalDraft(Draft):
+    """The hidden sibling of a checkpoint, which is renamed to it. The rank that came first has it locked: the sweeps of other jobs leave it alone."""
+
+    def __init__(self, storage: LocalStorage, name: str) -> None:
+        self._storage, self._name = storage, name
+        self.folder = _beside(storage.path(name), "partial")
+        self._lock: int | None = None
+
+    def lock(self) -> None:
+        """Lock the draft until it is sealed or abandoned, or this process ends."""
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        _flock(self._lock, fcntl.LOCK_EX)
+
+    def send(self, files: Iterable[str]) -> None:
+        """Nothing to do: all ranks share the directory."""
+
+    def seal(
+        self,
+        world_size: int,
+        facts: Mapping[str, Any],
+        files: Mapping[str, Record],
+        trees: Mapping[str, Any] | None = None,
+    ) -> None:
+        manifest = manifest_of(world_size, facts, files, self._storage.next_serial(), trees)
+        self._storage.note_written(self._name, files, self._complete(manifest, files))
+        self.unlock()
+
+    def _complete(self, manifest: Mapping[str, Any], files: Mapping[str, Record]) -> Record:
+        """Add the manifest and rename the draft to the checkpoint. Return the record of the manifest."""
+        partial, path = self.folder, self._storage.path(self._name)
+        for name, record in files.items():
+            if _size(f"{partial}/{name}") != record["bytes"]:
+                raise FileNotFoundError(
+                    f"{name} was written by its rank and is not in {partial}: all ranks need the same file system there"
+                )
+        record = write_json(partial / MANIFEST, manifest)
+        folders = () if TREES in manifest else (*FOLDERS, WEIGHTS)
+        for folder in (*folders, "."):
+            if folder != WEIGHTS or (partial / folder).is_dir():
+                sync(f"{partial}/{folder}")
+        old = _beside(path, "replaced")
+        if _size(f"{path}/{MANIFEST}") is not None:
+            _delete(old)
+            path.rename(old)
+        try:
+            partial.rename(path)
+        except OSError:
+            if old.exists():
+                old.rename(path)
+            raise
+        sync(path.parent)
+        if os.path.lexists(old):
+            _delete(old)
+        return record
+
+    def abandon(self) -> None:
+        if self._lock is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.unlock()
+
+    def unlock(self) -> None:
+        """Give the lock up, as the end of the process does."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+# -- one checkpoint -------------------------------------------------------------------------------------------------------------------
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a checkpoint whose files all exist with the right sizes; their content is not checked.
+
+    Raises:
+        DamagedCheckpoint: it is incomplete, changed since it was written, or of an unknown form.
+        FileNotFoundError: there is no checkpoint at ``directory``; the error lists those in the same folder.
+    """
+    if _size(f"{directory}/{MANIFEST}") is None:
+        beside = ", ".join(LocalStorage(directory.parent).manifests()) or "none"
+        raise FileNotFoundError(
+            f"{directory} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {beside}"
+        )
+    manifest = check_manifest(directory, read_json(inside(directory, MANIFEST)))
+    for name, record in manifest["files"].items():
+        size = _size(inside(directory, name))
+        if size is None:
+            raise DamagedCheckpoint(f"{directory}: {name} is missing")
+        if size != record["bytes"]:
+            raise DamagedCheckpoint(
+                f"{directory}: {name} has {size} bytes, and had {record['bytes']} when it was written"
+            )
+    return manifest
+
+
+def _size(path: Path | str) -> int | None:
+    """The size of a regular file; ``None``: there is none."""
+    try:
+        status = os.stat(path)
+    except ValueError:  # no name of a file
+        return None
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _beside(path: Path, what: str) -> Path:
+    """The hidden directory for ``what``, one of :data:`_REMAINS`, beside a checkpoint."""
+    return path.with_name(f".{path.name}.{what}")
+
+
+def _exists(path: str) -> bool:
+    """Check that something exists at ``path``; a folder that may not be read is an error."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return False
+    return True
+
+
+def _identity(name: str, status: os.stat_result) -> tuple[str, int, int]:
+    """A key that differs between checkpoints of the same name: a checkpoint that replaces another is new."""
+    return name, status.st_ino, status.st_mtime_ns
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Check for a checkpoint, usable or not, at ``path``: its manifest or all of its folders exist."""
+    try:
+        if not os.path.lexists(path):
+            return False
+        return os.path.lexists(path / MANIFEST) or all((path / folder).is_dir() for folder in FOLDERS)
+    except OSError:  # no permission for the folder above, or too long a name
+        return os.path.lexists(path)
+
+
+def _is_readable(path: Path) -> bool:
+    """Check that this version reads the manifest of the checkpoint at ``path``, and that all files exist."""
+    try:
+        if not (path / MANIFEST).is_file():
+            return False  # here already: the error of read_manifest lists all others
+        read_manifest(path)
+    except (DamagedCheckpoint, OSError):
+        return False
+    return True
+
+
+def _is_read(path: Path) -> bool:
+    """Check if another reader has locked the checkpoint at ``path``."""
+    if not (path / MANIFEST).is_file():
+        return False
+    lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if lock is not None:
+        os.close(lock)
+    return lock is None
+
+
+def _delete(path: Path) -> None:
+    """Delete a directory as far as possible; of a link only the link."""
+    if os.path.islink(path):
+        path.unlink()
+        return
+    try:  # a joined one, without its manifest: a walk through it would take longer
+        os.unlink(f"{path}/{JOINED}")
+        os.rmdir(path)
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _lock(directory: Path, mode: int) -> int | None:
+    """A descriptor that holds the lock of a checkpoint until it is closed; ``None``: another process holds it."""
+    descriptor = open_file(directory / MANIFEST)
+    if _flock(descriptor, mode):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _flock(descriptor: int, mode: int) -> bool:
+    """Try to lock a file; True also where the file system has no locks, and readers and drafts are not protected."""
+    try:
+        fcntl.flock(descriptor, mode)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+class Opened:
+    """A checkpoint opened for reading; it is not removed until :meth:`close`. A context manager.
+
+    Args:
+        directory: its path.
+        share: this reader checks only its share of the files' checksums: ``(index, number of readers)``.
+        folders: those whose checksums are checked.
+
+    Raises:
+        DamagedCheckpoint, FileNotFoundError: as :func:`read_manifest`, and if a checksum is wrong.
+    """
+
+    def __init__(self, directory: Path, share: tuple[int, int] = (0, 1), folders: Iterable[str] = FOLDERS) -> None:
+        self.directory = directory
+        self.manifest = read_manifest(directory)
+        """The manifest: the facts, and ``format``, ``saved_at`` (seconds since 1970), ``world_size`` and ``files``."""
+        self._lock = _lock(directory, fcntl.LOCK_SH)
+        chosen = [name for name in sorted(self.files) if name.split("/")[0] in (*folders, name)]
+        try:
+            verify(directory, self.files, blocks(self.files, chosen)[share[0] :: share[1]])
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def files(self) -> dict[str, Record]:
+        found: dict[str, Record] = self.manifest["files"]
+        return found
+
+    def tensors(self, folder: str) -> TensorFiles:
+        """The tensors of ``model`` or ``optim``."""
+        if self.manifest.trees:
+            return self._joined(folder)
+        there = {f"{folder}/{path.name}" for path in (self.directory / folder).glob("*.safetensors")}
+        if strange := sorted(there - self.files.keys()):
+            raise DamagedCheckpoint(f"{self.directory}: {strange[0]} is not in the manifest")
+        return TensorFiles(self.directory / folder, [self.directory / name for name in sorted(there)])
+
+    def tree(self, stem: str, tensors: Mapping[str, Any] | None = None) -> Any:
+        """A tree of the checkpoint, such as :data:`SHARED`; ``None``: it has none of this name.
+
+        Args:
+            tensors: replacements for its tensors; by default they are read to the CPU.
+        """
+        where, name = f"{stem}.json", f"{stem}.safetensors"
+        if trees := self.manifest.trees:
+            if stem not in trees:
+                return None
+            where, value = f"{MANIFEST}, {stem}", trees[stem]
+            if tensors is None:
+                tensors = self._joined(stem).whole()
+        elif where not in self.files:
+            return None
+        else:
+            if tensors is None:
+                tensors = read_tensors(inside(self.directory, name)) if name in self.files else {}
+            value = read_json(inside(self.directory, where))
+        try:
+            return unpack(value, tensors)
+        except ValueError as error:
+            raise DamagedCheckpoint(f"{self.directory}: {where}: {error}") from error
+
+    def _joined(self, name: str) -> TensorFiles:
+        """The tensors of a folder or a tree of a joined checkpoint."""
+        return TensorFiles(self.directory, [inside(self.directory, file) for file in self.files], f"{name}/")
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

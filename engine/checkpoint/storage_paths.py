@@ -1,0 +1,28 @@
+"""Which storage, and which checkpoint in it, a path or a URL means (``s3://``, ``gs://``, ``memory://``, ...: what fsspec knows)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.checkpoint.local_storage import LocalStorage
+from engine.checkpoint.one_file import OneFileStorage, is_one_file
+from engine.checkpoint.remote_storage import RemoteStorage
+from engine.checkpoint.storage import Storage
+
+
+def storage_of(root: str | Path) -> Storage:
+    """The :class:`Storage` of a path or a URL.
+
+    Raises:
+        ValueError: fsspec does not know the protocol, or its package is missing; the message says which.
+    """
+    return RemoteStorage(str(root)) if "://" in str(root) else LocalStorage(Path(root))
+
+
+def split_path(path: str | Path) -> tuple[Storage, str]:
+    """The :class:`Storage` and the name of a checkpoint, from its path or URL; errors as of :func:`storage_of`."""
+    if "://" in str(path):
+        root, _, name = str(path).rstrip("/").rpartition("/")
+        return RemoteStorage(root), name
+    local = Path(path)
+    return (OneFileStorage if is_one_file(local) else LocalStorage)(local.parent), local.name
