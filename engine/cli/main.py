@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``fit`` with ``argv`` (``None``: the process's own arguments).
 
     Returns:
-        The exit status, as of :mod:`engine.cli.terminal`. Wrong options end the process with status 2, as argparse does.
+        The exit status; see :mod:`engine.cli.terminal`. Wrong options end the process with status 2, as argparse does.
     """
     open_streams()
     if argv is None and "_ARGCOMPLETE" in os.environ:  # a shell asks for completions of its line

@@ -36,7 +36,7 @@ from engine.utils.text import terminal_text
 
 
 def run(options: argparse.Namespace) -> int:
-    """Forecast the run, or measure this machine; returns the exit status, as of :mod:`engine.cli.terminal`."""
+    """Forecast the run, or measure this machine; returns the exit status; see :mod:`engine.cli.terminal`."""
     return run_reporting_errors(
         lambda: _measure(options.processes, options.json) if options.measure else _plan(options)
     )

@@ -43,7 +43,7 @@ _LONG = 200
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run a step again and print what it showed; returns the exit status, as of :mod:`engine.cli.terminal`."""
+    """Run a step again and print what it showed; returns the exit status; see :mod:`engine.cli.terminal`."""
     with _unchanged(_SAFE_PATH):
         return run_reporting_errors(lambda: _replay(options))
 

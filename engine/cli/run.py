@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     """Run ``options.command``.
 
     Returns:
-        The exit status, as of :mod:`engine.cli.terminal`.
+        The exit status; see :mod:`engine.cli.terminal`.
     """
     return run_reporting_errors(lambda: _run(options))
 
