@@ -64,7 +64,10 @@ def is_whole_number(value: object) -> bool:
 
 
 class Kind:
-    """Base class: what a setting accepts, in code, in YAML and in a shell, and the form in which the library reads it."""
+    """Base class: what a setting accepts, in code, in YAML and in a shell, and the form in which the library reads it.
+
+    The subclasses stand below; ``engine.config.settings.KINDS`` has one for each setting.
+    """
 
     accepts: str
     """The annotation of ``Fit``'s argument, as source text; its names are imported by ``engine/fit.py``."""

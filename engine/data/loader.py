@@ -25,7 +25,7 @@ from engine.utils.tree import move
 
 
 class BatchTransfer:
-    """Moves batches to a device."""
+    """Moves batches to a device. A run whose module or data module has hooks for it uses :class:`engine.loop.loaders.HookedTransfer`."""
 
     def move(self, batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
         """Return the batch on the device.

@@ -175,6 +175,8 @@ def _scrambled(half: Tensor, key: int) -> Tensor:
 class SampleOrder:
     """The order of a loader's units (samples, or batches of a batch sampler) in each epoch. :func:`order_for` creates it, a feed owns it.
 
+    Implementations: :class:`SequentialOrder`, :class:`ShuffledOrder` and :class:`UserSamplerOrder`.
+
     Args:
         sampler: the user's.
         seed: of random orders.

@@ -276,7 +276,7 @@ def _result_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
 
 
 def _gather_rows(group: Group, tensor: Tensor, lengths: list[int]) -> Tensor:
-    """``[n_r, ...]`` of each rank r to ``[sum(n_r), ...]``. GradientState as bytes, padded to the longest: gloo does not support every dtype."""
+    """``[n_r, ...]`` of each rank r to ``[sum(n_r), ...]``. The rows travel as bytes, padded to the longest: gloo does not support every dtype."""
     longest, row = max(lengths), tensor.shape[1:]
     if not longest * row.numel():
         return tensor.new_empty((sum(lengths), *row))

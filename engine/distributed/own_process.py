@@ -36,7 +36,7 @@ class JoinedGroups:
 
 
 class StartedRanks(ABC):
-    """The ranks that this process, rank 0, has started. Implemented by ``launch.script_ranks.ScriptRanks``."""
+    """The ranks that this process, rank 0, has started. Implemented by :class:`engine.launch.script_ranks.ScriptRanks`."""
 
     environment: Environment
     """Rank 0's place among them."""

@@ -43,7 +43,7 @@ class Hooks:
     Args:
         callbacks: in the user's order.
         module: its methods named after events are called without the run and the module.
-        checkpoints: hooks that may change weights wait for the copies of the one in progress.
+        writer: hooks that may change weights wait for the copies of its checkpoint in progress.
         logbook: knows the values that loggers do not get.
     """
 

@@ -123,7 +123,10 @@ class PlacedModule:
             self._wrapper = wrapped
 
     def _read_weights(self) -> None:
-        """Let a module with a method ``read_weights()`` read values for what it has built without them: each rank has its shards now."""
+        """Let a module with a method ``read_weights()`` read values for what it has built without them: each rank has its shards now.
+
+        :class:`engine.huggingface.HFModule` is one.
+        """
         read = getattr(self.module, "read_weights", None)
         if read is not None:
             read()

@@ -39,7 +39,7 @@ from engine.loop.run_checkpoints import RunCheckpoints
 from engine.loop.run_snapshot import RunSnapshot
 from engine.loop.state import Result, Tally, Times, TrainState, status_of
 from engine.loop.stopping import StopControl
-from engine.loop.timing import Intervals, Phases, phase
+from engine.loop.timing import Intervals, Phases, checkpoint_phase
 from engine.metrics import media
 from engine.metrics.recorder import Recorder
 from engine.module import TrainModule
@@ -506,7 +506,6 @@ class Run:
         """The complete checkpoints of this run's folder, as rank 0 sees them; all ranks call this together."""
         return self.checkpoints.names()
 
-    @phase("checkpoint")
     def save_checkpoint(
         self,
         name: str | None = None,
@@ -532,33 +531,34 @@ class Run:
             TypeError: a value cannot be stored; the message says where in the state it is.
             OSError: it cannot be written (and neither ``asynchronous`` nor ``tolerant``).
         """
-        checkpoints, state = self.checkpoints, self.state
-        checkpoints.run_folder.announce()
-        if checkpoints.training_began:
-            self.finish_checkpoints()  # this save may remove a checkpoint whose event is still to come
-        self.engine.settle()
-        if not state.in_window and self.logbook.published_step >= 0 and not (self.over or self.exception):
-            self.publish_due()  # a run that resumes here does not report this step again
-        if (known := checkpoints.saved_as(state, name)) is not None:
-            checkpoints.folder.remove_later(remove)
-            return checkpoints.path(known)
-        with self.optimizer_set.modes.evaluating():
-            content = self.checkpoint_content(score)
-            content.shared["postponed"] += remove  # if the job is killed before it removes them, the next one does
-            path = checkpoints.save(
-                name,
-                content,
-                state,
-                score,
-                asynchronous=asynchronous,
-                tolerant=tolerant,
-                remove=remove,
-                only_steps_change=self._only_steps_change_weights(),
-            )
-        if asynchronous:
-            self.engine.before_step(self.engine.checkpoint_writer.hold)
-        self.pulse += 1
-        return path
+        with checkpoint_phase(self.phases, self.times):
+            checkpoints, state = self.checkpoints, self.state
+            checkpoints.run_folder.announce()
+            if checkpoints.training_began:
+                self.finish_checkpoints()  # this save may remove a checkpoint whose event is still to come
+            self.engine.settle()
+            if not state.in_window and self.logbook.published_step >= 0 and not (self.over or self.exception):
+                self.publish_due()  # a run that resumes here does not report this step again
+            if (known := checkpoints.saved_as(state, name)) is not None:
+                checkpoints.folder.remove_later(remove)
+                return checkpoints.path(known)
+            with self.optimizer_set.modes.evaluating():
+                content = self.checkpoint_content(score)
+                content.shared["postponed"] += remove  # if the job is killed before it removes them, the next one does
+                path = checkpoints.save(
+                    name,
+                    content,
+                    state,
+                    score,
+                    asynchronous=asynchronous,
+                    tolerant=tolerant,
+                    remove=remove,
+                    only_steps_change=self._only_steps_change_weights(),
+                )
+            if asynchronous:
+                self.engine.before_step(self.engine.checkpoint_writer.hold)
+            self.pulse += 1
+            return path
 
     def checkpoint_content(self, score: Mapping[str, Any] | None = None) -> Content:
         """This rank's content of a checkpoint at this moment, with what hooks add to it; ``score``: as of :meth:`save_checkpoint`."""
@@ -597,7 +597,6 @@ class Run:
         """Whether nothing but an optimizer step changes parameters and optimizer states, which a save may then copy later."""
         return self.module.automatic_optimization and not self.optimizer_set.modes.switched
 
-    @phase("checkpoint")
     def wait_for_checkpoint(self) -> set[str]:
         """Wait until the checkpoint on its way is complete; all ranks call this together.
 
@@ -607,9 +606,10 @@ class Run:
         Raises:
             RuntimeError: too many consecutive writes failed.
         """
-        lost = self.checkpoints.wait()
-        self.pulse += 1
-        return lost
+        with checkpoint_phase(self.phases, self.times):
+            lost = self.checkpoints.wait()
+            self.pulse += 1
+            return lost
 
     def announce_checkpoints(self) -> None:
         """Call the events of checkpoints that are complete, or gone, as the main process has seen; all ranks call this together."""

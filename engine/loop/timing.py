@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
-from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar
 
 from torch.autograd import profiler
 
@@ -18,8 +19,8 @@ from engine.config.settings import Settings
 from engine.loop.state import Times
 
 Timer = Callable[[str, float], None]
-"""Called at the end of each phase with its name and how long it was (s)."""
-Function = TypeVar("Function", bound=Callable[..., Any])
+"""Called at the end of each phase with its name and how long it was (s): methods of :class:`callbacks.SimpleProfiler`, ``ThroughputMonitor`` and
+``StragglerMonitor``, or a user's."""
 
 
 class Phases:
@@ -79,21 +80,13 @@ class Phase:
             timer(self._name, took)
 
 
-def phase(name: str) -> Callable[[Function], Function]:
-    """Decorator for a method of a run: each call is the phase ``name``, and its time is added to the run's ``times``."""
-
-    def decorate(method: Function) -> Function:
-        @wraps(method)
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            with self.phases.of(name):
-                result = method(self, *args, **kwargs)
-            setattr(self.times, name, getattr(self.times, name) + time.perf_counter() - began)
-            return result
-
-        return cast(Function, wrapped)
-
-    return decorate
+@contextmanager
+def checkpoint_phase(phases: Phases, times: Times) -> Iterator[None]:
+    """The phase ``checkpoint``, whose time is added to the run's."""
+    began = time.perf_counter()
+    with phases.of("checkpoint"):
+        yield
+    times.checkpoint += time.perf_counter() - began
 
 
 Batch = TypeVar("Batch")

@@ -144,7 +144,7 @@ class Window:
 
     Args:
         size: micro-batches in a full window.
-        sync: how the ranks share gradients; by default the single process.
+        gradient_sync: how the ranks share gradients; by default the single process.
         models: the engine's, as they are called.
     """
 

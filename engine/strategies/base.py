@@ -34,6 +34,10 @@ from engine.utils import accelerator
 class Strategy(GradientSync):
     """How several processes train one model. Subclass it, override what differs, and pass an instance or register its name.
 
+    Implementations: :class:`Single`, :class:`engine.strategies.ddp.DDP`, :class:`engine.strategies.fsdp.FSDP`,
+    :class:`engine.strategies.mesh_parallel.MeshParallel` and :class:`engine.strategies.deepspeed.strategy.DeepSpeed`. What runs in place of
+    a method of this class, or of :class:`engine.step.gradient_sync.GradientSync`, is theirs.
+
     Arguments have the same names in all methods:
 
     - ``group``: this process and the others of the job.

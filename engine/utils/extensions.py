@@ -81,7 +81,7 @@ def completed(cls: type[T]) -> type[T]:
 
 
 def checked(*owners: object) -> None:
-    """Let annexes check a module and callbacks before a run.
+    """Let annexes check a module and callbacks before a run, with the functions that ``setup.cfg`` registers as ``engine.checks``.
 
     Raises:
         TypeError: an owner defines a method that is never called; the message says what to define instead.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -16,6 +18,8 @@ from .kills import DECK, Kill, draw
 from .setups import TREE, Setup
 from .start import PATIENCE, Start, marked
 
+NEXT_JOB = "from engine.utils import scratch; scratch.remove(scratch.make('fitw-'))"
+"""What any job does with data workers as it begins."""
 SHOWN = 3000
 """Characters of a failed start's output that are shown."""
 
@@ -139,6 +143,11 @@ def live(
     life.found.lose("orphans", len(left), f"processes {left}")
     if life.found.texts:  # it is not over
         return life
+    if (
+        not setup.waits
+    ):  # a loader's worker of the killed start held its directory as the last one began: the next job removes it
+        environment = setup.environment(references.tree, place, "")
+        subprocess.run([sys.executable, "-c", NEXT_JOB], env=environment, check=True)
     check_steps(place, reference.place, setup.ranks, life.found)
     check_files(place, reference.place, life.found)
     check_metrics(place, reference.place, life.found)
