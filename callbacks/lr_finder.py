@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from engine import Callback, DataModule, Device, Fit, Loss, Run, TrainModule
 
-from .lr_sweep import LRSweep
 from .trial import is_main, log, train_copy
 
 _SMOOTHING = 0.98
+_WIDTH, _HEIGHT, _MARGIN = 720, 420, 64
+_BELOW_LOWEST = 10.0
+_SMOOTHING_WIDTH = 0.05
+"""Standard deviation of the smoothing's weights, as a part of the sweep."""
+_REPETITIONS = 200
+_LONGEST = 1000
+"""Steps that are smoothed one by one: time and memory grow with the square."""
+_PER_DECADE = 10
+"""Fewer steps than these for a factor of 10 in the learning rate leave the lowest loss to chance."""
+_UNSURE = 30.0
+"""A wider range (highest by lowest) is no suggestion."""
 
 
 def find_lr(
@@ -167,3 +182,281 @@ def _weighted(outputs: Any, size: int, device: torch.device) -> Tensor:
     total = loss.sum if isinstance(loss, Loss) else loss * weight
     pair = [torch.as_tensor(value, dtype=wide, device=device).detach().reshape(()) for value in (total, weight)]
     return torch.stack(pair)
+
+
+class Estimate(NamedTuple):
+    """Where a sweep suggests to train."""
+
+    suggestion: float
+    low: float
+    high: float
+    """Bounds of the suggestion: between them it stays in 8 of 10 repetitions of the sweep, as far as its noise can tell."""
+    warning: str
+    """Why the suggestion is not to be relied on, and what to do; empty if nothing is wrong."""
+
+
+@dataclass
+class LRSweep:
+    """Losses at growing learning rates, the same on all ranks."""
+
+    mode: Literal["exponential", "linear"]
+    """How the learning rate grew."""
+    results: dict[str, list[float]] = field(default_factory=lambda: {"lr": [], "loss": [], "smoothed": []})
+    """One entry a step: ``"lr"``; ``"loss"``: the step's mean loss over all ranks, before the step; ``"smoothed"``: the loss smoothed over
+    the neighbouring steps on both sides."""
+    stopped: bool = False
+    """The loss diverged before ``max_lr``."""
+
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        """A tenth of the learning rate at which the smoothed loss is lowest; ``None``: too few losses.
+
+        Args:
+            skip_begin: how many of the first losses to leave out, at most a third of all.
+            skip_end: how many of the last losses to leave out.
+
+        Raises:
+            ValueError: one of them is negative.
+        """
+        estimate = self.estimate(skip_begin, skip_end)
+        return None if estimate is None else estimate.suggestion
+
+    def estimate(self, skip_begin: int = 10, skip_end: int = 1) -> Estimate | None:
+        """:meth:`suggestion` with the range in which it is stable, and a warning if the curve is too noisy or too short to trust it.
+
+        For the range, the distances of the losses from the smoothed curve get random signs, 200 times (a "wild bootstrap", Wu 1986), and the
+        suggestion is made again from each curve. It is never narrower than the smoothing can resolve.
+        """
+        if skip_begin < 0 or skip_end < 0:
+            raise ValueError(f"suggestion(skip_begin={skip_begin}, skip_end={skip_end}): both must be at least 0")
+        lrs, losses, block = self._finite()
+        first, last = min(skip_begin // block, len(losses) // 3), len(losses) - math.ceil(skip_end / block)
+        if last - first < 2:
+            return None
+        weights = _weights(len(losses))
+        capped, noise = _capped(losses)
+        curve = weights @ capped
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], (len(losses), _REPETITIONS))
+        repeated = weights @ (curve[:, None] + (capped - curve)[:, None] * signs)
+        lowest = first + int(curve[first:last].argmin())
+        places = first + repeated[first:last].argmin(axis=0)
+        resolution = math.ceil(_width(len(losses)))
+        low = min(int(np.quantile(places, 0.1)), max(lowest - resolution, 0))
+        high = max(math.ceil(np.quantile(places, 0.9)), min(lowest + resolution, len(losses) - 1))
+        suggestion, lower, upper = (
+            max(float(lrs[place]) / _BELOW_LOWEST, float(lrs[0])) for place in (lowest, low, high)
+        )
+        fall = float(curve[: max(first, 1)].mean() - curve[lowest])
+        clear = fall > 3 * noise * float(np.sqrt((weights[lowest] ** 2).sum()))
+        return Estimate(suggestion, lower, upper, self._warning(clear, lowest == last - 1, lower, upper))
+
+    def smooth(self) -> None:
+        """Fill ``results["smoothed"]`` from ``results["loss"]``; ``find_lr`` has done so."""
+        _, losses, block = self._finite()
+        curve = _weights(len(losses)) @ _capped(losses)[0]
+        steps = np.arange(len(losses) * block)
+        smoothed = np.interp(steps, np.arange(len(losses)) * block + (block - 1) / 2, curve) if len(losses) else curve
+        rest = [math.nan] * (len(self.results["loss"]) - len(steps))
+        self.results["smoothed"] = [*smoothed.tolist(), *rest]
+
+    def _finite(self) -> tuple[NDArray[Any], NDArray[Any], int]:
+        """Learning rates and losses before the first loss that is NaN or infinite; of long sweeps the means of so many neighbours."""
+        losses = np.array(self.results["loss"], dtype=np.float64)
+        count = int(np.append(np.isfinite(losses), False).argmin())
+        block = math.ceil(count / _LONGEST) or 1
+        means = (
+            np.array(values[: count // block * block], dtype=np.float64).reshape(-1, block).mean(axis=1)
+            for values in (self.results["lr"], self.results["loss"])
+        )
+        return next(means), next(means), block
+
+    def _warning(self, clear: bool, at_end: bool, low: float, high: float) -> str:
+        lrs = self.results["lr"]
+        decades = math.log10(lrs[-1] / lrs[0]) if self.mode == "exponential" else 1.0
+        if len(lrs) < _PER_DECADE * decades:
+            return (
+                f"{len(lrs)} steps are few for learning rates from {lrs[0]:.3g} to {lrs[-1]:.3g}: "
+                f"give num_steps={math.ceil(2 * _PER_DECADE * decades)} or a narrower range"
+            )
+        if not clear:
+            return "the loss hardly falls beyond its noise: give a larger max_lr, larger batches or accumulate_grad_batches, or more num_steps"
+        if at_end and not self.stopped:
+            return "the loss still falls at the largest learning rate: give a larger max_lr"
+        if high > _UNSURE * low:
+            return "the loss is too noisy: give more num_steps, or larger batches or accumulate_grad_batches"
+        return ""
+
+    def save(self, path: str | Path, suggest: bool = True) -> Path:
+        """Write the picture: ``.svg`` needs nothing, any other format (``.png``, ``.pdf``) needs matplotlib.
+
+        Args:
+            suggest: mark :meth:`suggestion` and the range in which it is stable.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is needed and not installed.
+        """
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix.lower() == ".svg":
+            path.write_text(self._svg(self.estimate() if suggest else None), encoding="utf-8")
+        else:
+            canvas = _matplotlib("matplotlib.backends.backend_agg").FigureCanvasAgg  # draws without a screen
+            figure = self._draw(_matplotlib("matplotlib.figure").Figure(layout="constrained"), suggest)
+            canvas(figure)
+            figure.savefig(path)
+        return path
+
+    def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
+        """A matplotlib figure, or that of ``ax``. ``show``: open its window.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        if ax is not None:
+            self._draw(ax.figure, suggest, ax)
+            return ax.figure
+        pyplot = _matplotlib("matplotlib.pyplot")
+        figure = self._draw(pyplot.figure(layout="constrained"), suggest)
+        if show:
+            pyplot.show()
+        return figure
+
+    def _draw(self, figure: Any, suggest: bool, ax: Any = None) -> Any:
+        ax = figure.add_subplot() if ax is None else ax
+        lrs, estimate = self.results["lr"], self.estimate() if suggest else None
+        ax.plot(lrs, self.results["loss"], ".", color="#9bbce0", label="loss of each step")
+        ax.plot(lrs, self.results["smoothed"], color="#1f5fa8", label="smoothed")
+        if estimate is not None:
+            ax.axvspan(estimate.low, estimate.high, color="#c0392b", alpha=0.12, label=_range_text(estimate))
+            ax.axvline(
+                estimate.suggestion, color="#c0392b", linestyle="--", label=f"suggestion: {estimate.suggestion:.3g}"
+            )
+            ax.set_title(estimate.warning, fontsize="small", wrap=True)
+        if lrs:
+            ax.set_ylim(*self._shown())
+        ax.set_xscale("log" if self.mode == "exponential" else "linear")
+        ax.set_xlabel("learning rate")
+        ax.set_ylabel("loss")
+        ax.legend()
+        return figure
+
+    def _shown(self) -> tuple[float, float]:
+        """The losses between which the picture is drawn: where they explode, only the beginning of it."""
+        losses = self._finite()[1]
+        if not len(losses):
+            return 0.0, 1.0
+        low, start = float(losses.min()), float(losses[: max(1, len(losses) // 3)].max())
+        high = min(float(losses.max()), start + 0.5 * (start - low))
+        space = 0.05 * (high - low) or 0.5
+        return low - space, high + space
+
+    def _svg(self, estimate: Estimate | None) -> str:
+        logarithmic = self.mode == "exponential"
+        lrs = [math.log10(lr) for lr in self.results["lr"]] if logarithmic else self.results["lr"]
+        low, high = self._shown()
+        left, right = (min(lrs), max(lrs)) if lrs else (0.0, 1.0)
+        bottom = _HEIGHT - _MARGIN
+
+        def x(lr: float) -> float:
+            return _MARGIN + (lr - left) / ((right - left) or 1.0) * (_WIDTH - 2 * _MARGIN)
+
+        def y(loss: float) -> float:
+            return bottom - (loss - low) / (high - low) * (_HEIGHT - 2 * _MARGIN)
+
+        def text(at_x: float, at_y: float, content: str, anchor: str = "middle", style: str = "") -> str:
+            return f'<text x="{at_x:.1f}" y="{at_y:.1f}" text-anchor="{anchor}"{style}>{escape(content)}</text>'
+
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="13" role="img">',
+            f'<title>loss over the learning rate</title><rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+        ]
+        if estimate is not None:
+            best, *bounds = (
+                x(math.log10(lr) if logarithmic else lr) for lr in (estimate.suggestion, estimate.low, estimate.high)
+            )
+            parts += [
+                f'<rect x="{bounds[0]:.1f}" y="{_MARGIN}" width="{bounds[1] - bounds[0]:.1f}" height="{bottom - _MARGIN}" '
+                'fill="#c0392b" fill-opacity="0.12"/>',
+                f'<path d="M{best:.1f} {_MARGIN}V{bottom}" stroke="#c0392b" stroke-width="1.5" stroke-dasharray="4 3"/>',
+                text(
+                    best,
+                    _MARGIN - 24,
+                    f"suggestion: {estimate.suggestion:.3g}",
+                    style=' fill="#c0392b" font-weight="bold"',
+                ),
+                text(best, _MARGIN - 8, _range_text(estimate), style=' fill="#c0392b"'),
+                text(_WIDTH / 2, 16, estimate.warning, style=' font-size="11"'),
+            ]
+        for tick in _ticks(left, right, whole=logarithmic):
+            parts.append(f'<path d="M{x(tick):.1f} {_MARGIN}V{bottom}" stroke="#ddd"/>')
+            parts.append(text(x(tick), bottom + 18, f"{10**tick:.3g}" if logarithmic else f"{tick:.3g}"))
+        for tick in _ticks(low, high):
+            parts.append(f'<path d="M{_MARGIN} {y(tick):.1f}H{_WIDTH - _MARGIN}" stroke="#ddd"/>')
+            parts.append(text(_MARGIN - 8, y(tick) + 4, f"{tick:.3g}", "end"))
+        steps = [
+            (x(lr), y(loss), y(smoothed))
+            for lr, loss, smoothed in zip(lrs, self.results["loss"], self.results["smoothed"], strict=True)
+            if math.isfinite(loss) and math.isfinite(smoothed)
+        ]
+        parts += [
+            f'<circle cx="{at:.1f}" cy="{max(loss, _MARGIN):.1f}" r="2.2" fill="#9bbce0"/>' for at, loss, _ in steps
+        ]
+        points = " ".join(f"{at:.1f},{max(smoothed, _MARGIN):.1f}" for at, _, smoothed in steps)
+        parts += [
+            f'<polyline fill="none" stroke="#1f5fa8" stroke-width="2" points="{points}"/>',
+            f'<path d="M{_MARGIN} {_MARGIN}V{bottom}H{_WIDTH - _MARGIN}" fill="none" stroke="#555"/>',
+            text(_WIDTH / 2, bottom + 38, f"learning rate{' (logarithmic)' if logarithmic else ''}"),
+            f'<text transform="translate(18 {_HEIGHT / 2}) rotate(-90)" text-anchor="middle">loss</text>',
+            f'<circle cx="{_MARGIN}" cy="{_HEIGHT - 14}" r="3" fill="#9bbce0"/>',
+            text(_MARGIN + 10, _HEIGHT - 10, "loss of each step", "start"),
+            f'<path d="M{_MARGIN + 140} {_HEIGHT - 14}h24" stroke="#1f5fa8" stroke-width="2"/>',
+            text(_MARGIN + 170, _HEIGHT - 10, "smoothed", "start"),
+        ]
+        return "\n".join([*parts, "</svg>", ""])
+
+
+def _range_text(estimate: Estimate) -> str:
+    return f"stable from {estimate.low:.3g} to {estimate.high:.3g}"
+
+
+def _ticks(low: float, high: float, whole: bool = False) -> list[float]:
+    """At least two and at most about ten round numbers between ``low`` and ``high``; ``whole``: whole ones, if there are two."""
+    if whole and math.floor(high + 1e-9) > math.ceil(low - 1e-9):
+        return [float(tick) for tick in range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1)]
+    if whole or high <= low:
+        return [low, high]
+    unit = 10.0 ** math.floor(math.log10((high - low) / 2))
+    step = next(step for step in (unit, 2 * unit, 5 * unit) if (high - low) / step <= 10)
+    return [step * count for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _width(count: int) -> float:
+    return max(1.5, _SMOOTHING_WIDTH * count)
+
+
+def _weights(count: int) -> NDArray[Any]:
+    """Shape [count, count]: row ``i`` times the losses is the value at ``i`` of the straight line that fits its neighbours best (local linear
+    regression with Gaussian weights). It follows a slope without a delay, up to both ends, which a moving average does not."""
+    away = np.arange(count)[None, :] - np.arange(count)[:, None]
+    near = np.exp(-0.5 * (away / _width(count)) ** 2)
+    sums = [(near * away**power).sum(axis=1, keepdims=True) for power in range(3)]
+    determinant = sums[0] * sums[2] - sums[1] ** 2
+    weights: NDArray[Any] = near * (sums[2] - sums[1] * away) / np.where(determinant > 0, determinant, 1.0)
+    return weights
+
+
+def _capped(losses: NDArray[Any]) -> tuple[NDArray[Any], float]:
+    """The losses, cut off above where they began, so that an explosion does not bend the curve before it; and the standard deviation of
+    their noise, by the median difference of neighbours, which a trend and a few outliers do not change."""
+    if len(losses) < 2:
+        return losses, 0.0
+    noise = 1.4826 * float(np.median(np.abs(np.diff(losses)))) / math.sqrt(2.0)
+    return np.minimum(losses, np.median(losses[: max(3, len(losses) // 3)]) + noise), noise
+
+
+def _matplotlib(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "this picture needs matplotlib: pip install matplotlib, or save it as .svg, which needs nothing"
+        ) from error

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from engine import Callback, Run, Strategy, terminal_text
 
 from .example_pass import NotMeasured, Seen, pass_through
-from .random_state import random_kept
-from .results_table import rich_table
+from .text import rich_table
 
 
 @dataclass(slots=True)
@@ -76,9 +75,7 @@ class ModelSummary(Callback):
             except Exception as error:  # the first step will show it with its traceback
                 note = f"FLOPs and shapes are not measured: {type(error).__name__}: {error}"
         if run.is_main_process:
-            with random_kept():
-                table = self._table()
-            lines = [*table, *self._totals(run), *([note] if note else [])]
+            lines = [*self._table(), *self._totals(run), *([note] if note else [])]
             print(*(terminal_text(line, one_line=True) for line in lines), sep="\n", flush=True)
 
     def _shows(self, name: str) -> bool:

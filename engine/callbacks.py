@@ -10,47 +10,7 @@ import importlib
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from callbacks import EMA as EMA
-    from callbacks import SWA as SWA
-    from callbacks import AimLogger as AimLogger
-    from callbacks import BackboneFinetuning as BackboneFinetuning
-    from callbacks import BaseFinetuning as BaseFinetuning
-    from callbacks import BasePredictionWriter as BasePredictionWriter
-    from callbacks import BatchValidation as BatchValidation
-    from callbacks import CSVLogger as CSVLogger
-    from callbacks import DeviceStatsMonitor as DeviceStatsMonitor
-    from callbacks import EarlyStopping as EarlyStopping
-    from callbacks import GradientNorm as GradientNorm
-    from callbacks import JSONLLogger as JSONLLogger
-    from callbacks import LambdaCallback as LambdaCallback
-    from callbacks import LearningRateMonitor as LearningRateMonitor
-    from callbacks import MLflowLogger as MLflowLogger
-    from callbacks import ModelCheckpoint as ModelCheckpoint
-    from callbacks import ModelSummary as ModelSummary
-    from callbacks import PredictionWriter as PredictionWriter
-    from callbacks import Profiler as Profiler
-    from callbacks import Pruning as Pruning
-    from callbacks import ReplicaCheck as ReplicaCheck
-    from callbacks import Report as Report
-    from callbacks import RichProgressBar as RichProgressBar
-    from callbacks import ServableModule as ServableModule
-    from callbacks import ServableModuleValidator as ServableModuleValidator
-    from callbacks import SimpleProfiler as SimpleProfiler
-    from callbacks import SpikeGuard as SpikeGuard
-    from callbacks import StragglerMonitor as StragglerMonitor
-    from callbacks import TensorBoardLogger as TensorBoardLogger
-    from callbacks import ThroughputMonitor as ThroughputMonitor
-    from callbacks import TQDMProgressBar as TQDMProgressBar
-    from callbacks import TrackioLogger as TrackioLogger
-    from callbacks import WandbLogger as WandbLogger
-    from callbacks import WeightAveraging as WeightAveraging
-    from callbacks import find_batch_size as find_batch_size
-    from callbacks import find_lr as find_lr
-    from callbacks import read_predictions as read_predictions
-    from callbacks import write_report as write_report
+from typing import Any
 
 _FOLDER = Path(__file__).resolve().parent.parent / "callbacks"
 

@@ -1,4 +1,4 @@
-"""What all loggers share: when values are sent, by which thread, and what happens when a tracker fails."""
+"""What all loggers share: when values are sent, by which thread, what happens when a tracker fails, and what modules call on a logger."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from engine import Run
+from engine import Callback, Run
 
-from .direct import Direct
-from .progress import START, Position, Progress
 from .sender import Item, Sender
+from .sent_mark import START, Position, SentMark
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,37 @@ class Moment:
     """Whether ``epoch`` and ``samples`` of this step were sent already, or are not those of ``step``: a tracker of single values leaves them out."""
 
 
-class Logger(Direct):
+class Nothing:
+    """Stands for a tracker's object on the ranks that do not log: takes every call, item and ``with`` block, and does nothing."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Nothing:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __getitem__(self, key: Any) -> Nothing:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def __enter__(self) -> Nothing:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def __bool__(self) -> bool:
+        return False
+
+
+NOTHING = Nothing()
+
+
+class Logger(Callback):
     """Subclass it and define :meth:`open`, :meth:`scalars` and :meth:`close`; for media also :attr:`takes` and :meth:`media`; for what modules
     call themselves also :meth:`tracker` and :meth:`describe`.
 
@@ -63,6 +92,9 @@ class Logger(Direct):
     """``False``: values are sent at once, in the training itself, and only media by a thread. For local files, which take 0.1 ms a row. While
     :meth:`scalars` raises an ``OSError`` (a full disk), values wait, and are sent in order once it does not."""
 
+    _current_run: Run | None = None
+    """The run under way, on every rank."""
+
     def __init__(self, *, retries: int = 3, waiting: int = 10_000, patience_s: float = 30.0) -> None:
         """
         Args:
@@ -80,7 +112,7 @@ class Logger(Direct):
             )
         self.retries, self.waiting, self.patience_s = retries, waiting, patience_s
         self._sender: Sender | None = None
-        self._progress: Progress | None = None
+        self._sent_mark: SentMark | None = None
         self._training = False  # what is sent is numbered, and sent once
         self._position: Position = START
         self._row_step = -1  # the step of the last values
@@ -114,10 +146,81 @@ class Logger(Direct):
     def rewind(self, step: int) -> None:
         """Remove what is later than ``step``, where a training resumes; 0: a new one starts. Called if it :attr:`rewinds`."""
 
+    def tracker(self) -> Any:
+        """What :attr:`experiment` is: the tracker's own object; the logger itself, if there is none."""
+        return self
+
+    def describe(self, values: Mapping[str, Any]) -> None:
+        """Send hyperparameters by flat names, in the logger's thread."""
+
+    # -- for modules to call, in Lightning's words ------------------------------------------------------------------------------
+
+    @property
+    def experiment(self) -> Any:
+        """The tracker's own object, while a run is under way: TensorBoard's ``SummaryWriter``, W&B's run, MLflow's client, Aim's run, the module
+        ``trackio``; for files of rows the logger itself. On ranks other than 0 an object that does nothing.
+
+        Calls of it are made at once, in the thread that calls; what the logger itself sends may still wait for its thread.
+
+        Raises:
+            AttributeError: no run is under way.
+        """
+        run = self._require_run("experiment")
+        if not run.is_main_process:
+            return NOTHING
+        self._ensure_open(run)
+        return self.tracker()
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Send numbers in order with those that the run logs, on rank 0; other ranks' calls do nothing.
+
+        Args:
+            metrics: numbers, or tensors with one element, which are waited for; of this rank.
+            step: ``None``: the optimizer steps done.
+        """
+        run = self._require_run("log_metrics")
+        if run.is_main_process:
+            values = {name: float(value) for name, value in metrics.items()}
+            self._ensure_open(run)
+            self._send_values(run, values, step)
+
+    def log_hyperparams(self, params: Any = None, metrics: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """Send hyperparameters beside those of ``save_hyperparameters``, which the run sends itself; on rank 0.
+
+        Args:
+            params: a mapping, which may be nested, or a Namespace.
+            metrics: numbers to log with them.
+        """
+        run = self._require_run("log_hyperparams")
+        if run.is_main_process:
+            given = params if isinstance(params, Mapping) else {} if params is None else vars(params)
+            self._ensure_open(run)
+            self._send_settings({**given, **more})
+        if metrics:
+            self.log_metrics(metrics)
+
+    def save(self) -> None:
+        """Nothing: values are sent, or written, as soon as they are logged."""
+
+    @property
+    def version(self) -> str:
+        """The run's id."""
+        return self._require_run("version").id
+
+    @property
+    def save_dir(self) -> str:
+        """The run's folder."""
+        return str(self._require_run("save_dir").folder)
+
+    @property
+    def log_dir(self) -> str:
+        """The folder where this logger writes, on every rank; for a tracker elsewhere the run's folder."""
+        return str(self._require_run("log_dir").folder)
+
     # -- events of the run ----------------------------------------------------------------------------------------------------------
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
-        self._training, self._of = False, run
+        self._training, self._current_run = False, run
         self._early = [] if stage == "fit" and self.rewinds else None
         if run.is_main_process and stage != "predict":  # a prediction logs nothing, except for media
             self._begin(run)
@@ -125,12 +228,12 @@ class Logger(Direct):
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         restored, self._restored = self._restored, None
         self._position = START if restored is None else (int(restored["step"]), int(restored["number"]))
-        if self._sender is None or self._progress is None:
+        if self._sender is None or self._sent_mark is None:
             return
         self._training = True
         if self.rewinds:
-            self._progress.forget_after(run.step)
-            self._row_step = self._progress.row_step
+            self._sent_mark.forget_after(run.step)
+            self._row_step = self._sent_mark.row_step
             self._sender.put(Item(partial(self.rewind, run.step)))
         self._send_early()
         for position, moment, values in [] if restored is None else restored["waiting"]:
@@ -154,11 +257,11 @@ class Logger(Direct):
             self._offer(self._position, send, None, media=f"the {kind} {name!r}")
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
-        self._of = None
+        self._current_run = None
         if self._sender is not None:
             self._send_early()
-            self._sender.end(partial(self._finish, self._progress, _status(run)), self.patience_s)
-        self._sender = self._progress = None
+            self._sender.end(partial(self._finish, self._sent_mark, _status(run)), self.patience_s)
+        self._sender = self._sent_mark = None
 
     def state_dict(self) -> dict[str, Any]:
         """How far the run has logged, and what waits to be sent."""
@@ -170,7 +273,12 @@ class Logger(Direct):
 
     # -- inside -----------------------------------------------------------------------------------------------------------------------
 
-    def _opened(self, run: Run) -> None:
+    def _require_run(self, what: str) -> Run:
+        if self._current_run is None:
+            raise AttributeError(f"{type(self).__name__}.{what} is there during a run only")
+        return self._current_run
+
+    def _ensure_open(self, run: Run) -> None:
         if self._sender is None:
             self._begin(run)
 
@@ -197,22 +305,22 @@ class Logger(Direct):
             self._give(item)
 
     def _begin(self, run: Run) -> None:
-        self._progress = Progress(_progress_file(self, run), run.id)
-        self._row_step = self._progress.row_step
+        self._sent_mark = SentMark(_sent_mark_file(self, run), run.id)
+        self._row_step = self._sent_mark.row_step
         self.open(run)
         self._sender = Sender(type(self).__name__, self.retries, self.waiting, self.threaded)
 
-    def _finish(self, progress: Progress | None, status: str) -> None:
+    def _finish(self, sent_mark: SentMark | None, status: str) -> None:
         try:
             self.close(status)
         finally:
-            if progress is not None:
-                progress.close()
+            if sent_mark is not None:
+                sent_mark.close()
 
     @property
     def count(self) -> int:
         """How many times something was sent in this run, before it was resumed too."""
-        return 0 if self._progress is None else self._progress.count
+        return 0 if self._sent_mark is None else self._sent_mark.count
 
     def _now(self, run: Run) -> Moment | None:
         """Count what is logged now; ``None``: it was sent before."""
@@ -223,7 +331,7 @@ class Logger(Direct):
         return Moment(step, run.epoch, run.samples, time.time())
 
     def _known(self, position: Position) -> bool:
-        return self._training and self._progress is not None and position <= self._progress.sent
+        return self._training and self._sent_mark is not None and position <= self._sent_mark.sent
 
     def _put(self, position: Position, values: dict[str, float], at: Moment) -> None:
         if not self._known(position):
@@ -236,22 +344,22 @@ class Logger(Direct):
     def _offer(
         self, position: Position, send: Any, has: Any, record: Any = None, row_step: int | None = None, media: str = ""
     ) -> None:
-        if self._sender is not None and self._progress is not None:
-            work = partial(_send, self._progress, position if self._training else None, send, has, row_step)
+        if self._sender is not None and self._sent_mark is not None:
+            work = partial(_send, self._sent_mark, position if self._training else None, send, has, row_step)
             self._give(Item(work, record, media))
 
 
 def _send(
-    progress: Progress,
+    sent_mark: SentMark,
     position: Position | None,
     send: Callable[[], None],
     has: Callable[[], bool] | None,
     row_step: int | None,
 ) -> None:
     """``position``: ``None`` in evaluations, which are logged each time; ``row_step``: of the run's own values."""
-    if position is None or not (progress.begin(position) and has is not None and has()):
+    if position is None or not (sent_mark.begin(position) and has is not None and has()):
         send()
-    progress.done(position, row_step)
+    sent_mark.done(position, row_step)
 
 
 def settings_of(run: Run) -> dict[str, Any]:
@@ -273,7 +381,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _progress_file(logger: Logger, run: Run) -> Path:
+def _sent_mark_file(logger: Logger, run: Run) -> Path:
     key = hashlib.sha256(logger.state_key.encode()).hexdigest()[:12]
     return run.folder / "sent" / f"{type(logger).__qualname__}-{key}.json"
 

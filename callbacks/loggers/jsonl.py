@@ -65,7 +65,7 @@ class JSONLLogger(Logger):
     @property
     def log_dir(self) -> str:
         """The folder of the file, on every rank."""
-        return str(self._under_way("log_dir").folder if self.dir is None else self.dir)
+        return str(self._require_run("log_dir").folder if self.dir is None else self.dir)
 
     def describe(self, values: Mapping[str, Any]) -> None:
         """A line with ``"settings"``."""

@@ -61,12 +61,12 @@ class TensorBoardLogger(Logger):
     @property
     def name(self) -> str:
         """The name of the run's folder."""
-        return self._under_way("name").folder.name
+        return self._require_run("name").folder.name
 
     @property
     def log_dir(self) -> str:
         """The folder of the event files, on every rank."""
-        return str(self._place(self._under_way("log_dir")))
+        return str(self._place(self._require_run("log_dir")))
 
     def tracker(self) -> Any:
         return self._writer

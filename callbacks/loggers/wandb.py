@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from engine import Run
 
-from ..report.markup import element
+from ..text import element
 from .base import Logger, Moment, settings_of
 from .media import cells, histogram, pixels, sound
 

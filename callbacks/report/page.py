@@ -1,32 +1,27 @@
-"""The page: one HTML file with its style, its script and its data."""
+"""The page, section by section: one HTML file with its style, its script and its data."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from .charts import charts_of
-from .markup import Html, element, join
-from .runs import RunData, named, runs_in
-from .sections import (
-    checkpoints,
-    configuration,
-    curves,
-    differences,
-    evaluated,
-    header,
-    results,
-    where_the_time_went,
-)
+from ..text import Html, element, html_table, join
+from .charts import GROUPS, Chart, charts_of
+from .runs import PHASES, RunData, named, runs_in
 
 MOST_POINTS = 1_000_000
-_PLACE = Path(__file__).parent
+_FOLDER = Path(__file__).parent
+_PLACES = ("root_dir",)
+"""Settings that differ between runs without making them different."""
+_GOOD, _BAD = ("completed", "stopped"), ("failed", "no end recorded", "interrupted")
 
 
 def write_report(
@@ -108,7 +103,7 @@ def page(runs: Sequence[RunData], max_points: int, evaluations: Sequence[RunData
 
 
 def _asset(name: str) -> str:
-    return (_PLACE / name).read_text(encoding="utf-8")
+    return (_FOLDER / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:
@@ -119,3 +114,229 @@ def _data(value: Any) -> Html:
     """JSON that cannot end the element that it is in."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return Html(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+def header(runs: Sequence[RunData], title: str) -> Html:
+    """Title, how the run ended, and its facts; of several runs a table."""
+    notes = [element("p", run.note) for run in runs if run.note]
+    if len(runs) > 1:
+        return element("header", element("h1", title), notes, _overview(runs))
+    run = runs[0]
+    status = element("p", _status(run), " ", run.reason)
+    pairs = [
+        element("div", element("dt", name), element("dd", value), class_="wide" if len(value) > 20 else None)
+        for name, value in _facts(run).items()
+        if value
+    ]
+    return element("header", element("h1", title), status, notes, element("dl", pairs))
+
+
+def _status(run: RunData) -> Html:
+    kind = "good" if run.status in _GOOD else "bad" if run.status in _BAD else "plain"
+    return element("strong", run.status, class_=f"status {kind}")
+
+
+def _facts(run: RunData) -> dict[str, str]:
+    best = next((each["path"] for each in run.checkpoints if each["best"]), "")
+    return {
+        "steps": f"{run.step:,}",
+        "epochs": "" if run.epochs is None else f"{run.epochs:,}",
+        "time": duration(run.seconds) if run.seconds else "",
+        "started": moment(run.started),
+        "resumed": "" if run.starts < 2 else "once" if run.starts == 2 else f"{run.starts - 1} times",
+        "best checkpoint": best.rstrip("/").rpartition("/")[2],
+        **run.machine,
+        "folder": str(run.folder),
+    }
+
+
+def _overview(runs: Sequence[RunData]) -> Html:
+    rows: list[list[object]] = [
+        [
+            run.name,
+            _status(run),
+            f"{run.step:,}",
+            duration(run.seconds) if run.seconds else "",
+            element("time", moment(run.started)),
+        ]
+        for run in runs
+    ]
+    return html_table("Runs", ["run", "status", "steps", "time", "started"], rows, numbers_from=2)
+
+
+def curves(runs: Sequence[RunData], charts: Sequence[Chart]) -> Html:
+    """The places of the charts, which the script draws."""
+    if not charts:
+        return _section("curves", "Curves", element("p", "No values were logged."))
+    note = "The curves are drawn by a script, which your browser does not run. All other parts of this page are below."
+    if len(runs) > 1:
+        note += " The last values of all metrics are in a table."
+    places = []
+    for heading in dict.fromkeys(GROUPS.values()):
+        own = [number for number, chart in enumerate(charts) if GROUPS[chart["group"]] == heading]
+        if own:
+            grid = element("div", [element("figure", data_chart=number) for number in own], class_="grid")
+            places.append(element("section", element("h3", heading), grid, class_="group"))
+    return _section("curves", "Curves", element("noscript", element("p", note)), element("div", id="controls"), places)
+
+
+def results(run: RunData) -> Html | None:
+    """Last, lowest and highest values of one run's metrics."""
+    rows: list[list[object]] = []
+    for name, curve in sorted(run.metrics.items()):
+        steps, values = curve.finite()
+        cells: list[object] = [name, number(float(curve.values[-1]))]
+        if len(values):
+            for index in (int(values.argmin()), int(values.argmax())):
+                cells += [number(float(values[index])), f"{int(steps[index]):,}"]
+        rows.append([*cells, *[""] * (6 - len(cells))])
+    if not rows:
+        return None
+    head: list[object] = ["metric", "last", "lowest", "at step", "highest", "at step"]
+    return _section("results", "Results", html_table("Values of each metric", head, rows, numbers_from=1))
+
+
+def differences(runs: Sequence[RunData]) -> Html | None:
+    """What differs between runs: settings, and the last values of metrics."""
+    if len(runs) < 2:
+        return None
+    names = [run.name for run in runs]
+    configs = [{name: value for name, value, _ in run.config} for run in runs]
+    defaults = {(name, value) for run in runs for name, value, origin in run.config if origin == "default"}
+    settings: list[list[object]] = []
+    for name in dict.fromkeys(name for config in configs for name in config if name not in _PLACES):
+        recorded = [config.get(name) for config in configs if config]
+        # A run of an earlier version lacks settings that came later, which had no other value than their default.
+        different = {
+            value for value in recorded if value is not None and (None not in recorded or (name, value) not in defaults)
+        }
+        if len(different) > 1 or (different and None in recorded):
+            settings.append([name, *(config.get(name, "not set" if config else "not recorded") for config in configs)])
+    same = element("p", "The runs have the same configuration.")
+    last: list[list[object]] = [
+        [name, *(number(float(run.metrics[name].values[-1])) if name in run.metrics else "" for run in runs)]
+        for name in sorted({name for run in runs for name in run.metrics})
+    ]
+    return _section(
+        "differences",
+        "Differences",
+        html_table("Settings that differ", ["setting", *names], settings) if settings else same,
+        html_table("Last value of each metric", ["metric", *names], last, numbers_from=1) if last else None,
+    )
+
+
+def evaluated(runs: Sequence[RunData]) -> Html | None:
+    """Values of runs that only evaluated."""
+    rows: list[list[object]] = [
+        [run.name, name, number(float(curve.values[-1])), f"{int(curve.steps[-1]):,}", element("code", str(run.folder))]
+        for run in runs
+        for name, curve in sorted(run.metrics.items())
+    ]
+    head: list[object] = ["evaluation", "metric", "value", "at step", "folder"]
+    return _section("evaluations", "Evaluations", html_table("Values of each evaluation", head, rows)) if rows else None
+
+
+def where_the_time_went(runs: Sequence[RunData]) -> Html | None:
+    """A bar and a table of each run's seconds."""
+    timed = [run for run in runs if sum(run.times.values()) > 0]
+    if not timed:
+        return None
+    rows: list[list[object]] = []
+    for phase, text in PHASES.items():
+        if any(run.times.get(phase, 0.0) > 0 for run in timed):
+            cells = [f"{duration(run.times.get(phase, 0.0))} ({_part(run, phase):.0%})" for run in timed]
+            rows.append([element("span", "", class_=f"key {phase}"), *cells])
+            rows[-1][0] = Html(f"{rows[-1][0]}{element('span', text)}")
+    rows.append(["in all", *(duration(sum(run.times.values())) for run in timed)])
+    bars = [_bar(run, len(timed) > 1) for run in timed]
+    head: list[object] = ["phase", *(run.name if len(timed) > 1 else "time" for run in timed)]
+    return _section("time", "Where the time went", bars, html_table("Time of each phase", head, rows, numbers_from=1))
+
+
+def _part(run: RunData, phase: str) -> float:
+    return run.times.get(phase, 0.0) / sum(run.times.values())
+
+
+def _bar(run: RunData, titled: bool) -> Html:
+    """One horizontal bar; its table has the numbers, so it is not read aloud."""
+    start, pieces = 0.0, []
+    for phase in PHASES:
+        width = 1000 * _part(run, phase)
+        if width > 0:
+            pieces.append(element("rect", x=f"{start:.2f}", y=0, width=f"{width:.2f}", height=10, class_=phase))
+            start += width
+    drawn = element("svg", pieces, viewBox="0 0 1000 10", preserveAspectRatio="none", aria_hidden="true", class_="bar")
+    return Html(f"{element('p', run.name) if titled else ''}{drawn}")
+
+
+def checkpoints(runs: Sequence[RunData]) -> Html | None:
+    """The checkpoints that are there."""
+    rows: list[list[object]] = []
+    others = any(each["weights"] not in ("", "trained") for run in runs for each in run.checkpoints)
+    for run in runs:
+        for each in run.checkpoints:
+            name = each["path"].rstrip("/").rpartition("/")[2]
+            cells: list[object] = [name, *([run.name] if len(runs) > 1 else [])]
+            cells += ["" if each["step"] is None else f"{each['step']:,}", element("time", moment(each["time"]))]
+            cells += ["" if each["score"] is None else number(each["score"]), "best" if each["best"] else ""]
+            cells += [each["weights"]] if others else []
+            rows.append([*cells, element("code", each["path"])])
+    if not rows:
+        return None
+    head: list[object] = ["checkpoint", *(["run"] if len(runs) > 1 else []), "step", "saved", "score", "best"]
+    head += [*(["weights"] if others else []), "path"]
+    return _section("checkpoints", "Checkpoints", html_table("Checkpoints that were kept", head, rows))
+
+
+def configuration(runs: Sequence[RunData]) -> Html | None:
+    """All settings with their origins; defaults are folded away."""
+    parts: list[object] = []
+    for run in runs:
+        own: list[list[object]] = [
+            [name, _value(value), origin] for name, value, origin in run.config if origin != "default"
+        ]
+        defaults: list[list[object]] = [
+            [name, _value(value)] for name, value, origin in run.config if origin == "default"
+        ]
+        title = f"Settings of {run.name}" if len(runs) > 1 else "Settings"
+        shown = [html_table(title, ["setting", "value", "from"], own)] if own else []
+        if defaults:
+            rest = html_table(f"{title}: defaults", ["setting", "value"], defaults)
+            shown.append(element("details", element("summary", f"{len(defaults)} settings have their defaults"), rest))
+        if shown and len(runs) > 1:
+            parts.append(element("details", element("summary", title), shown))
+        else:
+            parts += shown
+    return _section("configuration", "Configuration", parts) if parts else None
+
+
+def _value(value: str) -> Html:
+    return element("code", value)
+
+
+def _section(name: str, title: str, *children: object) -> Html:
+    return element(
+        "section", element("h2", title, id=f"{name}-title"), children, id=name, aria_labelledby=f"{name}-title"
+    )
+
+
+def number(value: float) -> str:
+    """Six digits."""
+    return f"{value:.6g}" if math.isfinite(value) else str(value).replace("nan", "NaN").replace("inf", "∞")
+
+
+def duration(seconds: float) -> str:
+    """Such as ``1 h 02 min``, ``3 min 20 s``, ``4.21 s``."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def moment(seconds: float | None) -> str:
+    """A date and a time, of this machine's time zone."""
+    try:
+        return "" if not seconds else datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
+    except (OverflowError, ValueError, OSError):
+        return ""

@@ -30,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt import GPT, SIZES, Size, Sources, Throughput
 
-from callbacks.peak_flops import peak_of
+from callbacks.throughput_monitor import peak_of
 from engine import FP8, Callback, Fit
 from engine.utils import accelerator
 

@@ -15,7 +15,7 @@ from support.ranks import run_ranks
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import find_lr
-from callbacks.lr_sweep import LRSweep
+from callbacks.lr_finder import LRSweep
 from engine import Fit, Loss, TrainModule
 from engine.utils import accelerator
 

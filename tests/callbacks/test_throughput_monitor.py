@@ -12,7 +12,7 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 
 from callbacks import ModelCheckpoint, ThroughputMonitor
-from callbacks.peak_flops import known_peak, peak_of
+from callbacks.throughput_monitor import known_peak, peak_of
 from engine import Callback, Loss, TrainModule
 
 FLOPS = 2 * 4 * (8 * 16 * 2 + 16 * 3 * 3)

@@ -48,11 +48,12 @@ SCATTERED = (
 """Modules for other trainers that stand among the core's, as long as there is no ``engine/compat``."""
 
 DOORS_TO_ANNEXES = {
-    ("engine", "engine.planning.plan"),
-    ("engine", "engine.strategies.deepspeed"),
-    *(("engine.fit", f"engine.planning.{module}") for module in ("device_table", "forecast", "plan", "search")),
+    ("engine.fit", f"engine.planning.{module}") for module in ("device_table", "forecast", "plan", "search")
 }
-"""The imports by which users reach an annex: lazy public names, and ``Fit``'s two methods that plan, when they are called."""
+"""The imports by which ``Fit``'s two methods that plan reach an annex, when they are called."""
+
+LAZY_NAMES = "engine.utils.lazy_names"
+"""What the packages of callbacks import to make their names from their stubs."""
 
 TYPES_FROM_ABOVE = {
     *((f"engine.{module}", "engine.loop.run") for module in ("module", "callback", "data.datamodule")),
@@ -62,12 +63,11 @@ TYPES_FROM_ABOVE = {
 """Imports for types only, by which users' classes name the run that they are given, and rules the settings that call them."""
 
 ROWS_OF_ANNEXES = (
-    "__init__.py",
     "config/kinds.py",
     "config/strategy_names.py",
     "distributed/environments/torchrun.py",
 )
-"""Tables with a row of DeepSpeed's: public names, an example of a strategy with a setting, strategies, launchers."""
+"""Tables with a row of DeepSpeed's: an example of a strategy with a setting, strategies, launchers."""
 
 TORCH_FILES = ("utils/torch_private.py", "planning/torch_private.py")
 """The modules that resolve private names of torch, for every release that is supported."""
@@ -207,10 +207,9 @@ class Tree:
     @cached_property
     def public(self) -> dict[str, str]:
         """The public names of ``engine`` with the module that defines each."""
-        for node in self.nodes["engine"]:
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_NAMES":
-                return dict(ast.literal_eval(node.value))
-        return {}
+        stub = self.root / "engine" / "__init__.pyi"
+        lines = re.findall(r"^from \.(\S+) import (\w+) as", stub.read_text(), re.MULTILINE) if stub.exists() else []
+        return {name: f"engine.{module}" for module, name in lines}
 
     @cached_property
     def internals_in_tests(self) -> list[tuple[str, int, str, str]]:
@@ -284,7 +283,7 @@ def callbacks(tree: Tree) -> Figure:
         for node in tree.nodes[name]:
             if isinstance(node, ast.ImportFrom) and not node.level and node.lineno not in hints:
                 package, _, inner = str(node.module).partition(".")
-                if package == "callbacks" or (package == "engine" and inner):
+                if package == "callbacks" or (package == "engine" and inner and node.module != LAZY_NAMES):
                     places.append(f"{tree.path(name)}:{node.lineno} imports {node.module}")
     return Figure("callbacks", len(places), "imports of callbacks that reach inside", tuple(places))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from callbacks import peak_flops
+from callbacks.throughput_monitor import known_peak
 from engine.planning.device_table import ALIASES, DEVICES, DTYPES, Link, Reached
 from engine.planning.devices import hardware, linked, rate
 
@@ -39,7 +39,7 @@ def test_every_device_is_complete(name: str) -> None:
 def test_peaks_are_those_of_the_throughput_monitor(name: str) -> None:
     kinds = {"float64": "fp64", "float32": "fp32", "tf32": "tf32", "float16": "fp16", "bfloat16": "bf16"}
     for dtype, kind in kinds.items():
-        if (known := peak_flops.known_peak(NAMES[name], kind)) is not None:
+        if (known := known_peak(NAMES[name], kind)) is not None:
             assert DEVICES[name].peaks[dtype] == pytest.approx(known, rel=0.01)
 
 

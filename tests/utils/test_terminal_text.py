@@ -30,7 +30,7 @@ from callbacks import (
     TQDMProgressBar,
     write_report,
 )
-from callbacks.progress_screen import Notebook
+from callbacks.progress.screen import Notebook
 from engine import Callback, Fit, Run, TrainModule, terminal_text
 from engine.cli.main import main
 from engine.cli.terminal import complain

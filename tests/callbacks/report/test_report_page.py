@@ -13,8 +13,7 @@ import pytest
 from support.browser import Page
 
 from callbacks import write_report
-from callbacks.report.markup import Html, element, table
-from callbacks.report.sections import duration, number
+from callbacks.report.page import duration, number
 
 ROOT = Path(__file__).resolve().parents[3]
 HOSTILE = "</script><img src=x onerror=alert(1)>{{points}}"
@@ -129,13 +128,6 @@ def test_a_page_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytes
     assert "No values were logged" in Page(path).text
     assert before != path.read_text()
     assert [each.name for each in folder.iterdir() if each.name.startswith(".")] == []
-
-
-def test_elements() -> None:
-    assert element("p", "<", Html("<br>"), None, ["&", 1], class_='a"b', aria_hidden=True, id=None) == (
-        '<p class="a&quot;b" aria-hidden>&lt;<br>&amp;1</p>'
-    )
-    assert table("t", ["a", "b"], [["<", 1]], numbers_from=1).count('class="number"') == 2
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ import pytest
 import torch
 from rich.console import Console
 
-import callbacks.progress as progress
-import callbacks.progress_figures as progress_figures
+import callbacks.progress.base as progress
+import callbacks.progress.estimates as estimates
 from callbacks import CSVLogger, ModelCheckpoint, ModelSummary, RichProgressBar, TQDMProgressBar
-from callbacks.progress import wrapped
-from callbacks.progress_figures import duration, number, speed
+from callbacks.progress.base import wrapped
+from callbacks.progress.estimates import duration, number, speed
 from engine import Callback
 from engine.checkpoint.catalog import entries
 
@@ -41,7 +41,7 @@ def pipe():
 def clock(monkeypatch):
     """The bars' clock, which stands still until ``clock.now`` is changed."""
     clock = SimpleNamespace(now=0.0)
-    for place in (progress, progress_figures):
+    for place in (progress, estimates):
         monkeypatch.setattr(place, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
@@ -409,7 +409,7 @@ def test_a_notebook(tmp_path, monkeypatch):
     """The cell keeps the last state of the bar; processes forked from it write lines, which appear in it."""
     nbformat, nbconvert = pytest.importorskip("nbformat"), pytest.importorskip("nbconvert.preprocessors")
     pytest.importorskip("ipykernel")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[3]))
     calls = [
         "main('RichProgressBar')",
         "main('TQDMProgressBar')",

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from .report.markup import element
+from ..text import element
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,7 +15,7 @@ START: Position = (-1, 0)
 _WIDTH = 160
 
 
-class Progress:
+class SentMark:
     """What a logger has sent of one run.
 
     Args:

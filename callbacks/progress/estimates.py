@@ -43,7 +43,7 @@ class Progress:
     """Steps of the training, ``"step 145/1000"``."""
 
 
-class Figures:
+class RunEstimates:
     """Measures one run. Everything is read from the run's counters and the clock: nothing waits for a device.
 
     The rate is the one of the last minute, without validation and without the first step, in which much is compiled and loaded. The time
@@ -123,8 +123,8 @@ class Figures:
             unit="step",
             rate=self._rate(run),
             elapsed_s=self._trained() - self._epoch_began,
-            eta_s=self._left(run),
-            whole=self._whole(run),
+            eta_s=self._seconds_left(run),
+            whole=self._training_position(run),
         )
 
     def epoch_rate(self, run: Run) -> float:
@@ -165,7 +165,7 @@ class Figures:
         seconds, steps, _ = self._since(run)
         return steps / seconds if steps and seconds > 0 else None
 
-    def _whole(self, run: Run) -> str:
+    def _training_position(self, run: Run) -> str:
         """Of the training: the step, and the number of steps if it is known."""
         ahead = self._ahead(run)
         return f"step {run.step}" + ("" if ahead is None else f"/{run.step + ahead[0]}")
@@ -188,7 +188,7 @@ class Figures:
         later, batches = self._later[1]
         return steps + int(later), left + int(batches)
 
-    def _left(self, run: Run) -> float | None:
+    def _seconds_left(self, run: Run) -> float | None:
         """Seconds of the training that are left."""
         seconds, _, done = self._since(run)
         ahead, estimates = self._ahead(run), []

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from engine import Callback, terminal_text
 
-from .progress_figures import Figures, Progress, duration, number, speed
-from .progress_screen import Screen, screen_of
-from .random_state import random_kept
-from .results_table import results_table
+from ..text import random_kept, results_table
+from .estimates import Progress, RunEstimates, duration, number, speed
+from .screen import Screen, screen_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +57,7 @@ class ProgressBar(Callback):
         self.refresh_rate, self.interval_s = refresh_rate, interval_s
         self._console = console
         self._screen: Screen | None = None  # on the main process, in a run
-        self._figures = Figures()
+        self._estimates = RunEstimates()
         self._next = math.inf  # when to draw
         self._line_due = 0.0  # when to write a line, where nothing is drawn
         self._training = False  # in an epoch
@@ -78,7 +77,7 @@ class ProgressBar(Callback):
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         self._next, self._training, self._ended, self._screen = math.inf, False, "", None
-        self._figures = Figures()
+        self._estimates = RunEstimates()
         if not run.is_main_process:
             return
         with random_kept():
@@ -93,7 +92,7 @@ class ProgressBar(Callback):
 
     def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
         if self._screen is not None and self._training and not self._ended:
-            self._write(self._line(self._figures.epoch(run)), run, module)
+            self._write(self._line(self._estimates.epoch(run)), run, module)
         self._close(run, module)
 
     def on_train_end(self, run: Run, module: nn.Module) -> None:
@@ -104,20 +103,20 @@ class ProgressBar(Callback):
         if self._screen is not None:
             self._write_epoch(run, module)
             self._training = True
-            self._figures.begin_epoch(run)
+            self._estimates.begin_epoch(run)
             self._draw(run, module)
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if time.monotonic() >= self._next:
-            self._figures.measure(run)
+            self._estimates.measure(run)
             self._show(run, module)
 
     def on_train_epoch_end(self, run: Run, module: nn.Module) -> None:
         if self._screen is not None:
-            self._figures.measure(run)
-            self._figures.end_epoch(run)
-            rate = speed(self._figures.epoch_rate(run), "step")
-            self._ended = f"{self._figures.epoch(run).title}: step {run.step}, {rate}"
+            self._estimates.measure(run)
+            self._estimates.end_epoch(run)
+            rate = speed(self._estimates.epoch_rate(run), "step")
+            self._ended = f"{self._estimates.epoch(run).title}: step {run.step}, {rate}"
 
     def on_sanity_check_start(self, run: Run, module: nn.Module) -> None:
         most = run.settings.num_sanity_val_steps
@@ -138,7 +137,7 @@ class ProgressBar(Callback):
     def on_validation_batch_end(
         self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._figures.evaluated(dataloader_idx)
+        self._estimates.evaluated(dataloader_idx)
         if time.monotonic() >= self._next:
             self._show(run, module)
 
@@ -169,24 +168,22 @@ class ProgressBar(Callback):
 
     def _eval_start(self, run: Run, module: nn.Module, name: str, limits: list[int | None]) -> None:
         # The sanity check starts a validation inside itself.
-        if self._screen is not None and self._figures.eval_name is None:
-            self._figures.begin_evaluation(name, limits)
+        if self._screen is not None and self._estimates.eval_name is None:
+            self._estimates.begin_evaluation(name, limits)
             self._draw(run, module)
 
     def _eval_end(self, run: Run, module: nn.Module) -> None:
-        if self._screen is None or self._figures.eval_name is None:
+        if self._screen is None or self._estimates.eval_name is None:
             return
         if not self._training:
             self._draw(run, module)  # a notebook keeps it
-        name = self._figures.eval_name
-        self._figures.end_evaluation()
+        name = self._estimates.eval_name
+        self._estimates.end_evaluation()
         if run.stage in ("validate", "test"):
             self._screen.close()
             self._next = math.inf
             if run.metrics:
-                with random_kept():
-                    table = results_table(name, run, min(self._screen.width, 200))
-                self._screen.write(table)
+                self._screen.write(results_table(name, run, min(self._screen.width, 200)))
         elif name == "validation" and not self._screen.live and run.state.batch_idx != run.num_train_batches:
             self._write(f"validation: step {run.step}", run, module)
         else:
@@ -202,18 +199,18 @@ class ProgressBar(Callback):
             self._draw(run, module)
         elif time.monotonic() >= self._line_due:
             self._line_due = time.monotonic() + self.interval_s
-            if self._figures.eval_name is None:
-                self._write(self._line(self._figures.epoch(run)), run, module)
+            if self._estimates.eval_name is None:
+                self._write(self._line(self._estimates.epoch(run)), run, module)
             else:
-                screen.write(self._line(self._figures.evaluation()))
+                screen.write(self._line(self._estimates.evaluation()))
 
     def _draw(self, run: Run, module: nn.Module) -> None:
         screen = self._screen
         if screen is None or not screen.live:
             return
-        lines = [self.bar(self._figures.epoch(run), screen)] if self._training else []
-        if self._figures.eval_name is not None:
-            lines.append(self.bar(self._figures.evaluation(), screen))
+        lines = [self.bar(self._estimates.epoch(run), screen)] if self._training else []
+        if self._estimates.eval_name is not None:
+            lines.append(self.bar(self._estimates.evaluation(), screen))
         metrics = wrapped(_items(self.get_metrics(run, module)), screen.width - 1, screen.height - len(lines))
         screen.draw([*lines, *metrics])
 

@@ -14,8 +14,8 @@ from rich.console import Console
 from support.ranks import clean_environment
 from support.terminal import Pane
 
-import callbacks.progress as progress
-import callbacks.progress_figures as progress_figures
+import callbacks.progress.base as progress
+import callbacks.progress.estimates as estimates
 from callbacks import RichProgressBar, TQDMProgressBar
 from engine import Callback, TrainModule
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux
 def clock(monkeypatch):
     """The bars' clock, which stands still until ``clock.now`` is changed."""
     clock = SimpleNamespace(now=0.0)
-    for place in (progress, progress_figures):
+    for place in (progress, estimates):
         monkeypatch.setattr(place, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("TERM", "screen")

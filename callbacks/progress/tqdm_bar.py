@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .progress import ProgressBar
-from .progress_figures import Progress, duration
-from .progress_screen import Screen
+from .base import ProgressBar
+from .estimates import Progress, duration
+from .screen import Screen
 
 if TYPE_CHECKING:
     from rich.console import Console

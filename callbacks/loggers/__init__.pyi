@@ -1,0 +1,14 @@
+from .aim import AimLogger as AimLogger
+from .base import Logger as Logger
+from .base import Moment as Moment
+from .csv import CSVLogger as CSVLogger
+from .jsonl import JSONLLogger as JSONLLogger
+from .mlflow import MLflowLogger as MLflowLogger
+from .own_loop import TRACKERS as TRACKERS
+from .own_loop import LoggedLoop as LoggedLoop
+from .own_loop import logger_for as logger_for
+from .plain import ForwardingLogger as ForwardingLogger
+from .plain import PlainLogger as PlainLogger
+from .tensorboard import TensorBoardLogger as TensorBoardLogger
+from .trackio import TrackioLogger as TrackioLogger
+from .wandb import WandbLogger as WandbLogger

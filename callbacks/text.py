@@ -1,0 +1,134 @@
+"""Text with names in it, as a table of a terminal and as HTML: it is shown as it is, neither obeyed by a terminal nor read as markup.
+
+A line of its own is :func:`engine.terminal_text`'s.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import random
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from engine import terminal_text
+
+if TYPE_CHECKING:
+    from engine import Run
+
+_OF_LOADER = re.compile(r"(.*)/dataloader_idx_(\d+)$", re.DOTALL)
+_VOID = ("br", "input", "meta")
+
+
+@contextmanager
+def random_kept() -> Iterator[None]:
+    """Restore the state of Python's random numbers after this block. The first import of ``rich`` draws some, which would change the training."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+@random_kept()
+def rich_table(columns: Sequence[str], rows: Iterable[Sequence[object]], width: int, left: Collection[str]) -> str:
+    """A table in rich's look, in at most ``width`` columns; whatever its names hold is shown as text.
+
+    Args:
+        left: the columns of text; numbers are on the right.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    def cell(value: object) -> Text:
+        return Text(terminal_text(value, one_line=True))
+
+    table = Table(box=box.SIMPLE_HEAD, safe_box=True)
+    for head in columns:
+        table.add_column(cell(head), justify="left" if head in left else "right")
+    for row in rows:
+        table.add_row(*map(cell, row))
+    file = io.StringIO()
+    Console(file=file, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(table)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).strip("\n")
+
+
+def results_table(name: str, run: Run, width: int) -> str:
+    """The metrics of the evaluation that has just ended, a column a loader, in at most ``width`` columns."""
+    rows: dict[str, dict[int, float]] = {}
+    loaders = len(run.num_eval_batches)
+    for metric, value in run.metrics.items():
+        found = _OF_LOADER.match(metric) if loaders > 1 else None
+        if found is None:
+            rows.setdefault(metric, {})[0 if loaders < 2 else -1] = value
+        else:
+            rows.setdefault(found[1], {})[int(found[2])] = value
+    columns = sorted({column for values in rows.values() for column in values})
+    step = f" of step {run.step}" if run.step else ""
+    heads = ["all" if c < 0 else f"loader {c}" if loaders > 1 else "value" for c in columns]
+    cells = [(metric, *(f"{values[c]:.6g}" if c in values else "" for c in columns)) for metric, values in rows.items()]
+    first = f"{name}{step}"
+    return rich_table([first, *heads], cells, width, left=[first])
+
+
+class Html(str):
+    """Text that is HTML already; any other text is escaped when it becomes part of an element."""
+
+
+def element(tag: str, *children: object, **attributes: str | int | bool | None) -> Html:
+    """``<tag attribute="...">children</tag>``.
+
+    Args:
+        children: :class:`Html`, text, or lists of them; ``None`` is left out.
+        attributes: ``class_`` is ``class``, other underscores are hyphens; ``True`` has no value, ``False`` and ``None`` are left out.
+    """
+    named = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()}
+    opening = "".join(
+        f" {name}" if value is True else f' {name}="{html.escape(str(value))}"'
+        for name, value in named.items()
+        if value is not None and value is not False
+    )
+    return Html(f"<{tag}{opening}>" if tag in _VOID else f"<{tag}{opening}>{join(*children)}</{tag}>")
+
+
+def join(*children: object) -> Html:
+    """The children of an element."""
+    parts: list[str] = []
+    for child in children:
+        if isinstance(child, (list, tuple)):
+            parts.append(join(*child))
+        elif child is not None:
+            parts.append(child if isinstance(child, Html) else html.escape(str(child)))
+    return Html("".join(parts))
+
+
+def html_table(caption: str, head: list[object], rows: list[list[object]], *, numbers_from: int | None = None) -> Html:
+    """A table that scrolls sideways where it is too wide.
+
+    Args:
+        caption: its name, for everybody.
+        head: the columns' names.
+        rows: the first cell of each is the row's name.
+        numbers_from: the column from which cells are numbers, which are aligned to the right.
+    """
+
+    def kind(index: int) -> str | None:
+        return "number" if numbers_from is not None and index >= numbers_from else None
+
+    columns = [element("th", cell, scope="col", class_=kind(index)) for index, cell in enumerate(head)]
+    body = [
+        element(
+            "tr",
+            element("th", row[0], scope="row"),
+            [element("td", cell, class_=kind(index)) for index, cell in enumerate(row) if index],
+        )
+        for row in rows
+    ]
+    inner = element(
+        "table", element("caption", caption), element("thead", element("tr", columns)), element("tbody", body)
+    )
+    return element("div", inner, class_="scroll", role="region", aria_label=caption, tabindex=0)
