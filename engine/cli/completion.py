@@ -80,7 +80,7 @@ def _words(argument: str) -> Iterable[str]:
     if argument == "command":
         return cli.COMMANDS
     if argument == "callback":
-        return [name for name in callbacks.__all__ if name[0].isupper()]  # not functions
+        return [name for name in dir(callbacks) if name[0].isupper()]  # not functions
     if argument == "set":
         names = [f"{name}=" for name, kind in KINDS.items() if not kind.code_only]
         return [*names, "model.", "data.", "callbacks."]
