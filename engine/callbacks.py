@@ -1,7 +1,7 @@
 """The package ``callbacks`` under a second name, for projects with their own ``callbacks.py``.
 
 ``from engine.callbacks import EarlyStopping`` imports the same class as ``from callbacks import EarlyStopping``.
-Nothing in ``engine`` imports this module.
+In ``engine`` only commands of ``fit`` import this module.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from types import ModuleType
 
-from engine.cli.exits import UsageError
+from engine.cli.terminal import UsageError
 
 
 def annex(name: str) -> ModuleType:

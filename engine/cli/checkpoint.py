@@ -1,143 +1,191 @@
-"""``fit checkpoint``: the arguments. The actions are imported when the arguments are valid."""
+"""``fit checkpoint``: each subcommand calls one function of ``engine.checkpoint`` and prints the result.
+
+Imports no torch: the subcommands that read tensors stand in :mod:`engine.cli.checkpoint_weights`.
+"""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-from collections.abc import Callable, Sequence
+import json
+import sys
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any
 
-from engine.cli.exits import Parser
-from engine.config.file_size import size_in_bytes
+from engine.checkpoint.catalog import entries, facts, problems, prune
+from engine.checkpoint.manifest import SCORED_WITH, TRAINED
+from engine.checkpoint.runs import FIRST, canonical
+from engine.cli.terminal import show, table
+from engine.config.masked import rows as settings_rows
+from engine.utils.text import terminal_text
 
-ACTIONS = "engine.cli.checkpoint_actions"
-"""The module with a function for each subcommand."""
-WEIGHTS = "'trained', or those that a callback has kept, such as 'ema'; by default those that the checkpoint's score was measured with"
-"""The help of ``--weights``."""
-_PLACE = "a directory or a URL that fsspec knows"
+_LONGEST = 1000
+"""Characters of a name, or of a value, that are printed."""
+Answer = tuple[Any, list[str], bool]
+"""The JSON value, the printed lines, and whether all is well."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run one subcommand.
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand ``options.action``.
 
     Returns:
-        0, or 1 after an error, or if something is wrong with a checkpoint. Wrong arguments end the process with status 2.
+        0, or 1 with one line on stderr that says why.
     """
-    arguments = parser().parse_args(list(argv))
-    return int(importlib.import_module(ACTIONS).run(arguments))
+    return run_action(_ACTIONS[options.action], options)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The subcommands and their arguments."""
-    top = Parser(
-        prog="fit checkpoint",
-        description="Inspect, verify, export, convert, pack and remove checkpoints, without running code from them.",
-    )
-    commands = top.add_subparsers(dest="action", required=True, metavar="list|show|verify|export|convert|pack|prune")
-
-    def add(name: str, text: str) -> argparse.ArgumentParser:
-        found = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        found.add_argument("--json", action="store_true", help="print one JSON value")
-        return found
-
-    one = f"a checkpoint, or a folder, whose newest one is used: {_PLACE}"
-    command = add("list", "list the checkpoints of a folder, oldest first; status 1 if one is incomplete or damaged")
-    command.add_argument("root", help=_PLACE)
-
-    command = add("show", "print a checkpoint's description")
-    command.add_argument("path", help=one)
-    command.add_argument(
-        "--tensors", action="store_true", help="also each tensor's name, shape, dtype and number of shards"
-    )
-
-    command = add(
-        "verify", "read all files again and compare them with their checksums; status 1 if something is wrong"
-    )
-    command.add_argument("paths", nargs="+", metavar="path", help=f"a checkpoint, or a folder with several: {_PLACE}")
-
-    _export(
-        add("export", "write a checkpoint's weights as .safetensors files that transformers and load_file read"), one
-    )
-
-    others = "a Lightning .ckpt, a torch.distributed.checkpoint directory or safetensors"
-    _convert(add("convert", f"write a checkpoint of this library from {others}"))
-    command = add("pack", "write a checkpoint as one file, from which everything that takes a checkpoint reads it")
-    command.add_argument("path", help=one)
-    command.add_argument("out", help="the file, by convention x.ckpt: a zip archive of the checkpoint's folder")
-    command.add_argument(
-        "--pickle",
-        action="store_true",
-        help="instead a dict for torch.load: weights, hyperparameters and counters under Lightning's keys",
-    )
-    command.add_argument("--weights", metavar="NAME", help=f"with --pickle: {WEIGHTS}")
-    _prune(
-        add("prune", "delete all complete checkpoints of a folder except the newest, and those with the best scores")
-    )
-    return top
-
-
-def _convert(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", metavar="in", help=f"a file or a directory, or a URL of one; {_PLACE}")
-    command.add_argument("out", help=f"the new checkpoint: {_PLACE}")
-    command.add_argument(
-        "--trust-pickle",
-        action="store_true",
-        help="read pickles too (.ckpt, .pt, .distcp): tensors and plain values only, by weights_only=True",
-    )
-
-
-def _prune(command: argparse.ArgumentParser) -> None:
-    best = "and the N with the best scores of ModelCheckpoint(monitor=)"
-    command.add_argument("root", help=_PLACE)
-    command.add_argument("--keep", type=_at_least(1), required=True, metavar="N", help="keep the N newest (1 or more)")
-    command.add_argument("--keep-best", type=_at_least(0), default=0, metavar="N", help=best)
-    command.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
-
-
-def _export(command: argparse.ArgumentParser, one: str) -> None:
-    command.add_argument("path", help=one)
-    command.add_argument("out", help=f"where the files go: {_PLACE}")
-    command.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), help="of floating point tensors; by default unchanged"
-    )
-    command.add_argument(
-        "--max-shard-size",
-        type=_size,
-        default="5GB",
-        metavar="SIZE",
-        help="of a file, such as 5GB or 200MiB (default: 5GB)",
-    )
-    command.add_argument(
-        "--prefix-strip",
-        metavar="PREFIX",
-        help="remove this prefix of names, such as 'model.' (default: what the module has published)",
-    )
-    command.add_argument(
-        "--weights",
-        metavar="NAME",
-        help=WEIGHTS,
-    )
-    for name, text in (
-        ("include", "only names that match a pattern, such as 'model.*'"),
-        ("exclude", "no names that match a pattern"),
-    ):
-        command.add_argument(f"--{name}", action="extend", nargs="+", default=[], metavar="PATTERN", help=text)
-
-
-def _size(text: str) -> str:
+def run_action(action: Callable[[argparse.Namespace], Answer], options: argparse.Namespace) -> int:
+    """Print the answer of a subcommand; see :func:`run`."""
     try:
-        size_in_bytes(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size: give bytes, or text such as '5GB' or '200MiB'"
-        ) from None
-    return text
+        value, lines, good = action(options)
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        print(
+            f"fit checkpoint {options.action}: {terminal_text(' '.join(str(error).split())) or type(error).__name__}",
+            file=sys.stderr,
+        )
+        return 1
+    if options.json:
+        print(json.dumps(_plain(value), indent=1))
+    elif lines:
+        show(*(terminal_text(line, one_line=True) for line in lines))
+    return 0 if good else 1
 
 
-def _at_least(low: int) -> Callable[[str], Any]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < low:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {low}")
-        return int(text)
+def _list(options: argparse.Namespace) -> Answer:
+    found = entries(options.root)
+    others = any(entry["complete"] and entry[SCORED_WITH] != TRAINED for entry in found)  # else it goes without saying
+    rows = [("name", "step", "epoch", "time", "size", "ranks", *(["weights"] if others else []), "score and metrics")]
+    for entry in found:
+        if entry["complete"]:
+            told = (
+                _text(entry["step"]),
+                _text(entry["epoch"]),
+                _time(entry["saved_at"]),
+                size_text(entry["bytes"]),
+                str(entry["world_size"]),
+            )
+            weights = [entry[SCORED_WITH] or "not noted"] if others else []
+            rows.append((entry["name"], *told, *weights, _metrics(entry)))
+    lines = table(rows) if len(rows) > 1 else []
+    place = found[0]["path"].removesuffix(f"/{found[0]['name']}")
+    if canonical(place).startswith(f"{canonical(options.root)}/version_"):
+        lines.insert(
+            0,
+            f"{place}: the newest run in {options.root} that has checkpoints. The first is {options.root}/{FIRST}",
+        )
+    lines += [f"{entry['name']}  incomplete or damaged: {entry['reason']}" for entry in found if not entry["complete"]]
+    return found, lines, all(entry["complete"] for entry in found)
 
-    return number
+
+def _show(options: argparse.Namespace) -> Answer:
+    found = facts(options.path, options.tensors)
+    tensors = found.get("tensors", {})
+    shown = {
+        name: value
+        for name, value in found.items()
+        if name not in ("tensors", "tied", "files", "name", "complete", "config")
+    }
+    shown |= {
+        "saved_at": _time(found["saved_at"]),
+        "bytes": f"{found['bytes']} ({size_text(found['bytes'])}) in {len(found['files'])} files",
+    }
+    lines = [found["name"], *_section(shown)]
+    config = found.get("config")
+    if isinstance(config, dict) and all(
+        isinstance(entry, dict) and {"value", "origin"} <= entry.keys() for entry in config.values()
+    ):
+        settings = [(name, _text(value), origin) for name, value, origin in settings_rows(config)]
+        lines += ["  config", *("    " + line for line in table(settings))]
+    for folder, each in tensors.items():
+        lines += ["", f"{folder}: {len(each)} tensors"]
+        lines += table(
+            [(f"  {name}", str(t["shape"]), t["dtype"], f"{t['shards']} shard(s)") for name, t in each.items()]
+        )
+    if found.get("tied"):
+        lines += ["", "tied", *(f"  {name} is {first}" for name, first in found["tied"].items())]
+    return found, lines, True
+
+
+def _verify(options: argparse.Namespace) -> Answer:
+    found: dict[str, list[str]] = {}
+    for path in options.paths:
+        try:
+            found |= problems(path)
+        except (OSError, ValueError) as error:
+            found[path] = [str(error)]
+    lines = [
+        line for path, wrong in found.items() for line in ([f"{path}: {each}" for each in wrong] or [f"{path}: intact"])
+    ]
+    return found, lines, not any(found.values())
+
+
+def _prune(options: argparse.Namespace) -> Answer:
+    found = prune(options.root, options.keep, options.keep_best, options.dry_run)
+    words = {
+        "removed": "would be removed" if options.dry_run else "removed",
+        "kept": "kept",
+        "in_use": "kept, because it is being read",
+    }
+    return found, [f"{name}: {words[kind]}" for kind, names in found.items() for name in names], True
+
+
+_ACTIONS: dict[str, Callable[[argparse.Namespace], Answer]] = {
+    "list": _list,
+    "show": _show,
+    "verify": _verify,
+    "prune": _prune,
+}
+
+
+def _section(values: Mapping[str, Any], indent: str = "  ") -> list[str]:
+    """One value per line; dicts below their name."""
+    named = [(_cut(str(name)), value) for name, value in values.items()]
+    width = min(max((len(name) for name, _ in named), default=0), 60)
+    lines: list[str] = []
+    for name, value in named:
+        if isinstance(value, dict) and value:
+            lines += [f"{indent}{name}", *_section(value, indent + "  ")]
+        else:
+            lines.append(f"{indent}{name:<{width}}  {_text(value)}")
+    return lines
+
+
+def _metrics(entry: Mapping[str, Any]) -> str:
+    score = entry["score"]
+    best = [f"{score['monitor']}={_text(score['value'])} ({score['mode']})"] if score else []
+    rest = [
+        f"{name}={_text(value)}" for name, value in entry["metrics"].items() if not score or name != score["monitor"]
+    ]
+    return ", ".join([*best, *rest])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "-" if value is None or value == {} else _cut(str(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters; --json prints all)"
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
+
+
+def size_text(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON; what JSON cannot express becomes text."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    finite = isinstance(value, float) and value - value == 0
+    return value if value is None or finite or isinstance(value, (bool, int, str)) else str(value)

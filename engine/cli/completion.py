@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import inspect
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import argcomplete
 from argcomplete.completers import BaseCompleter, FilesCompleter
 
+from engine import callbacks
 from engine.cli import main as cli
-from engine.cli.exits import Parser, UsageError
-from engine.cli.targets import CALLBACKS
+from engine.cli.terminal import UsageError
 from engine.config.settings import KINDS
 from engine.planning.device_table import DEVICES
 
@@ -21,23 +19,12 @@ WORDS = {"resume": ("last", "auto", "best"), "checkpoint": ("last", "best"), "de
 """Words that options accept besides paths."""
 
 
-def main(argv: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Print the script of one shell."""
-    script = argcomplete.shellcode(["fit"], shell=parser().parse_args(list(argv)).shell)
+    script = argcomplete.shellcode(["fit"], shell=options.shell)
     # After these characters the word continues, so that no space follows. argcomplete does not know the dot of "model.".
     print(script.replace("[=/:]", "[=/:.]"), end="")
     return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    """The one argument."""
-    top = Parser(
-        prog="fit completion",
-        description="Print a script that completes commands, options, settings and their values.",
-        epilog='bash: eval "$(fit completion bash)"    zsh: eval "$(fit completion zsh)"    fish: fit completion fish | source',
-    )
-    top.add_argument("shell", choices=("bash", "zsh", "fish"))
-    return top
 
 
 def complete() -> None:
@@ -60,15 +47,10 @@ def complete() -> None:
     # The number, from 1, of the word that precedes what the parser reads.
     os.environ["_ARGCOMPLETE"] = str(start + 1 + len(known))
     argcomplete.autocomplete(
-        parser_of(*known) if known else cli.parser(), always_complete_options=False, default_completer=_Values()
+        cli.COMMANDS[known[0]].parser() if known else cli.parser(),
+        always_complete_options=False,
+        default_completer=_Values(),
     )
-
-
-def parser_of(command: str) -> argparse.ArgumentParser:
-    """The parser of a command's own arguments."""
-    make = importlib.import_module(cli.COMMANDS[command][0].partition(":")[0]).parser
-    found: argparse.ArgumentParser = make(command) if inspect.signature(make).parameters else make()
-    return found
 
 
 class _Values(BaseCompleter):
@@ -98,7 +80,7 @@ def _words(argument: str) -> Iterable[str]:
     if argument == "command":
         return cli.COMMANDS
     if argument == "callback":
-        return [name for name in importlib.import_module(CALLBACKS).__all__ if name[0].isupper()]  # not functions
+        return [name for name in dir(callbacks) if name[0].isupper()]  # not functions
     if argument == "set":
         names = [f"{name}=" for name, kind in KINDS.items() if not kind.code_only]
         return [*names, "model.", "data.", "callbacks."]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engine.callback import Callback
-from engine.cli.building import COMMAND_LINE, Component
-from engine.cli.exits import UsageError
-from engine.cli.targets import CALLBACKS, load
+from engine.cli.class_paths import CALLBACKS, load
+from engine.cli.terminal import UsageError
 from engine.config import yaml_text
 from engine.config.resolve import Resolved, resolve
 from engine.config.settings import KINDS
@@ -22,6 +21,48 @@ from engine.utils.log import logger
 
 SECTIONS = ("model", "data", "callbacks")
 _KEYS = ("class_path", "init_args")
+COMMAND_LINE = "command line"
+
+
+@dataclass
+class Component:
+    """An object to build."""
+
+    name: str
+    """``"model"``, ``"data"`` or ``"callbacks.0"``."""
+    path: str
+    """The class or function, as the user named it."""
+    target: Callable[..., Any]
+    init_args: Mapping[str, Any] = field(default_factory=dict)
+    """The file's values."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """The lines of the file's values, by the parameter's dotted name; ``""`` is the object itself."""
+    overrides: list[tuple[str, str]] = field(default_factory=list)
+    """Dotted names and texts of the command line."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that are passed unchanged with the lowest priority: those recorded in a checkpoint."""
+
+    @property
+    def title(self) -> str:
+        """The class's own name."""
+        return str(getattr(self.target, "__qualname__", self.path))
+
+    def origin(self, key: str) -> str:
+        """The origin of a parameter's value: the last source of it, or of something in it."""
+        if any(within(given, key) for given, _ in self.overrides):
+            return f"{COMMAND_LINE} {self.name}.{key}"
+        return self.line(key)
+
+    def line(self, key: str) -> str:
+        """The line of the file that a parameter's value is from, or something around it."""
+        while key not in self.origins and key:
+            key = key.rpartition(".")[0]
+        return self.origins.get(key, COMMAND_LINE)
+
+
+def within(inner: str, outer: str) -> bool:
+    """Whether the dotted name ``inner`` is ``outer``, or names something in it; a last ``+`` appends to a list."""
+    return f"{inner.removesuffix('+')}.".startswith(f"{outer}.")
 
 
 @dataclass(frozen=True)
@@ -105,7 +146,7 @@ def components_of(
         resolved,
         model,
         _data(data, sections.get("data"), origins),
-        _callbacks(callbacks, sections.get("callbacks"), origins),
+        _callback_components(callbacks, sections.get("callbacks"), origins),
     )
     for text in overrides:
         _override(found, *text.split("=", 1))
@@ -191,7 +232,7 @@ def _data(given: str | None, section: Any, origins: Mapping[str, str]) -> Compon
     return _component("data", given, section, origins, "--data", DataModule)
 
 
-def _callbacks(given: Sequence[str], section: Any, origins: Mapping[str, str]) -> list[Component]:
+def _callback_components(given: Sequence[str], section: Any, origins: Mapping[str, str]) -> list[Component]:
     listed = [] if section is None else section if isinstance(section, list) else [section]
     alone = section is not None and not isinstance(section, list)
     found = []
@@ -233,7 +274,7 @@ def _override(found: Components, name: str, text: str) -> None:
     origin = f"{COMMAND_LINE} {name}"
     if section == "callbacks":
         which, _, key = key.partition(".")
-        component: Component | None = _callback(found.callbacks, which, origin)
+        component: Component | None = _find_callback(found.callbacks, which, origin)
     else:
         component = found.model if section == "model" else found.data
     if component is None:
@@ -244,7 +285,7 @@ def _override(found: Components, name: str, text: str) -> None:
     component.overrides.append((key, text))
 
 
-def _callback(callbacks: list[Component], which: str, origin: str) -> Component:
+def _find_callback(callbacks: list[Component], which: str, origin: str) -> Component:
     if which.isdecimal() and int(which) < len(callbacks):
         return callbacks[int(which)]
     same = [component for component in callbacks if component.title == which]

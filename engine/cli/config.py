@@ -1,56 +1,279 @@
-"""``fit config``: the arguments. The actions are in a separate module, so that ``--help`` starts at once."""
+"""``fit config``: writes or checks a file of settings. The questions in a terminal stand at the end."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from engine.cli.exits import Parser
+from engine import strategies
+from engine.cli.annexes import annex
+from engine.cli.terminal import FAILED, UsageError, complain, show
+from engine.config import yaml_text
+from engine.config.kinds import PRECISIONS
+from engine.config.masked import plain
+from engine.config.resolve import SECTIONS, Resolved, read_value, resolve
+from engine.config.settings import Settings, check
+from engine.config.settings_file import document, documentation
+from engine.config.yaml_text import flow, write_atomically
+from engine.step.precision import Precision
+
+if TYPE_CHECKING:
+    from engine.compat.key_file import KeyFile
+
+ACCELERATE = "engine.compat.accelerate.config_file"
+LIGHTNING = "engine.compat.lightning.settings_file"
+TRAINING_ARGUMENTS = "engine.compat.transformers.training_arguments"
+"""The modules that read other trainers' files."""
 
 
-def main(argv: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Write or check a file of settings.
 
     Returns:
         0, or 1 when a file that was checked is wrong.
     """
-    arguments = parser().parse_args(list(argv))
-    return int(importlib.import_module("engine.cli.config_actions").run(arguments))
+    try:
+        return _check(Path(options.check)) if options.check is not None else _write(options)
+    except EOFError:
+        raise UsageError("the terminal was closed before the last question; nothing was written") from None
+    except (ValueError, TypeError, OSError) as error:
+        if options.check is None:
+            raise UsageError(str(error)) from None
+        complain(error)
+        return FAILED
 
 
-def parser() -> argparse.ArgumentParser:
-    """The arguments of ``fit config``."""
-    top = Parser(
-        prog="fit config",
-        description="Write a commented file of settings, from answers to questions unless one of the first five options is given.",
+def _write(options: argparse.Namespace) -> int:
+    path = Path(options.output)
+    if path.exists() and not options.force:
+        raise ValueError(f"{path} exists: give --force to overwrite it, or another --output")
+    head: list[str] = []
+    if options.from_accelerate is not None:
+        values, head = _from_accelerate(options)
+    elif options.from_training_args is not None:
+        values, head = _from_training_arguments(options)
+    elif options.from_lightning is not None:
+        source = Path(options.from_lightning)
+        head = [f"Converted from {source}, arguments of Lightning's Trainer."]
+        values, head = _converted(source, annex(LIGHTNING).read(source), options.force, head)
+    elif options.default:
+        values = {}
+    elif sys.stdin.isatty() and sys.stdout.isatty():
+        values = ask()
+    else:
+        raise ValueError(
+            "questions need a terminal, and this is not one: give --default, --from-accelerate PATH, --from-training-args FILE or "
+            "--from-lightning FILE"
+        )
+    text = document(values, head)
+    draft = path.with_name(f".{path.name}.check")
+    write_atomically(draft, text)
+    try:
+        resolved = _settings_of_file(draft)
+    except (ValueError, TypeError) as error:
+        raise type(error)(
+            f"nothing was written, because the file would be wrong: {str(error).replace(str(draft), str(path))}"
+        ) from None
+    finally:
+        draft.unlink()
+    write_atomically(path, text)
+    given = [f"{name}={getattr(resolved.settings, name)}" for name in values]
+    show(f"{path}: written; {', '.join(given) or 'all settings have their defaults'}")
+    return 0
+
+
+def _check(path: Path) -> int:
+    resolved = _settings_of_file(path)
+    given = [name for name, origin in resolved.origins.items() if origin.startswith("file ")]
+    show(f"{path}: {len(given)} setting(s), all valid" + (f": {', '.join(given)}" if given else ""))
+    if resolved.sections:
+        show(f"{path}: {', '.join(resolved.sections)}: read by 'fit run', not checked here")
+    return 0
+
+
+def _settings_of_file(path: Path) -> Resolved:
+    """The settings of a file alone; an error where they are not possible."""
+    resolved = resolve({}, {}, path, sections=SECTIONS)
+    strategies.requested(resolved.settings, resolved.origins)
+    return resolved
+
+
+def _from_accelerate(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    reader = annex(ACCELERATE)
+    path = Path(options.from_accelerate) if options.from_accelerate else reader.default_path(os.environ)
+    file = reader.read(path)
+    head = [f"Converted from Accelerate's {path}. This starts the processes that it describes:", f"    {file.launch}"]
+    return _converted(path, file, options.force, head)
+
+
+def _from_training_arguments(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    path = Path(options.from_training_args)
+    file = annex(TRAINING_ARGUMENTS).read(path)
+    code = [f"    {' '.join(line.split())}" for line in file.code()]
+    head = [
+        f"Converted from {path}, TrainingArguments of transformers. These are for the script, engine.huggingface and callbacks:",
+        *code,
+    ]
+    return _converted(path, file, options.force, head)
+
+
+def _converted(path: Path, file: KeyFile, force: bool, head: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The settings of another trainer's ``file``, and the comments above them.
+
+    Raises:
+        ValueError: it has keys without a counterpart, and there is no ``--force``.
+    """
+    if file.refused and not force:
+        count = len(file.refused)
+        raise ValueError(
+            f"{path} has {count} key(s) that would change the training and have no counterpart here; --force writes them as comments:\n"
+            + "\n".join(f"  {line}" for line in file.refused)
+        )
+    head = ["", *head]
+    told = (
+        ("Ignored, because it has no meaning here:", file.notes),
+        ("NOT DONE HERE, and it changes the training:", file.refused),
     )
-    ways = top.add_mutually_exclusive_group()
-    ways.add_argument(
-        "--default", action="store_true", help="without questions: every setting as a comment with its default"
+    for title, lines in told:
+        head += ["", title, *(f"    {' '.join(line.split())}" for line in lines)] if lines else []
+    return file.settings, head
+
+
+# -- the questions -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Question:
+    """One setting, or one option of a strategy or a precision: ``"strategy.stage"``."""
+
+    name: str
+    text: str
+    applies: Callable[[Mapping[str, Any]], bool] = lambda values: True
+    required: bool = False
+    """Whether there is no default."""
+
+
+def _is(setting: str, *names: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda values: _name_of(values.get(setting)) in names
+
+
+_SHARDED = _is("strategy", "fsdp", "mesh")
+_ZERO = _is("strategy", "deepspeed")
+
+QUESTIONS = (
+    Question("accelerator", "Device"),
+    Question("devices", "Processes on this machine, one device each"),
+    Question("num_nodes", "Machines"),
+    Question("strategy", "Strategy: auto, single, ddp, fsdp, mesh (tensor and pipeline parallel), deepspeed, ..."),
+    Question(
+        "strategy.find_unused_parameters", "May a step leave parameters without a gradient", _is("strategy", "ddp")
+    ),
+    Question("strategy.cpu_offload", "Keep parameters and optimizer states in host memory", _SHARDED),
+    Question(
+        "strategy.dp_replicate",
+        "Groups of ranks with one copy of the model each (1: it is sharded over all of them)",
+        _SHARDED,
+    ),
+    Question("strategy.tp", "Tensor parallel: ranks that layers are sharded over", _is("strategy", "mesh")),
+    Question("strategy.pp", "Pipeline parallel: stages that the layers are split into", _is("strategy", "mesh")),
+    Question("strategy.stage", "ZeRO stage: 0, 1, 2 or 3 (null: 2)", _ZERO),
+    Question("strategy.offload_optimizer", "Keep optimizer states in host memory: true, false or nvme", _ZERO),
+    Question("strategy.offload_parameters", "Keep parameters there too, at stage 3: true, false or nvme", _ZERO),
+    Question(
+        "strategy.nvme_path",
+        "Directory on the disk for offloading",
+        lambda values: "nvme" in flow(values.get("strategy")),
+        True,
+    ),
+    Question("precision", f"Precision: {', '.join(dict.fromkeys(PRECISIONS.values()))}"),
+    Question(
+        "precision.recipe", "Scales of fp8: tensorwise, rowwise or rowwise_with_gw_hp", _is("precision", "fp8-mixed")
+    ),
+    Question("accumulate_grad_batches", "Micro-batches of one optimizer step"),
+    Question("gradient_clip_val", "Largest gradient norm (null: no clipping)"),
+    Question("max_epochs", "Epochs"),
+)
+
+
+def ask(read: Callable[[str], str] = input, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """The answers that differ from the defaults, as plain values.
+
+    Raises:
+        EOFError, KeyboardInterrupt: the terminal was closed, or Ctrl-C was pressed.
+    """
+    say("Enter takes the value in brackets; ? explains; Ctrl-C ends without writing anything.")
+    values: dict[str, Any] = {}
+    for question in QUESTIONS:
+        if question.applies(values):
+            _ask_until_valid(question, values, read, say)
+    return values
+
+
+def _ask_until_valid(
+    question: Question, values: dict[str, Any], read: Callable[[str], str], say: Callable[[str], None]
+) -> None:
+    default, text_of = _default_of(question.name, values)
+    while True:
+        answer = read(f"{question.text} [{flow(plain(default))}]: ").strip()
+        if answer == "?":
+            say(f"  {text_of or question.text}")
+            continue
+        if not answer and not question.required:
+            return
+        try:
+            _store_answer(question.name, answer, values)
+            return
+        except (ValueError, TypeError, OSError) as error:
+            say(f"  {error}")
+
+
+def _store_answer(name: str, answer: str, values: dict[str, Any]) -> None:
+    """Check an answer and store it. An option is checked with the setting it belongs to, so that impossible pairs are errors at once."""
+    setting, _, option = name.partition(".")
+    node = yaml_text.compose(answer, "this answer")
+    if not option:
+        given = read_value(setting, node, "this answer")
+        _try_to_make(setting, given)
+        values[setting] = plain(given)
+        return
+    before = values[setting]
+    if node is None:
+        raise ValueError(f"{name} is empty: there is no default")
+    options = {**(before if isinstance(before, dict) else {"name": before}), option: yaml_text.construct(node)}
+    # The directory on the disk is the next question.
+    _try_to_make(setting, check(setting, {"nvme_path": ".", **options} if "nvme" in options.values() else options))
+    values[setting] = options
+
+
+def _try_to_make(setting: str, given: Any) -> None:
+    if setting == "strategy" and given != "auto":
+        strategies.get(given)
+    elif setting == "precision":
+        Precision.parse(given)
+
+
+def _default_of(name: str, values: Mapping[str, Any]) -> tuple[Any, str]:
+    """The default of a setting or an option, and its documentation."""
+    setting, _, option = name.partition(".")
+    if not option:
+        default = next(field.default for field in fields(Settings) if field.name == setting)
+        return (1 if setting == "max_epochs" else default), documentation().get(setting, "")
+    thing = (
+        strategies.get(_name_of(values[setting]))
+        if setting == "strategy"
+        else Precision.parse(_name_of(values[setting])).fp8
     )
-    ways.add_argument(
-        "--from-accelerate",
-        nargs="?",
-        const="",
-        metavar="PATH",
-        help="convert Accelerate's configuration file (without PATH: the one that 'accelerate config' writes)",
+    text_of = next(
+        (found[option] for cls in type(thing).__mro__ if cls is not object and option in (found := documentation(cls))),
+        "",
     )
-    ways.add_argument(
-        "--from-training-args",
-        metavar="FILE",
-        help="convert transformers.TrainingArguments, a JSON or YAML file of them",
-    )
-    ways.add_argument(
-        "--from-lightning",
-        metavar="FILE",
-        help="convert the 'trainer' of a YAML file, such as LightningCLI writes",
-    )
-    ways.add_argument("--check", metavar="PATH", help="write nothing: check a file of settings")
-    top.add_argument("--output", default="fit.yaml", metavar="PATH", help="the file to write (default: fit.yaml)")
-    top.add_argument(
-        "--force",
-        action="store_true",
-        help="overwrite the file; with --from-..., write settings without a counterpart as comments instead of refusing them",
-    )
-    return top
+    return getattr(thing, option), text_of
+
+
+def _name_of(value: Any) -> Any:
+    return value["name"] if isinstance(value, Mapping) else value

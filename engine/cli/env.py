@@ -1,29 +1,132 @@
-"""``fit env``: the options. The report needs torch, and is imported when they are valid."""
+"""``fit env``: what a run started here would find."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-from collections.abc import Sequence
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
-from engine.cli.exits import Parser
+from engine import strategies
+from engine.cli.main import version
+from engine.cli.terminal import show, table
+from engine.config.masked import readable, rows
+from engine.config.resolve import SECTIONS, resolve
+from engine.distributed.environments import detect, hints
+from engine.utils import accelerator, cuda
+from engine.utils.device import Device
+from engine.utils.device_names import BF16_REMEDY, bf16_ends_the_process
 
-ACTIONS = "engine.cli.env_actions"
-"""The module that does it."""
+_PACKAGES = (
+    *("fit-trainer", "torch", "torchmetrics", "safetensors", "numpy", "rich", "pyyaml"),
+    *("deepspeed", "tensorboard"),
+)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print what a run started here would find.
+def run(options: argparse.Namespace) -> int:
+    """Print the report.
 
     Returns:
-        0, or 1 when the settings or the environment would make a run fail. Wrong arguments end the process with status 2.
+        0, or 1 when the settings or the environment would make a run fail; the report then says why.
     """
-    arguments = parser().parse_args(list(argv))
-    return int(importlib.import_module(ACTIONS).run(arguments))
+    report = collect(os.environ)
+    show(json.dumps(report, indent=2) if options.json else as_text(report))
+    return 1 if report["errors"] else 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    top = Parser(prog="fit env", description="Print versions, devices, environment, and each setting with its origin.")
-    top.add_argument("--json", action="store_true", help="print one JSON object")
-    return top
+def collect(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The report as JSON values.
+
+    Returns:
+        ``versions`` (name -> version or ``None``), ``devices``, ``environment`` (as detected, or ``None``), ``variables`` (those it
+        was read from), ``hints`` (lines about it), ``settings`` (name -> ``value`` and ``origin``, as in ``run.config``) and ``errors``
+        (what makes environment or settings fail).
+    """
+    faulty = bf16_ends_the_process()
+    report: dict[str, Any] = {
+        "versions": {"python": f"{platform.python_version()} ({platform.platform()})"}
+        | {name: version(name) for name in _PACKAGES},
+        "devices": _devices(faulty),
+        "environment": None,
+        "variables": {},
+        "hints": [BF16_REMEDY] if faulty else [],
+        "settings": {},
+        "errors": [],
+    }
+    try:
+        found = detect(environ)
+        report["environment"] = asdict(found)
+        report["variables"] = report["environment"].pop("variables")
+        report["hints"] += hints(environ, found)
+    except (ValueError, RuntimeError) as error:
+        report["errors"].append(str(error))
+    try:
+        resolved = resolve({}, environ, sections=SECTIONS)
+    except (ValueError, TypeError, OSError) as error:
+        report["errors"].append(str(error))
+    else:
+        report["settings"] = readable(resolved.settings, resolved.origins)
+        try:
+            precision, strategy = strategies.requested(resolved.settings, resolved.origins)
+        except (ValueError, TypeError, OSError) as error:
+            report["errors"].append(str(error))
+        else:
+            objects = strategies.describe_requested(resolved.settings, precision, strategy)
+            report["settings"] = readable(resolved.settings, resolved.origins, objects)
+    return report
+
+
+def as_text(report: Mapping[str, Any]) -> str:
+    """The report of :func:`collect` as text: one value per line, settings with their origin."""
+    lines = [*_section("versions", {name: found or "not installed" for name, found in report["versions"].items()})]
+    lines += _section("devices", report["devices"])
+    lines += _section("environment", report["environment"] or {})
+    if report["variables"]:
+        lines += _section("read from", report["variables"])
+    if report["hints"]:
+        lines += [*(f"hint: {hint}" for hint in report["hints"]), ""]
+    lines += ["settings", *("  " + line for line in table(rows(report["settings"]))), ""]
+    return "\n".join([*lines, *(f"error: {error}" for error in report["errors"])]).rstrip()
+
+
+def _section(title: str, values: Mapping[str, Any]) -> list[str]:
+    width = max(map(len, values), default=0)
+    return [title, *(f"  {name:<{width}}  {value}" for name, value in values.items()), ""]
+
+
+def _devices(faulty: bool) -> dict[str, str]:
+    """``faulty``: a product in bf16 on the CPU would end this process, so the CPU is not asked what it can do."""
+    import torch
+    import torch.distributed as dist
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = {"cpu": f"{cores} cores, {torch.get_num_threads()} threads in an operation"}
+    kind = accelerator.present()
+    found["accelerator"] = accelerator.machine(kind)
+    if cuda.toolkit():
+        found["built for"] = cuda.toolkit()
+    if kind is not None:
+        for index in range(accelerator.devices(kind)):
+            found[f"{kind}:{index}"] = Device(torch.device(kind, index)).described()
+    device = torch.device(kind or "cpu")
+    if not faulty or device.type != "cpu":
+        can = accelerator.capabilities(device)
+        found[f"{device.type} has"] = ", ".join(name for name, there in can.items() if there)
+        lacks = [name for name, there in can.items() if not there]
+        found[f"{device.type} lacks"] = ", ".join(lacks) or "nothing of these"
+    found["float32 products"] = cuda.products()[0] or "set for each device by itself (torch.backends.*.fp32_precision)"
+    if dist.is_available():
+        there = [
+            name
+            for name in dist.Backend.backend_list
+            if name not in ("undefined", "fake") and dist.is_backend_available(name)
+        ]
+        found["backends"] = ", ".join(there) or "none"
+        try:
+            found["collectives"] = f"{accelerator.collectives_backend(device)} for {device.type}"
+        except RuntimeError as error:
+            found["collectives"] = str(error)
+    return found

@@ -1,4 +1,7 @@
-"""The console command ``fit``. A command's module is imported only for that command, so that the others start quickly."""
+"""The console command ``fit``.
+
+A command's module is imported by name, for that command alone, once its options are valid: help and completion need no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,46 +10,57 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 
-from engine.cli.exits import STATUSES, Parser, guarded, open_streams
+from engine.cli import options
+from engine.cli.terminal import STATUSES, Parser, guarded, open_streams
 from engine.utils.errors import nearest
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("engine.cli.run", "train what a Python path or a file of settings describes"),
-    "validate": ("engine.cli.run:validate", "run the validation loop with a checkpoint's weights"),
-    "test": (
-        "engine.cli.run:test",
-        "run the test loop with a checkpoint's weights; alone: check this installation and its devices",
+
+@dataclass(frozen=True)
+class Command:
+    """One command of ``fit``."""
+
+    parser: Callable[[], Parser]
+    """Makes the parser of the command's options; they say which module runs it."""
+    line: str
+    """What ``fit --help`` says."""
+
+
+COMMANDS = {
+    "run": Command(options.run, "train what a Python path or a file of settings describes"),
+    "validate": Command(options.validate, "run the validation loop with a checkpoint's weights"),
+    "test": Command(
+        options.test, "run the test loop with a checkpoint's weights; alone: check this installation and its devices"
     ),
-    "predict": ("engine.cli.run:predict", "write the predictions of a checkpoint's weights to a file"),
-    "checkpoint": ("engine.cli.checkpoint", "list, show, verify, export, convert, pack and prune checkpoints"),
-    "report": ("engine.cli.report", "write an HTML page about runs: curves, times, configuration, differences"),
-    "plan": ("engine.cli.plan", "forecast a run on many ranks: memory, communication, time, and whether it fits"),
-    "replay": ("engine.cli.replay", "run one step of an earlier training again, exactly, and show what happened in it"),
-    "config": (
-        "engine.cli.config",
-        "write a commented file of settings: from answers, defaults, or Accelerate's file; check one",
+    "predict": Command(options.predict, "write the predictions of a checkpoint's weights to a file"),
+    "checkpoint": Command(options.checkpoint, "list, show, verify, export, convert, pack and prune checkpoints"),
+    "report": Command(options.report, "write an HTML page about runs: curves, times, configuration, differences"),
+    "plan": Command(options.plan, "forecast a run on many ranks: memory, communication, time, and whether it fits"),
+    "replay": Command(
+        options.replay, "run one step of an earlier training again, exactly, and show what happened in it"
     ),
-    "migrate": (
-        "engine.cli.migrate",
-        "report where sources use Lightning and Accelerate, and what each use is here",
+    "config": Command(
+        options.config, "write a commented file of settings: from answers, defaults, or Accelerate's file; check one"
     ),
-    "launch": (
-        "engine.cli.launch",
+    "migrate": Command(options.migrate, "report where sources use Lightning and Accelerate, and what each use is here"),
+    "launch": Command(
+        options.launch,
         "start a script as the processes of one job, on this machine or on several; monitor and restart them",
     ),
-    "env": ("engine.cli.env", "print versions, devices, the distributed environment, and each setting with its origin"),
-    "completion": ("engine.cli.completion", "print a script that completes fit's words in bash, zsh or fish"),
+    "env": Command(
+        options.env, "print versions, devices, the distributed environment, and each setting with its origin"
+    ),
+    "completion": Command(options.completion, "print a script that completes fit's words in bash, zsh or fish"),
 }
-"""Command -> the module whose ``main(arguments) -> exit status`` (or the function after a colon) runs it, and its line of help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``fit`` with ``argv`` (``None``: the process's own arguments).
 
     Returns:
-        The exit status, as of :mod:`engine.cli.exits`. Wrong options end the process with status 2, as argparse does.
+        The exit status; see :mod:`engine.cli.terminal`. Wrong options end the process with status 2, as argparse does.
     """
     open_streams()
     if argv is None and "_ARGCOMPLETE" in os.environ:  # a shell asks for completions of its line
@@ -62,13 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         top.error(
             f"unknown command {known.command!r}{nearest(known.command, COMMANDS)}; possible: {', '.join(COMMANDS)}"
         )
-    return guarded(lambda: int(entry(known.command)(arguments[1:])))
+    return guarded(lambda: run_command(known.command, arguments[1:]))
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the words before a command's own arguments."""
     width = max(map(len, COMMANDS)) + 2
-    lines = "\n".join(f"  {name:<{width}}{line}" for name, (_, line) in COMMANDS.items())
+    lines = "\n".join(f"  {name:<{width}}{command.line}" for name, command in COMMANDS.items())
     top = Parser(
         prog="fit",
         description="Train PyTorch models.",
@@ -80,11 +94,12 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def entry(command: str) -> Callable[[Sequence[str]], int]:
-    """The function that runs ``command``."""
-    module, _, name = COMMANDS[command][0].partition(":")
-    found: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), name or "main")
-    return found
+def run_command(name: str, words: Sequence[str]) -> int:
+    """Run one command with its words. Wrong words end the process with status 2, before the command's module is imported."""
+    command_parser = COMMANDS[name].parser()
+    chosen = command_parser.parse_args(list(words))
+    command_parser.check(chosen)
+    return int(importlib.import_module(chosen.run_by).run(chosen))
 
 
 def version(distribution: str) -> str | None:
@@ -93,12 +108,6 @@ def version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows as lines with aligned columns; a few long cells shift only the rest of their row."""
-    widths = [min(max(map(len, column)), 60) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 if __name__ == "__main__":

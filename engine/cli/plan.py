@@ -1,142 +1,178 @@
-"""``fit plan``: the options. The work needs torch, and is imported when they are valid."""
+"""``fit plan``: a plan, a search, and what this machine reaches (``--measure``)."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import contextlib
+import json
 import os
-from collections.abc import Sequence
-from pathlib import Path
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
 
-from engine.cli.exits import STATUSES, Parser, UsageError
-
-ACTIONS = "engine.cli.plan_actions"
-"""The module that does it."""
-
-_EPILOG = f"""\
-TARGET, --data, --set and --config are those of fit run.
-
-DEVICE: a name (h100, h200, b200, a100-80gb, mi300x, ..., cpu), or memory, floating
-point operations a second and bytes a second of the memory: 80GiB,1e15,3e12. The
-operations may be given by dtype, 80GiB,bf16=1e15,fp32=6e13,3e12, and a name may have
-another memory: h100,96GB.
-LINKS: bandwidths of one device in one direction, within and between nodes:
-450GB/s,50GB/s. The latency of one step of a ring may follow: 450GB/s:2e-6.
-
-{STATUSES}"""
-_JOB = ("target", "data", "set", "config", "world_size", "nodes", "device", "network", "memory_limit")
-_ONE = ("storage", "price", "page")
-_BY_MODE = {
-    "plan": {*_JOB, *_ONE, "json"},
-    "search": {*_JOB, "seconds", "json", "search"},
-    "measure": {"processes", "json", "measure"},
-}
-"""The options of one plan, of a search, and of a measurement."""
-_NEEDS = {"seconds": "--search", "processes": "--measure"}
-_WRONG = {
-    "search": "--{} is of one plan: give it with the settings that --search has found",
-    "measure": "--{} is not for --measure, which measures this machine: give its numbers to a plan with --device and --network",
-}
+from engine.cli.class_paths import importable_here
+from engine.cli.components import Components, components_of
+from engine.cli.error_report import run_reporting_errors
+from engine.cli.object_parser import ObjectParser, class_help
+from engine.cli.run import log_to_terminal, prepare_objects
+from engine.cli.terminal import DOES_NOT_FIT, OK, UsageError, show, table
+from engine.config.settings import Settings
+from engine.data.datamodule import DataModule
+from engine.distributed.environments import detect
+from engine.launch.script_ranks import joined
+from engine.planning.device_table import Link
+from engine.planning.devices import cluster_of
+from engine.planning.forecast import checked_costs
+from engine.planning.measurement import Measured, measured
+from engine.planning.plan import Plan
+from engine.planning.plan_text import console, count, duration, show_plan, show_search, size
+from engine.planning.search import PlanSearch, Tried
+from engine.planning.simulated_run import NeedsValues
+from engine.utils import accelerator
+from engine.utils.log import logger
+from engine.utils.text import terminal_text
 
 
-def main(argv: Sequence[str]) -> int:
-    """Forecast a run; returns the exit status, as of :mod:`engine.cli.exits`."""
-    top = parser()
-    arguments = top.parse_args(list(argv))
-    if arguments.help and not any((arguments.target, arguments.config, arguments.data)):
-        top.print_help()
-        return 0
-    for text in arguments.set:
-        if "=" not in text:
-            raise UsageError(
-                f"--set {text}: give NAME=VALUE, as in strategy=fsdp or model.hidden=64; the target comes before the options"
-            )
-    _check_mode(arguments)
-    if arguments.measure:
-        return int(importlib.import_module(ACTIONS).measure(arguments.processes, arguments.json))
-    if arguments.page is not None:
-        _check_page(arguments.page)
-    if arguments.seconds is not None and not arguments.seconds > 0:
-        raise UsageError(f"--seconds {arguments.seconds:g}: give more than 0")
-    arguments.device = arguments.device or "h100"
-    return int(importlib.import_module(ACTIONS).plan(arguments))
-
-
-def _check_mode(arguments: argparse.Namespace) -> None:
-    """Refuse options that what is asked for does not use."""
-    mode = next((name for name in ("measure", "search") if getattr(arguments, name)), "plan")
-    for name, value in vars(arguments).items():
-        if name in _BY_MODE[mode] or name == "help" or value in (None, False, []):
-            continue
-        option = name.replace("_", "-")
-        if name == "target":
-            raise UsageError(f"--measure takes no target, got {value!r}: it measures this machine")
-        if mode == "plan":
-            raise UsageError(f"--{option} needs {_NEEDS[name]}")
-        raise UsageError(_WRONG[mode].format(option))
-
-
-def _check_page(name: str) -> None:
-    """A plan may take minutes: a page that cannot be written is refused before it."""
-    if not name.endswith(".html"):
-        raise UsageError(f"--page {name}: the page needs a name that ends in .html")
-    page = Path(name)
-    folder = next(each for each in page.absolute().parents if each.exists())
-    if page.is_dir():
-        raise UsageError(f"--page {name}: this is a folder; name a file")
-    if not folder.is_dir():
-        raise UsageError(f"--page {name}: {folder} is not a folder")
-    if not os.access(page if page.exists() else folder, os.W_OK):
-        raise UsageError(f"--page {name}: no permission to write there")
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    top = Parser(
-        prog="fit plan",
-        description="Forecast a training on many ranks: the memory of a rank, what it sends, the time of a step,\n"
-        "and whether it fits. The real strategy and optimizer run one step on this machine, in one\n"
-        "process, on tensors without values. Nothing is trained, and no checkpoint or log is written.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
-        allow_abbrev=False,
+def run(options: argparse.Namespace) -> int:
+    """Forecast the run, or measure this machine; returns the exit status; see :mod:`engine.cli.terminal`."""
+    return run_reporting_errors(
+        lambda: _measure(options.processes, options.json) if options.measure else _plan(options)
     )
-    _add_job(top)
-    one = top.add_argument_group("one plan")
-    rate = "bytes a second at which all ranks together write a checkpoint: 5GB/s"
-    one.add_argument("--storage", metavar="RATE", help=rate)
-    one.add_argument("--price", type=float, metavar="MONEY", help="of one device for one hour, in any currency")
-    one.add_argument("--page", metavar="FILE", help="also write an HTML page with a timeline of the memory")
-    many = top.add_argument_group("a search")
-    searched = "try strategies, mesh degrees, micro-batches, recomputation and precisions: what fits, the fastest first, and why the rest does not"
-    many.add_argument("--search", action="store_true", help=searched)
-    many.add_argument("--seconds", type=float, metavar="S", help="start no further plan after S seconds")
-    machine = top.add_argument_group("this machine")
-    measured = "measure this machine's arithmetic, memory and links, and print them for --device and --network"
-    machine.add_argument("--measure", action="store_true", help=measured)
-    ranks = "ranks between which links are measured (default: one for each device, or 2)"
-    machine.add_argument("--processes", type=int, metavar="N", help=ranks)
-    return top
 
 
-def _add_job(top: argparse.ArgumentParser) -> None:
-    """What is planned, and where."""
-    top.add_argument("target", nargs="?", metavar="TARGET", help="the TrainModule")
-    about = "print this; with a target, the parameters of its classes"
-    top.add_argument("-h", "--help", action="store_true", help=about)
-    top.add_argument("--data", metavar="CLASS", help="its data: the first micro-batch gives the shapes")
-    more = "settings of Fit, model.* and data.*: strategy=fsdp, strategy.tp=8, precision=bf16-mixed, data.batch_size=4"
-    top.add_argument("--set", action="extend", nargs="+", default=[], metavar="NAME=VALUE", help=more)
-    file = "the file of settings (default: $FIT_CONFIG, then ./fit.yaml if there is one)"
-    top.add_argument("--config", metavar="FILE", help=file)
-    top.add_argument("--json", action="store_true", help="print one JSON object")
-    where = top.add_argument_group("the cluster")
-    ranks = "processes of the job, one device each (default: devices x num_nodes of the settings)"
-    where.add_argument("--world-size", type=int, metavar="N", help=ranks)
-    where.add_argument("--nodes", type=int, metavar="M", help="machines (default: as few as hold the devices)")
-    where.add_argument("--device", metavar="DEVICE", help="of each rank, see below (default: h100)")
-    usual = "between devices, see below (default: the usual ones of the device)"
-    where.add_argument("--network", metavar="LINKS", help=usual)
-    limit = "memory that a rank may use: 2GiB (default: what the device has)"
-    where.add_argument("--memory-limit", metavar="SIZE", help=limit)
+def _plan(options: argparse.Namespace) -> int:
+    importable_here()
+    wanted = components_of(options.target, options.data, [], options.set, options.config)
+    if options.help:
+        show(class_help("plan", wanted.objects))
+        return OK
+    log_to_terminal()
+    # Output of the target and its data must not mix with the lines of the answer.
+    with contextlib.redirect_stdout(sys.stderr):
+        found = planned(wanted, options)
+    if isinstance(found, PlanSearch):
+        _print(found.as_json(), show_search, options.json)
+        return OK if found.best else DOES_NOT_FIT
+    _print(found.as_json(), show_plan, options.json)
+    if options.page is not None:
+        _write_page(found, options.page, quiet=options.json)
+    return OK if found.fits else DOES_NOT_FIT
+
+
+def _print(found: dict[str, Any], show_table: Callable[[Any, Any], None], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        show_table(found, console())
+
+
+def _write_page(found: Plan, name: str, quiet: bool) -> None:
+    try:
+        found.write_page(name)
+    except OSError as error:
+        raise UsageError(f"--page {name}: cannot be written: {error.strerror or error}") from None
+    if not quiet:
+        show(f"The page is {name}.")
+
+
+def _report(tried: Tried) -> None:
+    """A line for each plan of a search, which may take minutes."""
+    if tried.plan is not None:
+        print(terminal_text(f"{tried.candidate}: {tried.reason or tried.verdict}"), file=sys.stderr, flush=True)
+
+
+def planned(wanted: Components, options: argparse.Namespace) -> Plan | PlanSearch:
+    """The plan of what ``wanted`` describes, on what the options ask for."""
+    world_size = options.world_size if options.world_size is not None else _ranks(wanted.resolved.settings)
+    # Wrong options are refused before the data is made, which may take long.
+    where = cluster_of(world_size, options.nodes, options.device or "h100", options.network, options.memory_limit)
+    price, storage = checked_costs(options.price, options.storage)
+    fit, make, data = prepare_objects(wanted, [ObjectParser(component) for component in wanted.objects])
+    datamodule, loader = (data, None) if isinstance(data, DataModule) else (None, data)
+    job: dict[str, Any] = {
+        "train_loader": loader,
+        "datamodule": datamodule,
+        "world_size": where.world_size,
+        "nodes": where.nodes,
+        "device": where.device,
+    }
+    forecast: Callable[[Any], Plan | PlanSearch] = (
+        partial(fit.search_plans, **job, seconds=options.seconds, report=_report)
+        if options.search
+        else partial(fit.plan, **job, price=price, storage=storage)
+    )
+
+    try:
+        return forecast(make)
+    except NeedsValues as error:
+        logger.info(f"{wanted.model.path} is made in memory, with all of its parameters: {error}")
+        return forecast(make())
+
+
+def _ranks(settings: Settings) -> int:
+    if isinstance(settings.devices, int):
+        return settings.devices * settings.num_nodes
+    raise UsageError("for how many ranks? give --world-size N, or --set devices=8 num_nodes=2")
+
+
+# -- this machine -------------------------------------------------------------------------------------------------------------------
+
+
+def _measure(processes: int | None, as_json: bool) -> int:
+    """Measure on so many ranks of this machine, or on those that a launcher has started."""
+    if processes is not None and processes < 1:
+        raise UsageError(f"--processes {processes}: give at least 1")
+    log_to_terminal()
+    with joined(_measuring(processes)) as group:
+        found = measured(group)
+        if group.is_main:
+            print(
+                json.dumps({**asdict(found), "as_device": found.as_device, "as_network": found.as_network})
+                if as_json
+                else _measured_text(found)
+            )
+        group.barrier()
+    return OK
+
+
+def _measuring(processes: int | None) -> Settings:
+    there = detect(os.environ).world_size
+    if there > 1:  # started by a launcher, or by this command's first process
+        if processes not in (None, there):
+            raise UsageError(f"--processes {processes}: a launcher has started {there} ranks already; leave it out")
+        return Settings(strategy="ddp")
+    kind = accelerator.device_type("auto")
+    usual = accelerator.devices(kind) if kind != "cpu" else 2
+    ranks = usual if processes is None else processes
+    return Settings(strategy="ddp" if ranks > 1 else "single", devices=ranks)
+
+
+def _measured_text(found: Measured) -> str:
+    rows = [
+        (f"{found.ranks} rank(s) at once on", found.device),
+        ("memory of a rank", size(found.memory)),
+        *((f"products in {name}", f"{count(value)} operations/s") for name, value in found.peaks.items()),
+        ("memory traffic", f"{size(found.bandwidth)}/s"),
+        ("start of an operation", duration(found.dispatch)),
+        *([("a DTensor's besides", duration(found.dtensor))] if found.dtensor is not None else []),
+        *(
+            row
+            for name, link in (("within a node", found.within), ("between nodes", found.between))
+            if link
+            for row in _link(name, link)
+        ),
+    ]
+    lines = [*table(rows), "", "for a plan:", f"  --device {found.as_device}"]
+    if found.as_network is not None:
+        lines.append(f"  --network {found.as_network}")
+    return "\n".join(lines)
+
+
+def _link(name: str, link: Link) -> list[tuple[str, str]]:
+    rows = {"all_reduce": (link.bandwidth, link.latency), **link.kinds}
+    return [
+        (f"{kind} {name}", f"{size(rate)}/s, {duration(latency)} a step of a ring")
+        for kind, (rate, latency) in rows.items()
+    ]

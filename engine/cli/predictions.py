@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.tensors import serialize_tensors
-from engine.cli.exits import UsageError
+from engine.cli.terminal import UsageError
 from engine.utils.errors import nearest
 
 ENDINGS = (".safetensors", ".jsonl")

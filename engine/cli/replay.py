@@ -1,53 +1,246 @@
-"""``fit replay``: the options. The work needs torch, and is imported when they are valid."""
+"""``fit replay``."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
-from collections.abc import Sequence
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
-from engine.cli.exits import Parser
+from engine.callback import Callback, affecting_steps
+from engine.cli.class_paths import CALLBACKS, importable_here
+from engine.cli.components import SECTIONS, Components, EarlierRun, components_of
+from engine.cli.error_report import run_reporting_errors
+from engine.cli.object_parser import ObjectParser
+from engine.cli.run import build_objects, log_to_terminal
+from engine.cli.saved_parameters import Recorded, recorded, warn_about_differences, with_saved_parameters
+from engine.cli.terminal import OK, UsageError
+from engine.config.resolve import DEFAULT_FILE
+from engine.config.settings import KINDS
+from engine.config.yaml_text import flow
+from engine.data.datamodule import DataModule
+from engine.distributed.environments import detect
+from engine.loop.replay import LeftOut, StartingPoint, starting_point
+from engine.utils.log import logger
+from engine.utils.text import terminal_text
 
-ACTIONS = "engine.cli.replay_actions"
-"""The module that does it."""
+_STRATEGIES = ("auto", "single", "ddp", "fsdp", "tp", "pp", "mesh")
+"""Strategies whose recorded options are numbers and words. DeepSpeed's name files, and a plug-in's may be anything."""
+
+_OUTSIDE_STEPS = ("EMA", "EarlyStopping", "GradientNorm", "LearningRateMonitor")
+"""Callbacks of ours that log, average or stop, and never change what a step computes."""
+
+_SAFE_PATH = "PYTHONSAFEPATH"
+_LONG = 200
+"""Characters of a text that are shown of it."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run a step again and print what it showed; returns the exit status, as of :mod:`engine.cli.exits`."""
-    arguments = parser().parse_args(list(argv))
-    return int(importlib.import_module(ACTIONS).replay(arguments))
+def run(options: argparse.Namespace) -> int:
+    """Run a step again and print what it showed; returns the exit status; see :mod:`engine.cli.terminal`."""
+    with _unchanged(_SAFE_PATH):
+        return run_reporting_errors(lambda: _replay(options))
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    top = Parser(
-        prog="fit replay",
-        description="Run one step of an earlier training again, from its newest checkpoint before that step, and print the samples, the loss of each "
-        "micro-batch, the norm of the gradients and the first number that is not finite. On as many ranks as the run had, every number is the "
-        "same to the last bit. Nothing of the run changes.",
-        epilog="TARGET, --data, --callback, --set and --config are those of fit run; the sections model:, data: and callbacks: of a file of "
-        "settings serve as well. Settings and parameters that are numbers and words are the run's where nothing else is given. What its "
-        "checkpoint names as code is not imported. A script can call Fit.replay.",
-        allow_abbrev=False,
+@contextlib.contextmanager
+def _unchanged(variable: str) -> Iterator[None]:
+    """Afterwards the environment's ``variable`` is as before: who calls :func:`engine.cli.main.main` may start other Pythons."""
+    before = os.environ.get(variable)
+    try:
+        yield
+    finally:
+        os.environ.pop(variable, None)
+        if before is not None:
+            os.environ[variable] = before
+
+
+def _replay(options: argparse.Namespace) -> int:
+    try:
+        start = starting_point(options.run, options.step)
+    except (FileNotFoundError, ValueError) as error:
+        raise UsageError(error) from None
+    if not _is_inside(start.checkpoint):
+        importable_here()
+    elif options.config is None and "FIT_CONFIG" not in os.environ and Path(DEFAULT_FILE).exists():
+        raise UsageError(
+            f"{DEFAULT_FILE} lies in the folder of the run, from where no code is taken: add --config {DEFAULT_FILE} if you wrote it, or call "
+            "fit replay in another folder"
+        )
+    else:
+        os.environ[_SAFE_PATH] = "1"  # for Pythons that libraries start, as jsonargparse's reader of stubs does
+    log_to_terminal()
+    earlier, withheld = _earlier(start, options)
+    wanted = components_of(options.target, options.data, options.callback, options.set, options.config, earlier)
+    for name, value in withheld.items():
+        if wanted.resolved.origins[name] == "default":
+            raise UsageError(
+                f"{start.described_by}: the run had {name}={flow(value)}, which is not taken from a checkpoint: it may name code or files. "
+                f"Give it, as in --set {shlex.quote(f'{name}={flow(value)}')}, or add --run-recorded-code"
+            )
+    found = recorded(wanted.resolved.settings.root_dir, None, start.described_by, "RUN")
+    assert found is not None
+    parsers = [
+        ObjectParser(with_saved_parameters(each, found) if each.name in found.sections else each)
+        for each in wanted.objects
+    ]
+    for each in parsers:
+        if each.component.name in found.sections:
+            warn_about_differences(each, found)
+    left_out = _left_out(wanted, found, start)
+    # Output of the run and its callbacks must not mix with the lines of the answer.
+    with contextlib.redirect_stdout(sys.stderr):
+        fit, module, data = build_objects(wanted, parsers, *left_out)
+        datamodule, loader = (data, None) if isinstance(data, DataModule) else (None, data)
+        step = fit.replay(
+            module,
+            loader,
+            datamodule=datamodule,
+            run=start.checkpoint,
+            step=options.step,
+            detect_anomaly=options.detect_anomaly,
+        )
+    if fit.is_main_process:
+        logged = _logged(start, options.step)
+        step.recorded = {name: logged[name] for name in step.metrics if name in logged}
+        print(json.dumps(asdict(step)) if options.json else step.text(options.per_layer))
+    return OK
+
+
+def _earlier(start: StartingPoint, options: argparse.Namespace) -> tuple[EarlierRun, dict[str, Any]]:
+    """What the run's checkpoint says, without what may run code unless that was allowed; and the settings that were left out."""
+    values = _config(start)
+    if not values:
+        raise UsageError(f"{start.described_by} has no settings of a run: a script can call Fit.replay")
+    named = {"model": options.target, "data": options.data}
+    sections = {name: values[name] for name in SECTIONS if _paths(values.get(name)) and named.get(name) is None}
+    settings = {
+        name: value for name, value in values.items() if name in KINDS and name not in ("callbacks", "root_dir")
+    }
+    withheld = {name: settings[name] for name in ("strategy", "compile") if _may_run_code(name, settings.get(name))}
+    if options.run_recorded_code:
+        replaced = {text.partition("=")[0] for text in options.set}
+        named_code = {name: value for name, value in {**sections, **withheld}.items() if name not in replaced}
+        if named_code and detect(os.environ).rank == 0:
+            lines = [f"{name}: {flow(_shortened(value))}" for name, value in named_code.items()]
+            head = f"importing and calling what {start.described_by} names:"
+            text = "\n  ".join(terminal_text(line, one_line=True) for line in (head, *lines))
+            print(text, file=sys.stderr, flush=True)
+        withheld = {}
+    else:
+        settings = {name: value for name, value in settings.items() if name not in withheld}
+    if (root := _root(start.checkpoint)) is not None:
+        settings["root_dir"] = str(root)
+    allowed = sections if options.run_recorded_code else {}
+    origin = f"checkpoint {start.described_by}"
+    return EarlierRun(origin, settings, allowed, _without_model(start, sections)), withheld
+
+
+def _config(start: StartingPoint) -> dict[str, Any]:
+    """The recorded settings and descriptions of objects, as plain values."""
+    config = start.manifest.get("config")
+    entries = config.items() if isinstance(config, dict) else ()
+    return {str(name): entry["value"] for name, entry in entries if isinstance(entry, dict) and "value" in entry}
+
+
+def _paths(section: Any) -> list[str]:
+    """The classes of a recorded section; none if a script made the objects."""
+    entries = section if isinstance(section, list) else [section]
+    paths = [entry.get("class_path") if isinstance(entry, Mapping) else None for entry in entries]
+    return [path for path in paths if isinstance(path, str)] if all(isinstance(path, str) for path in paths) else []
+
+
+def _shortened(value: Any) -> Any:
+    """A value with long text cut off, so that what stands beside it stays in sight."""
+    if isinstance(value, Mapping):
+        return {_shortened(key): _shortened(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_shortened(inner) for inner in value]
+    return f"{value[:_LONG]}... ({len(value)} characters)" if isinstance(value, str) and len(value) > _LONG else value
+
+
+def _may_run_code(setting: str, value: Any) -> bool:
+    """Whether a recorded value of ``strategy`` or ``compile`` may name a file or, as torch.compile's ``cpp.cxx`` does, a command."""
+    if setting == "compile":
+        return isinstance(value, Mapping)
+    name = value.get("name") if isinstance(value, Mapping) else value
+    return value is not None and name not in _STRATEGIES
+
+
+def _without_model(start: StartingPoint, sections: Mapping[str, Any]) -> str:
+    """The error for a replay that names no model."""
+    ask = "name its module with --target and its data with --data, or in a file of settings"
+    if not sections:
+        return (
+            f"{start.described_by} was made by a script, and not by 'fit run': {ask}, or call Fit.replay in the script"
+        )
+    options = {"model": "--target", "data": "--data", "callbacks": "--callback"}
+    paths = [(name, path) for name, section in sections.items() for path in _paths(section)]
+    given = [
+        terminal_text(f"{options[name]} {shlex.quote(path)}", one_line=True)
+        for name, path in paths
+        if not _only_watches(_name(path))
+    ]
+    return (
+        f"which code is to run? Nothing that a checkpoint names is imported: {ask}. {start.described_by} names {' '.join(given)}; if you made "
+        "this run yourself, --run-recorded-code imports and calls these"
     )
-    top.add_argument("run", metavar="RUN", help="the run's folder, or one of its checkpoints; a directory or a URL")
-    top.add_argument("--step", type=int, required=True, metavar="N", help="the step's number, from 1")
-    top.add_argument("--target", metavar="TARGET", help="the TrainModule of the run")
-    top.add_argument("--data", metavar="CLASS", help="its data")
-    callback = "a callback of the run that changes a step; may be repeated"
-    top.add_argument("--callback", action="append", default=[], metavar="CLASS", help=callback)
-    file = "the file of settings (default: $FIT_CONFIG, then ./fit.yaml if there is one)"
-    top.add_argument("--config", metavar="FILE", help=file)
-    top.add_argument(
-        "--run-recorded-code",
-        action="store_true",
-        help="import and call what the checkpoint names as model, data and callbacks: only for a run that you made yourself. Prints it first",
-    )
-    more = "settings of Fit, model.*, data.* and callbacks.*, where they differ from the run's"
-    top.add_argument("--set", action="extend", nargs="+", default=[], metavar="NAME=VALUE", help=more)
-    top.add_argument(
-        "--detect-anomaly", action="store_true", help="let autograd name the operation whose gradient is not finite"
-    )
-    top.add_argument("--per-layer", action="store_true", help="print the norm of each parameter's gradient")
-    top.add_argument("--json", action="store_true", help="print one JSON value")
-    return top
+
+
+def _root(checkpoint: str) -> Path | None:
+    """The ``root_dir`` of the run with this checkpoint, if it is on this machine and in the usual place."""
+    path = Path(checkpoint)
+    if "://" in checkpoint or path.parent.name != "checkpoints":
+        return None
+    run = path.parent.parent
+    return run.parent if run.name.startswith("version_") else run
+
+
+def _is_inside(checkpoint: str) -> bool:
+    """Whether the current directory belongs to the run. Then its files may be as foreign as the run: none is imported for its name alone, as
+    ``html.py`` would be where Python's own is not loaded yet."""
+    root = _root(checkpoint)
+    return root is not None and Path.cwd().is_relative_to(root.resolve())
+
+
+def _left_out(wanted: Components, found: Recorded, start: StartingPoint) -> list[Callback]:
+    """Receivers of the states of callbacks that are not given. Those that may change a step are named in a warning."""
+    given = {callback.title for callback in wanted.callbacks}
+    states = {key: key.partition("; ")[0].partition("[")[0] for key in found.callbacks}
+    names = [*map(_name, _paths(_config(start).get("callbacks"))), *states.values()]
+    missing = dict.fromkeys(n for n in names if n not in given and not n.startswith("_") and not _only_watches(n))
+    if missing and detect(os.environ).rank == 0:
+        logger.warning(
+            "%s names callbacks that are not given here: %s; if one of them changes a step, give it with --callback",
+            start.described_by,
+            terminal_text(", ".join(missing), one_line=True),
+        )
+    return [LeftOut(key) for key, name in states.items() if name not in given]
+
+
+def _name(path: str) -> str:
+    return path.rpartition(":")[2].rpartition(".")[2]
+
+
+def _only_watches(name: str) -> bool:
+    """Whether this is a callback of ours that cannot change a step, such as a logger or a progress bar."""
+    if name in _OUTSIDE_STEPS:
+        return True
+    package = importlib.import_module(CALLBACKS)
+    kind = getattr(package, name) if name in package.__all__ else None
+    return isinstance(kind, type) and issubclass(kind, Callback) and not affecting_steps([kind])  # type: ignore[list-item]
+
+
+def _logged(start: StartingPoint, step: int) -> dict[str, float]:
+    """What the run has logged at the step, from the files of ``Report`` or ``CSVLogger`` in its folder."""
+    path = Path(start.described_by)
+    if "://" in start.described_by:
+        return {}
+    logged_at = importlib.import_module(f"{CALLBACKS}.report.runs").logged_at
+    values: dict[str, float] = logged_at(path.parent.parent if path.parent.name == "checkpoints" else path.parent, step)
+    return values

@@ -1,140 +1,192 @@
-"""``fit run``, ``validate``, ``test`` and ``predict``: the options. The work needs torch, and is imported when they are valid."""
+"""``fit run``, ``validate``, ``test`` and ``predict``."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import textwrap
-from collections.abc import Sequence
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
-from engine.cli.checkpoint import WEIGHTS
-from engine.cli.exits import STATUSES, Parser, UsageError
-from engine.config.settings import KINDS
+from torch import nn
 
-ACTIONS = "engine.cli.run_actions"
-"""The module that does it."""
-SELF_CHECK = "engine.cli.self_check"
-"""What ``fit test`` does without a target."""
-
-_TARGET = """\
-TARGET and CLASS are my.module:Net, net.py:Net, or net.py if it defines one such class. The current directory is importable.
-Without TARGET the sections model:, data: and callbacks: of the file of settings define what runs:
-
-  max_epochs: 3
-  model:
-    class_path: my.module:Net
-    init_args: {hidden: 64}
-  data:
-    class_path: my.module:Digits
-  callbacks:
-    - ModelCheckpoint
-    - class_path: callbacks:EarlyStopping
-      init_args: {monitor: val_loss}
-
-'fit COMMAND TARGET --help' lists the parameters of the classes."""
-
-_SETTINGS = textwrap.fill(
-    f"Settings of Fit: {', '.join(name for name, kind in KINDS.items() if not kind.code_only)}. "
-    "'fit config --default' writes each with its documentation.",
-    width=110,
-)
-
-_SAVED = "the module is created with its hyperparameters, except those given by --set or the file of settings"
-
-_ABOUT = {
-    "run": "Train a TrainModule with data and callbacks, each built from the parameters of its constructor.",
-    "validate": "Run the validation loop with a checkpoint's weights and print the metrics.",
-    "test": "Run the test loop with a checkpoint's weights and print the metrics. 'fit test' alone checks this installation on this machine's "
-    "devices instead: collectives, DDP and FSDP2 against one process, resuming, bf16.",
-    "predict": "Run the prediction loop with a checkpoint's weights and write the predictions.",
-}
+from engine.callback import Callback
+from engine.cli.class_paths import importable_here
+from engine.cli.components import Components, components_of
+from engine.cli.error_report import run_reporting_errors
+from engine.cli.object_parser import ObjectParser, class_help, config_text
+from engine.cli.predictions import check_output, write
+from engine.cli.saved_parameters import recorded, warn_about_differences, with_saved_parameters
+from engine.cli.terminal import OK, UsageError, show
+from engine.data.datamodule import DataModule
+from engine.fit import Fit
+from engine.loop.run import Run
+from engine.module import TrainModule
+from engine.utils.errors import DoesNotFit
+from engine.utils.log import logger
+from engine.utils.seed import seed_everything
+from engine.utils.text import terminal_text
 
 
-def main(argv: Sequence[str]) -> int:
-    """``fit run``."""
-    return _main("run", argv)
+def run(options: argparse.Namespace) -> int:
+    """Run ``options.command``.
+
+    Returns:
+        The exit status; see :mod:`engine.cli.terminal`.
+    """
+    return run_reporting_errors(lambda: _run(options))
 
 
-def validate(argv: Sequence[str]) -> int:
-    """``fit validate``."""
-    return _main("validate", argv)
-
-
-def test(argv: Sequence[str]) -> int:
-    """``fit test``: the test loop of a target, or the check of the installation."""
-    return _main("test", argv)
-
-
-def predict(argv: Sequence[str]) -> int:
-    """``fit predict``."""
-    return _main("predict", argv)
-
-
-def _main(command: str, argv: Sequence[str]) -> int:
-    top = parser(command)
-    arguments = top.parse_args(list(argv))
-    described = any((arguments.target, arguments.config, arguments.data, arguments.callback))
-    if arguments.help and not described:
-        top.print_help()
-        return 0
-    for text in arguments.set:
-        if "=" not in text:
-            raise UsageError(
-                f"--set {text}: give NAME=VALUE, as in max_epochs=3 or model.hidden=64; the target comes before the options"
-            )
-    if command == "test" and not (described or arguments.set or arguments.checkpoint or arguments.print_config):
-        return int(importlib.import_module(SELF_CHECK).main(as_json=arguments.json))
-    return int(importlib.import_module(ACTIONS).run(command, arguments))
-
-
-def parser(command: str) -> argparse.ArgumentParser:
-    """The options of ``fit run``, ``validate``, ``test`` or ``predict``."""
-    top = Parser(
-        prog=f"fit {command}",
-        description=_ABOUT[command],
-        epilog=f"{_TARGET}\n\n{_SETTINGS}\n\n{STATUSES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
-        allow_abbrev=False,
+def _run(options: argparse.Namespace) -> int:
+    command = options.command
+    importable_here()
+    wanted = components_of(options.target, options.data, options.callback, options.set, options.config)
+    if options.help:
+        show(class_help(command, wanted.objects))
+        return OK
+    log_to_terminal()
+    checkpoint = options.resume if command == "run" else options.checkpoint
+    parsers = (
+        [ObjectParser(component) for component in wanted.objects]
+        if checkpoint is None
+        else parsers_of_checkpoint(wanted, command, checkpoint)
     )
-    top.add_argument("target", nargs="?", metavar="TARGET", help="the TrainModule")
-    about = "print this; with a target, the parameters of its classes"
-    top.add_argument("-h", "--help", action="store_true", help=about)
-    top.add_argument("--data", metavar="CLASS", help="a DataModule, or a class or function that returns a DataLoader")
-    top.add_argument(
-        "--callback",
-        action="append",
-        default=[],
-        metavar="CLASS",
-        help="a callback; may be repeated; ModelCheckpoint means callbacks:ModelCheckpoint",
-    )
-    top.add_argument(
-        "--set",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE",
-        help="settings of Fit, model.*, data.*, callbacks.N.* or callbacks.CLASS.*; these win over the environment and the file",
-    )
-    file = "the file of settings (default: $FIT_CONFIG, then ./fit.yaml if there is one)"
-    top.add_argument("--config", metavar="FILE", help=file)
-    shown = "print everything that would run as such a file, without running it"
-    top.add_argument("--print-config", action="store_true", help=shown)
-    if command == "run":
-        top.add_argument(
-            "--resume",
-            metavar="CHECKPOINT",
-            help=f"last, auto (last, if there is one), best, or a checkpoint's path or URL; {_SAVED}",
-        )
-        return top
-    text = f"last, best, or a checkpoint's path or URL; without it the constructor's weights; {_SAVED}"
-    top.add_argument("--checkpoint", metavar="CHECKPOINT", help=text)
-    top.add_argument("--weights", metavar="NAME", help=WEIGHTS)
-    top.add_argument("--json", action="store_true", help="print one JSON value")
+    if options.print_config:
+        text = config_text(wanted.resolved, parsers)
+        print(terminal_text(text) if sys.stdout.isatty() else text, end="")
+        return OK
     if command == "predict":
-        top.add_argument(
-            "--output",
-            metavar="FILE",
-            help="a .safetensors file: tensors over all samples; a .jsonl file: one line per sample",
+        check_output(options.output)
+    seen = _Loaders()
+    as_json = command != "run" and options.json
+    # Output of the run and its callbacks must not mix with the lines of the answer.
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        fit, module, data = build_objects(wanted, parsers, seen)
+        try:
+            answer = _call_fit(command, fit, module, data, options)
+        except DoesNotFit as error:
+            given = f"give the module's arguments as --set model.NAME=VALUE (fit {command} {wanted.model.path} --help lists them)"
+            raise UsageError(f"{error}; {given}") from error
+    if not fit.is_main_process:
+        return OK
+    if command == "predict":
+        answer = write(answer, seen.count > 1, options.output)
+    _print_answer(command, answer, options, any(callback.shows_progress for callback in fit.settings.callbacks))
+    return OK
+
+
+def parsers_of_checkpoint(chosen: Components, command: str, wanted: str) -> list[ObjectParser]:
+    """The objects of a run with a checkpoint: the module gets the checkpoint's parameters, unless others are given."""
+    rest = [ObjectParser(component) for component in chosen.objects[1:]]
+    saving = (_callback(each) for each in rest if getattr(each.component.target, "runs_last", False))
+    kept = next((callback.checkpoints_in for callback in saving if callback.checkpoints_in is not None), None)
+    settings = chosen.resolved.settings
+    found = recorded(settings.root_dir, kept, wanted, "resume" if command == "run" else "checkpoint")
+    if found is None:
+        return [ObjectParser(chosen.model), *rest]
+    model = ObjectParser(with_saved_parameters(chosen.model, found))
+    for each in [model, *(each for each in rest if each.component.name == "data")]:
+        warn_about_differences(each, found)
+    return [model, *rest]
+
+
+def build_objects(wanted: Components, parsers: list[ObjectParser], *more: Callback) -> tuple[Fit, TrainModule, Any]:
+    """The ``Fit``, the module and the data, each built from its parameters."""
+    fit, make, data = prepare_objects(wanted, parsers, *more)
+    return fit, make(), data
+
+
+def prepare_objects(
+    wanted: Components, parsers: list[ObjectParser], *more: Callback
+) -> tuple[Fit, Callable[[], TrainModule], Any]:
+    """The ``Fit``, a function that makes the module, and the data, each built from its parameters."""
+    by_name = {each.component.name: each for each in parsers}
+    callbacks = [_callback(each) for name, each in by_name.items() if name.startswith("callbacks.")]
+    fit = Fit.from_resolved(
+        replace(wanted.resolved, **_sections(parsers, wanted.resolved.origins)), [*callbacks, *more]
+    )
+    if fit.settings.seed is not None:
+        seed_everything(fit.settings.seed)  # the module's constructor draws the first weights
+    data = by_name["data"].build()[0] if "data" in by_name else None
+
+    def make() -> TrainModule:
+        module: TrainModule
+        module, given = by_name["model"].build()
+        if not module.hparams:
+            module.hparams.update(given)
+        return module
+
+    return fit, make, data
+
+
+def _sections(parsers: list[ObjectParser], origins: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of the objects, for checkpoints and loggers: a field and its origins of :class:`engine.config.resolve.Resolved`."""
+    found: dict[str, Any] = {}
+    given = dict(origins)
+    for each in parsers:
+        section, text = (
+            each.component.name.partition(".")[0],
+            {"class_path": each.component.path, "init_args": each.as_values()[0]},
         )
-    return top
+        given[section] = each.component.origin("")
+        found[section] = [*found.get(section, []), text] if section == "callbacks" else text
+    return {"sections": found, "origins": given}
+
+
+def _callback(parser: ObjectParser) -> Callback:
+    found = parser.build()[0]
+    if not isinstance(found, Callback):
+        raise UsageError(
+            f"{parser.component.origin('')}: {parser.component.path!r} gives a {type(found).__name__}, not an engine.Callback"
+        )
+    return found
+
+
+def _call_fit(command: str, fit: Fit, module: TrainModule, data: Any, options: argparse.Namespace) -> Any:
+    datamodule, loader = (data, None) if isinstance(data, DataModule) else (None, data)
+    if command == "run":
+        return fit.run(module, loader, datamodule=datamodule, resume=options.resume)
+    loop = {"validate": fit.validate, "test": fit.test, "predict": fit.predict}[command]
+    return loop(module, loader, datamodule=datamodule, checkpoint=options.checkpoint, weights=options.weights)
+
+
+def _print_answer(command: str, answer: Any, options: argparse.Namespace, shown: bool) -> None:
+    """Print the answer. ``shown``: a progress bar has printed the metrics of an evaluation already."""
+    if command == "run":
+        show(answer)
+    elif options.json:
+        print(json.dumps(answer))
+    elif command == "predict":
+        show(*(f"{name}: {value}" for name, value in answer.items()))
+    elif not shown:
+        _table(answer)
+
+
+class _Loaders(Callback):
+    """Records the number of loaders, which the predictions do not show."""
+
+    count = 0
+
+    def on_predict_start(self, run: Run, module: nn.Module) -> None:
+        self.count = len(run.num_eval_batches)
+
+
+def _table(metrics: list[dict[str, float]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("metric", "value")
+    for name, value in ((name, value) for of_loader in metrics for name, value in of_loader.items()):
+        table.add_row(Text(terminal_text(name, one_line=True)), f"{value:.6g}")
+    Console().print(table)
+
+
+def log_to_terminal() -> None:
+    """Show the library's log, unless logging has been set up already."""
+    if not logging.getLogger().handlers:
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        logger.setLevel(logging.INFO)

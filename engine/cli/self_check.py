@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -15,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine.cli.exits import FAILED, OK
+from engine.cli.terminal import FAILED, OK
 from engine.utils.device_names import BF16_REMEDY
 from engine.utils.text import terminal_text
 
@@ -78,14 +79,14 @@ class Outcome:
     mend: str = ""
 
 
-def main(as_json: bool = False) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run all checks and print them.
 
     Returns:
         0, or 1 when one has failed.
     """
     outcomes = checked()
-    if as_json:
+    if options.json:
         print(json.dumps([asdict(each) for each in outcomes], indent=1))
     else:
         _table(outcomes)

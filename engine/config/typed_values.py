@@ -42,7 +42,7 @@ def dtype(text: str) -> torch.dtype:
 
 
 TEXT_READERS: dict[Any, Callable[[str], Any]] = {Path: lambda text: Path(text).expanduser(), torch.dtype: dtype}
-"""How text becomes an object of a type that YAML has no form for; :mod:`engine.cli.building` gives these to jsonargparse."""
+"""How text becomes an object of a type that YAML has no form for; :mod:`engine.cli.object_parser` gives these to jsonargparse."""
 
 
 def construct(setting: str, given: NamedOptions, make: Callable[..., Any]) -> Any:

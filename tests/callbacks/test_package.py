@@ -77,7 +77,7 @@ def test_a_users_own_callbacks_py_is_no_obstacle(tmp_path):
 def test_fit_run_finds_our_callbacks_beside_a_users_own(tmp_path):
     (tmp_path / "callbacks.py").write_text("MINE = 1\n")
     code = (
-        "from engine.cli.targets import CALLBACKS, importable_here, load; from engine import Callback; importable_here();"
+        "from engine.cli.class_paths import CALLBACKS, importable_here, load; from engine import Callback; importable_here();"
         "print(load('EarlyStopping', 'the callback', Callback, CALLBACKS).__name__, load('callbacks:MINE', 'it', Callback, CALLBACKS))"
     )
     done = subprocess.run(

@@ -18,7 +18,7 @@ from engine import Callback, Resume
 from engine.checkpoint.catalog import entries, facts, problems
 from engine.checkpoint.export import export_checkpoint
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.cli.checkpoint import main
+from engine.cli.main import main
 
 
 class Tied(Linear):
@@ -89,10 +89,10 @@ def test_export(trained: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: py
     done = export_checkpoint(path, tmp_path / "out", weights="ema")
     assert done.tied == {"second.weight": "net.weight"}
     assert equal(load_file(done.files[0]), {name: averages[name] for name in averages if name != "second.weight"})
-    assert main(["export", str(path), str(tmp_path / "half"), "--weights", "ema", "--dtype", "bf16"]) == 0
+    assert main(["checkpoint", "export", str(path), str(tmp_path / "half"), "--weights", "ema", "--dtype", "bf16"]) == 0
     half = load_file(tmp_path / "half" / "model.safetensors")
     assert torch.equal(half["net.weight"], averages["net.weight"].bfloat16())
-    assert main(["export", str(path), str(tmp_path / "no"), "--weights", "emma"]) == 1
+    assert main(["checkpoint", "export", str(path), str(tmp_path / "no"), "--weights", "emma"]) == 1
     assert "has no weights 'emma'; it has 'trained', 'ema'; did you mean 'ema'?" in capsys.readouterr().err
     assert not (tmp_path / "no").exists() or not list((tmp_path / "no").iterdir())
 
@@ -223,12 +223,12 @@ def test_what_was_scored_is_what_is_tested(average: Any, tmp_path: Path) -> None
     assert Tied.load_from_checkpoint(path).net.weight.sum().item() == pytest.approx(validated)
     for flags, expected in (((), validated), (("--weights", "trained"), trained)):
         out = tmp_path / f"out{len(flags)}"
-        assert main(["export", str(path), str(out), *flags]) == 0
+        assert main(["checkpoint", "export", str(path), str(out), *flags]) == 0
         assert load_file(out / "model.safetensors")["net.weight"].sum().item() == pytest.approx(expected)
-        assert main(["pack", str(path), f"{out}.ckpt", "--pickle", *flags]) == 0
+        assert main(["checkpoint", "pack", str(path), f"{out}.ckpt", "--pickle", *flags]) == 0
         packed = torch.serialization.load(f"{out}.ckpt", weights_only=True)["state_dict"]  # torch.load fails here
         assert packed["net.weight"].sum().item() == pytest.approx(expected)
-    assert main(["pack", str(path), str(tmp_path / "one.ckpt")]) == 0
+    assert main(["checkpoint", "pack", str(path), str(tmp_path / "one.ckpt")]) == 0
     assert again.test(Tied(), LINEAR_BATCHES, checkpoint=tmp_path / "one.ckpt") == [
         {"weight": pytest.approx(validated)}
     ]
@@ -261,7 +261,7 @@ def test_before_there_is_an_average_the_trained_weights_are_scored(
     result = scored(tmp_path, EMA(0.9, update_starting_at_epoch=2), Report())
     assert (result.best_weights, "weights" in str(result)) == ("trained", False)
     assert [entry["scored_with"] for entry in entries(tmp_path)] == ["trained", "trained", "ema"]
-    assert main(["list", str(tmp_path)]) == 0
+    assert main(["checkpoint", "list", str(tmp_path)]) == 0
     head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert head.index("weights") == 6
     assert [next(word for word in row if word in ("trained", "ema")) for row in rows] == ["trained", "trained", "ema"]
@@ -288,7 +288,7 @@ def test_a_checkpoint_that_does_not_say_gives_the_trained_weights_and_a_warning(
     assert "loads the others" not in caplog.text
     assert equal(dict(Tied.load_from_checkpoint(path).state_dict()), dict(trained))
     assert "weights='ema' loads the others" in caplog.text
-    assert main(["list", str(path.parent)]) == 0
+    assert main(["checkpoint", "list", str(path.parent)]) == 0
     assert "not noted" in capsys.readouterr().out
 
 

@@ -22,7 +22,7 @@ from engine.checkpoint.catalog import problems
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.manifest import FORMAT
 from engine.checkpoint.storage_paths import storage_of
-from engine.cli.checkpoint import main
+from engine.cli.main import main
 from engine.compat.convert.untrusted_files import DistributedFiles
 
 
@@ -437,7 +437,7 @@ def test_no_escape_sequence_reaches_the_terminal(tmp_path: Path, capsys: pytest.
         root / name(8), lambda manifest: {**manifest, "metrics": {"\x1b[2J": 1.0}, "module": "\x1b]0;title\x07\u202e"}
     )
     for arguments in (["show", str(root / name(8))], ["list", str(root)], ["verify", str(root)]):
-        assert main(arguments) == 0
+        assert main(["checkpoint", *arguments]) == 0
     printed = capsys.readouterr()
     assert "\\x1b[2J" in printed.out
     assert all(each.isprintable() or each == "\n" for each in printed.out + printed.err)

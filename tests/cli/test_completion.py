@@ -225,11 +225,11 @@ def test_all_settings_are_offered(bash: Terminal) -> None:
     }
 
 
-def test_only_the_command_is_imported(bash: Terminal) -> None:
+def test_no_command_is_imported(bash: Terminal) -> None:
     assert bash.typed("../traced/fit env --js\t") == "../traced/fit env --json X"
     names = set(re.findall(r"^import '(.*)'", (bash.home / "imports").read_text(), re.MULTILINE))
-    assert names >= {"argcomplete", "engine.cli.completion", "engine.cli.env"}
-    assert not names & {"torch", "numpy", "yaml", "rich", "jsonargparse", "engine.cli.env_actions", "engine.cli.run"}
+    assert names >= {"argcomplete", "engine.cli.completion", "engine.cli.options"}
+    assert not names & {"torch", "numpy", "yaml", "rich", "jsonargparse", "engine.cli.env", "engine.cli.run"}
 
 
 def test_fish(home: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from support.internals import resolved_settings
 
 from engine import strategies
-from engine.cli.config_questions import QUESTIONS, ask
+from engine.cli.config import QUESTIONS, ask
 from engine.cli.main import main
 from engine.config.resolve import Resolved
 from engine.config.settings import Settings

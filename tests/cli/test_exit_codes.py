@@ -141,7 +141,7 @@ def test_the_launcher_finds_the_error_where_it_looks_for_it(
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     assert fit("run", target, "--data", "net:numbers", "--set", f"model.fail={fail}").status == (1 if fail else 2)
     text, _, _ = failures.read(here / "error.json")
-    assert text.splitlines()[-1].startswith(("engine.cli.exits." if not fail else "") + message)
+    assert text.splitlines()[-1].startswith(("engine.cli.terminal." if not fail else "") + message)
     assert ("engine/" in text) == (not fail)  # what the caller has raised is shown without our frames
 
 

@@ -10,9 +10,9 @@ import pytest
 from support.ranks import clean_environment
 
 from engine.cli import main as cli
-from engine.cli.building import Component
-from engine.cli.describing import class_help
-from engine.cli.exits import STATUSES
+from engine.cli.components import Component
+from engine.cli.object_parser import class_help
+from engine.cli.terminal import STATUSES
 from engine.config.settings_file import documentation
 
 HEAVY = ("torch", "numpy", "yaml", "rich", "jsonargparse", "safetensors", "ray", "deepspeed")
@@ -30,9 +30,8 @@ def said(*arguments):
 said()
 for command in cli.COMMANDS:
     said(command)
-from engine.cli.completion import parser_of
 for command in cli.COMMANDS:
-    for action in parser_of(command)._actions:
+    for action in cli.COMMANDS[command].parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name in action.choices:
                 said(command, name)
@@ -65,12 +64,15 @@ def test_exit_statuses_are_documented(
     cli.main([])
     assert STATUSES in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["run", "--help"]) == 0
+    with pytest.raises(SystemExit) as end:
+        cli.main(["run", "--help"])
+    assert end.value.code == 0
     assert STATUSES in capsys.readouterr().out
 
 
 def test_test_alone_is_said_to_be_the_self_check(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["test", "--help"])
+    with pytest.raises(SystemExit):
+        cli.main(["test", "--help"])
     assert "'fit test' alone checks this installation" in " ".join(capsys.readouterr().out.split())
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from engine import TrainModule
-from engine.cli.exits import DOES_NOT_FIT, STATUSES
 from engine.cli.main import main
+from engine.cli.terminal import DOES_NOT_FIT, STATUSES
 from engine.planning import measurement
 
 WIDTH = 8

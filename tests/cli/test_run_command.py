@@ -11,8 +11,9 @@ import yaml
 
 from engine import TrainModule
 from engine.checkpoint.catalog import facts
-from engine.cli.building import Component, Parsed
-from engine.cli.exits import UsageError
+from engine.cli.components import Component
+from engine.cli.object_parser import ObjectParser
+from engine.cli.terminal import UsageError
 
 SET = (
     "--set",
@@ -381,7 +382,10 @@ def test_a_parameter_is_known_by_its_type() -> None:
 
     def path(place: Any = Path("x")) -> None: ...  # its text would be read as text
 
-    assert Parsed(Component("data", "path", path)).plain() == ({}, ["place"])
-    assert Parsed(Component("data", "plain", plain, {"width": None})).plain() == ({"width": None, "mode": "a"}, [])
+    assert ObjectParser(Component("data", "path", path)).as_values() == ({}, ["place"])
+    assert ObjectParser(Component("data", "plain", plain, {"width": None})).as_values() == (
+        {"width": None, "mode": "a"},
+        [],
+    )
     with pytest.raises(UsageError, match=r"data\.width does not fit"):
-        Parsed(Component("data", "plain", plain, {}, overrides=[("width", "1.5")]))
+        ObjectParser(Component("data", "plain", plain, {}, overrides=[("width", "1.5")]))

@@ -46,7 +46,7 @@ from callbacks import ModelCheckpoint, write_report
 from callbacks.report.runs import logged_at
 from engine import Fit, TrainModule
 from engine.checkpoint.one_file import pack
-from engine.cli.checkpoint import main as command
+from engine.cli.main import main
 from engine.compat.convert.convert import convert
 from engine.interop import lightning
 
@@ -736,7 +736,7 @@ def attempt(label, function, path):
 def told(*arguments):
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        command(list(map(str, arguments)))
+        main(["checkpoint", *map(str, arguments)])
     if any(not c.isprintable() and c != "\n" for c in out.getvalue()):
         raise AssertionError("control characters reach the terminal")
 

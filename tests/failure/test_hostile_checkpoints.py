@@ -23,7 +23,7 @@ from callbacks import ModelCheckpoint
 from engine import Engine, Fit, TrainModule
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.catalog import entries, facts, problems
-from engine.cli.checkpoint import main as command
+from engine.cli.main import main
 
 logging.disable(logging.CRITICAL)
 os.fsync = lambda descriptor: None  # what is on the disk for certain is not asked here
@@ -229,7 +229,7 @@ def tell(path):
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         for arguments in (["show", str(path)], ["verify", str(path)], ["list", str(path.parent)]):
-            command(arguments)
+            main(["checkpoint", *arguments])
     if any(not c.isprintable() and c != "\\n" for c in out.getvalue()):
         raise AssertionError("control characters reach the terminal")
 

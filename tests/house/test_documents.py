@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 import shlex
@@ -50,9 +49,8 @@ def test_the_commands_that_are_shown_have_these_options(name: str) -> None:
         for line in commands(block) if block.language == "text" else ():
             words = shlex.split(line, comments=True) if line.startswith("fit ") else []
             if len(words) > 1 and words[1] in COMMANDS:
-                make = importlib.import_module(COMMANDS[words[1]][0].partition(":")[0]).parser
                 try:
-                    (make(words[1]) if inspect.signature(make).parameters else make()).parse_args(words[2:])
+                    COMMANDS[words[1]].parser().parse_args(words[2:])
                 except SystemExit:
                     pytest.fail(f"{name}:{block.line}: {line}")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cli.launch import parser
+from engine.cli.options import launch
 from engine.distributed import addresses
 from engine.launch.job import Job, LaunchError, check_devices, cores, make_job
 
@@ -15,7 +15,7 @@ SCRIPT = str(Path(__file__).resolve())
 
 
 def job(*options: object, environ: dict[str, str] | None = None) -> Job:
-    return make_job(parser().parse_args([*map(str, options), SCRIPT, "--epochs", "3"]), environ or {})
+    return make_job(launch().parse_args([*map(str, options), SCRIPT, "--epochs", "3"]), environ or {})
 
 
 def test_defaults() -> None:
@@ -155,5 +155,5 @@ def test_addresses_of_this_machine() -> None:
 
 def test_a_misspelt_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parser().parse_args(["--nporc=2", SCRIPT])
+        launch().parse_args(["--nporc=2", SCRIPT])
     assert "unrecognized arguments: --nporc=2; did you mean '--nproc'?" in capsys.readouterr().err

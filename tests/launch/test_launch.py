@@ -424,7 +424,7 @@ def test_wrong_arguments_end_with_status_2(tmp_path: Path) -> None:
 
 
 def test_help_does_not_import_torch() -> None:
-    code = "import sys\nfrom engine.cli.launch import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    print('torch' in sys.modules)"
+    code = "import sys\nfrom engine.cli.main import main\ntry:\n    main(['launch', '--help'])\nexcept SystemExit:\n    print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, check=True
     )

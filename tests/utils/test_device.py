@@ -12,7 +12,7 @@ import torch
 from support.internals import group_of_one
 
 from engine import FP8, Device
-from engine.cli import env_actions
+from engine.cli import env
 from engine.transforms import float8
 from engine.utils import accelerator, device_names
 
@@ -148,9 +148,9 @@ def test_fit_env_names_the_remedy_and_computes_no_such_product(amx: pytest.Monke
     amx.setattr(device_names, "_BF16_PRODUCT", KILLED)
     amx.setattr(accelerator, "capabilities", None)  # would be an error
     amx.setattr(accelerator, "present", lambda: None)
-    report = env_actions.collect({})
+    report = env.collect({})
     assert report["hints"] == [device_names.BF16_REMEDY]
-    assert "hint: matrix products in bf16 end a process on this CPU (SIGILL)" in env_actions.as_text(report)
+    assert "hint: matrix products in bf16 end a process on this CPU (SIGILL)" in env.as_text(report)
     assert not {"cpu has", "cpu lacks"} & set(report["devices"])
 
 

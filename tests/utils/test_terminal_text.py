@@ -32,8 +32,8 @@ from callbacks import (
 )
 from callbacks.progress.screen import Notebook
 from engine import Callback, Fit, Run, TrainModule, terminal_text
-from engine.cli.exits import complain
 from engine.cli.main import main
+from engine.cli.terminal import complain
 from engine.utils.log import logger, warn_once
 
 NAME = "a[/cat] [red]:cat:\x1b[2J\x9b31m\u202e<b>&\nforged"

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from callbacks import GradientNorm, ModelCheckpoint, SpikeGuard
 from engine import Device, Engine, Loss
-from engine.cli.env_actions import collect
+from engine.cli.env import collect
 from engine.config.settings import Settings
 from engine.utils import accelerator
 from engine.utils.seed import capture, restore, seed_everything

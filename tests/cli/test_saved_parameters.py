@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from engine import TrainModule
-from engine.cli.building import Component, Parsed
-from engine.cli.exits import UsageError
-from engine.cli.hyperparameters import Recorded, completed
-from engine.cli.targets import importable_here, load
+from engine.cli.class_paths import importable_here, load
+from engine.cli.components import Component
+from engine.cli.object_parser import ObjectParser
+from engine.cli.saved_parameters import Recorded, with_saved_parameters
+from engine.cli.terminal import UsageError
 
 NETS = '''
 from __future__ import annotations
@@ -229,7 +230,9 @@ def test_a_hostile_checkpoint_names_no_code_and_no_file(nets: None, here: Path, 
     importable_here()
     part = Component("model", "nets:Net", load("nets:Net", "the target", TrainModule))
     with pytest.raises(UsageError, match="is not taken from a checkpoint"):
-        Parsed(completed(part, Recorded("there", {}, None, {}, {"model": {name: value}, "data": {}}))).build()
+        ObjectParser(
+            with_saved_parameters(part, Recorded("there", {}, None, {}, {"model": {name: value}, "data": {}}))
+        ).build()
     assert not (here / "pwned").exists()
 
 

@@ -1,4 +1,4 @@
-"""From ``my.module:Net``, ``net.py:Net`` or ``net.py`` to the object that it names."""
+"""Imports what a class path names: ``my.module:Net``, ``net.py:Net`` or ``net.py``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from engine.cli.exits import UsageError
+from engine.cli.terminal import UsageError
 from engine.utils.errors import nearest
 
 CALLBACKS = "engine.callbacks"
-"""The package in which bare names of callbacks are looked up."""
+"""The package in which bare names of callbacks are looked up. Imported by name after :func:`importable_here`, which makes a project's own
+``callbacks.py`` the module ``callbacks``."""
 
 
 def importable_here() -> None:

@@ -8,20 +8,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.cli.exits import FAILED, INTERRUPTED, USAGE, UsageError, complain
+from engine.cli.terminal import FAILED, INTERRUPTED, USAGE, UsageError, complain
 from engine.distributed import failures
 from engine.distributed.environments import detect
 from engine.utils import tracebacks
 from engine.utils.errors import RankError
 from engine.utils.text import terminal_text
 
-_MENDABLE = (ValueError, TypeError, ImportError, FileNotFoundError)
+_ABOUT_INPUT = (ValueError, TypeError, ImportError, FileNotFoundError)
 """Exceptions of our own checks about values they were given."""
-_TOLD = (RuntimeError, OSError, FloatingPointError)
+_ABOUT_FAILURE = (RuntimeError, OSError, FloatingPointError)
 """Exceptions of our own code about failures, with a complete message."""
 
 
-def reported(work: Callable[[], int]) -> int:
+def run_reporting_errors(work: Callable[[], int]) -> int:
     """The exit status of ``work``; an exception is shown, and written where the launcher looks for it.
 
     ======================================  ===================================  ==========
@@ -49,7 +49,7 @@ def reported(work: Callable[[], int]) -> int:
         raise
     except UsageError as error:
         _remember(error)
-        return _say(error, USAGE)
+        return _show(error, USAGE)
     except Exception as error:
         return _report(error)
 
@@ -57,8 +57,8 @@ def reported(work: Callable[[], int]) -> int:
 def _report(error: Exception) -> int:
     _remember(error)
     ours = isinstance(error, RankError) or tracebacks.is_ours_alone(error)
-    if ours and isinstance(error, (*_MENDABLE, *_TOLD)) and not sys.flags.dev_mode:
-        return _say(error, USAGE if isinstance(error, _MENDABLE) else FAILED)
+    if ours and isinstance(error, (*_ABOUT_INPUT, *_ABOUT_FAILURE)) and not sys.flags.dev_mode:
+        return _show(error, USAGE if isinstance(error, _ABOUT_INPUT) else FAILED)
     if not ours or isinstance(error, SyntaxError):
         tracebacks.trim(error)
     sys.stdout.flush()
@@ -67,12 +67,12 @@ def _report(error: Exception) -> int:
 
 
 def _remember(error: BaseException) -> None:
-    """As the interpreter does for an uncaught exception: exit handlers check how the program has ended."""
+    """Store the exception in ``sys.last_exc``, as the interpreter does for an uncaught one: exit handlers read it."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     sys.last_exc = error  # type: ignore[attr-defined, unused-ignore]
 
 
-def _say(error: Exception, status: int) -> int:
+def _show(error: Exception, status: int) -> int:
     """Show an error whose message is complete: here, or where the launcher looks for it."""
     with contextlib.suppress(RuntimeError):
         here = detect(os.environ)

@@ -1,4 +1,4 @@
-"""The exit statuses of ``fit``, and the error that the caller can fix."""
+"""The terminal of ``fit``: exit statuses, the error that the caller can fix, and what is printed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from engine.utils.errors import INTERRUPTED
@@ -40,6 +40,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         super().error(terminal_text(message, one_line=True))
+
+    def check(self, options: argparse.Namespace) -> None:
+        """Refuse options that do not go together. Called before the command's module is imported, so that errors come at once."""
 
 
 def open_streams() -> None:
@@ -86,3 +89,9 @@ def complain(error: object) -> None:
 def show(*lines: object) -> None:
     """Print lines that quote names: nothing in them reaches the terminal as a command to it."""
     print(*map(terminal_text, lines), sep="\n", flush=True)
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows as lines with aligned columns; a few long cells shift only the rest of their row."""
+    widths = [min(max(map(len, column)), 60) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,4 +1,4 @@
-"""The objects of a run: their classes, constructor parameters from the file and the command line, and building them."""
+"""An object of a run: its constructor's parameters as options, read from the file and the command line; building it, and describing it."""
 
 from __future__ import annotations
 
@@ -8,66 +8,33 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
-from engine.cli.exits import UsageError
+from engine.cli.components import COMMAND_LINE, Component, within
+from engine.cli.terminal import UsageError
 from engine.config import yaml_text
-from engine.config.masked import plain
+from engine.config.masked import plain, readable
+from engine.config.resolve import Resolved
 from engine.config.typed_values import TEXT_READERS, converted, is_data
 from engine.config.yaml_text import flow
 from engine.utils.errors import nearest
 
 _SECTION = "fit-section"
 """The option under which a parser takes the file's values; no parameter has this name."""
-COMMAND_LINE = "command line"
 
 for _type, _reader in TEXT_READERS.items():
     register_type(_type, deserializer=_reader, type_check=isinstance)
 
 
-@dataclass
-class Component:
-    """An object to build."""
-
-    name: str
-    """``"model"``, ``"data"`` or ``"callbacks.0"``."""
-    path: str
-    """The class or function, as the user named it."""
-    target: Callable[..., Any]
-    init_args: Mapping[str, Any] = field(default_factory=dict)
-    """The file's values."""
-    origins: Mapping[str, str] = field(default_factory=dict)
-    """The lines of the file's values, by the parameter's dotted name; ``""`` is the object itself."""
-    overrides: list[tuple[str, str]] = field(default_factory=list)
-    """Dotted names and texts of the command line."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments that are passed unchanged with the lowest priority: those recorded in a checkpoint."""
-
-    @property
-    def title(self) -> str:
-        """The class's own name."""
-        return str(getattr(self.target, "__qualname__", self.path))
-
-    def origin(self, key: str) -> str:
-        """The origin of a parameter's value: the last source of it, or of something in it."""
-        if any(_within(given, key) for given, _ in self.overrides):
-            return f"{COMMAND_LINE} {self.name}.{key}"
-        return self.line(key)
-
-    def line(self, key: str) -> str:
-        """The line of the file that a parameter's value is from, or something around it."""
-        while key not in self.origins and key:
-            key = key.rpartition(".")[0]
-        return self.origins.get(key, COMMAND_LINE)
-
-
-class Parsed:
+class ObjectParser:
     """A :class:`Component` whose parameters are checked against the types of its constructor.
 
     Raises:
@@ -78,7 +45,7 @@ class Parsed:
         self.component = component
         self._parser = parser_of(component)
         names = parameters(self._parser)
-        for key, value in _given(component, names):
+        for key, value in _values_in_file(component, names):
             _check_name(component, key, component.line(key), names)
             _check_value(component, key, value, component.line(key), names)
         for key, _ in component.overrides:
@@ -91,9 +58,9 @@ class Parsed:
         try:
             self._values = self._parser.parse_args(self._arguments)
         except argparse.ArgumentError as error:
-            raise UsageError(_explained(component, str(error), names)) from None
+            raise UsageError(_with_user_names(component, str(error), names)) from None
         except Exception as error:  # from a module that a class path names, or from jsonargparse about one
-            raise _mendable(component, error) from None
+            raise _as_usage_error(component, error) from None
         given = {
             *component.fixed,
             *component.init_args,
@@ -107,12 +74,12 @@ class Parsed:
         try:
             arguments = self._parser.instantiate(self._values).as_dict()
         except Exception as error:  # from a constructor, or from jsonargparse about one
-            raise _mendable(self.component, error) from None
+            raise _as_usage_error(self.component, error) from None
         arguments.pop(_SECTION.replace("-", "_"))
         arguments |= self.component.fixed
         return self.component.target(**arguments), arguments
 
-    def plain(self) -> tuple[dict[str, Any], list[str]]:
+    def as_values(self) -> tuple[dict[str, Any], list[str]]:
         """All parameters as in YAML, including defaults; and those whose value has no text form."""
         values = self._values.clone()
         values.pop(_SECTION.replace("-", "_"))
@@ -120,7 +87,7 @@ class Parsed:
         for name in left_out:
             values.pop(name)
         kept = {name: plain(value) for name, value in self.component.fixed.items()}
-        return {**kept, **self._as_values(values)}, left_out
+        return {**kept, **self._dumped(values)}, left_out
 
     def _repeatable(self, name: str) -> bool:
         """Whether the text of a parameter's value reads back as that value."""
@@ -130,12 +97,12 @@ class Parsed:
         try:
             with warnings.catch_warnings():  # from the comparison
                 warnings.simplefilter("ignore")
-                again = self._parser.parse_args([*self._arguments, f"--{_SECTION}", flow(self._as_values(values))])
+                again = self._parser.parse_args([*self._arguments, f"--{_SECTION}", flow(self._dumped(values))])
             return bool(again[name] == self._values[name])
         except (argparse.ArgumentError, TypeError, ValueError, RuntimeError):
             return False
 
-    def _as_values(self, values: Any) -> dict[str, Any]:
+    def _dumped(self, values: Any) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(
             self._parser.dump(values, format="json_compact", skip_unset=False, skip_validation=True)
         )
@@ -172,11 +139,7 @@ def parameters(parser: ArgumentParser) -> dict[str, argparse.Action]:
     return {name: action for name, action in kept.items() if not any(other.startswith(f"{name}.") for other in kept)}
 
 
-def _within(inner: str, outer: str) -> bool:
-    return f"{inner.removesuffix('+')}.".startswith(f"{outer}.")
-
-
-def _given(component: Component, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _values_in_file(component: Component, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The dotted names that the file gives, as deep as the parser has names, with their values."""
 
     def walk(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -192,7 +155,7 @@ def _given(component: Component, names: Mapping[str, Any]) -> Iterator[tuple[str
 
 def _check_name(component: Component, key: str, origin: str, names: Mapping[str, Any]) -> None:
     # A name inside a parameter (of an object that the parameter's type describes) is checked by its type.
-    if any(_within(key, name) or _within(name, key) for name in names):
+    if any(within(key, name) or within(name, key) for name in names):
         return
     above, _, last = key.rpartition(".")
     while above and not any(name.startswith(f"{above}.") for name in names):
@@ -225,7 +188,7 @@ def type_of(action: argparse.Action) -> Any:
     return getattr(action, "_typehint", None) or action.type
 
 
-def _explained(component: Component, message: str, names: Mapping[str, argparse.Action]) -> str:
+def _with_user_names(component: Component, message: str, names: Mapping[str, argparse.Action]) -> str:
     """jsonargparse's message, with the parameter's name as given, and its origin."""
     text = " ".join(message.split())
     if found := re.match(r'Parser key "([^"]+)": (.*)', text):
@@ -253,7 +216,7 @@ def _untyped(target: Callable[..., Any]) -> list[str]:
     return [each.name for each in found if each.kind in kinds and each.default is empty and each.annotation is empty]
 
 
-def _mendable(component: Component, error: Exception) -> Exception:
+def _as_usage_error(component: Component, error: Exception) -> Exception:
     """A :class:`UsageError` for jsonargparse's own errors, with the user's names; other errors are unchanged."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -268,7 +231,7 @@ def _mendable(component: Component, error: Exception) -> Exception:
 
 
 def _reason(text: str) -> str:
-    """What does not fit, without unlikely types of a union."""
+    """jsonargparse's reason, shortened: without the alternative ``None`` of a union."""
     if found := re.search(r"Errors: - (.*?) Given value type: .*? Given value: (.*)", text):
         reasons = [each for each in found[1].split(" - ") if each != "Expected a <class 'NoneType'>"]
         text = f"{'; or: '.join(reasons)} (given: {found[2]})"
@@ -277,4 +240,103 @@ def _reason(text: str) -> str:
         r"Expected a dot import path string: (\S+)",
         r"\1 is not a class with its module, such as torch.optim.AdamW",
         text,
+    )
+
+
+# -- descriptions -------------------------------------------------------------------------------------------------------------------
+
+
+def config_text(resolved: Resolved, parsers: Sequence[ObjectParser]) -> str:
+    """A file of settings that runs the same: settings with their origins, each object with all of its parameters.
+
+    Defaults without a text form (an object created in the signature) are named in a comment, and apply again when the file is used.
+    """
+    lines = ["# settings of Fit, and where each comes from"]
+    for name, entry in readable(resolved.settings, resolved.origins, hide=False).items():
+        if name != "callbacks":
+            lines.append(f"{name}: {flow(entry['value'])}  # {' '.join(entry['origin'].split())}")
+    by_name = {each.component.name: each for each in parsers}
+    for name in ("model", "data"):
+        if name in by_name:
+            lines += ["", f"{name}:", *_object_lines(by_name[name], "  ")]
+    callbacks = [each for name, each in by_name.items() if name.startswith("callbacks.")]
+    if callbacks:
+        lines += ["", "callbacks:"]
+    for each in callbacks:
+        first, *rest = _object_lines(each, "    ")
+        lines += [f"  - {first.strip()}", *rest]
+    return "\n".join(lines) + "\n"
+
+
+def _object_lines(parser: ObjectParser, indent: str) -> list[str]:
+    values, left_out = parser.as_values()
+    lines = [f"class_path: {flow(parser.component.path)}"]
+    if values:
+        lines += ["init_args:", *(f"  {name}: {flow(value)}" for name, value in values.items())]
+    lines += [f"# {name}: the default of {parser.component.title}, an object without a text form" for name in left_out]
+    return [f"{indent}{line}" for line in lines]
+
+
+def class_help(command: str, components: Sequence[Component]) -> str:
+    """The parameters of each class: name, type, default and documentation."""
+    lines = [f"usage: fit {command} TARGET --set NAME=VALUE ...", ""]
+    for component in components:
+        bare = (
+            inspect.isclass(component.target) and component.target.__doc__ is None
+        )  # then getdoc would describe the base class
+        about = "" if bare else (inspect.getdoc(component.target) or "").split("\n\n")[0]
+        about = _one_line(about)
+        lines += [f"{component.name}: {component.path}", *([f"  {about}"] if about else [])]
+        rows = [
+            (f"{component.name}.{name}", *_parameter_row(action))
+            for name, action in parameters(parser_of(component)).items()
+        ]
+        widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:2]] if rows else []
+        for name, kind, rest in rows:
+            lines.append(f"    {name:<{widths[0]}}  {kind:<{widths[1]}}  {rest}".rstrip())
+        lines += [] if rows else ["    (no parameters)"]
+        lines.append("")
+    return "\n".join(
+        [
+            *lines,
+            "settings of Fit: 'fit config --default' writes each with its documentation, 'fit env' prints each with its value",
+        ]
+    )
+
+
+def _parameter_row(action: argparse.Action) -> tuple[str, str]:
+    """A parameter's type, and its default with its documentation."""
+    kind = type_of(action)
+    default = "required" if action.required else f"default {_shown(action.default)}"
+    return _type_text(kind), f"{default}{f'; {_one_line(action.help)}' if action.help else ''}"
+
+
+def _one_line(text: str) -> str:
+    """A docstring in one line, with the targets of its roles: ``:class:`engine.Every``` is engine.Every."""
+    return _ROLE.sub(r"\1", " ".join(text.split()))
+
+
+_ROLE = re.compile(r":[\w:]+:`~?([^`<]+?)(?: <[^`]*>)?`")
+
+
+def _type_text(kind: Any) -> str:
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"{kind.__name__} {{{', '.join(kind.__members__)}}}"
+    if get_origin(kind) in (Union, UnionType):
+        return " | ".join(text for part in get_args(kind) if (text := _type_text(part)) != "any") or "any"
+    if kind is NoneType:
+        return "None"
+    text = kind.__name__ if isinstance(kind, type) and not getattr(kind, "__args__", None) else str(kind)
+    return "any" if text in ("None", "Untyped") else text.replace("typing.", "")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    return (
+        str(value)
+        if isinstance(value, (str, int, float, Path)) or value is None
+        else " ".join(repr(value).split())[:80]
     )

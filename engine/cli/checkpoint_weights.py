@@ -1,4 +1,4 @@
-"""The subcommands of ``fit checkpoint`` that read tensors: as those of :mod:`engine.cli.checkpoint_actions`, which need no torch."""
+"""``fit checkpoint``, the subcommands that read tensors: ``export``, ``convert`` and ``pack``."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ from engine.checkpoint.catalog import open_path
 from engine.checkpoint.export import export_checkpoint
 from engine.checkpoint.one_file import pack
 from engine.cli.annexes import annex
-from engine.cli.checkpoint_actions import Answer, size_text
+from engine.cli.checkpoint import Answer, run_action, size_text
 
 
-def _export(arguments: argparse.Namespace) -> Answer:
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand ``options.action``, as :func:`engine.cli.checkpoint.run` does."""
+    return run_action(_ACTIONS[options.action], options)
+
+
+def _export(options: argparse.Namespace) -> Answer:
     found = export_checkpoint(
-        arguments.path,
-        arguments.out,
-        dtype=arguments.dtype,
-        max_shard_size=arguments.max_shard_size,
-        prefix_strip=arguments.prefix_strip,
-        include=arguments.include,
-        exclude=arguments.exclude,
-        weights=arguments.weights,
+        options.path,
+        options.out,
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
+        prefix_strip=options.prefix_strip,
+        include=options.include,
+        exclude=options.exclude,
+        weights=options.weights,
     )
     lines = [
         *found.files,
@@ -35,9 +40,9 @@ def _export(arguments: argparse.Namespace) -> Answer:
     return asdict(found), lines, True
 
 
-def _convert(arguments: argparse.Namespace) -> Answer:
+def _convert(options: argparse.Namespace) -> Answer:
     found = annex("engine.compat.convert.convert").convert(
-        arguments.source, arguments.out, trust_pickle=arguments.trust_pickle
+        options.source, options.out, trust_pickle=options.trust_pickle
     )
     lines = [
         f"{found.path}: from a {found.kind}",
@@ -47,19 +52,19 @@ def _convert(arguments: argparse.Namespace) -> Answer:
     return asdict(found), [*lines, *found.notes], True
 
 
-def _pack(arguments: argparse.Namespace) -> Answer:
-    out = Path(arguments.out).absolute()
+def _pack(options: argparse.Namespace) -> Answer:
+    out = Path(options.out).absolute()
     if out.exists():
         raise FileExistsError(f"{out} exists: choose another path, or remove it")
-    if arguments.weights is not None and not arguments.pickle:
+    if options.weights is not None and not options.pickle:
         raise ValueError("--weights is for --pickle; without it the file has all weights of the checkpoint")
-    with open_path(arguments.path) as found:
-        if arguments.pickle:
-            annex("engine.compat.lightning.ckpt").write_checkpoint(out, found.directory, arguments.weights)
+    with open_path(options.path) as found:
+        if options.pickle:
+            annex("engine.compat.lightning.ckpt").write_checkpoint(out, found.directory, options.weights)
         else:
             pack(found.directory, out)
     size = out.stat().st_size
     return {"path": str(out), "bytes": size}, [f"{out}: {size_text(size)}"], True
 
 
-ACTIONS: dict[str, Callable[[argparse.Namespace], Answer]] = {"export": _export, "convert": _convert, "pack": _pack}
+_ACTIONS: dict[str, Callable[[argparse.Namespace], Answer]] = {"export": _export, "convert": _convert, "pack": _pack}

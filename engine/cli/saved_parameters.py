@@ -15,8 +15,9 @@ import torch
 
 from engine.checkpoint.resume import opening
 from engine.checkpoint.run_folder import source_of
-from engine.cli.building import Component, Parsed, parameters, parser_of
-from engine.cli.exits import UsageError
+from engine.cli.components import Component
+from engine.cli.object_parser import ObjectParser, parameters, parser_of
+from engine.cli.terminal import UsageError
 from engine.config.hyperparameters import kept_arguments, replaced_by_defaults
 from engine.config.masked import HIDDEN, plain, without_secrets
 from engine.config.typed_values import SCALARS, converted, is_data
@@ -84,7 +85,7 @@ def _mapping(value: Any) -> dict[str, Any]:
     return {str(name): each for name, each in value.items()} if isinstance(value, dict) else {}
 
 
-def completed(component: Component, found: Recorded) -> Component:
+def with_saved_parameters(component: Component, found: Recorded) -> Component:
     """``component`` with the checkpoint's values for parameters that neither the command line nor the file gives.
 
     Values in the checkpoint go to the constructor unchanged. Of those that it only has as text (``fit run`` records all), numbers,
@@ -111,7 +112,7 @@ def completed(component: Component, found: Recorded) -> Component:
             fixed[name] = taken[name] = held[name]
         elif (name not in texts and name not in held) or (partly is None and text == current.get(name, current)):
             continue
-        elif _fits(hints.get(name, Any), text):
+        elif _is_data_of(hints.get(name, Any), text):
             own = init_args.get(name, {})
             init_args[name] = {**text, **own} if isinstance(text, Mapping) and isinstance(own, Mapping) else text
             origins.setdefault(name, f"checkpoint {found.path}")
@@ -122,7 +123,7 @@ def completed(component: Component, found: Recorded) -> Component:
                 f"{found.path}: the {'module' if is_model else 'data'} was created with {name}={shown}, which is not taken from a "
                 f"checkpoint: it may name code, or is a secret. Give it, as in --set {shlex.quote(f'{component.name}.{name}={shown}')}"
             )
-    _tell(
+    _log_taken(
         component, found, {name: value for name, value in taken.items() if plain(value) != current.get(name, current)}
     )
     given = {
@@ -133,7 +134,7 @@ def completed(component: Component, found: Recorded) -> Component:
     }
     for name, text in replaced_by_defaults(component.target, found.texts if is_model else {}, given).items():
         made = f"{name}={text}"
-        _say(
+        _log_on_one_rank(
             logging.WARNING,
             "%s: the module was created with %s, which a checkpoint cannot hold: using the default",
             found.path,
@@ -142,9 +143,9 @@ def completed(component: Component, found: Recorded) -> Component:
     return replace(component, init_args=init_args, origins=origins, fixed=fixed)
 
 
-def compare(parsed: Parsed, found: Recorded) -> None:
+def warn_about_differences(parser: ObjectParser, found: Recorded) -> None:
     """Warn about parameters that are given here with other values than in the checkpoint."""
-    component, here = parsed.component, parsed.plain()[0]
+    component, here = parser.component, parser.as_values()[0]
     there = dict(found.sections[component.name])
     if component.name == "model":
         there = {**there, **plain(kept_arguments(component.target, found.hparams, found.hparams_name))}
@@ -155,17 +156,17 @@ def compare(parsed: Parsed, found: Recorded) -> None:
                 f"{component.name}.{name}={flow(shown['here'][name])}",
                 f"the {flow(shown['there'][name])} of {found.path}",
             )
-            _say(logging.WARNING, "%s: using %s, not %s", component.origin(name), *what)
+            _log_on_one_rank(logging.WARNING, "%s: using %s, not %s", component.origin(name), *what)
 
 
-def _tell(component: Component, found: Recorded, values: Mapping[str, Any]) -> None:
+def _log_taken(component: Component, found: Recorded, values: Mapping[str, Any]) -> None:
     if values:
         shown = ", ".join(f"{name}={flow(value)}" for name, value in without_secrets(plain(values)).items())
-        _say(logging.INFO, "%s: from the checkpoint %s: %s", component.title, found.path, shown)
+        _log_on_one_rank(logging.INFO, "%s: from the checkpoint %s: %s", component.title, found.path, shown)
 
 
-def _say(level: int, text: str, *values: object) -> None:
-    """Log on one rank; every rank reads the checkpoint."""
+def _log_on_one_rank(level: int, text: str, *values: object) -> None:
+    """Log on rank 0 alone: every rank reads the checkpoint."""
     if detect(os.environ).rank == 0:
         logger.log(level, text, *values)
 
@@ -173,7 +174,7 @@ def _say(level: int, text: str, *values: object) -> None:
 def _defaults(component: Component) -> dict[str, Any]:
     """The constructor's defaults, as in YAML."""
     try:
-        return Parsed(replace(component, init_args={}, overrides=[])).plain()[0]
+        return ObjectParser(replace(component, init_args={}, overrides=[])).as_values()[0]
     except UsageError:  # some have no default
         defaults = {name: each.default for name, each in inspect.signature(component.target).parameters.items()}
         return {name: plain(default) for name, default in defaults.items() if default is not inspect.Parameter.empty}
@@ -189,7 +190,7 @@ def _partly(component: Component, name: str, nested: bool) -> bool | None:
     return True if keys or name in component.init_args else None
 
 
-def _fits(hint: Any, value: Any) -> bool:
+def _is_data_of(hint: Any, value: Any) -> bool:
     """Whether a plain value has the type ``hint``, and reading it as that type cannot import anything."""
     if not is_data(hint) or not _is_plain(value):
         return False

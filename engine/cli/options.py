@@ -1,0 +1,778 @@
+"""The options of every command of ``fit``, and what can be refused before the command's module is imported. Imports no torch.
+
+Each parser names, as ``run_by``, the module whose ``run(options) -> exit status`` does the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from engine.cli.terminal import STATUSES, Parser, UsageError
+from engine.config.file_size import size_in_bytes
+from engine.config.settings import KINDS
+from engine.launch.job import LaunchError, make_job
+from engine.utils.errors import nearest
+
+_CONFIG = "the file of settings (default: $FIT_CONFIG, then ./fit.yaml if there is one)"
+"""The help of ``--config``."""
+_WEIGHTS = "'trained', or those that a callback has kept, such as 'ema'; by default those that the checkpoint's score was measured with"
+"""The help of ``--weights``."""
+
+
+class TargetParser(Parser):
+    """Options that go with a TARGET. ``--help`` without one describes the options; with one, the command describes its classes."""
+
+    setting = ""
+    """A setting that the error for ``--set`` without a value gives as an example."""
+
+    def check(self, options: argparse.Namespace) -> None:
+        if options.help and not names_objects(options):
+            self.print_help()
+            sys.stdout.flush()
+            self.exit()
+        for text in options.set:
+            if "=" not in text:
+                raise UsageError(
+                    f"--set {text}: give NAME=VALUE, as in {self.setting} or model.hidden=64; the target comes before the options"
+                )
+
+
+def names_objects(options: argparse.Namespace) -> bool:
+    """Whether the command line or its file says what is to run."""
+    return any((options.target, options.config, options.data, getattr(options, "callback", None)))
+
+
+# -- run, validate, test, predict ----------------------------------------------------------------------------------------------------
+
+
+_TARGET = """\
+TARGET and CLASS are my.module:Net, net.py:Net, or net.py if it defines one such class. The current directory is importable.
+Without TARGET the sections model:, data: and callbacks: of the file of settings define what runs:
+
+  max_epochs: 3
+  model:
+    class_path: my.module:Net
+    init_args: {hidden: 64}
+  data:
+    class_path: my.module:Digits
+  callbacks:
+    - ModelCheckpoint
+    - class_path: callbacks:EarlyStopping
+      init_args: {monitor: val_loss}
+
+'fit COMMAND TARGET --help' lists the parameters of the classes."""
+
+_SETTINGS = textwrap.fill(
+    f"Settings of Fit: {', '.join(name for name, kind in KINDS.items() if not kind.code_only)}. "
+    "'fit config --default' writes each with its documentation.",
+    width=110,
+)
+
+_SAVED = "the module is created with its hyperparameters, except those given by --set or the file of settings"
+
+_ABOUT = {
+    "run": "Train a TrainModule with data and callbacks, each built from the parameters of its constructor.",
+    "validate": "Run the validation loop with a checkpoint's weights and print the metrics.",
+    "test": "Run the test loop with a checkpoint's weights and print the metrics. 'fit test' alone checks this installation on this machine's "
+    "devices instead: collectives, DDP and FSDP2 against one process, resuming, bf16.",
+    "predict": "Run the prediction loop with a checkpoint's weights and write the predictions.",
+}
+
+
+class RunParser(TargetParser):
+    """The options of ``fit run``, ``validate``, ``test`` and ``predict``."""
+
+    setting = "max_epochs=3"
+
+    def check(self, options: argparse.Namespace) -> None:
+        super().check(options)
+        alone = not (names_objects(options) or options.set or options.print_config)
+        if options.command == "test" and alone and not options.checkpoint:
+            options.run_by = "engine.cli.self_check"
+
+
+def run() -> Parser:
+    """The options of ``fit run``."""
+    return _of_target("run")
+
+
+def validate() -> Parser:
+    """The options of ``fit validate``."""
+    return _of_target("validate")
+
+
+def test() -> Parser:
+    """The options of ``fit test``."""
+    return _of_target("test")
+
+
+def predict() -> Parser:
+    """The options of ``fit predict``."""
+    return _of_target("predict")
+
+
+def _of_target(command: str) -> RunParser:
+    """The options of ``fit run``, ``validate``, ``test`` or ``predict``."""
+    top = RunParser(
+        prog=f"fit {command}",
+        description=_ABOUT[command],
+        epilog=f"{_TARGET}\n\n{_SETTINGS}\n\n{STATUSES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    top.set_defaults(run_by="engine.cli.run", command=command)
+    top.add_argument("target", nargs="?", metavar="TARGET", help="the TrainModule")
+    about = "print this; with a target, the parameters of its classes"
+    top.add_argument("-h", "--help", action="store_true", help=about)
+    top.add_argument("--data", metavar="CLASS", help="a DataModule, or a class or function that returns a DataLoader")
+    top.add_argument(
+        "--callback",
+        action="append",
+        default=[],
+        metavar="CLASS",
+        help="a callback; may be repeated; ModelCheckpoint means callbacks:ModelCheckpoint",
+    )
+    top.add_argument(
+        "--set",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="settings of Fit, model.*, data.*, callbacks.N.* or callbacks.CLASS.*; these win over the environment and the file",
+    )
+    top.add_argument("--config", metavar="FILE", help=_CONFIG)
+    shown = "print everything that would run as such a file, without running it"
+    top.add_argument("--print-config", action="store_true", help=shown)
+    if command == "run":
+        top.add_argument(
+            "--resume",
+            metavar="CHECKPOINT",
+            help=f"last, auto (last, if there is one), best, or a checkpoint's path or URL; {_SAVED}",
+        )
+        return top
+    text = f"last, best, or a checkpoint's path or URL; without it the constructor's weights; {_SAVED}"
+    top.add_argument("--checkpoint", metavar="CHECKPOINT", help=text)
+    top.add_argument("--weights", metavar="NAME", help=_WEIGHTS)
+    top.add_argument("--json", action="store_true", help="print one JSON value")
+    if command == "predict":
+        top.add_argument(
+            "--output",
+            metavar="FILE",
+            help="a .safetensors file: tensors over all samples; a .jsonl file: one line per sample",
+        )
+    return top
+
+
+# -- checkpoint ----------------------------------------------------------------------------------------------------------------------
+
+
+_PLACE = "a directory or a URL that fsspec knows"
+_WEIGHTS_ACTIONS = "engine.cli.checkpoint_weights"
+"""The module of the actions that read tensors, and so import torch."""
+
+
+def checkpoint() -> Parser:
+    """The options of ``fit checkpoint``."""
+    top = Parser(
+        prog="fit checkpoint",
+        description="Inspect, verify, export, convert, pack and remove checkpoints, without running code from them.",
+    )
+    commands = top.add_subparsers(dest="action", required=True, metavar="list|show|verify|export|convert|pack|prune")
+
+    def add(name: str, text: str, run_by: str = "engine.cli.checkpoint") -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        command.set_defaults(run_by=run_by)
+        command.add_argument("--json", action="store_true", help="print one JSON value")
+        return command
+
+    one = f"a checkpoint, or a folder, whose newest one is used: {_PLACE}"
+    command = add("list", "list the checkpoints of a folder, oldest first; status 1 if one is incomplete or damaged")
+    command.add_argument("root", help=_PLACE)
+
+    command = add("show", "print a checkpoint's description")
+    command.add_argument("path", help=one)
+    command.add_argument(
+        "--tensors", action="store_true", help="also each tensor's name, shape, dtype and number of shards"
+    )
+
+    command = add(
+        "verify", "read all files again and compare them with their checksums; status 1 if something is wrong"
+    )
+    command.add_argument("paths", nargs="+", metavar="path", help=f"a checkpoint, or a folder with several: {_PLACE}")
+
+    _export(
+        add(
+            "export",
+            "write a checkpoint's weights as .safetensors files that transformers and load_file read",
+            _WEIGHTS_ACTIONS,
+        ),
+        one,
+    )
+
+    others = "a Lightning .ckpt, a torch.distributed.checkpoint directory or safetensors"
+    _convert(add("convert", f"write a checkpoint of this library from {others}", _WEIGHTS_ACTIONS))
+    command = add(
+        "pack",
+        "write a checkpoint as one file, from which everything that takes a checkpoint reads it",
+        _WEIGHTS_ACTIONS,
+    )
+    command.add_argument("path", help=one)
+    command.add_argument("out", help="the file, by convention x.ckpt: a zip archive of the checkpoint's folder")
+    command.add_argument(
+        "--pickle",
+        action="store_true",
+        help="instead a dict for torch.load: weights, hyperparameters and counters under Lightning's keys",
+    )
+    command.add_argument("--weights", metavar="NAME", help=f"with --pickle: {_WEIGHTS}")
+    _prune(
+        add("prune", "delete all complete checkpoints of a folder except the newest, and those with the best scores")
+    )
+    return top
+
+
+def _convert(command: argparse.ArgumentParser) -> None:
+    command.add_argument("source", metavar="in", help=f"a file or a directory, or a URL of one; {_PLACE}")
+    command.add_argument("out", help=f"the new checkpoint: {_PLACE}")
+    command.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="read pickles too (.ckpt, .pt, .distcp): tensors and plain values only, by weights_only=True",
+    )
+
+
+def _prune(command: argparse.ArgumentParser) -> None:
+    best = "and the N with the best scores of ModelCheckpoint(monitor=)"
+    command.add_argument("root", help=_PLACE)
+    command.add_argument("--keep", type=_at_least(1), required=True, metavar="N", help="keep the N newest (1 or more)")
+    command.add_argument("--keep-best", type=_at_least(0), default=0, metavar="N", help=best)
+    command.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+
+
+def _export(command: argparse.ArgumentParser, one: str) -> None:
+    command.add_argument("path", help=one)
+    command.add_argument("out", help=f"where the files go: {_PLACE}")
+    command.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="of floating point tensors; by default unchanged"
+    )
+    command.add_argument(
+        "--max-shard-size",
+        type=_size,
+        default="5GB",
+        metavar="SIZE",
+        help="of a file, such as 5GB or 200MiB (default: 5GB)",
+    )
+    command.add_argument(
+        "--prefix-strip",
+        metavar="PREFIX",
+        help="remove this prefix of names, such as 'model.' (default: what the module has published)",
+    )
+    command.add_argument("--weights", metavar="NAME", help=_WEIGHTS)
+    for name, text in (
+        ("include", "only names that match a pattern, such as 'model.*'"),
+        ("exclude", "no names that match a pattern"),
+    ):
+        command.add_argument(f"--{name}", action="extend", nargs="+", default=[], metavar="PATTERN", help=text)
+
+
+def _size(text: str) -> str:
+    try:
+        size_in_bytes(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size: give bytes, or text such as '5GB' or '200MiB'"
+        ) from None
+    return text
+
+
+def _at_least(low: int) -> Callable[[str], Any]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < low:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {low}")
+        return int(text)
+
+    return number
+
+
+# -- report, plan, replay ------------------------------------------------------------------------------------------------------------
+
+
+def report() -> Parser:
+    """The options of ``fit report``."""
+    top = Parser(
+        prog="fit report",
+        description="Write one HTML page about runs, which opens without network: curves, times, configuration, checkpoints, and the differences "
+        "between runs. The runs had the callback Report or CSVLogger; they may have been killed, or still be running.",
+    )
+    top.set_defaults(run_by="engine.cli.report")
+    top.add_argument(
+        "folders", nargs="+", metavar="DIR", help="the folder of a run, or a root_dir, which stands for all of its runs"
+    )
+    top.add_argument(
+        "--out",
+        metavar="FILE",
+        help="the page (default: report.html in the folder of a single run, comparison.html in the first DIR for several)",
+    )
+    top.add_argument(
+        "--max-points",
+        type=int,
+        default=1_000_000,
+        metavar="N",
+        help="of all curves; beyond it, long curves keep their peaks only (default: 1000000)",
+    )
+    return top
+
+
+_PLAN_EPILOG = f"""\
+TARGET, --data, --set and --config are those of fit run.
+
+DEVICE: a name (h100, h200, b200, a100-80gb, mi300x, ..., cpu), or memory, floating
+point operations a second and bytes a second of the memory: 80GiB,1e15,3e12. The
+operations may be given by dtype, 80GiB,bf16=1e15,fp32=6e13,3e12, and a name may have
+another memory: h100,96GB.
+LINKS: bandwidths of one device in one direction, within and between nodes:
+450GB/s,50GB/s. The latency of one step of a ring may follow: 450GB/s:2e-6.
+
+{STATUSES}"""
+_JOB = ("target", "data", "set", "config", "world_size", "nodes", "device", "network", "memory_limit")
+_ONE = ("storage", "price", "page")
+_BY_MODE = {
+    "plan": {*_JOB, *_ONE, "json"},
+    "search": {*_JOB, "seconds", "json", "search"},
+    "measure": {"processes", "json", "measure"},
+}
+"""The options of one plan, of a search, and of a measurement."""
+_NEEDS = {"seconds": "--search", "processes": "--measure"}
+_WRONG = {
+    "search": "--{} is of one plan: give it with the settings that --search has found",
+    "measure": "--{} is not for --measure, which measures this machine: give its numbers to a plan with --device and --network",
+}
+
+
+class PlanParser(TargetParser):
+    """The options of ``fit plan``."""
+
+    setting = "strategy=fsdp"
+
+    def check(self, options: argparse.Namespace) -> None:
+        super().check(options)
+        _check_mode(options)
+        if options.measure:
+            return
+        if options.page is not None:
+            _check_page(options.page)
+        if options.seconds is not None and not options.seconds > 0:
+            raise UsageError(f"--seconds {options.seconds:g}: give more than 0")
+
+
+def plan() -> Parser:
+    """The options of ``fit plan``."""
+    top = PlanParser(
+        prog="fit plan",
+        description="Forecast a training on many ranks: the memory of a rank, what it sends, the time of a step,\n"
+        "and whether it fits. The real strategy and optimizer run one step on this machine, in one\n"
+        "process, on tensors without values. Nothing is trained, and no checkpoint or log is written.",
+        epilog=_PLAN_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    top.set_defaults(run_by="engine.cli.plan")
+    _add_job(top)
+    one = top.add_argument_group("one plan")
+    rate = "bytes a second at which all ranks together write a checkpoint: 5GB/s"
+    one.add_argument("--storage", metavar="RATE", help=rate)
+    one.add_argument("--price", type=float, metavar="MONEY", help="of one device for one hour, in any currency")
+    one.add_argument("--page", metavar="FILE", help="also write an HTML page with a timeline of the memory")
+    many = top.add_argument_group("a search")
+    searched = "try strategies, mesh degrees, micro-batches, recomputation and precisions: what fits, the fastest first, and why the rest does not"
+    many.add_argument("--search", action="store_true", help=searched)
+    many.add_argument("--seconds", type=float, metavar="S", help="start no further plan after S seconds")
+    machine = top.add_argument_group("this machine")
+    measured = "measure this machine's arithmetic, memory and links, and print them for --device and --network"
+    machine.add_argument("--measure", action="store_true", help=measured)
+    ranks = "ranks between which links are measured (default: one for each device, or 2)"
+    machine.add_argument("--processes", type=int, metavar="N", help=ranks)
+    return top
+
+
+def _add_job(top: argparse.ArgumentParser) -> None:
+    """What is planned, and where."""
+    top.add_argument("target", nargs="?", metavar="TARGET", help="the TrainModule")
+    about = "print this; with a target, the parameters of its classes"
+    top.add_argument("-h", "--help", action="store_true", help=about)
+    top.add_argument("--data", metavar="CLASS", help="its data: the first micro-batch gives the shapes")
+    more = "settings of Fit, model.* and data.*: strategy=fsdp, strategy.tp=8, precision=bf16-mixed, data.batch_size=4"
+    top.add_argument("--set", action="extend", nargs="+", default=[], metavar="NAME=VALUE", help=more)
+    top.add_argument("--config", metavar="FILE", help=_CONFIG)
+    top.add_argument("--json", action="store_true", help="print one JSON object")
+    where = top.add_argument_group("the cluster")
+    ranks = "processes of the job, one device each (default: devices x num_nodes of the settings)"
+    where.add_argument("--world-size", type=int, metavar="N", help=ranks)
+    where.add_argument("--nodes", type=int, metavar="M", help="machines (default: as few as hold the devices)")
+    where.add_argument("--device", metavar="DEVICE", help="of each rank, see below (default: h100)")
+    usual = "between devices, see below (default: the usual ones of the device)"
+    where.add_argument("--network", metavar="LINKS", help=usual)
+    limit = "memory that a rank may use: 2GiB (default: what the device has)"
+    where.add_argument("--memory-limit", metavar="SIZE", help=limit)
+
+
+def _check_mode(options: argparse.Namespace) -> None:
+    """Refuse options that what is asked for does not use."""
+    mode = next((name for name in ("measure", "search") if getattr(options, name)), "plan")
+    for name, value in vars(options).items():
+        if name in _BY_MODE[mode] or name in ("help", "run_by") or value in (None, False, []):
+            continue
+        option = name.replace("_", "-")
+        if name == "target":
+            raise UsageError(f"--measure takes no target, got {value!r}: it measures this machine")
+        if mode == "plan":
+            raise UsageError(f"--{option} needs {_NEEDS[name]}")
+        raise UsageError(_WRONG[mode].format(option))
+
+
+def _check_page(name: str) -> None:
+    """A plan may take minutes: a page that cannot be written is refused before it."""
+    if not name.endswith(".html"):
+        raise UsageError(f"--page {name}: the page needs a name that ends in .html")
+    page = Path(name)
+    folder = next(each for each in page.absolute().parents if each.exists())
+    if page.is_dir():
+        raise UsageError(f"--page {name}: this is a folder; name a file")
+    if not folder.is_dir():
+        raise UsageError(f"--page {name}: {folder} is not a folder")
+    if not os.access(page if page.exists() else folder, os.W_OK):
+        raise UsageError(f"--page {name}: no permission to write there")
+
+
+def replay() -> Parser:
+    """The options of ``fit replay``."""
+    top = Parser(
+        prog="fit replay",
+        description="Run one step of an earlier training again, from its newest checkpoint before that step, and print the samples, the loss of each "
+        "micro-batch, the norm of the gradients and the first number that is not finite. On as many ranks as the run had, every number is the "
+        "same to the last bit. Nothing of the run changes.",
+        epilog="TARGET, --data, --callback, --set and --config are those of fit run; the sections model:, data: and callbacks: of a file of "
+        "settings serve as well. Settings and parameters that are numbers and words are the run's where nothing else is given. What its "
+        "checkpoint names as code is not imported. A script can call Fit.replay.",
+        allow_abbrev=False,
+    )
+    top.set_defaults(run_by="engine.cli.replay")
+    top.add_argument("run", metavar="RUN", help="the run's folder, or one of its checkpoints; a directory or a URL")
+    top.add_argument("--step", type=int, required=True, metavar="N", help="the step's number, from 1")
+    top.add_argument("--target", metavar="TARGET", help="the TrainModule of the run")
+    top.add_argument("--data", metavar="CLASS", help="its data")
+    callback = "a callback of the run that changes a step; may be repeated"
+    top.add_argument("--callback", action="append", default=[], metavar="CLASS", help=callback)
+    top.add_argument("--config", metavar="FILE", help=_CONFIG)
+    top.add_argument(
+        "--run-recorded-code",
+        action="store_true",
+        help="import and call what the checkpoint names as model, data and callbacks: only for a run that you made yourself. Prints it first",
+    )
+    more = "settings of Fit, model.*, data.* and callbacks.*, where they differ from the run's"
+    top.add_argument("--set", action="extend", nargs="+", default=[], metavar="NAME=VALUE", help=more)
+    top.add_argument(
+        "--detect-anomaly", action="store_true", help="let autograd name the operation whose gradient is not finite"
+    )
+    top.add_argument("--per-layer", action="store_true", help="print the norm of each parameter's gradient")
+    top.add_argument("--json", action="store_true", help="print one JSON value")
+    return top
+
+
+# -- config, migrate -----------------------------------------------------------------------------------------------------------------
+
+
+def config() -> Parser:
+    """The options of ``fit config``."""
+    top = Parser(
+        prog="fit config",
+        description="Write a commented file of settings, from answers to questions unless one of the first five options is given.",
+    )
+    top.set_defaults(run_by="engine.cli.config")
+    ways = top.add_mutually_exclusive_group()
+    ways.add_argument(
+        "--default", action="store_true", help="without questions: every setting as a comment with its default"
+    )
+    ways.add_argument(
+        "--from-accelerate",
+        nargs="?",
+        const="",
+        metavar="PATH",
+        help="convert Accelerate's configuration file (without PATH: the one that 'accelerate config' writes)",
+    )
+    ways.add_argument(
+        "--from-training-args",
+        metavar="FILE",
+        help="convert transformers.TrainingArguments, a JSON or YAML file of them",
+    )
+    ways.add_argument(
+        "--from-lightning",
+        metavar="FILE",
+        help="convert the 'trainer' of a YAML file, such as LightningCLI writes",
+    )
+    ways.add_argument("--check", metavar="PATH", help="write nothing: check a file of settings")
+    top.add_argument("--output", default="fit.yaml", metavar="PATH", help="the file to write (default: fit.yaml)")
+    top.add_argument(
+        "--force",
+        action="store_true",
+        help="overwrite the file; with --from-..., write settings without a counterpart as comments instead of refusing them",
+    )
+    return top
+
+
+def migrate() -> Parser:
+    """The options of ``fit migrate``."""
+    top = Parser(
+        prog="fit migrate",
+        description="Report where Python files and notebooks use Lightning and Accelerate, and what each use is here: it works as is (with the base "
+        "class or import of engine), it works through engine.interop (only the import changes), or it needs a change, which is named. Sources are "
+        "read; nothing in them is run or imported.",
+    )
+    top.set_defaults(run_by="engine.cli.migrate")
+    top.add_argument("paths", nargs="+", metavar="PATH", help="a file, or a folder with everything below it")
+    top.add_argument(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave out files and folders of this name, such as 'test*'; may be repeated",
+    )
+    top.add_argument("--changes", action="store_true", help="print only what needs a change, and the summary")
+    top.add_argument("--check", action="store_true", help="exit with status 1 when something needs a change")
+    top.add_argument("--json", action="store_true", help="print one JSON value, with every use")
+    return top
+
+
+# -- launch --------------------------------------------------------------------------------------------------------------------------
+
+
+class LaunchParser(Parser):
+    """The options of ``fit launch``. Errors name the nearest option."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = (
+            message.removeprefix("unrecognized arguments: ").split("=")[0].split(" ")[0]
+            if message.startswith("unrecognized")
+            else ""
+        )
+        super().error(f"{message}{nearest(unknown, self._option_string_actions) if unknown else ''}")
+
+    def check(self, options: argparse.Namespace) -> None:
+        """Refuse what cannot be started. Without a cluster, ``options.job`` is what this machine starts."""
+        try:
+            self._check_cluster(options)
+            if options.slurm or options.ray:
+                options.run_by = "engine.cli.launch_on_cluster"
+            else:
+                options.job = make_job(options, os.environ)
+        except LaunchError as error:
+            self.error(str(error))
+
+    def _check_cluster(self, options: argparse.Namespace) -> None:
+        """Raise ``LaunchError`` for options that have no effect with this launcher."""
+        if options.slurm and options.ray:
+            raise LaunchError("--slurm and --ray: give one of them")
+        kind = "slurm" if options.slurm else "ray" if options.ray else ""
+        idle = () if kind == "slurm" else (*_SLURM_ONLY, "no_requeue", "slurm_option")
+        for name in (*_NOT_FOR.get(kind, ("ray_address",)), *idle):
+            if getattr(options, name) != self.get_default(name):
+                where = f"with --{kind}" if kind else "without --ray" if name == "ray_address" else "without --slurm"
+                raise LaunchError(f"--{name.replace('_', '-')} has no effect {where}")
+
+
+def launch() -> Parser:
+    """The options of ``fit launch``."""
+    top = LaunchParser(
+        prog="fit launch",
+        usage="fit launch [options] script.py [arguments of the script]\n       fit launch [options] -m package.module [arguments]\n"
+        "       fit launch [options] --no-python program [arguments]",
+        description="Start a script as the processes (ranks) of one job, on this machine or on several, monitor and restart them.",
+        epilog="torchrun's variables (PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT, PET_RDZV_ENDPOINT, "
+        "PET_RDZV_ID, PET_MAX_RESTARTS) are the defaults of the options. Exit status: 0 success; 1 a rank failed; 2 wrong arguments; "
+        "130 Ctrl-C; 143 SIGTERM.",
+        allow_abbrev=False,
+    )
+    top.set_defaults(run_by="engine.cli.launch")
+    _add_processes(top)
+    _add_failures(top)
+    _add_output(top)
+    _add_clusters(top)
+    what = top.add_argument_group("what is run")
+    kind = what.add_mutually_exclusive_group()
+    kind.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
+    kind.add_argument("--no-python", action="store_true", help="the script is any program")
+    what.add_argument("script")
+    what.add_argument("args", nargs=argparse.REMAINDER)
+    return top
+
+
+def _add_processes(top: argparse.ArgumentParser) -> None:
+    where = top.add_argument_group("processes")
+    where.add_argument("--nproc", metavar="N", help="processes on this machine: a number, 'gpu' (one per GPU), 'cpu' (one per core), "
+                       "'auto' (one per GPU, or one); default: auto")  # fmt: skip
+    where.add_argument(
+        "--nnodes",
+        metavar="N|MIN:MAX",
+        help="machines; with MIN:MAX the job continues while MIN are left and grows again; default: 1",
+    )
+    where.add_argument(
+        "--node-rank", metavar="R", help="fix this machine's number, 0 to N-1; machine 0 serves the rendezvous"
+    )
+    where.add_argument(
+        "--rdzv",
+        metavar="HOST:PORT",
+        help="the rendezvous of the machines: a port of one of them; not needed for one machine",
+    )
+    where.add_argument(
+        "--rdzv-id",
+        metavar="ID",
+        help="the name at the rendezvous, the same on all machines; default: fit (one machine: random)",
+    )
+
+
+def _add_failures(top: argparse.ArgumentParser) -> None:
+    life = top.add_argument_group("failures")
+    life.add_argument("--max-restarts", metavar="K", help="restart all ranks up to K times when one fails; default: 0")
+    life.add_argument(
+        "--grace",
+        metavar="S",
+        type=float,
+        default=120.0,
+        help="seconds that ranks get to save after SIGTERM or Ctrl-C; default: 120",
+    )
+    life.add_argument(
+        "--dead-after",
+        metavar="S",
+        type=int,
+        default=10,
+        help="seconds without an answer after which a machine is considered dead; default: 10",
+    )
+    life.add_argument(
+        "--join-wait",
+        metavar="S",
+        type=int,
+        default=5,
+        help="seconds to wait for more machines once MIN have joined; default: 5",
+    )
+    life.add_argument(
+        "--join-timeout",
+        metavar="S",
+        type=int,
+        default=600,
+        help="seconds to wait for the machines to join; default: 600",
+    )
+
+
+def _add_output(top: argparse.ArgumentParser) -> None:
+    out = top.add_argument_group("settings and output")
+    out.add_argument(
+        "--config", metavar="FILE", type=Path, help="the YAML file of settings, for every rank (its FIT_CONFIG)"
+    )
+    out.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        type=Path,
+        help="the parent of a new directory with a file per rank; default: runs/logs",
+    )
+    out.add_argument(
+        "--show",
+        metavar="RANKS",
+        default="all",
+        help="whose output is shown here: 'all', 'none', or '0,3'; default: all",
+    )
+
+
+def _add_clusters(top: argparse.ArgumentParser) -> None:
+    slurm = top.add_argument_group(
+        "SLURM", "submit a job whose tasks are the ranks; --nproc is its tasks on each node, --nnodes its nodes"
+    )
+    slurm.add_argument("--slurm", action="store_true", help="write an sbatch script and submit it")
+    slurm.add_argument("--dry-run", action="store_true", help="print the script instead")
+    for name, help in (
+        ("job-name", "default: the script's name"),
+        ("gpus-per-node", "also the default of --nproc"),
+        ("cpus-per-task", "cores of each rank, and its OMP_NUM_THREADS"),
+        *((name, "") for name in ("mem", "time", "partition", "account", "qos")),
+        ("output", "default: runs/logs/NAME-JOB.out"),
+        ("signal", "TERM@SECONDS before the time limit the ranks save and end; default: TERM@GRACE"),
+    ):
+        slurm.add_argument(f"--{name}", metavar="X", help=f"as for sbatch{'; ' if help else ''}{help}")
+    slurm.add_argument(
+        "--no-requeue", action="store_true", help="do not requeue the job after SIGTERM or the loss of a node"
+    )
+    slurm.add_argument(
+        "--slurm-option",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="any other option of sbatch; may be repeated",
+    )
+    ray = top.add_argument_group("Ray")
+    ray.add_argument(
+        "--ray",
+        action="store_true",
+        help="run the ranks as workers of Ray Train; --nproc is their number, on all machines together",
+    )
+    ray.add_argument(
+        "--ray-address", metavar="ADDRESS", help="the cluster; default: RAY_ADDRESS, else a new one on this machine"
+    )
+
+
+_NOT_FOR = {
+    "slurm": ("node_rank", "rdzv", "rdzv_id", "dead_after", "join_wait", "join_timeout", "show", "ray_address"),
+    "ray": (
+        "nnodes",
+        "node_rank",
+        "rdzv",
+        "rdzv_id",
+        "grace",
+        "dead_after",
+        "join_wait",
+        "join_timeout",
+        "show",
+        "no_python",
+    ),
+}
+_SLURM_ONLY = (
+    "dry_run",
+    "job_name",
+    "gpus_per_node",
+    "cpus_per_task",
+    "mem",
+    "time",
+    "partition",
+    "account",
+    "qos",
+    "output",
+    "signal",
+)
+
+
+# -- env, completion -----------------------------------------------------------------------------------------------------------------
+
+
+def env() -> Parser:
+    """The options of ``fit env``."""
+    top = Parser(prog="fit env", description="Print versions, devices, environment, and each setting with its origin.")
+    top.set_defaults(run_by="engine.cli.env")
+    top.add_argument("--json", action="store_true", help="print one JSON object")
+    return top
+
+
+def completion() -> Parser:
+    """The options of ``fit completion``."""
+    top = Parser(
+        prog="fit completion",
+        description="Print a script that completes commands, options, settings and their values.",
+        epilog='bash: eval "$(fit completion bash)"    zsh: eval "$(fit completion zsh)"    fish: fit completion fish | source',
+    )
+    top.set_defaults(run_by="engine.cli.completion")
+    top.add_argument("shell", choices=("bash", "zsh", "fish"))
+    return top
