@@ -49,13 +49,13 @@ def _objects(group: Group) -> None:
     _same("gather_object", collectives.gather_object(group, group.rank), everybody)
     _same("broadcast_object", collectives.broadcast_object(group, group.rank, group.world_size - 1), everybody[-1])
     agreement = Agreement(group, Stopwatch())
-    assert agreement.now(STOP if group.is_main else 0), "the ranks did not agree to stop"
+    assert agreement.agree_now(STOP if group.is_main else 0), "the ranks did not agree to stop"
 
 
 def _bare(group: Group) -> None:
     """What FSDP and the pipeline's schedules call, in a group of its own for the device's tensors."""
     size = group.world_size
-    made = process_groups.divided([list(range(size))], group.device)
+    made = process_groups.on_device([list(range(size))], group.device)
     mine = torch.full((2,), float(group.rank + 1), device=group.device)
     rows = mine.new_empty(2 * size)
     _named("all_gather_single", "all_gather_into_tensor")(rows, mine, group=made)

@@ -131,7 +131,7 @@ def _check_existing(environment: Environment) -> None:
 
 
 def _existing(timeout: timedelta, debug: bool) -> JoinedGroups:
-    """What the groups of this process share, on the default group that is there."""
+    """State shared by all groups of this process, on torch's existing default group."""
     joined = own_process.joined
     if joined is None or joined.world is not dist.group.WORLD:
         joined = _adopt(timeout, None, dist.get_debug_level() == dist.DebugLevel.DETAIL)

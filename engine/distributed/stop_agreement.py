@@ -116,31 +116,31 @@ class Agreement:
         if self._left > 0:
             return False
         at_once = self._interval == 1
-        self._post()
+        self._start_check()
         return self._read() if at_once else False
 
     def restart(self) -> None:
         """Steps may take another time from now on: check at the next call, and recompute the interval."""
-        self._settle()
+        self._finish_check()
         self._interval = self._left = 1
 
-    def now(self, stop: int) -> bool:
+    def agree_now(self, stop: int) -> bool:
         """Agree now (blocks for all ranks) whether any rank requests a stop. For ends of epochs and of validation."""
         if self._cpu is None:
             self.level = stop
             return stop > 0
         self._stop = max(self._stop, stop)
-        self._settle()
-        self._post()
+        self._finish_check()
+        self._start_check()
         return self._read()
 
-    def _settle(self) -> None:
-        """Make the answer of a check that was begun a request to the next one."""
+    def _finish_check(self) -> None:
+        """Read the answer of a check that was begun, and pass its request on to the next check."""
         if self._posted is not None and self._read():
             self._stop = max(self._stop, self.level)
 
-    def _post(self) -> None:
-        """Begin a check: reduce what this rank has to say."""
+    def _start_check(self) -> None:
+        """Begin a check: reduce this rank's flags over all ranks."""
         assert self._posted is None
         # An infinite duration would make the interval's division meaningless; NaN never passes poll's comparison.
         news, self._news = float(self._news), False  # news of another thread that comes now are for the next check

@@ -253,7 +253,7 @@ class Machines(Meeting):
             info.world_size,
             sum(counts[: info.rank]),
             sum(counts),
-            max(others for _, others in rows),
+            max(machine_restarts for _, machine_restarts in rows),
             (host, port),
         )
 
@@ -338,7 +338,9 @@ def meeting_of(job: Job, output: Output | Terminal) -> Meeting:
     host, port = job.endpoint or (LOOPBACK, 0)
     if job.max_nodes == 1:
         if not addresses.is_own(host):
-            output.say(f"--rdzv {host}:{port} is not needed for one machine: its ranks meet at {LOOPBACK}:{port}")
+            output.write_line(
+                f"--rdzv {host}:{port} is not needed for one machine: its ranks meet at {LOOPBACK}:{port}"
+            )
         try:
             return OneMachine(port, job.run_id)
         except dist.DistError as error:
@@ -347,7 +349,7 @@ def meeting_of(job: Job, output: Output | Terminal) -> Meeting:
     outward: str | None = local
     if addresses.is_loopback(local) and not addresses.is_loopback(host):
         # Many machines resolve their own name to a loopback address; the others resolve it to the real one.
-        outward, local = addresses.outward(), host
+        outward, local = addresses.default_address(), host
     if job.node_rank is None:
         store = _served(job, host, port) if addresses.is_own(host) else _reached(job, host, port)
         return Machines(_dynamic(job, store, local), job.join_timeout_s, local, outward)
@@ -362,7 +364,7 @@ def _towards(job: Job, host: str, port: int, output: Output | Terminal) -> str:
     deadline, announced = time.monotonic() + job.join_timeout_s, False
     while True:
         try:
-            return addresses.towards(host, port)
+            return addresses.address_towards(host, port)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LaunchError(
@@ -370,7 +372,7 @@ def _towards(job: Job, host: str, port: int, output: Output | Terminal) -> str:
                     "Is the name right, and is there a route to it?"
                 ) from error
             if not announced:
-                output.say(
+                output.write_line(
                     f"--rdzv {host}:{port} cannot be resolved yet ({error}); waiting up to {job.join_timeout_s} s"
                 )
                 announced = True

@@ -31,7 +31,7 @@ from engine.config.settings import Settings
 from engine.distributed import failures, stores
 from engine.distributed.addresses import LOOPBACK
 from engine.distributed.environments import Environment, detect
-from engine.distributed.environments.environment import shown
+from engine.distributed.environments.environment import as_text
 from engine.distributed.failures import Interrupt
 from engine.distributed.group import Group
 from engine.distributed.join import join
@@ -109,7 +109,7 @@ def _start_for(kind: str, settings: Settings) -> ScriptRanks | None:
         )
     if count == 1:
         if (started := current()) is not None:
-            started.demand(1)
+            started.require_world_size(1)
         return None
     if settings.strategy == "single":
         raise ValueError(
@@ -142,7 +142,7 @@ def _check_started(environment: Environment, settings: Settings) -> None:
 
 
 def _read_from(environment: Environment) -> str:
-    return f" (read: {shown(environment.variables)})" if environment.variables else ""
+    return f" (read: {as_text(environment.variables)})" if environment.variables else ""
 
 
 class ScriptRanks(StartedRanks):
@@ -177,7 +177,7 @@ class ScriptRanks(StartedRanks):
         From :func:`start` to the first use the ranks also count as needed. Raises as :meth:`check`, at the start and instead of a
         collective's error.
         """
-        self._interrupt.arm()
+        self._interrupt.allow()
         self._judge()
         self.check()
         self._broken = True
@@ -190,7 +190,7 @@ class ScriptRanks(StartedRanks):
             self.check(error)
             raise
         finally:
-            self._interrupt.withdraw()
+            self._interrupt.forbid()
 
     def check(self, error: BaseException | None = None, wait_s: float = 3.0) -> None:
         """Raise if another rank has failed.
@@ -203,16 +203,16 @@ class ScriptRanks(StartedRanks):
             RankError: from ``error``; names the rank that failed first, its exit code or signal, and its traceback.
         """
         if error is not None and (not failures.blames_peer(error) or (isinstance(error, RankError) and str(error))):
-            self._interrupt.withdraw()
+            self._interrupt.forbid()
             return
         if self._failed.wait(wait_s if error is not None else 0.0):
-            self._interrupt.withdraw()
+            self._interrupt.forbid()
             self._reported = True
             raise RankError(self._report) from (error if error is not None and str(error) else None)
         if error is not None:
-            self._interrupt.withdraw()
+            self._interrupt.forbid()
 
-    def demand(self, world_size: int) -> None:
+    def require_world_size(self, world_size: int) -> None:
         """Raise ``RuntimeError`` if a run needs a different number of ranks."""
         if self.environment.world_size != world_size:
             raise RuntimeError(
@@ -224,7 +224,7 @@ class ScriptRanks(StartedRanks):
         """Wait for the others, or end them if rank 0 ends with an error. Called by the interpreter's exit."""
         if os.getpid() != self._pid:  # a fork of rank 0
             return
-        self._interrupt.withdraw()
+        self._interrupt.forbid()
         # Set by the interpreter when it prints an uncaught exception.
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         with contextlib.suppress(KeyboardInterrupt):
@@ -266,7 +266,7 @@ class ScriptRanks(StartedRanks):
 
     def _needed(self) -> bool:
         """Check whether rank 0 needs the others now: before the first training, and in each."""
-        return not self._interrupt.withdrawn.is_set()
+        return not self._interrupt.forbidden.is_set()
 
     def _lost(self, needed: bool) -> list[Rank]:
         """The ranks whose end is a failure: any as long as they are needed."""
@@ -291,10 +291,10 @@ class ScriptRanks(StartedRanks):
 
     def _end_all(self) -> None:
         self._run_beside(functools.partial(self._supervisor.end, signal.SIGTERM, FAIL_S), "fit-terminate")
-        if self._interrupt.withdrawn.wait(INTERRUPT_S):
+        if self._interrupt.forbidden.wait(INTERRUPT_S):
             return
-        self._interrupt.strike()  # for Python code outside collectives; ``check`` adds the message
-        if self._interrupt.withdrawn.wait(GIVE_UP_S - INTERRUPT_S):
+        self._interrupt.interrupt()  # for Python code outside collectives; ``check`` adds the message
+        if self._interrupt.forbidden.wait(GIVE_UP_S - INTERRUPT_S):
             return
         self._supervisor.end(signal.SIGTERM, 0.0)
         self._die(f"RankError: {self._report}\n\nrank 0 did not react within {GIVE_UP_S:g} s and is terminated.")
@@ -309,12 +309,12 @@ class ScriptRanks(StartedRanks):
         """The lines after rank 0's own ``error``: a line for each other rank, and the traceback of one that failed in another way."""
         ranks = self._supervisor.ranks
         texts = {rank: failures.read(rank.error_file) for rank in ranks}
-        other = [
+        unrelated = [
             rank
             for rank, (text, _, is_consequence) in texts.items()
             if text and not is_consequence and summary(text) != failures.last_line(error)
         ]
-        parts = [lines_of_others(ranks, other[0] if other else None), *map(report, other[:1])]
+        parts = [lines_of_others(ranks, unrelated[0] if unrelated else None), *map(report, unrelated[:1])]
         return "".join(f"{part}\n" for part in parts if part)
 
     def _die(self, text: str) -> None:
@@ -348,7 +348,7 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Scr
         raise ValueError(f"world_size={world_size}: to start other ranks it must be at least 2")
     started = current()
     if started is not None:
-        started.demand(world_size)
+        started.require_world_size(world_size)
         return started
     command = repeatable(world_size)
     if own_process.ran_alone:
@@ -364,9 +364,9 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Scr
         if name not in os.environ:
             os.putenv(name, value)  # for gloo in this process; os.environ belongs to the script
     directory = scratch.make("fit-ranks-")
-    others = _start_others(command, world_size, store.port, directory, {**threads, **_BESIDE, **interface})
+    other_ranks = _start_others(command, world_size, store.port, directory, {**threads, **_BESIDE, **interface})
     environment = Environment("relaunch", 0, world_size, 0, world_size, 1, "127.0.0.1", store.port, agent_store=True)
-    ranks = ScriptRanks(environment, store, others, directory)
+    ranks = ScriptRanks(environment, store, other_ranks, directory)
     own_process.started = ranks
     atexit.register(ranks.end_with_process)
     sys.excepthook = failures.hook(environment)
@@ -471,24 +471,24 @@ def without_tool(arguments: Sequence[str], script: Sequence[str]) -> list[str] |
     first = 0
     while first < len(arguments) and arguments[first].startswith("-") and not arguments[first].startswith(("-m", "-c")):
         first += 2 if arguments[first] in _WITH_VALUE else 1
-    options, rest = list(arguments[:first]), list(arguments[first:])
-    if _program(rest) not in TOOLS:
+    options, command = list(arguments[:first]), list(arguments[first:])
+    if _program(command) not in TOOLS:
         return list(arguments)
-    at = len(rest) - len(script)
-    if at < 1 or rest[at + 1 :] != list(script[1:]):
+    start = len(command) - len(script)
+    if start < 1 or command[start + 1 :] != list(script[1:]):
         return None
-    if rest[at - 1] in ("-m", "--module"):
-        return [*options, "-m", *rest[at:]]
-    return [*options, *rest[at:]] if os.path.realpath(rest[at]) == os.path.realpath(script[0]) else None
+    if command[start - 1] in ("-m", "--module"):
+        return [*options, "-m", *command[start:]]
+    return [*options, *command[start:]] if os.path.realpath(command[start]) == os.path.realpath(script[0]) else None
 
 
-def _program(rest: Sequence[str]) -> str:
+def _program(command: Sequence[str]) -> str:
     """The module or the command that the interpreter runs; ``""`` for a script, whatever its name."""
-    if not rest or rest[0].endswith(".py"):
+    if not command or command[0].endswith(".py"):
         return ""
-    if rest[0].startswith("-m"):
-        return (rest[0][2:] or "".join(rest[1:2])).split(".")[0]
-    return Path(rest[0]).name
+    if command[0].startswith("-m"):
+        return (command[0][2:] or "".join(command[1:2])).split(".")[0]
+    return Path(command[0]).name
 
 
 def _first_directory() -> str | None:

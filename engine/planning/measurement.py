@@ -244,7 +244,7 @@ def _passes(net: nn.Module, x: torch.Tensor) -> Callable[[], None]:
 
 def _alone(group: Group) -> DeviceMesh:
     """A mesh of this rank, so that operations on it send nothing."""
-    channel = group.divided([[rank] for rank in range(group.world_size)])
+    channel = group.part_for_device([[rank] for rank in range(group.world_size)])
     assert channel is not None
     return DeviceMesh.from_group(channel, group.device.type)
 
@@ -274,7 +274,7 @@ def _links(group: Group) -> dict[str, float]:
 
 def _rings(group: Group, parts: Sequence[range], name: str) -> dict[str, float]:
     """Of each kind of collective in each of ``parts`` at the same time."""
-    channel, size = group.divided([list(part) for part in parts]), len(parts[0])
+    channel, size = group.part_for_device([list(part) for part in parts]), len(parts[0])
     clock, found = _Clock(group), {}
     large = _LARGE_ON_CPU if group.device.type == "cpu" else _LARGE
     for kind, rounds in _ROUNDS.items():

@@ -27,7 +27,7 @@ class SimulatedGroup(Group):
         self._made, self._kind = made, kind
         self.failed = False
         if self.world_size > 1:
-            self.cpu = self.once("cpu", lambda: torch_private.simulated_group(list(range(self.world_size))))
+            self.cpu = self.made_once("cpu", lambda: torch_private.simulated_group(list(range(self.world_size))))
 
     @property
     def kind(self) -> DeviceKind:
@@ -38,19 +38,19 @@ class SimulatedGroup(Group):
         found = SimulatedGroup(self.environment, self._made, self._kind)
         found.rank, found.world_size = ranks.index(self.environment.rank), len(ranks)
         found.is_main = found.rank == 0
-        found.cpu = found.wide = self.divided(parts) if len(ranks) > 1 else None
+        found.cpu = found.wide = self.part_for_device(parts) if len(ranks) > 1 else None
         return found
 
-    def divided(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    def part_for_device(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         # Only this rank's group: a mesh of many ranks has as many others.
         own = next((tuple(part) for part in parts if self.environment.rank in part), None)
         if own is None:
             return None
         if len(own) == dist.get_world_size():
             return dist.group.WORLD
-        return self.once(("divided", own), lambda: torch_private.simulated_group(list(own)))
+        return self.made_once(("divided", own), lambda: torch_private.simulated_group(list(own)))
 
-    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+    def made_once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         if key not in self._made:
             with torch_private.with_values():
                 self._made[key] = make()

@@ -133,8 +133,8 @@ class NoStops(Agreement):
         """Whether the ranks have agreed to stop: they never do."""
         return False
 
-    def now(self, level: int) -> bool:
-        """As :meth:`poll`; a run ends with it, too."""
+    def agree_now(self, level: int) -> bool:
+        """Whether the ranks have agreed to stop, at an end of the run or of an epoch: they never do."""
         return False
 
 
