@@ -1,4 +1,4 @@
-"""What a plan asks of a strategy besides the trace of its step."""
+"""The facts about a strategy that a plan needs besides the trace of its step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from engine.strategies.mesh_parallel import MeshParallel
 from engine.strategies.pipeline import SCHEDULES
 
 Kept = tuple[str, list[Tensor], bool]
-"""A field of :class:`engine.planning.rank_trace.Memory`, tensors, and whether they are in the host's memory."""
+"""Tensors that a strategy keeps: their field of :class:`engine.planning.rank_trace.Memory`, the tensors, and whether they are in the host's
+memory."""
 
 
 @dataclass(frozen=True)

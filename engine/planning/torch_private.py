@@ -1,4 +1,4 @@
-"""What planning needs of torch beyond its public names, and the only place that touches it."""
+"""The private parts of torch that planning needs. No other file of planning touches them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MOST_HOST_NUMBERS = 1 << 20
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _prim = torch.ops.prim
 _NO_NUMBER = 2**64 - 1
-"""That autograd gives to nodes which the forward pass does not make."""
+"""Autograd's number of nodes that the forward pass does not make."""
 _PLAIN = torch.empty(0)
 UNSUPPORTED = UnsupportedOperatorException
 """An operation that needs values throughout, such as a reduction of sparse gradients."""
@@ -86,7 +86,7 @@ def wraps(types: Any) -> bool:
 
 
 def asks_device(operator: Any) -> bool:
-    """Whether this only reads a fake tensor's device, which torch does several times an operation."""
+    """Whether ``operator`` only reads a fake tensor's device, which torch does several times an operation."""
     return operator is _prim.device.default
 
 
@@ -96,7 +96,7 @@ def in_backward() -> bool:
 
 
 def node_number() -> int:
-    """Which node of the backward pass runs in this thread, or has run last in it; -1 outside of backward passes."""
+    """The number of the node of the backward pass that runs in this thread, or has run last in it; -1 outside of backward passes."""
     node = torch._C._current_autograd_node() if in_backward() else None
     return -1 if node is None else node._sequence_nr()
 
@@ -127,14 +127,14 @@ def persistent_buffers(model: Any) -> list[Tensor]:
 
 def group_of(name: Any) -> dist.ProcessGroup:
     """The process group of this name, or behind this script object."""
-    found = _resolve_process_group(name) if isinstance(name, str) else name
-    return found if isinstance(found, dist.ProcessGroup) else dist.ProcessGroup.unbox(found)
+    group = _resolve_process_group(name) if isinstance(name, str) else name
+    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 
 def flops_of(packet: Any) -> Callable[..., int] | None:
     """The formula for the floating point operations of an operator (a multiplication and an addition are two)."""
-    found: Any = flop_registry.get(packet)
-    return found
+    formula: Any = flop_registry.get(packet)
+    return formula
 
 
 def work_with(tensors: list[Any]) -> Any:
@@ -146,7 +146,8 @@ def work_with(tensors: list[Any]) -> Any:
 
 @contextmanager
 def simulated_processes(rank: int, world_size: int) -> Iterator[None]:
-    """torch's default group is one of ``world_size`` ranks that exist in this process alone, of which it is ``rank``: no socket, no other process."""
+    """Inside the block torch's default group has ``world_size`` ranks that exist in this process alone, which is ``rank``: no socket, no other
+    process."""
     _clear_sharding_prop_cache()
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -159,10 +160,10 @@ def simulated_processes(rank: int, world_size: int) -> Iterator[None]:
 
 
 def simulated_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A new group of some of these ranks."""
-    made = dist.new_group(ranks, backend="fake")
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    """A new group of ``ranks``, some of the simulated ones."""
+    group = dist.new_group(ranks, backend="fake")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 @contextmanager
@@ -205,11 +206,11 @@ def allowed_on_fake_tensors(fake: FakeTensorMode, answered: Callable[[str, Any],
     """
     swap = torch.utils.swap_tensors
 
-    def forgetting(one: Tensor, other: Tensor) -> None:
-        if one.untyped_storage()._cdata == other.untyped_storage()._cdata:
+    def forgetting(first: Tensor, second: Tensor) -> None:
+        if first.untyped_storage()._cdata == second.untyped_storage()._cdata:
             return  # converted to what it is: somebody may hold a weak reference to it
         fake.fake_tensor_converter.tensor_memo.clear()
-        swap(one, other)
+        swap(first, second)
 
     def formatted(self: Tensor, form: str) -> str:
         return format(self.item(), form) if not self.dim() else object.__format__(self, form)

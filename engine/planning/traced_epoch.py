@@ -33,12 +33,12 @@ class WindowTraced(Exception):
 
 
 class EndOfTrace(NamedTuple):
-    """How a trace has ended."""
+    """The end of a trace."""
 
     micro_batches: int
-    """Of the recorded window."""
+    """Micro-batches of the recorded window."""
     missing: str | None = None
-    """What ended it early, in a sentence."""
+    """A sentence on what ended the trace early; ``None``: nothing."""
 
 
 class TracedWindows:
@@ -138,7 +138,7 @@ class TracedOptimization(Optimization):
         self._optimization.before_validation()
 
     def micro(self, batch: Any, index: int, share: Share) -> Any:
-        """One micro-batch; what ``training_step`` returned."""
+        """Run one micro-batch; returns the result of ``training_step``."""
         outputs = self._optimization.micro(batch, index, share)
         observer = self._observer
         observer.mark_gradients(self.optimizers)
@@ -149,7 +149,7 @@ class TracedOptimization(Optimization):
         return outputs
 
     def step(self) -> None:
-        """The window is over."""
+        """Step the optimizers: the window is over."""
         self._optimization.step()
         self._observer.mark_kept(self._kept())
         self._observer.enter("end")
@@ -158,7 +158,7 @@ class TracedOptimization(Optimization):
 def trace_epoch(
     simulated: SimulatedRun, first_batch: Any, shares: Sequence[Share], observer: StepObserver
 ) -> EndOfTrace:
-    """Run the epoch until a window communicates as the one before; the last is recorded."""
+    """Run the epoch until a window communicates like the window before it; the last window is recorded."""
     run, missing_values = simulated.run, simulated.missing_values
     assert run.optimization is not None
     run.optimization = optimization = TracedOptimization(run.optimization, run, observer)

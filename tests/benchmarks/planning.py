@@ -45,7 +45,7 @@ from engine.config.settings import Settings
 from engine.launch.script_ranks import joined
 from engine.planning.device_table import Link
 from engine.planning.devices import hardware, linked
-from engine.planning.measurement import Measured, measured
+from engine.planning.measurement import Measured, measure_machine
 from engine.planning.plan import Plan
 
 MOST_S, MOST_BYTES, MOST_GROWTH = 60.0, 4 * 2**30, 1.5
@@ -152,7 +152,7 @@ def on_rank(file: str, repetitions: int) -> None:
     found = []
     for _ in range(repetitions):
         with joined(Settings(strategy="ddp", accelerator="cpu")) as group:
-            row: dict[str, Any] = {"machine": asdict(measured(group)), "load": os.getloadavg()[0]}
+            row: dict[str, Any] = {"machine": asdict(measure_machine(group)), "load": os.getloadavg()[0]}
         for name, settings in STRATEGIES.items():
             clock = Clock(settings["accumulate_grad_batches"])
             fit = Fit(
