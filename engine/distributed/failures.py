@@ -28,7 +28,7 @@ from engine.utils.errors import INTERRUPTED, HangError, RankError
 _PEER_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl")
 
 LOST = "lost another rank"
-"""The start of the line about an error that only says so."""
+"""The start of the line about an error that only says that another rank is gone."""
 
 _attached: set[str] = set()
 
@@ -45,11 +45,11 @@ def blames_peer(error: BaseException) -> bool:
 def attach(environment: Environment) -> None:
     """Set up this process as a rank: call it as soon as the environment is known; repeated calls do nothing.
 
-    With ``error_file`` an uncaught exception is written there (in Torch Elastic's form, which torchrun prints too) before it
-    is shown, as of :class:`Uncaught`. With ``parent_pid`` the process ends within a second after that parent, however it ended.
+    With ``error_file`` an uncaught exception is written there (in Torch Elastic's form, which torchrun prints too) before
+    :class:`Uncaught` shows it. With ``parent_pid`` the process ends within a second after that parent, however it ended.
 
     Raises:
-        RuntimeError: the variables of a relaunched rank were inherited by a process that is not one.
+        RuntimeError: the variables of a relaunched rank were inherited by a process that is not a rank.
     """
     if environment.error_file and environment.error_file not in _attached:
         _attached.add(environment.error_file)
@@ -79,11 +79,11 @@ def _imports_script() -> bool:
 
 
 class Uncaught:
-    """The hook for uncaught exceptions of a rank: one failure is told once.
+    """The hook for uncaught exceptions of a rank: each failure is shown once.
 
-    An exception is shown without our frames, each line marked with the rank; one that only says that another rank is gone is a line. A rank
-    that rank 0 has started (``Fit(devices=n)``) shows nothing, because rank 0 does. After Ctrl-C rank 0 prints the line that the run has given to
-    its ``KeyboardInterrupt``, the others nothing, and the process exits with status 130.
+    An exception is shown without our frames, each line marked with the rank; one that only says that another rank is gone is shown as one line.
+    A rank that rank 0 has started (``Fit(devices=n)``) shows nothing, because rank 0 does. After Ctrl-C rank 0 prints the line that the run has
+    given to its ``KeyboardInterrupt``, the other ranks print nothing, and the process exits with status 130.
 
     Args:
         before: the hook that this one replaces; it shows a Ctrl-C that no run has noticed.
@@ -113,7 +113,7 @@ class Uncaught:
         if environment.world_size == 1:
             self.before(kind, error, error.__traceback__)
             return
-        if is_told_elsewhere(environment):
+        if is_shown_by_rank_0(environment):
             return
         if isinstance(error, (RankError, HangError)) and blames_peer(error):
             text = f"{kind.__name__}: {error}"  # its message is complete: the other rank, and where it is
@@ -127,7 +127,7 @@ class Uncaught:
 
 
 def hook(environment: Environment) -> Uncaught:
-    """The hook for uncaught exceptions of this rank: the one that it has, or a new one."""
+    """Return the hook for uncaught exceptions of this rank: the present hook if it is one, or a new one."""
     current = sys.excepthook
     return current if isinstance(current, Uncaught) else Uncaught(environment, current)
 
@@ -144,8 +144,8 @@ def show_interrupts_no_longer(environment: Environment) -> None:
         sys.excepthook = current.before
 
 
-def is_told_elsewhere(environment: Environment) -> bool:
-    """Whether rank 0 has started this rank itself and is there to show its failure."""
+def is_shown_by_rank_0(environment: Environment) -> bool:
+    """Whether rank 0 has started this rank itself and still runs, so that it shows this rank's failure."""
     return environment.parent_pid is not None and os.getppid() == environment.parent_pid
 
 

@@ -38,11 +38,11 @@ from engine.utils.text import terminal_text
 NOTES_S = 3.0
 """How long rank 0 waits for the notes of all others (s); their stalls are noticed within a poll of each other."""
 REPORT_S = 6.0
-"""How long the others wait for rank 0's report (s)."""
+"""How long other ranks wait for rank 0's report (s)."""
 LEAVE_S = 3.0
 """After the report: how long the training's thread may take to react (s). A thread that does not is in native code, or sleeps."""
 WORKER_S = 60.0
-"""A loader's worker that has not started for so long is reported (s): it may hang in its fork, and then never starts."""
+"""A loader's worker that has not started after this time (s) is reported: it may hang in its fork, and then never starts."""
 IDLE = 0.05
 """A thread that uses less of a core than this waits or sleeps."""
 MOST = 8
@@ -381,7 +381,7 @@ class Watcher(threading.Thread):
 
 @atexit.register
 def _end_idle() -> None:
-    """A thread that wakes up while the interpreter is taken down would abort the process."""
+    """End idle threads: one that wakes up while the interpreter is taken down would abort the process."""
     for watcher in [*Watcher.idle]:
         watcher.end()
 

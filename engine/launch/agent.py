@@ -44,7 +44,7 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.1
 """How often the agent looks for what the other machines have reported (s)."""
 FREE_S = 60.0
-"""A lost machine does not count as a restart, unless one was lost less than this long before (s)."""
+"""A lost machine does not count as a restart, unless another one was lost less than this time (s) before."""
 
 
 def run(job: Job) -> int:
@@ -150,11 +150,11 @@ class Program(ABC):
     def start(
         self, local_rank: int, rank: int, variables: Mapping[str, str], error_file: Path, streams: Streams
     ) -> Rank:
-        """Start one rank, with these environment variables besides this process's."""
+        """Start one rank, with ``variables`` besides this process's environment."""
 
 
 class Command(Program):
-    """A command, in processes without a terminal that the kernel kills when this process ends."""
+    """A command, run in processes without a terminal. The kernel kills them when this process ends."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = (sys.executable, "-I", "-S", child.__file__, str(os.getpid()), *command)
@@ -193,15 +193,15 @@ class Agent:
         self._attempts = self._restarts = 0  # the second: those that count
         self._freed = float("-inf")
         self.report = ""
-        """The report of the last failure: the first rank's."""
+        """The report of the last failure, that of the rank that failed first."""
         self.others = ""
         """A line for each other rank of this machine."""
 
     def run(self) -> bool:
-        """Run the ranks until they end; whether all succeeded. No rank is left when it returns or raises.
+        """Run the ranks until they end, and return whether all succeeded. No rank is left when this returns or raises.
 
         Raises:
-            SignalReceived: after the ranks had time to save.
+            SignalReceived: this process got a signal; the ranks had time to save.
             RendezvousError, torch.distributed.DistError: the machines did not meet.
         """
         outcome = _Outcome.AGAIN

@@ -23,6 +23,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def main() -> None:
+    """Bind this process to the agent in ``sys.argv[1]``, and replace it by the command that follows."""
     die_with_parent(int(sys.argv[1]))
     # A background job of a shell ignores Ctrl-C, and a rank would inherit that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

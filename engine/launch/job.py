@@ -126,6 +126,11 @@ def _whole_number(name: str, text: str, minimum: int) -> int:
 
 
 def nodes_of(name: str, text: str) -> tuple[int, int]:
+    """The smallest and the largest number of machines, from ``N`` or ``MIN:MAX``; ``name`` is the option's, for errors.
+
+    Raises:
+        LaunchError: the text is neither, or MIN is larger than MAX.
+    """
     low, colon, high = text.partition(":")
     min_nodes, max_nodes = _whole_number(name, low, 1), _whole_number(name, high if colon else low, 1)
     if min_nodes > max_nodes:
@@ -242,6 +247,11 @@ def _accelerator(environ: Mapping[str, str]) -> str:
 
 
 def config_variables(path: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable that names the configuration file to the ranks.
+
+    Raises:
+        LaunchError: the file does not exist.
+    """
     if path is None:
         return {}
     if not path.is_file():
@@ -250,6 +260,11 @@ def config_variables(path: Path | None, environ: Mapping[str, str]) -> dict[str,
 
 
 def command_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """Program and arguments of each rank.
+
+    Raises:
+        LaunchError: the script does not exist.
+    """
     if options.no_python:
         return options.script, *options.args
     if options.module:

@@ -29,7 +29,7 @@ PIPE = 1 << 20
 
 
 Streams = tuple[int | None, int | None]
-"""Descriptors for a rank's standard output and error; ``None``: those of this process."""
+"""Descriptors for a rank's standard output and error; ``None``: the rank writes to this process's stream."""
 
 
 @dataclass(eq=False)

@@ -43,7 +43,7 @@ from engine.utils.errors import TERMINATED, RankError
 from engine.utils.log import logger, warn_once
 
 PATIENCE_S = 10.0
-"""How long rank 0, when it is done, waits for the others until it says so (s)."""
+"""Time (s) after which rank 0, when it is done, logs that it waits for other ranks."""
 INTERRUPT_S = 2.5
 """After a failure a ``RankError`` interrupts rank 0's thread after this time (s), unless a collective has raised by then."""
 GIVE_UP_S = 5.0
@@ -68,12 +68,12 @@ _WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 
 
 _BESIDE = {"PYTHONBREAKPOINT": f"{__name__}.pass_breakpoint"}
-"""Environment variables of the other ranks, unless they are set."""
+"""Environment variables of the started ranks, unless the environment sets them already."""
 
 
 @contextlib.contextmanager
 def joined(settings: Settings, environment: Environment | None = None) -> Iterator[Group]:
-    """The group of all processes of this job, met. An error that only says that others are gone is replaced by theirs.
+    """Join all processes of this job within the block. An error that only says that another rank is gone is replaced by that rank's error.
 
     ``environment``: this process's, if the caller has read it.
     """
@@ -163,7 +163,7 @@ class ScriptRanks(StartedRanks):
         self._reported = False
         self._interrupt = Interrupt(
             RankError
-        )  # withdrawn: rank 0's thread no longer needs the others, or has seen the failure
+        )  # forbidden: rank 0's thread no longer needs the others, or has seen the failure
         self._broken = False  # the last training ended with an error: the others may wait forever
         self._preempted = False
         self._supervisor = Supervisor(ranks)
@@ -174,11 +174,11 @@ class ScriptRanks(StartedRanks):
     def training(self) -> Iterator[None]:
         """A context for everything that needs all ranks (joining, ``Fit.run``): inside, any exit of another rank is a failure.
 
-        From :func:`start` to the first use the ranks also count as needed. Raises as :meth:`check`, at the start and instead of a
+        From :func:`start` to the first use the ranks also count as needed. Raises the errors of :meth:`check`, at the start and instead of a
         collective's error.
         """
         self._interrupt.allow()
-        self._judge()
+        self._has_failure()
         self.check()
         self._broken = True
         try:
@@ -221,7 +221,7 @@ class ScriptRanks(StartedRanks):
             )
 
     def end_with_process(self) -> None:
-        """Wait for the others, or end them if rank 0 ends with an error. Called by the interpreter's exit."""
+        """Wait for the other ranks, or end them if rank 0 ends with an error. Called by the interpreter's exit."""
         if os.getpid() != self._pid:  # a fork of rank 0
             return
         self._interrupt.forbid()
@@ -234,13 +234,13 @@ class ScriptRanks(StartedRanks):
                 self._supervisor.await_end(FAIL_S, until=self._failed)
             else:
                 self._await_others()
-        failed = not isinstance(error, KeyboardInterrupt) and self._judge()
+        failed = not isinstance(error, KeyboardInterrupt) and self._has_failure()
         self._supervisor.end(signal.SIGTERM, FAIL_S)
         if isinstance(error, Exception) and not self._reported:  # rank 0's own, which was shown
             print(self._after(error), end="", file=sys.stderr, flush=True)
         elif failed and not self._reported:
             logging.shutdown()
-            self._die(f"RankError: {self._report}")
+            self._exit_with(f"RankError: {self._report}")
         scratch.remove(self._directory)
         self._supervisor.close()
         for thread in self._threads:  # as the supervisor's
@@ -259,13 +259,13 @@ class ScriptRanks(StartedRanks):
             running = bool(self._supervisor.running())
             if self._lost(self._needed()):
                 self._supervisor.await_other_failures()
-                if self._judge():
+                if self._has_failure():
                     break
         if self._failed.is_set() and self._needed():
             self._end_all()
 
     def _needed(self) -> bool:
-        """Check whether rank 0 needs the others now: before the first training, and in each."""
+        """Whether rank 0 needs the other ranks now: before the first training, and in each training."""
         return not self._interrupt.forbidden.is_set()
 
     def _lost(self, needed: bool) -> list[Rank]:
@@ -277,7 +277,7 @@ class ScriptRanks(StartedRanks):
             if rank.exit_code is not None and not rank.ended_by_launcher and (needed or rank.exit_code not in fine)
         ]
 
-    def _judge(self) -> bool:
+    def _has_failure(self) -> bool:
         """Check whether a rank has failed; the first time, store its report."""
         with self._lock:
             needed = self._needed()
@@ -297,7 +297,7 @@ class ScriptRanks(StartedRanks):
         if self._interrupt.forbidden.wait(GIVE_UP_S - INTERRUPT_S):
             return
         self._supervisor.end(signal.SIGTERM, 0.0)
-        self._die(f"RankError: {self._report}\n\nrank 0 did not react within {GIVE_UP_S:g} s and is terminated.")
+        self._exit_with(f"RankError: {self._report}\n\nrank 0 did not react within {GIVE_UP_S:g} s and is terminated.")
 
     def _await_others(self) -> None:
         if not self._supervisor.await_end(PATIENCE_S, until=self._failed) and not self._failed.is_set():
@@ -317,7 +317,7 @@ class ScriptRanks(StartedRanks):
         parts = [lines_of_others(ranks, unrelated[0] if unrelated else None), *map(report, unrelated[:1])]
         return "".join(f"{part}\n" for part in parts if part)
 
-    def _die(self, text: str) -> None:
+    def _exit_with(self, text: str) -> None:
         # The only way to a non-zero exit code from another thread or from an exit handler.
         with contextlib.suppress(Exception):
             print(text, file=sys.stderr)

@@ -26,7 +26,7 @@ class Mpi:
     forward: str = ""
     """How its ``mpirun`` passes a variable to all processes."""
     telling: tuple[str, ...] = ()
-    """Variables of which one must be set besides ``rank``: other launchers set ``rank`` too."""
+    """Variables; at least one must be set besides ``rank``, because other launchers set ``rank`` too."""
 
     @property
     def names(self) -> tuple[str, ...]:
