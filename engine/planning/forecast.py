@@ -184,7 +184,7 @@ def _users_layout(users: UsersStrategy, job: SimulatedJob) -> Layout:
             replace(job, fit=job.fit.from_resolved(_with_changes(job.fit, {}), ())), 0, JobFacts()
         ) as simulated:
             return users.layout(simulated.run.engine, job.world_size)
-    except ValueError:  # it is refused, and its plan will say why
+    except ValueError:  # the strategy is refused, and its plan will say why
         return users.layout(None, job.world_size)
 
 
@@ -207,7 +207,7 @@ def _planner(job: SimulatedJob, batch: Any, samples: int, cluster: Cluster) -> P
 
 
 def _with_changes(fit: Fit, changes: Mapping[str, Any]) -> Resolved:
-    """The settings of ``fit`` with these in their place. The window keeps the global batch, so that does not derive one; the ranks are
+    """The settings of ``fit`` with ``changes``. The window keeps the global batch, so ``global_batch_size`` derives no window; the ranks are
     those of the search."""
     changed = {**changes, "global_batch_size": None, "devices": "auto", "num_nodes": 1}
     return Resolved(replace(fit.settings, **changed), {**fit.origins, **dict.fromkeys(changed, _ORIGIN)}, fit.sections)

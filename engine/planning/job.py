@@ -155,7 +155,7 @@ class JobFacts:
         }
 
     def _count(self, module: nn.Module, strategy: Strategy) -> None:
-        """Count a module that is larger than those before: a stage of a pipeline lacks the others."""
+        """Count a module if it is larger than the modules counted before: a stage of a pipeline lacks the other stages."""
         sizes = {p: prod(strategy.whole_shape(p)) for p in module.parameters()}
         count = sum(sizes.values())
         if count > self._values.get("parameters", -1):

@@ -244,7 +244,7 @@ class _SearchWalk:
             self._recomputations(layout, precision, sizes)
 
     def closest(self) -> None:
-        """If nothing fits, plan the smallest candidate of what was ruled out without a trace, where it may come closer than those planned."""
+        """If nothing fits, plan the smallest candidate that was ruled out without a trace, where it may come closer than the planned ones."""
         needed = min((tried.plan.peak_bytes for tried in self.tried if tried.plan), default=None)
         if needed is None or any(tried.fits for tried in self.tried) or not self._ruled_out:
             return
@@ -273,7 +273,7 @@ class _SearchWalk:
             self._explain_untried(candidates, best)
 
     def _sizes(self, open_sizes: list[int], sizes: list[int]) -> Iterator[int]:
-        """The micro-batches to try, by what became of those before: up from the given one while they fit, else down until one fits."""
+        """Yield the micro-batches to try, by the results of earlier ones: up from the given one while they fit, else down until one fits."""
         start = max([size for size in sizes if size <= self._space.micro_batch], default=sizes[0])
         up = [size for size in open_sizes if size >= start]
         for size in up:
@@ -302,7 +302,7 @@ class _SearchWalk:
         return latest.layout.shards > 1 and latest.micro_batch * latest.window == size
 
     def _explain_untried(self, candidates: dict[int, Candidate], best: int) -> None:
-        """Say why the sizes that were not tried were not."""
+        """Add a verdict for each size that was not tried, with the reason."""
         ids = {id(candidate) for candidate in candidates.values()}
         attempts = [attempt for attempt in self.tried if id(attempt.candidate) in ids]
         failed = [attempt for attempt in attempts if attempt.verdict == "too large"]

@@ -49,7 +49,7 @@ class StepObserver(torch_private.Mode):
         """For each module whose forward pass runs: the module around it, and whether a backward pass computes it again."""
         self._nodes: list[int] = [0]
         self._module_from_node: list[str] = [""]
-        """The module that makes the nodes of the backward pass from each of these numbers on."""
+        """The module that makes the nodes of the backward pass from each number of ``_nodes`` on."""
         self._outside: Phase = "set-up"
         """The phase of operations outside of backward passes."""
         self._recording = False

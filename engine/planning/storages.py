@@ -213,7 +213,7 @@ class StorageLog:
         return dict(sorted(by_module.items(), key=lambda item: -item[1])[:MOST_SHOWN])
 
     def allocations(self) -> Allocations:
-        """The first step, which makes the optimizer's state, and those after it: each is taken to be like the recorded one."""
+        """The allocations of the first step, which makes the optimizer's state, and of the steps after it, each like the recorded step."""
         sizes: dict[Storage, int] = {}
         numbers: dict[Storage, int] = {}
         steps = array("q"), array("q")

@@ -77,7 +77,7 @@ def has_host_numbers(tensor: Tensor) -> bool:
 
 
 def wraps(types: Any) -> bool:
-    """Whether one of these classes of tensors only wraps others."""
+    """Whether one of ``types``, classes of tensors, only wraps other tensors."""
     # A set comprehension or `any` would cost as much as the rest of an observer.
     for kind in types:  # noqa: SIM110
         if kind is not FakeTensor and is_traceable_wrapper_subclass_type(kind):
@@ -263,8 +263,8 @@ def outside_of_propagation(watch: Callable[[bool], None]) -> Iterator[None]:
 
 @contextmanager
 def agreeing_stages() -> Iterator[None]:
-    """Inside the block a pipeline's stage takes the others to know as much about the shapes between them as it does; real ones ask each other (from
-    torch 2.13 on)."""
+    """Inside the block a pipeline's stage assumes that other stages know as much about the shapes between them as it does; real stages ask each
+    other (from torch 2.13 on)."""
 
     def vote(stage: Any, has_backward: bool, received_acc: Any = None) -> Tensor:
         stage._alone = int(not InferenceMode.needs_dynamic(stage._user_meta, has_backward))

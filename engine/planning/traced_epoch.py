@@ -21,15 +21,16 @@ from engine.step.window import Share
 from engine.utils.tree import leaves
 
 MOST_MICRO_BATCHES = 64
-"""Micro-batches of a module that steps by itself, until it does."""
+"""Micro-batches of a module that steps by itself, until it does, at most."""
 MOST_WINDOWS = 4
-"""The first window makes the optimizer's state. DDP rebuilds its buckets in the second: a window counts once it communicates as the last."""
+"""Windows until a trace ends at the latest. The first window makes the optimizer's state. DDP rebuilds its buckets in the second: a window counts
+once it communicates like the window before it."""
 _BEFORE_THE_STEP = ("on_fit_start", "on_train_start", "on_train_epoch_start")
 """Events whose hooks are left out of the plan if they fail for want of values."""
 
 
 class WindowTraced(Exception):
-    """The last window is recorded: leaves the epoch."""
+    """Leaves the epoch: the last window is recorded."""
 
 
 class EndOfTrace(NamedTuple):
@@ -65,7 +66,7 @@ class TracedWindows:
         self._sent: tuple[Collective, ...] | None = None
 
     def resume(self, epoch: int, position: int, stream: Any = None) -> None:
-        """A trace starts at the beginning."""
+        """Do nothing: a trace starts at the beginning of an epoch."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)  # what callbacks read of the user's loader: its length, its first batch
@@ -101,7 +102,7 @@ class TracedWindows:
         return not self._optimization.accumulates and self._run.state.step > self._step_before
 
     def window_done(self, run: Run, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """The last hook of ``on_train_batch_end``. What the loop does after it (agree to stop, log, validate) is no part of the step.
+        """End a window: the last hook of ``on_train_batch_end``. What the loop does after it (agree to stop, log, validate) is no part of the step.
 
         Raises:
             WindowTraced: the window was the last.

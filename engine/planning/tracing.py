@@ -108,10 +108,10 @@ def trace_rank(job: SimulatedJob, rank: int, facts: JobFacts, places: PipelinePl
 
 
 class _AlikeRanks(GradientSync):
-    """The other ranks of a plan: all are like this one.
+    """The other ranks of a plan: all are like this rank.
 
     Args:
-        strategy: the plan's, which knows when a backward pass has reached parameters.
+        strategy: the plan's strategy, which knows when a backward pass has reached parameters.
     """
 
     def __init__(self, strategy: Strategy) -> None:

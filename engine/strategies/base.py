@@ -196,7 +196,7 @@ class Strategy(GradientSync):
         self.expect(models, root)
         root.backward()
 
-    def maximum_over_ranks(self, values: Sequence[float]) -> list[float]:
+    def largest(self, values: Sequence[float]) -> list[float]:
         return maximum_over_ranks(self.group, values)
 
     def settle(self) -> None:
