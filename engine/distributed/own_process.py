@@ -32,7 +32,7 @@ class JoinedGroups:
     pid: int
     debug: bool  # its groups compare each collective's shapes
     failed: bool = False
-    made: dict[Hashable, object] = field(default_factory=dict)  # by Group.once
+    made: dict[Hashable, object] = field(default_factory=dict)  # by Group.made_once
 
 
 class StartedRanks(ABC):

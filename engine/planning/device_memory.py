@@ -26,7 +26,7 @@ _STEPS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class AllocatorPeaks:
     """Peaks of a replayed allocator (bytes)."""
 
     allocated: int
@@ -41,7 +41,7 @@ class OutOfMemory(Exception):
     """The tensors need more than the limit."""
 
 
-def replay(allocations: Allocations, limit: int | None = None) -> Replayed:
+def replay(allocations: Allocations, limit: int | None = None) -> AllocatorPeaks:
     """Replay some steps of ``allocations`` with an allocator that starts with nothing.
 
     Args:
@@ -65,7 +65,7 @@ def replay(allocations: Allocations, limit: int | None = None) -> Replayed:
 
     step(allocations.first)
     settled = any(step(allocations.again) for _ in range(_STEPS))
-    return Replayed(allocator.most_allocated, allocator.most_reserved, settled)
+    return AllocatorPeaks(allocator.most_allocated, allocator.most_reserved, settled)
 
 
 class Block:
@@ -229,7 +229,7 @@ def memory_need(trace: RankTrace, device: Hardware) -> Need:
     return Need(tensors, replayed.allocated, replayed.reserved, margin, device.reserved, communicators)
 
 
-def _replay_within(trace: RankTrace, room: int) -> Replayed | None:
+def _replay_within(trace: RankTrace, room: int) -> AllocatorPeaks | None:
     """Replay within ``room`` bytes, where the allocator may have to give back what it does not use.
 
     ``None``: it would do so again and again, or ``room`` is not enough.

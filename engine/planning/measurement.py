@@ -35,7 +35,7 @@ _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MachineSpeeds:
     """Speeds that a rank reaches with all ranks at work at once: the slowest of ranks that have a device each, the mean of ranks that share a
     processor."""
 
@@ -79,13 +79,13 @@ class Measured:
         )
 
 
-def measure_machine(group: Group) -> Measured:
+def measure_machine(group: Group) -> MachineSpeeds:
     """Measure on all ranks of a job at once, about twenty seconds. A collective."""
     clock = _Clock(group)
     speeds = {f"peak {name}": _product(clock, dtype, tf32) for name, dtype, tf32 in _dtypes(group.device)}
     speeds |= {"bandwidth": _copy(clock), **_host(clock), **_links(group), "memory": float(_memory(group))}
     slowest = _slowest_of_ranks(group, gather_json(group, speeds))
-    return Measured(
+    return MachineSpeeds(
         device=group.device.type,
         ranks=group.world_size,
         memory=int(slowest["memory"]),

@@ -16,7 +16,7 @@ from engine.planning import counters, storages, torch_private
 from engine.planning.counters import CollectiveCounter, OperationCounter
 from engine.planning.rank_trace import Phase
 from engine.planning.storages import StorageLog
-from engine.planning.strategy_facts import Kept
+from engine.planning.strategy_facts import KeptTensors
 from engine.utils.torch_private import whole_gradients
 
 
@@ -107,7 +107,11 @@ class StepObserver(torch_private.Mode):
         self._propagating = not watched
 
     def begin_window(
-        self, model: nn.Module, optimizers: list[Optimizer], inputs: list[Tensor], own_tensors: Iterable[Kept] = ()
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        inputs: list[Tensor],
+        own_tensors: Iterable[KeptTensors] = (),
     ) -> None:
         """Record from here on; ``own_tensors``: see :meth:`mark_kept`."""
         memory = self.memory
@@ -199,7 +203,7 @@ class StepObserver(torch_private.Mode):
                 for parameter in group["params"]:
                     self.memory.set_kind([parameter.grad], storages.GRADIENTS, self._owners.get(id(parameter)))
 
-    def mark_kept(self, own_tensors: Iterable[Kept]) -> None:
+    def mark_kept(self, own_tensors: Iterable[KeptTensors]) -> None:
         """Mark a strategy's own tensors (:attr:`engine.planning.strategy_facts.StrategyFacts.kept`)."""
         for kind, tensors, on_host in own_tensors:
             self.memory.set_kind(tensors, kind, on_host=on_host)

@@ -279,7 +279,7 @@ def overlap_assumptions(device: Hardware) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class TimedCollectives:
     """A rank's collectives of one kind, axis and phase, with their time."""
 
     collective: Collective
@@ -292,7 +292,7 @@ class StepTime:
     """The time of one rank's step."""
 
     compute: Compute
-    sent: tuple[Sent, ...]
+    sent: tuple[TimedCollectives, ...]
     exposed_s: float
     """Seconds of communication that nothing hides, in the estimate."""
     bubble_s: float
@@ -342,7 +342,7 @@ def step_time(
         tf32, compiled: as in :func:`compute_time`.
     """
     sent = tuple(
-        Sent(
+        TimedCollectives(
             collective,
             collective_seconds(collective, device, ranks_per_node),
             trace.overlaps and overlaps(collective) and not device.is_host,
@@ -385,7 +385,7 @@ def step_time(
     )
 
 
-def _uncovered(hidden: Sequence[Sent], computing: float) -> float:
+def _uncovered(hidden: Sequence[TimedCollectives], computing: float) -> float:
     """Seconds of overlapping collectives that a pass of ``computing`` seconds does not cover."""
     alone = sum(entry.seconds / entry.collective.count for entry in hidden if entry.collective.count)
     return max(alone, sum(entry.seconds for entry in hidden) - computing)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.planning.strategy_facts import Kept, StrategyFacts, strategy_facts
+from engine.planning.strategy_facts import KeptTensors, StrategyFacts, strategy_facts
 from engine.strategies.deepspeed.configuration import OFFLOAD, get, says
 from engine.strategies.deepspeed.strategy import DeepSpeed
 
@@ -58,7 +58,7 @@ def _overlaps(config: Mapping[str, Any]) -> bool:
     return bool(get(config, path)) if says(config, path) else get(config, "zero_optimization.stage") == 3
 
 
-def _own_tensors(strategy: DeepSpeed) -> Iterator[Kept]:
+def _own_tensors(strategy: DeepSpeed) -> Iterator[KeptTensors]:
     """Tensors that DeepSpeed's optimizers keep now; of a tensor that comes twice, the last entry counts."""
     offloaded = {
         name: get(strategy.config_in_effect, f"zero_optimization.{section}.device", "none") != "none"
@@ -72,7 +72,7 @@ def _own_tensors(strategy: DeepSpeed) -> Iterator[Kept]:
             yield from _of_model(vars(wrapper), parameters, offloaded["offload_parameters"])
 
 
-def _of_step(attributes: Mapping[str, Any], optimizer: Any, on_host: bool) -> Iterator[Kept]:
+def _of_step(attributes: Mapping[str, Any], optimizer: Any, on_host: bool) -> Iterator[KeptTensors]:
     """Gradients that are reduced, master copies, state, and the buffers between them. ``on_host``: they are offloaded."""
     for name, value in attributes.items():
         if name not in (*_MASTERS, *_GRADIENTS, *_SHARDS):
@@ -83,7 +83,7 @@ def _of_step(attributes: Mapping[str, Any], optimizer: Any, on_host: bool) -> It
     yield STATE, [*masters, *_tensors(list(optimizer.state.values()))], on_host
 
 
-def _of_model(attributes: Mapping[str, Any], parameters: list[Any], on_host: bool) -> Iterator[Kept]:
+def _of_model(attributes: Mapping[str, Any], parameters: list[Any], on_host: bool) -> Iterator[KeptTensors]:
     """Parameters, or this rank's part of them. ``on_host``: they are offloaded."""
     yield PARAMETERS, _tensors([attributes.get(name) for name in _SHARDS]), on_host
     yield PARAMETERS, [p.data for p in parameters], False

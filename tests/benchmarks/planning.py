@@ -45,7 +45,7 @@ from engine.config.settings import Settings
 from engine.launch.script_ranks import joined
 from engine.planning.device_table import Link
 from engine.planning.devices import hardware, linked
-from engine.planning.measurement import Measured, measure_machine
+from engine.planning.measurement import MachineSpeeds, measure_machine
 from engine.planning.plan import Plan
 
 MOST_S, MOST_BYTES, MOST_GROWTH = 60.0, 4 * 2**30, 1.5
@@ -175,10 +175,10 @@ def middle(rows: list[Any]) -> Any:
     return median(rows) if isinstance(rows[0], (int, float)) else rows[0]
 
 
-def machine(row: dict[str, Any]) -> Measured:
+def machine(row: dict[str, Any]) -> MachineSpeeds:
     """What :func:`asdict` was given."""
     links = {name: Link(**row[name]) for name in ("within", "between") if row[name] is not None}
-    return Measured(**{**row, **links, "memory": int(row["memory"])})
+    return MachineSpeeds(**{**row, **links, "memory": int(row["memory"])})
 
 
 def predicted(plans: dict[str, Plan], row: dict[str, Any]) -> dict[str, float]:
