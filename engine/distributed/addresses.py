@@ -43,7 +43,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def is_own(host: str) -> bool:
-    """Whether ``host`` is an address (or the name of one) of this machine. An unknown name is not."""
+    """Check whether ``host`` is an address (or the name of one) of this machine. An unknown name is not."""
     with contextlib.suppress(OSError):
         for family, (address, _) in resolve_host(host, 0):
             with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
@@ -53,7 +53,7 @@ def is_own(host: str) -> bool:
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen on ``port`` of this machine now."""
+    """Check whether a server could listen on ``port`` of this machine now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

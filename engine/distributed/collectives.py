@@ -276,7 +276,10 @@ def _result_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
 
 
 def _gather_rows(group: Group, tensor: Tensor, lengths: list[int]) -> Tensor:
-    """Gather ``[n_r, ...]`` of each rank r into ``[sum(n_r), ...]``. The rows travel as bytes, padded to the longest: gloo does not support every dtype."""
+    """Gather ``[n_r, ...]`` of each rank r into ``[sum(n_r), ...]``.
+
+    The rows travel as bytes, padded to the longest: gloo does not support every dtype.
+    """
     longest, row = max(lengths), tensor.shape[1:]
     if not longest * row.numel():
         return tensor.new_empty((sum(lengths), *row))

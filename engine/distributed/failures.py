@@ -34,7 +34,7 @@ _attached: set[str] = set()
 
 
 def blames_peer(error: BaseException) -> bool:
-    """Whether ``error`` only says that another rank is gone or lags: a collective's error, a :class:`RankError`, another's hang."""
+    """Check whether ``error`` only says that another rank is gone or lags: a collective's error, a :class:`RankError`, another's hang."""
     if isinstance(error, HangError):
         return error.waiting
     if isinstance(error, (RankError, dist.DistError)):
@@ -145,7 +145,7 @@ def show_interrupts_no_longer(environment: Environment) -> None:
 
 
 def is_shown_by_rank_0(environment: Environment) -> bool:
-    """Whether rank 0 has started this rank itself and still runs, so that it shows this rank's failure."""
+    """Check whether rank 0 has started this rank itself and still runs, so that it shows this rank's failure."""
     return environment.parent_pid is not None and os.getppid() == environment.parent_pid
 
 

@@ -30,7 +30,7 @@ class DeviceKind:
 
     @property
     def is_accelerator(self) -> bool:
-        """Whether the device has memory of its own: all but the CPU."""
+        """Check whether the device has memory of its own: all but the CPU."""
         return self.type != "cpu"
 
 

@@ -101,7 +101,7 @@ def _leak_groups() -> None:
 
 
 def _all_leave(store: dist.Store, world_size: int) -> bool:
-    """Whether all ranks reached this point within ``LEAVE_S``. Through the store: a collective that a rank never joins would block the exit.
+    """Check whether all ranks reached this point within ``LEAVE_S``. Through the store: a collective that a rank never joins would block the exit.
 
     All ranks get one answer, the first that any rank found: one that gives up may keep running, and a later one must not wait for it.
     """

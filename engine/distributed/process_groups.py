@@ -140,7 +140,7 @@ def _member_of_new(parts: Parts, backend: str, timeout: timedelta | None) -> dis
 
 
 def _splits(device: torch.device) -> bool:
-    """Whether the default group's connections of this device can be split: one call for all parts, and nothing to connect."""
+    """Check whether the default group's connections of this device can be split: one call for all parts, and nothing to connect."""
     world = _world()
     if world is not _connected and world.bound_device_id is None:
         return False
@@ -197,7 +197,7 @@ def _wait_for_gloo(seconds: float = QUIET_S) -> None:
 
 
 def _gloo_works(deadline: float) -> bool:
-    """Whether a thread of gloo does not sleep, as far as that can be seen until ``deadline``."""
+    """Check whether a thread of gloo does not sleep, as far as that can be seen until ``deadline``."""
     for task in os.listdir("/proc/self/task"):
         if time.monotonic() > deadline:
             break

@@ -33,7 +33,7 @@ class Trigger:
         self._raised = True
 
     def check(self) -> bool:
-        """Whether any process has raised the flag, which is lowered again. All processes call this together."""
+        """Check whether any process has raised the flag, which is lowered again. All processes call this together."""
         anywhere = bool(all_reduce(self._group, torch.tensor(self._raised, dtype=torch.int32), "max"))
         self._raised = self._raised and not anywhere
         return anywhere

@@ -54,7 +54,7 @@ class Job:
 
     @property
     def elastic(self) -> bool:
-        """Whether the number of machines may change."""
+        """Check whether the number of machines may change."""
         return self.min_nodes < self.max_nodes
 
 

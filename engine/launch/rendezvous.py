@@ -104,7 +104,7 @@ class Meeting(ABC):
     failed_elsewhere = False
     """Whether the agent of another machine has reported that one of its ranks failed in this round."""
     has_met = False
-    """Whether there was at least one complete round."""
+    """Whether at least one round was complete."""
 
     @property
     def reachable(self) -> bool:

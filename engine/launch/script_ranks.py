@@ -265,7 +265,7 @@ class ScriptRanks(StartedRanks):
             self._end_all()
 
     def _needed(self) -> bool:
-        """Whether rank 0 needs the other ranks now: before the first training, and in each training."""
+        """Check whether rank 0 needs the other ranks now: before the first training, and in each training."""
         return not self._interrupt.forbidden.is_set()
 
     def _lost(self, needed: bool) -> list[Rank]:

@@ -41,7 +41,7 @@ class Rank(ABC):
 
     @property
     def failed(self) -> bool:
-        """Whether the rank has failed on its own."""
+        """Check whether the rank has failed on its own."""
         return not self.ended_by_launcher and self.exit_code not in (None, 0)
 
     @abstractmethod

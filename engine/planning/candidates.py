@@ -185,7 +185,7 @@ def _pipelines(world_size: int, pp: int) -> Iterable[Layout]:
 
 
 def has_plan(model: nn.Module) -> bool:
-    """Whether a model says how tensor parallel cuts it."""
+    """Check whether a model says how tensor parallel cuts it."""
     owner = user_module(model)
     if callable(getattr(type(owner), "parallelize", None)):
         return True
@@ -193,7 +193,7 @@ def has_plan(model: nn.Module) -> bool:
 
 
 def has_blocks(model: nn.Module) -> bool:
-    """Whether activation checkpointing finds blocks, as far as it is known before ``configure_model``."""
+    """Check whether activation checkpointing finds blocks, as far as it is known before ``configure_model``."""
     owner = user_module(model)
     return (
         callable(getattr(type(owner), "blocks", None))
@@ -240,12 +240,12 @@ class UsersStrategy:
 
     @property
     def is_searchable(self) -> bool:
-        """Whether a search knows the class of the strategy: a subclass may do anything."""
+        """Check whether a search knows the class of the strategy: a subclass may do anything."""
         return type(self.strategy) in _KINDS.values()
 
     @property
     def brings_plan(self) -> bool:
-        """Whether the strategy brings a plan for tensor parallel, so that the model needs none."""
+        """Check whether the strategy brings a plan for tensor parallel, so that the model needs none."""
         return self.options.get("plan") is not None
 
     def layout(self, engine: Engine | None, world_size: int) -> Layout:

@@ -79,7 +79,7 @@ class Block:
 
     @property
     def is_segment(self) -> bool:
-        """Whether the block is a whole segment."""
+        """Check whether the block is a whole segment."""
         return self.before is None and self.after is None
 
 
@@ -241,7 +241,7 @@ def _replay_within(trace: RankTrace, room: int) -> AllocatorPeaks | None:
 
 
 def is_enough(trace: RankTrace, device: Hardware) -> bool:
-    """Whether the device's memory is enough without margins, however often the allocator gives back what it does not use."""
+    """Check whether the device's memory is enough without margins, however often the allocator gives back what it does not use."""
     room = device.memory - device.reserved
     if not device.caching:
         return trace.peak.memory.total <= room

@@ -134,7 +134,7 @@ _ON_HOST = missing_values.HostValues(_numbers, _tensor)
 
 
 def _of_host(operator: Any, args: Any, kwargs: Any) -> bool:
-    """Whether all values of an operation are on the host."""
+    """Check whether all values of an operation are on the host."""
     tensors = _tensors(args, _tensors(kwargs.values(), []))
     if tensors:
         return all(t.device == _HOST and t.numel() <= MOST_HOST_NUMBERS for t in tensors)

@@ -96,7 +96,7 @@ def assumed_shape(operator: Any, args: Any, kwargs: Any, host: HostValues) -> An
 
 
 def shape_is_certain(operator: Any, args: Any, kwargs: Any, host: HostValues) -> bool:
-    """Whether :func:`assumed_shape` gives the real shape: the lengths are known, or the code says how long the result is."""
+    """Check whether :func:`assumed_shape` gives the real shape: the lengths are known, or the code says how long the result is."""
     if operator is _aten.bincount.default:
         return bool(kwargs.get("minlength") or (len(args) > 2 and args[2]))
     lengths = {_aten._pack_padded_sequence.default: 1, _aten._ctc_loss.Tensor: 3}.get(operator)
@@ -202,7 +202,7 @@ class MissingValues:
         self._sentences[f"{name} is left out: without values it raises {type(error).__name__}: {error}"] = None
 
     def comes_from_missing_values(self, error: Exception) -> bool:
-        """Whether an error of the training comes from missing values, or from an answer, and not from the training itself."""
+        """Check whether an error of the training comes from missing values, or from an answer, and not from the training itself."""
         message = str(error).lower()
         untraceable = (*torch_private.UNREADABLE, torch_private.UNSUPPORTED)
         return isinstance(error, untraceable) or bool(self._sentences) or any(sign in message for sign in _SIGNS)
@@ -218,7 +218,7 @@ class MissingValues:
 
 
 def _checks_distribution(frame: FrameType | None) -> bool:
-    """Whether a distribution checks its parameters or values."""
+    """Check whether a distribution checks its parameters or values."""
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _PLANNING, "<")):
         if frame.f_code.co_filename.startswith(_DISTRIBUTIONS):
             return True

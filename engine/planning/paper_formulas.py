@@ -24,7 +24,7 @@ class Check:
 
     @property
     def differs(self) -> bool:
-        """Whether the numbers differ by more than :data:`DIFFERS`."""
+        """Check whether the numbers differ by more than :data:`DIFFERS`."""
         return abs(self.traced - self.formula) > DIFFERS * max(self.formula, 1e-12)
 
 

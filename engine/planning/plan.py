@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has what it needs, margins included."""
+        """Check whether every rank has what it needs, margins included."""
         return self.peak_bytes <= self.memory_bytes
 
     @property

@@ -37,7 +37,7 @@ class Tried:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has the memory it needs."""
+        """Check whether every rank has the memory it needs."""
         return self.verdict == "fits"
 
     def as_json(self, derived: bool = False) -> dict[str, Any]:
@@ -297,7 +297,7 @@ class _SearchWalk:
                 return
 
     def _one_window(self, size: int) -> bool:
-        """Whether this size makes a step of one micro-batch, under a strategy that shards parameters."""
+        """Check whether this size makes a step of one micro-batch, under a strategy that shards parameters."""
         latest = self.tried[-1].candidate
         return latest.layout.shards > 1 and latest.micro_batch * latest.window == size
 

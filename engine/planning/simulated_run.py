@@ -130,11 +130,11 @@ class NoStops(Agreement):
     __slots__ = ()
 
     def poll(self, level: int, seconds: float) -> bool:
-        """Whether the ranks have agreed to stop: they never do."""
+        """Check whether the ranks have agreed to stop: they never do."""
         return False
 
     def agree_now(self, level: int) -> bool:
-        """Whether the ranks have agreed to stop, at an end of the run or of an epoch: they never do."""
+        """Check whether the ranks have agreed to stop, at an end of the run or of an epoch: they never do."""
         return False
 
 

@@ -313,7 +313,7 @@ class StepTime:
 
 
 def overlaps(collective: Collective) -> bool:
-    """Whether a pass can run beside these collectives: gathers of parameters, reductions of gradients."""
+    """Check whether a pass can run beside these collectives: gathers of parameters, reductions of gradients."""
     if collective.kind == "send":
         return collective.phase in _PASSES
     if collective.axis in _WITHIN_LAYERS or collective.phase not in _PASSES:

@@ -93,7 +93,7 @@ class StorageLog:
                     storage.on_host = storage.on_host if on_host is None else on_host
 
     def offloaded(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of these tensors was marked to be in the host's memory."""
+        """Check whether one of these tensors was marked to be in the host's memory."""
         storages = [part.untyped_storage()._cdata for tensor in tensors for part in local_parts(tensor)]
         return any(key in self._storages and self._storages[key].on_host for key in storages)
 

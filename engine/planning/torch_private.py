@@ -67,17 +67,17 @@ class Mode(TorchDispatchMode):
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether the tensor has no values."""
+    """Check whether the tensor has no values."""
     return isinstance(tensor, FakeTensor)
 
 
 def has_host_numbers(tensor: Tensor) -> bool:
-    """Whether a tensor of integers is so small that it keeps its values in a plan."""
+    """Check whether a tensor of integers is so small that it keeps its values in a plan."""
     return tensor.dtype in INTEGERS and tensor.numel() <= MOST_HOST_NUMBERS and not tensor.is_sparse
 
 
 def wraps(types: Any) -> bool:
-    """Whether one of ``types``, classes of tensors, only wraps other tensors."""
+    """Check whether one of ``types``, classes of tensors, only wraps other tensors."""
     # A set comprehension or `any` would cost as much as the rest of an observer.
     for kind in types:  # noqa: SIM110
         if kind is not FakeTensor and is_traceable_wrapper_subclass_type(kind):
@@ -86,12 +86,12 @@ def wraps(types: Any) -> bool:
 
 
 def asks_device(operator: Any) -> bool:
-    """Whether ``operator`` only reads a fake tensor's device, which torch does several times an operation."""
+    """Check whether ``operator`` only reads a fake tensor's device, which torch does several times an operation."""
     return operator is _prim.device.default
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward pass in this thread."""
+    """Check whether autograd runs a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -98,7 +98,7 @@ class TracedWindows:
                 return
 
     def _stepped_by_itself(self) -> bool:
-        """Whether a module with manual optimization has ended the window."""
+        """Check whether a module with manual optimization has ended the window."""
         return not self._optimization.accumulates and self._run.state.step > self._step_before
 
     def window_done(self, run: Run, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -53,7 +53,7 @@ def _refusal(strategy: DeepSpeed) -> str:
 
 
 def _overlaps(config: Mapping[str, Any]) -> bool:
-    """Whether DeepSpeed communicates while a pass runs; its default: at stage 3."""
+    """Check whether DeepSpeed communicates while a pass runs; its default: at stage 3."""
     path = "zero_optimization.overlap_comm"
     return bool(get(config, path)) if says(config, path) else get(config, "zero_optimization.stage") == 3
 

@@ -83,7 +83,7 @@ class Torchrun:
 
     @staticmethod
     def elastic(environ: Mapping[str, str]) -> bool:
-        """Whether a launcher has set the variables for this process itself, whatever the launcher runs under."""
+        """Check whether a launcher has set the variables for this process itself, whatever the launcher runs under."""
         return any(environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "FIT_PARENT_PID", "CROSS_SIZE"))
 
 
