@@ -78,7 +78,7 @@ def _show(error: Exception, status: int) -> int:
         here = detect(os.environ)
         if here.error_file:
             failures.record(error, Path(here.error_file))
-        if failures.is_told_elsewhere(here):
+        if failures.is_shown_by_rank_0(here):
             return status
     complain(error)
     return status

@@ -25,7 +25,7 @@ from engine.launch.script_ranks import joined
 from engine.planning.device_table import Link
 from engine.planning.devices import cluster_of
 from engine.planning.forecast import checked_costs
-from engine.planning.measurement import Measured, measured
+from engine.planning.measurement import MachineSpeeds, measure_machine
 from engine.planning.plan import Plan
 from engine.planning.plan_text import console, count, duration, show_plan, show_search, size
 from engine.planning.search import PlanSearch, Tried
@@ -126,7 +126,7 @@ def _measure(processes: int | None, as_json: bool) -> int:
         raise UsageError(f"--processes {processes}: give at least 1")
     log_to_terminal()
     with joined(_measuring(processes)) as group:
-        found = measured(group)
+        found = measure_machine(group)
         if group.is_main:
             print(
                 json.dumps({**asdict(found), "as_device": found.as_device, "as_network": found.as_network})
@@ -149,7 +149,7 @@ def _measuring(processes: int | None) -> Settings:
     return Settings(strategy="ddp" if ranks > 1 else "single", devices=ranks)
 
 
-def _measured_text(found: Measured) -> str:
+def _measured_text(found: MachineSpeeds) -> str:
     rows = [
         (f"{found.ranks} rank(s) at once on", found.device),
         ("memory of a rank", size(found.memory)),

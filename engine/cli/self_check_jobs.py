@@ -254,13 +254,13 @@ def _check_objects(group: Group) -> None:
         "broadcast_object", collectives.broadcast_object(group, group.rank, group.world_size - 1), everybody[-1]
     )
     agreement = Agreement(group, Stopwatch())
-    assert agreement.now(STOP if group.is_main else 0), "the ranks did not agree to stop"
+    assert agreement.agree_now(STOP if group.is_main else 0), "the ranks did not agree to stop"
 
 
 def _check_bare(group: Group) -> None:
     """What FSDP and the pipeline's schedules call, in a group of its own for the device's tensors."""
     size = group.world_size
-    made = process_groups.divided([list(range(size))], group.device)
+    made = process_groups.on_device([list(range(size))], group.device)
     mine = torch.full((2,), float(group.rank + 1), device=group.device)
     rows = mine.new_empty(2 * size)
     _collective("all_gather_single", "all_gather_into_tensor")(rows, mine, group=made)

@@ -24,7 +24,7 @@ def resolve_host(host: str, port: int) -> Iterator[tuple[socket.AddressFamily, t
             yield family, (str(address[0]), int(address[1]))
 
 
-def towards(host: str, port: int) -> str:
+def address_towards(host: str, port: int) -> str:
     """The address of this machine used to reach ``host``. Nothing is sent.
 
     Raises:
@@ -43,7 +43,7 @@ def towards(host: str, port: int) -> str:
 
 
 def is_own(host: str) -> bool:
-    """Whether ``host`` is an address (or the name of one) of this machine. An unknown name is not."""
+    """Check whether ``host`` is an address (or the name of one) of this machine. An unknown name is not."""
     with contextlib.suppress(OSError):
         for family, (address, _) in resolve_host(host, 0):
             with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
@@ -53,7 +53,7 @@ def is_own(host: str) -> bool:
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen on ``port`` of this machine now."""
+    """Check whether a server could listen on ``port`` of this machine now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -69,10 +69,12 @@ def is_loopback(address: str | None) -> bool:
     return address is not None and (address in ("localhost", "::1") or address.startswith("127."))
 
 
-def outward() -> str | None:
+def default_address() -> str | None:
     """An address of this machine for other machines: that of the default route, else of any interface; ``None`` without a network."""
     with contextlib.suppress(OSError):
-        return towards("192.0.2.1", 9)  # reserved for documentation: no machine has it, so the default route applies
+        return address_towards(
+            "192.0.2.1", 9
+        )  # reserved for documentation: no machine has it, so the default route applies
     return next((address for _, address in interfaces() if not is_loopback(address)), None)
 
 
@@ -85,10 +87,10 @@ def interfaces() -> Iterator[tuple[str, str]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                yield name, socket.inet_ntoa(found[20:24])
+                record = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                yield name, socket.inet_ntoa(record[20:24])
 
 
 def interface(address: str) -> str | None:
     """The name of the network interface with this IPv4 address (``"eth0"``); ``None`` where it is unknown."""
-    return next((name for name, found in interfaces() if found == address), None)
+    return next((name for name, candidate in interfaces() if candidate == address), None)

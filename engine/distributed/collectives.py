@@ -64,14 +64,14 @@ def all_reduce(group: Group, tree: Any, op: str = "sum", scale: float = 1.0) -> 
     return _rebuild(tree, results)
 
 
-def largest(group: Group, values: Sequence[float]) -> list[float]:
-    """The maximum of each number over all ranks. Waits for them."""
-    found: list[float] = all_reduce(group, torch.tensor(values, dtype=torch.float64), "max").tolist()
-    return found
+def maximum_over_ranks(group: Group, values: Sequence[float]) -> list[float]:
+    """The maximum of each number over all ranks. Waits for all ranks."""
+    maxima: list[float] = all_reduce(group, torch.tensor(values, dtype=torch.float64), "max").tolist()
+    return maxima
 
 
 def gather(group: Group, tree: Any) -> Any:
-    """``tree`` with each tensor replaced by those of all ranks, concatenated along dim 0 in the order of ranks.
+    """``tree`` with each tensor replaced by the tensors of all ranks, concatenated along dim 0 in the order of ranks.
 
     ``[n_r, ...]`` on rank r becomes ``[n_0 + n_1 + ..., ...]`` on every rank; the lengths may differ, or be 0. Scalars ``[]`` become
     ``[world_size]`` (``[1]`` on one process).
@@ -95,7 +95,7 @@ def gather(group: Group, tree: Any) -> Any:
 
 
 def stack(group: Group, tree: Any, sync_grads: bool = False) -> Any:
-    """``tree`` with each tensor ``[...]`` replaced by those of all ranks ``[world_size, ...]``; on one process as they are.
+    """``tree`` with each tensor ``[...]`` replaced by the stacked tensors of all ranks, ``[world_size, ...]``; on one process as it is.
 
     Args:
         sync_grads: keep the graph: in the backward pass, which all ranks run together, each rank's tensor gets the sum of all ranks' gradients
@@ -156,25 +156,25 @@ def broadcast(group: Group, tree: Any, src: int = 0) -> Any:
     return _rebuild(tree, results)
 
 
-def gather_samples(group: Group, data: Any, own: bool, as_objects: bool = False) -> Any:
+def gather_samples(group: Group, data: Any, is_counted: bool, as_objects: bool = False) -> Any:
     """:func:`gather` of samples, or :func:`gather_object` of values without tensors (a list from each rank, joined).
 
     Args:
-        own: whether this rank's samples count; ``False``: they are repeated ones.
+        is_counted: whether this rank's samples count; ``False``: they are repeated ones.
         as_objects: pickle tensors, too.
     """
     has_tensors = False
 
-    def kept(tensor: Tensor) -> Tensor:
+    def counted_rows(tensor: Tensor) -> Tensor:
         nonlocal has_tensors
         has_tensors = True
-        return tensor.detach() if own or not tensor.ndim else tensor.detach()[:0]
+        return tensor.detach() if is_counted or not tensor.ndim else tensor.detach()[:0]
 
-    tree = map_tensors(kept, data)
+    tree = map_tensors(counted_rows, data)
     if has_tensors and not as_objects:
         return gather(group, tree)
     objects = data if isinstance(data, list) else [data]
-    return [item for part in gather_object(group, objects if own else []) for item in part]
+    return [item for part in gather_object(group, objects if is_counted else []) for item in part]
 
 
 def pad_across_processes(group: Group, tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
@@ -220,9 +220,9 @@ def gather_json(group: Group, value: Any) -> list[Any]:
     """Every rank's JSON value, in the order of ranks, on every rank. Nothing is pickled."""
     if group.cpu is None:
         return [value]
-    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = gather_row(group, torch.tensor([mine.numel()])).flatten().tolist()
-    rows = _gather_rows(group, mine, sizes).split(sizes)
+    encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = gather_row(group, torch.tensor([encoded.numel()])).flatten().tolist()
+    rows = _gather_rows(group, encoded, sizes).split(sizes)
     return [json.loads(row.numpy().tobytes()) for row in rows]
 
 
@@ -243,19 +243,19 @@ def broadcast_object(group: Group, obj: Any, src: int = 0) -> Any:
 
 def all_or_none(group: Group, work: Callable[[], Any]) -> list[Any]:
     """Run a part of a job that may fail on some rank; if one failed, raise on all. Returns each rank's result (JSON)."""
-    mine: Exception | None = None
+    failure: Exception | None = None
     row: dict[str, Any] = {}
     try:
         row = {"value": work()}
     except Exception as error:
-        mine, row = error, {"error": f"{type(error).__name__}: {error}"}
+        failure, row = error, {"error": f"{type(error).__name__}: {error}"}
     rows = gather_json(group, row)
-    if mine is not None:
-        raise mine
-    for rank, other in enumerate(rows):
-        if "error" in other:
-            raise RankError(f"rank {rank} failed with {other['error']}")
-    return [other["value"] for other in rows]
+    if failure is not None:
+        raise failure
+    for rank, result in enumerate(rows):
+        if "error" in result:
+            raise RankError(f"rank {rank} failed with {result['error']}")
+    return [result["value"] for result in rows]
 
 
 def _sent_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
@@ -276,15 +276,18 @@ def _result_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
 
 
 def _gather_rows(group: Group, tensor: Tensor, lengths: list[int]) -> Tensor:
-    """``[n_r, ...]`` of each rank r to ``[sum(n_r), ...]``. The rows travel as bytes, padded to the longest: gloo does not support every dtype."""
+    """Gather ``[n_r, ...]`` of each rank r into ``[sum(n_r), ...]``.
+
+    The rows travel as bytes, padded to the longest: gloo does not support every dtype.
+    """
     longest, row = max(lengths), tensor.shape[1:]
     if not longest * row.numel():
         return tensor.new_empty((sum(lengths), *row))
-    mine = tensor.contiguous()
-    if len(mine) < longest:
-        mine = torch.cat([mine, tensor.new_zeros((longest - len(mine), *row))])
+    padded = tensor.contiguous()
+    if len(padded) < longest:
+        padded = torch.cat([padded, tensor.new_zeros((longest - len(padded), *row))])
     out = tensor.new_empty((group.world_size, longest, *row))
-    dist.all_gather([_bytes(part) for part in out], _bytes(mine), group=_channel(group, tensor.device))
+    dist.all_gather([_bytes(part) for part in out], _bytes(padded), group=_channel(group, tensor.device))
     if min(lengths) == longest:
         return out.flatten(0, 1)
     return torch.cat([part[:length] for part, length in zip(out, lengths, strict=True)])
@@ -292,14 +295,16 @@ def _gather_rows(group: Group, tensor: Tensor, lengths: list[int]) -> Tensor:
 
 def _exchange_specs(group: Group, tensors: Iterable[Tensor], verb: str) -> list[list[_Spec]]:
     """Each rank's (dtype, shape) of each tensor; the same error on all ranks unless number, dtypes and numbers of dims agree."""
-    told = gather_json(group, [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors])
-    specs: list[list[_Spec]] = [[(getattr(torch, dtype), tuple(shape)) for dtype, shape in theirs] for theirs in told]
-    for rank, theirs in enumerate(specs):
-        if len(theirs) != len(specs[0]):
+    rows = gather_json(group, [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors])
+    specs: list[list[_Spec]] = [
+        [(getattr(torch, dtype), tuple(shape)) for dtype, shape in rank_specs] for rank_specs in rows
+    ]
+    for rank, rank_specs in enumerate(specs):
+        if len(rank_specs) != len(specs[0]):
             raise ValueError(
-                f"{verb}: rank 0 gave {len(specs[0])} tensors, rank {rank} gave {len(theirs)}; all must give the same number"
+                f"{verb}: rank 0 gave {len(specs[0])} tensors, rank {rank} gave {len(rank_specs)}; all must give the same number"
             )
-        for index, ((dtype, shape), (dtype_0, shape_0)) in enumerate(zip(theirs, specs[0], strict=True)):
+        for index, ((dtype, shape), (dtype_0, shape_0)) in enumerate(zip(rank_specs, specs[0], strict=True)):
             if dtype != dtype_0:
                 raise ValueError(_differ(verb, index, specs, "dtypes"))
             if len(shape) != len(shape_0):
@@ -309,11 +314,11 @@ def _exchange_specs(group: Group, tensors: Iterable[Tensor], verb: str) -> list[
 
 def _differ(verb: str, index: int, specs: list[list[_Spec]], what: str) -> str:
     first = specs[0][index]
-    rank = next(rank for rank, theirs in enumerate(specs) if theirs[index] != first)
-    other = specs[rank][index]
+    rank = next(rank for rank, rank_specs in enumerate(specs) if rank_specs[index] != first)
+    differing = specs[rank][index]
     return (
         f"{verb}: tensor {index} has different {what} on the ranks: rank 0 gave {first[0]} {list(first[1])}, "
-        f"rank {rank} gave {other[0]} {list(other[1])}"
+        f"rank {rank} gave {differing[0]} {list(differing[1])}"
     )
 
 
@@ -358,6 +363,6 @@ def _unpacked(sent: bytes | str, rank: int) -> Any:
     return pickle.loads(sent)
 
 
-def _rebuild(tree: Any, found: list[Tensor]) -> Any:
-    rest = iter(found)
-    return map_tensors(lambda tensor: next(rest), tree)
+def _rebuild(tree: Any, tensors: list[Tensor]) -> Any:
+    iterator = iter(tensors)
+    return map_tensors(lambda tensor: next(iterator), tree)

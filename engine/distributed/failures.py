@@ -28,13 +28,13 @@ from engine.utils.errors import INTERRUPTED, HangError, RankError
 _PEER_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl")
 
 LOST = "lost another rank"
-"""The start of the line about an error that only says so."""
+"""The start of the line about an error that only says that another rank is gone."""
 
 _attached: set[str] = set()
 
 
 def blames_peer(error: BaseException) -> bool:
-    """Whether ``error`` only says that another rank is gone or lags: a collective's error, a :class:`RankError`, another's hang."""
+    """Check whether ``error`` only says that another rank is gone or lags: a collective's error, a :class:`RankError`, another's hang."""
     if isinstance(error, HangError):
         return error.waiting
     if isinstance(error, (RankError, dist.DistError)):
@@ -45,11 +45,11 @@ def blames_peer(error: BaseException) -> bool:
 def attach(environment: Environment) -> None:
     """Set up this process as a rank: call it as soon as the environment is known; repeated calls do nothing.
 
-    With ``error_file`` an uncaught exception is written there (in Torch Elastic's form, which torchrun prints too) before it
-    is shown, as of :class:`Uncaught`. With ``parent_pid`` the process ends within a second after that parent, however it ended.
+    With ``error_file`` an uncaught exception is written there (in Torch Elastic's form, which torchrun prints too) before
+    :class:`Uncaught` shows it. With ``parent_pid`` the process ends within a second after that parent, however it ended.
 
     Raises:
-        RuntimeError: the variables of a relaunched rank were inherited by a process that is not one.
+        RuntimeError: the variables of a relaunched rank were inherited by a process that is not a rank.
     """
     if environment.error_file and environment.error_file not in _attached:
         _attached.add(environment.error_file)
@@ -79,11 +79,11 @@ def _imports_script() -> bool:
 
 
 class Uncaught:
-    """The hook for uncaught exceptions of a rank: one failure is told once.
+    """The hook for uncaught exceptions of a rank: each failure is shown once.
 
-    An exception is shown without our frames, each line marked with the rank; one that only says that another rank is gone is a line. A rank
-    that rank 0 has started (``Fit(devices=n)``) shows nothing, because rank 0 does. After Ctrl-C rank 0 prints the line that the run has given to
-    its ``KeyboardInterrupt``, the others nothing, and the process exits with status 130.
+    An exception is shown without our frames, each line marked with the rank; one that only says that another rank is gone is shown as one line.
+    A rank that rank 0 has started (``Fit(devices=n)``) shows nothing, because rank 0 does. After Ctrl-C rank 0 prints the line that the run has
+    given to its ``KeyboardInterrupt``, the other ranks print nothing, and the process exits with status 130.
 
     Args:
         before: the hook that this one replaces; it shows a Ctrl-C that no run has noticed.
@@ -93,11 +93,11 @@ class Uncaught:
         self._environment, self.before = environment, before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        here = self._environment
+        environment = self._environment
         if isinstance(error, KeyboardInterrupt):
-            if error.args and here.rank == 0:
+            if error.args and environment.rank == 0:
                 print(error, file=sys.stderr, flush=True)
-            elif here.rank == 0:  # outside of a run: the program's own
+            elif environment.rank == 0:  # outside of a run: the program's own
                 self.before(kind, error, trace)
                 return
             if not hasattr(sys, "ps1"):  # not at a prompt
@@ -106,14 +106,14 @@ class Uncaught:
                 )  # exit handlers run; in a hook for uncaught exceptions nobody can catch it
             return
         error = error.with_traceback(trace)
-        if here.world_size > 1:
+        if environment.world_size > 1:
             tracebacks.trim(error)
-        if here.error_file and isinstance(error, Exception):
-            record(error, Path(here.error_file))
-        if here.world_size == 1:
+        if environment.error_file and isinstance(error, Exception):
+            record(error, Path(environment.error_file))
+        if environment.world_size == 1:
             self.before(kind, error, error.__traceback__)
             return
-        if is_told_elsewhere(here):
+        if is_shown_by_rank_0(environment):
             return
         if isinstance(error, (RankError, HangError)) and blames_peer(error):
             text = f"{kind.__name__}: {error}"  # its message is complete: the other rank, and where it is
@@ -121,31 +121,31 @@ class Uncaught:
             text = f"{LOST}: {last_line(error)}"
         else:
             text = "".join(traceback.format_exception(error))
-        mark = "" if isinstance(error, RankError) else f"[rank{here.rank}]: "  # torch's mark
+        mark = "" if isinstance(error, RankError) else f"[rank{environment.rank}]: "  # torch's mark
         sys.stderr.write("".join(f"{mark}{line}\n" for line in text.splitlines()))
         sys.stderr.flush()
 
 
 def hook(environment: Environment) -> Uncaught:
-    """The hook for uncaught exceptions of this rank: the one that it has, or a new one."""
-    now = sys.excepthook
-    return now if isinstance(now, Uncaught) else Uncaught(environment, now)
+    """Return the hook for uncaught exceptions of this rank: the present hook if it is one, or a new one."""
+    current = sys.excepthook
+    return current if isinstance(current, Uncaught) else Uncaught(environment, current)
 
 
 def show_interrupts(environment: Environment) -> None:
-    """From now on an uncaught Ctrl-C is shown as of :class:`Uncaught`, in a single process too."""
+    """Let :class:`Uncaught` show an uncaught Ctrl-C from now on, in a single process too."""
     sys.excepthook = hook(environment)
 
 
 def show_interrupts_no_longer(environment: Environment) -> None:
     """Take back :func:`show_interrupts` in a single process: the program has caught its Ctrl-C."""
-    now = sys.excepthook
-    if isinstance(now, Uncaught) and environment.world_size == 1 and environment.error_file not in _attached:
-        sys.excepthook = now.before
+    current = sys.excepthook
+    if isinstance(current, Uncaught) and environment.world_size == 1 and environment.error_file not in _attached:
+        sys.excepthook = current.before
 
 
-def is_told_elsewhere(environment: Environment) -> bool:
-    """Whether rank 0 has started this rank itself and is there to show its failure."""
+def is_shown_by_rank_0(environment: Environment) -> bool:
+    """Check whether rank 0 has started this rank itself and still runs, so that it shows this rank's failure."""
     return environment.parent_pid is not None and os.getppid() == environment.parent_pid
 
 
@@ -190,7 +190,7 @@ def read(path: Path) -> tuple[str, float | None, bool]:
 
 
 class Interrupt:
-    """Raises an exception in the thread that created this (or called :meth:`arm` last): at most once, and never after :meth:`withdraw`.
+    """Raises an exception in the thread that created this object (or called :meth:`allow` last): at most once, never after :meth:`forbid`.
 
     Args:
         kind: the exception's class, called without arguments.
@@ -198,20 +198,20 @@ class Interrupt:
 
     def __init__(self, kind: type[BaseException]) -> None:
         self.kind = kind
-        self.withdrawn = threading.Event()
-        """The thread continues: nothing is raised in it from now on."""
+        self.forbidden = threading.Event()
+        """Set as long as nothing may be raised in the thread."""
         self._lock = threading.Lock()
         self._struck = False
-        self.arm()
+        self.allow()
 
-    def arm(self) -> None:
-        """From now on the calling thread may be interrupted."""
+    def allow(self) -> None:
+        """Allow interruptions of the calling thread from now on."""
         with self._lock:
             self._thread, self._open = threading.get_ident(), True
-        self.withdrawn.clear()
+        self.forbidden.clear()
 
-    def strike(self) -> bool:
-        """Raise the exception, without a message, wherever the other thread is now. False: it continues, or was interrupted before."""
+    def interrupt(self) -> bool:
+        """Raise the exception, without a message, wherever the thread is now. False: the thread forbids it, or was interrupted before."""
         with self._lock:
             if not self._open or self._struck:
                 return False
@@ -219,8 +219,8 @@ class Interrupt:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(self.kind))
             return True
 
-    def withdraw(self) -> None:
-        """The thread no longer needs an interruption. It calls this itself: a pending exception ends here."""
+    def forbid(self) -> None:
+        """Forbid interruptions of the calling thread. A pending exception ends here."""
         while True:
             try:
                 with self._lock:
@@ -232,7 +232,7 @@ class Interrupt:
                 break
             except self.kind:
                 continue
-        self.withdrawn.set()
+        self.forbidden.set()
 
 
 def _live_with(parent: int, rank: int) -> None:

@@ -24,13 +24,13 @@ class DeviceKind:
     """A kind of device, as strategies and transforms ask for it."""
 
     type: str = "cpu"
-    """As torch names it."""
+    """Torch's name of the device type: ``"cpu"``, ``"cuda"``, ..."""
     has_fp8: bool = False
-    """Whether it multiplies matrices in fp8 itself."""
+    """Whether the device multiplies matrices in fp8 itself."""
 
     @property
     def is_accelerator(self) -> bool:
-        """Whether it has memory of its own."""
+        """Check whether the device has memory of its own: all but the CPU."""
         return self.type != "cpu"
 
 
@@ -82,30 +82,30 @@ class Group:
 
     def part(self, parts: Sequence[Sequence[int]]) -> Group:
         """The subgroup in ``parts`` that contains this rank, with ranks from 0. A collective; every rank is in exactly one."""
-        cpu, wide = self.once(("part", *map(tuple, parts)), lambda: self._groups(parts))
+        cpu, wide = self.made_once(("part", *map(tuple, parts)), lambda: self._groups(parts))
         ranks = next(part for part in parts if self.rank in part)
-        found = Group(self.environment, self.device, self._joined)
-        found.rank, found.world_size = ranks.index(self.rank), len(ranks)
-        found.is_main, found.cpu, found.wide = found.rank == 0, cpu, wide
-        return found
+        subgroup = Group(self.environment, self.device, self._joined)
+        subgroup.rank, subgroup.world_size = ranks.index(self.rank), len(ranks)
+        subgroup.is_main, subgroup.cpu, subgroup.wide = subgroup.rank == 0, cpu, wide
+        return subgroup
 
     def _groups(self, parts: Sequence[Sequence[int]]) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
         """The process groups of this rank's subgroup: for CPU tensors and for the device's."""
         shared = [ranks for ranks in parts if len(ranks) > 1]
         cpu = process_groups.on_cpu(shared) if shared else None
-        return cpu, cpu if self.device.type == "cpu" or not shared else self.divided(parts)
+        return cpu, cpu if self.device.type == "cpu" or not shared else self.part_for_device(parts)
 
-    def divided(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    def part_for_device(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """The process group for the device's tensors of this rank's part, made once; ``None`` for a rank in no part. A collective.
 
-        It has no gloo beside it. A part with all ranks is torch's default group.
+        The process group has no gloo group beside it. For a part with all ranks it is torch's default group.
         """
         if len(parts) == 1 and sorted(parts[0]) == list(range(dist.get_world_size())):
             return dist.group.WORLD
         key = ("divided", *(tuple(ranks) for ranks in parts))
-        return self.once(key, lambda: process_groups.divided(parts, self.device))
+        return self.made_once(key, lambda: process_groups.on_device(parts, self.device))
 
-    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+    def made_once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """The result of ``make`` at the first call with this key, kept for the life of the job: meshes and process groups.
 
         Each process group has its own threads and sockets, and a sharded module uses its mesh also after the run: so runs

@@ -34,18 +34,18 @@ def join(
     check: Callable[[], None] | None = None,
     debug: bool = False,
 ) -> Group:
-    """Join the other processes of the job; all of them call this.
+    """Join the processes of the job; every process calls this.
 
     World size 1 creates no process group. Otherwise torch's default group is initialised (gloo for CPU tensors, the device's own back end
     for others, such as NCCL), or reused if the user or an earlier ``join`` has initialised it. Ours is destroyed at the interpreter's exit.
 
     Args:
         environment: this process's rank, world size and addresses.
-        device: of this process; ``torch.device("cuda", i)`` must be the current CUDA device already.
+        device: this process's device; ``torch.device("cuda", i)`` must be the current CUDA device already.
         timeout: for joining, and later for each collective.
-        store: for the rendezvous; by default served at the environment's master address and port.
+        store: the store for the rendezvous; by default one is served at the environment's master address and port.
         check: called on rank 0 about ten times a second while it waits for others; it may raise.
-        debug: from now on each collective first compares operation, shapes and dtypes over the ranks, and raises where they differ
+        debug: whether each collective first compares operation, shapes and dtypes over the ranks, and raises where they differ
             (torch's ``DebugLevel.DETAIL``); for all groups of this process, at the cost of a small collective for each.
 
     Raises:
@@ -89,10 +89,10 @@ def join(
 
 
 def join_here(environment: Environment, accelerator: str, *, timeout: timedelta, debug: bool) -> Group:
-    """:func:`join` on this process's own device, with the processes that an earlier ``Fit`` has started, if it has.
+    """:func:`join` on this process's own device, with the processes that an earlier ``Fit`` has started, if there was one.
 
     Raises:
-        ValueError, RuntimeError: the accelerator is unknown or not there; or as :func:`join`.
+        ValueError, RuntimeError: the accelerator is unknown or missing; and the errors of :func:`join`.
     """
     kind, started = accelerators.device_type(accelerator), own_process.started
     device = accelerators.device(kind, environment.local_rank, own=environment.binds_devices)
@@ -100,7 +100,7 @@ def join_here(environment: Environment, accelerator: str, *, timeout: timedelta,
 
 
 def join_alone(device: torch.device, *, timeout: timedelta) -> Group:
-    """A job of one process that does run its collectives, in the device's back end: for checks of it on a machine with one device.
+    """Start a job of one process that does run its collectives, in the device's back end: for checks of a machine with one device.
 
     Later runs of this process join it: DDP reduces, FSDP shards, and checkpoints are agreed on, over one rank.
     """
@@ -110,9 +110,9 @@ def join_alone(device: torch.device, *, timeout: timedelta) -> Group:
 
 
 def own_environment(environment: Environment | None = None) -> Environment:
-    """Where this process stands: as it was given, as an earlier ``Fit`` of this process has arranged it, or as the launcher's variables say.
+    """This process's rank and job: as given, as an earlier ``Fit`` of this process has set it up, or as the launcher's variables say.
 
-    From here on an error that ends this process is recorded for the launcher.
+    An error that ends this process afterwards is recorded for the launcher.
     """
     started = own_process.started
     environment = environment or (started.environment if started else detect(os.environ))
@@ -131,7 +131,7 @@ def _check_existing(environment: Environment) -> None:
 
 
 def _existing(timeout: timedelta, debug: bool) -> JoinedGroups:
-    """What the groups of this process share, on the default group that is there."""
+    """State shared by all groups of this process, on torch's existing default group."""
     joined = own_process.joined
     if joined is None or joined.world is not dist.group.WORLD:
         joined = _adopt(timeout, None, dist.get_debug_level() == dist.DebugLevel.DETAIL)
@@ -206,7 +206,7 @@ def meet(
     timeout: timedelta,
     check: Callable[[], None] | None = None,
 ) -> dist.Store:
-    """The part of ``store`` for the ranks of this round only; all of them call this. Rank 0 returns when all have joined.
+    """Create the part of ``store`` for the ranks of this round only; every rank calls this. Rank 0 returns when all have joined.
 
     Args:
         where: the store's address, for messages.

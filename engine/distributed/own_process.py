@@ -32,16 +32,16 @@ class JoinedGroups:
     pid: int
     debug: bool  # its groups compare each collective's shapes
     failed: bool = False
-    made: dict[Hashable, object] = field(default_factory=dict)  # by Group.once
+    made: dict[Hashable, object] = field(default_factory=dict)  # by Group.made_once
 
 
 class StartedRanks(ABC):
     """The ranks that this process, rank 0, has started. Implemented by :class:`engine.launch.script_ranks.ScriptRanks`."""
 
     environment: Environment
-    """Rank 0's place among them."""
+    """Rank 0's place in the job."""
     store: dist.Store
-    """The store in which they meet."""
+    """The store in which the ranks meet."""
 
     @abstractmethod
     def check(self, error: BaseException | None = None, wait_s: float = 3.0) -> None:
@@ -52,15 +52,15 @@ class OwnProcess:
     """This process: what it has joined and started, and whether it has run alone. There is one object, :data:`own_process`."""
 
     joined: JoinedGroups | None = None
-    """The process groups of its job; ``None`` with one process, and after :meth:`leave`."""
+    """The process groups of the job; ``None`` with one process, and after :meth:`leave`."""
     ran_alone = False
-    """It has run without other ranks: none can be started any more, because they would reach that run first."""
+    """Whether this process has run without other ranks. Then none can be started any more: they would reach that run first."""
     _started: StartedRanks | None = None
     _pid = 0
 
     @property
     def started(self) -> StartedRanks | None:
-        """The ranks that it has started; ``None`` before, in the other ranks, and in forks."""
+        """The ranks that this process has started; ``None`` before, in the other ranks, and in forks."""
         return self._started if self._pid == os.getpid() else None
 
     @started.setter
@@ -81,37 +81,37 @@ def _leave_together(joined: JoinedGroups) -> None:
     """Destroy the default group: after all ranks have reached this point, unless this process ends with an error."""
     # Set by the interpreter when it prints an uncaught exception (last_exc is its name from Python 3.12 on).
     if joined.failed or getattr(sys, "last_exc", None) is not None or getattr(sys, "last_value", None) is not None:
-        _abandon()
+        _leak_groups()
         return
     try:
         if _all_leave(joined.store, dist.get_world_size()):
             dist.barrier(group=joined.cpu)
         else:
-            _abandon()
+            _leak_groups()
         process_groups.destroy()
     except (RuntimeError, dist.DistError) as error:  # others that waited longer than LEAVE_S are gone
         logger.debug("leaving alone: %s", error)
-        _abandon()
+        _leak_groups()
 
 
-def _abandon() -> None:
+def _leak_groups() -> None:
     """Keep torch's process groups alive forever: their destructors wait (up to the timeout) for work that others will never join."""
     for process_group in torch_private.process_groups():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
 
 
 def _all_leave(store: dist.Store, world_size: int) -> bool:
-    """Whether all ranks reached this point within ``LEAVE_S``. Through the store: a collective that a rank never joins would block the exit.
+    """Check whether all ranks reached this point within ``LEAVE_S``. Through the store: a collective that a rank never joins would block the exit.
 
     All ranks get one answer, the first that any rank found: one that gives up may keep running, and a later one must not wait for it.
     """
     deadline = time.monotonic() + LEAVE_S
     try:
-        left = store.add("left", 1)
-        while left < world_size and time.monotonic() < deadline:
+        arrived = store.add("left", 1)
+        while arrived < world_size and time.monotonic() < deadline:
             time.sleep(0.005)
-            left = store.add("left", 0)
-        answer: bytes = store.compare_set("leave", "", "together" if left >= world_size else "alone")
+            arrived = store.add("left", 0)
+        answer: bytes = store.compare_set("leave", "", "together" if arrived >= world_size else "alone")
     except (RuntimeError, dist.DistError) as error:
         logger.debug("leaving alone: %s", error)
         return False

@@ -44,7 +44,7 @@ _connected: dist.ProcessGroup | None = (
 _hooks: tuple[Any, Any] = (None, None)  # `sys.excepthook` before and after we initialised the default group
 
 Parts = Sequence[Sequence[int]]
-"""Ranks, divided; a rank is in one part at most."""
+"""Parts of the job's ranks; a rank is in one part at most."""
 
 
 def initialise(
@@ -58,9 +58,9 @@ def initialise(
 ) -> None:
     """Initialise torch's default group: gloo for CPU tensors, and the device's own back end for its tensors.
 
-    ``hook`` is ``sys.excepthook`` as long as the group is there; ``None``: the present one stays.
+    ``hook`` is ``sys.excepthook`` as long as the group exists; ``None``: the present one stays.
 
-    With a back end that can split (NCCL) the device's connections are made here, so that :func:`divided` splits them.
+    With a back end that can split (NCCL) the device's connections are made here, so that :func:`on_device` splits them.
     In debug mode torch wraps the back ends, and they are connected at their first use.
 
     Raises:
@@ -91,8 +91,8 @@ def initialise(
 def initialise_alone(device: torch.device) -> None:
     """Initialise torch's default group of this process alone, for a library that insists on one. It has no address: nothing else can connect."""
     hook = sys.excepthook
-    own = "" if device.type == "cpu" else f",{device.type}:{accelerator.collectives_backend(device)}"
-    dist.init_process_group(f"cpu:gloo{own}", store=dist.HashStore(), rank=0, world_size=1)
+    device_backend = "" if device.type == "cpu" else f",{device.type}:{accelerator.collectives_backend(device)}"
+    dist.init_process_group(f"cpu:gloo{device_backend}", store=dist.HashStore(), rank=0, world_size=1)
     sys.excepthook = hook  # as in `initialise`
     _wait_before_forks()
 
@@ -100,8 +100,8 @@ def initialise_alone(device: torch.device) -> None:
 def destroy() -> None:
     """Destroy the default group that :func:`initialise` made. The lines of a later error no longer begin with this rank."""
     dist.destroy_process_group()
-    before, ours = _hooks
-    if ours is sys.excepthook:
+    before, installed = _hooks
+    if installed is sys.excepthook:
         sys.excepthook = before
 
 
@@ -115,10 +115,10 @@ def on_cpu(parts: Parts | None = None, timeout: timedelta | None = None) -> dist
     """This rank's new gloo group, for flags, objects and CPU tensors; by default of all ranks. A collective."""
     _wait_before_forks()
     with _bound(None):
-        return _each(parts or [list(range(dist.get_world_size()))], "gloo", timeout)
+        return _member_of_new(parts or [list(range(dist.get_world_size()))], "gloo", timeout)
 
 
-def divided(parts: Parts, device: torch.device) -> dist.ProcessGroup | None:
+def on_device(parts: Parts, device: torch.device) -> dist.ProcessGroup | None:
     """The new group of this rank's part for the device's tensors alone; ``None`` for a rank in no part. A collective."""
     backend = backend_of(device)
     if _splits(device):
@@ -127,19 +127,20 @@ def divided(parts: Parts, device: torch.device) -> dist.ProcessGroup | None:
                 dist.split_group(split_ranks=[list(part) for part in parts], backend=f"{device.type}:{backend}")
             )
     with _bound(None):
-        return _each(parts, backend, None)
+        return _member_of_new(parts, backend, None)
 
 
-def _each(parts: Parts, backend: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
-    rank, found = dist.get_rank(), None
+def _member_of_new(parts: Parts, backend: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
+    """Create a process group for each part, and return the one with this rank."""
+    rank, member = dist.get_rank(), None
     for ranks in parts:
-        made = dist.new_group(list(ranks), backend=backend, timeout=timeout)
-        found = made if rank in ranks else found
-    return found
+        group = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+        member = group if rank in ranks else member
+    return member
 
 
 def _splits(device: torch.device) -> bool:
-    """Whether the default group's connections of this device can be split: one call for all parts, and nothing to connect."""
+    """Check whether the default group's connections of this device can be split: one call for all parts, and nothing to connect."""
     world = _world()
     if world is not _connected and world.bound_device_id is None:
         return False
@@ -165,7 +166,7 @@ def _world() -> dist.ProcessGroup:
 
 
 def _wait_before_forks() -> None:
-    """From now on, a fork of this process waits until gloo's threads sleep, on a Python where its child could hang otherwise.
+    """Make each later fork of this process wait until gloo's threads sleep, on a Python where the child could hang otherwise.
 
     A forked child of CPython before 3.11.10 waits forever for the lock of thread states if another thread of the parent held it at that
     moment (python/cpython#112275). gloo's threads take it after each collective, when they release its tensors, and a run has collectives just
@@ -180,7 +181,7 @@ def _wait_before_forks() -> None:
 def wait_before_exit() -> None:
     """Wait until gloo's threads sleep: one that releases a tensor while the interpreter is taken down aborts the process.
 
-    It holds the tensors of a collective for a moment after the collective is complete, longer on a loaded machine.
+    A thread holds the tensors of a collective for a moment after the collective is complete, longer on a loaded machine.
     """
     if os.path.isdir("/proc/self/task"):
         _wait_for_gloo(LAST_QUIET_S)
@@ -196,7 +197,7 @@ def _wait_for_gloo(seconds: float = QUIET_S) -> None:
 
 
 def _gloo_works(deadline: float) -> bool:
-    """Whether a thread of gloo does not sleep, as far as that can be seen until ``deadline``."""
+    """Check whether a thread of gloo does not sleep, as far as that can be seen until ``deadline``."""
     for task in os.listdir("/proc/self/task"):
         if time.monotonic() > deadline:
             break
@@ -206,14 +207,14 @@ def _gloo_works(deadline: float) -> bool:
         except (FileNotFoundError, ProcessLookupError):  # the thread has ended
             continue
         # "17 (pt_gloo_runloop) S 1 ...": the name may contain anything.
-        name, _, rest = text.partition(b"(")[2].rpartition(b")")
-        if name.startswith(b"pt_gloo") and not rest.startswith(b" S"):
+        name, _, state = text.partition(b"(")[2].rpartition(b")")
+        if name.startswith(b"pt_gloo") and not state.startswith(b" S"):
             return True
     return False
 
 
 def allow_descriptors(world_size: int) -> None:
-    """Raise this process's limit of open files as far as a job of so many ranks needs it.
+    """Raise this process's limit of open files to what a job of ``world_size`` ranks needs.
 
     Raises:
         RuntimeError: the hard limit is too low.
@@ -225,11 +226,11 @@ def allow_descriptors(world_size: int) -> None:
     if os.path.isdir("/proc/self/fd"):
         needed += len(os.listdir("/proc/self/fd"))
     unlimited = resource.RLIM_INFINITY
-    most = hard if hard != unlimited else max(needed, ROOM)
-    if soft != unlimited and soft < (wanted := min(most, max(needed, ROOM))):
+    ceiling = hard if hard != unlimited else max(needed, ROOM)
+    if soft != unlimited and soft < (raised := min(ceiling, max(needed, ROOM))):
         with contextlib.suppress(ValueError, OSError):  # the system's own limit is lower
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+            soft = raised
     if soft != unlimited and soft < needed:
         raise RuntimeError(
             f"a rank of a job with {world_size} processes needs about {needed} open files and connections, but this process may have only {soft}: "

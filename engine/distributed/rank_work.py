@@ -29,31 +29,31 @@ class Trigger:
         self._group, self._raised = group, False
 
     def set(self) -> None:
-        """Raise it here."""
+        """Raise the flag on this process."""
         self._raised = True
 
     def check(self) -> bool:
-        """Whether it is raised anywhere; it is lowered again. All processes call this together."""
+        """Check whether any process has raised the flag, which is lowered again. All processes call this together."""
         anywhere = bool(all_reduce(self._group, torch.tensor(self._raised, dtype=torch.int32), "max"))
         self._raised = self._raised and not anywhere
         return anywhere
 
 
-def only(function: F | None, here: Callable[[], bool]) -> Any:
-    """``function`` where ``here()``, nothing elsewhere; without a function, the decorator that does this."""
+def only(function: F | None, condition: Callable[[], bool]) -> Any:
+    """Let ``function`` run only where ``condition()`` is true; without a function, return the decorator that does this."""
     if function is None:
-        return functools.partial(only, here=here)
+        return functools.partial(only, condition=condition)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if here() else None
+        return function(*args, **kwargs) if condition() else None
 
     return run
 
 
 @contextmanager
 def before_others(group: Group, first: bool) -> Iterator[None]:
-    """A block that the first processes run before the others. All processes enter it."""
+    """Let the processes with ``first`` run the block before the others. All processes enter it."""
     if not first:
         group.barrier()
     try:
@@ -84,17 +84,17 @@ def part(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:
         )
     length, larger = divmod(len(inputs), world_size)
     low = rank * length + min(rank, larger)
-    own = range(low, low + length + (rank < larger))
-    missing = (length + (larger > 0)) - len(own)
+    positions = range(low, low + length + (rank < larger))
+    missing = (length + (larger > 0)) - len(positions)
     if hasattr(inputs, "select") and not isinstance(
         inputs, Tensor
     ):  # a dataset of the package datasets: its slices are dicts of columns
-        return inputs.select([*own, *[len(inputs) - 1] * (missing if pad and len(inputs) else 0)])
-    mine = inputs[own.start : own.stop]
+        return inputs.select([*positions, *[len(inputs) - 1] * (missing if pad and len(inputs) else 0)])
+    portion = inputs[positions.start : positions.stop]
     if pad and missing and len(inputs):
         last = inputs[-1:]
-        mine = torch.cat([mine, *[last] * missing]) if isinstance(inputs, Tensor) else mine + last * missing
-    return mine
+        portion = torch.cat([portion, *[last] * missing]) if isinstance(inputs, Tensor) else portion + last * missing
+    return portion
 
 
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
@@ -106,18 +106,18 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         kwargs.setdefault("stacklevel", 2)
         if not self.isEnabledFor(level):
             return
-        joined, own = _joined(), own_rank()
-        for rank in range(dist.get_world_size()) if in_order and joined else [own]:
-            if rank == own and (everywhere or in_order or own == 0):
+        joined, this_rank = _joined(), own_rank()
+        for rank in range(dist.get_world_size()) if in_order and joined else [this_rank]:
+            if rank == this_rank and (everywhere or in_order or this_rank == 0):
                 self.logger.log(level, msg, *args, **kwargs)
             if in_order and joined:
                 dist.barrier()
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """A warning that appears once for each text and its arguments."""
-        said = self.__dict__.setdefault("_said", set())
-        if (told := (msg, args)) not in said:
-            said.add(told)
+        warned = self.__dict__.setdefault("_said", set())
+        if (warning := (msg, args)) not in warned:
+            warned.add(warning)
             self.warning(msg, *args, **{"stacklevel": 3, **kwargs})
 
 
@@ -132,7 +132,7 @@ def rank_zero_only(function: Callable[P, T], default: Any = None) -> Callable[P,
 
 
 class _Nothing:
-    """All attributes and calls of it are itself."""
+    """An object whose attributes and calls are the object itself."""
 
     def __getattr__(self, name: str) -> _Nothing:
         return self

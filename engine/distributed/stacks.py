@@ -60,12 +60,12 @@ class Position:
     line: str
     """The innermost line of the user's own code: ``train.py:34 in training_step: time.sleep(60)``."""
     waits: bool
-    """Whether it waits for other ranks, in a collective or a backward pass."""
+    """Whether the thread waits for other ranks, in a collective or a backward pass."""
     debugged: bool = False
-    """Whether a debugger holds it."""
+    """Whether a debugger holds the thread."""
     device: bool = False
-    """Whether it waits for a device: it stands in a call such as ``loss.item()`` or ``torch.cuda.synchronize()``. What the device waits for,
-    perhaps a collective that another rank has not started, cannot be seen from here."""
+    """Whether the thread waits for a device: it stands in a call such as ``loss.item()`` or ``torch.cuda.synchronize()``. What the device waits
+    for, perhaps a collective that another rank has not started, cannot be seen from here."""
 
 
 def position(thread: int) -> Position:
@@ -82,7 +82,7 @@ def position(thread: int) -> Position:
         walk = walk.f_back
     debugged = any(name.split(".")[0] in _DEBUGGERS or name in _DEBUGGERS for *_, name in frames)
     file, number, function, _ = frames[0]
-    line = _line([each[:3] for each in frames])
+    line = _line([entry[:3] for entry in frames])
     inner = "" if line.startswith(f"{file}:{number} ") else f" (now in {Path(file).name}:{number} {function})"
     busy = f"; it is {_doing[thread]}" if thread in _doing else ""
     waits = file.startswith(_WAITS)
@@ -160,13 +160,13 @@ def doing(what: str) -> Iterator[None]:
 
 def raised_at(trace: TracebackType | None) -> str:
     """The innermost line of the user's own code that raised an error, in the form of :attr:`Position.line`."""
-    return _line([(each.filename, each.lineno or 0, each.name) for each in reversed(traceback.extract_tb(trace))])
+    return _line([(entry.filename, entry.lineno or 0, entry.name) for entry in reversed(traceback.extract_tb(trace))])
 
 
 def _line(frames: list[tuple[str, int, str]]) -> str:
-    """``frames``: (file, line, function), the innermost first."""
-    own = [each for each in frames if not each[0].startswith((*_LIBRARIES, "<"))]
-    file, number, function = (own or frames or [("?", 0, "?")])[0]
+    """Describe the innermost frame of the user's own code. ``frames``: (file, line, function), the innermost first."""
+    user_frames = [entry for entry in frames if not entry[0].startswith((*_LIBRARIES, "<"))]
+    file, number, function = (user_frames or frames or [("?", 0, "?")])[0]
     text = linecache.getline(file, number).strip()
     text = text if len(text) <= MOST else f"{text[:MOST]}..."
     return f"{file}:{number} in {function}" + (f": {text}" if text else "")

@@ -20,7 +20,7 @@ STOP, HURRY, TERMINATE = 1, 2, 3
 
 
 class Stopwatch:
-    """Measures the seconds of a training on this rank, with those before a resume."""
+    """Measures the seconds of a training on this rank, including the time before a resume."""
 
     __slots__ = ("_started", "seconds_before")
 
@@ -39,10 +39,11 @@ class Stopwatch:
 
 
 class Agreement:
-    """Flags that become true on every rank at the same call after any rank has set them: a request to stop, with its urgency, and news.
+    """The ranks' agreement on two flags, a request to stop with its urgency, and news: after any rank has set one, it becomes true on every rank
+    at the same call.
 
     All ranks make the same calls in the same order. The interval between two checks follows the slowest rank's steps, from
-    values that the check itself has reduced, so that all ranks compute the same one.
+    values that the check itself has reduced, so that all ranks compute the same interval.
 
     Args:
         group: the ranks.
@@ -70,16 +71,16 @@ class Agreement:
         self.level = 0
         """The highest request at the last check: :data:`STOP`, :data:`HURRY`, :data:`TERMINATE`, or 0."""
         self.news = False
-        """Some rank has news (:meth:`notify`), for the caller to act upon and to clear; the same on all ranks."""
+        """Whether some rank has news (:meth:`notify`), for the caller to act upon and to clear; the same on all ranks."""
         self._interval = self._left = 1
         self._stop = 0
         self._slowest_s = 0.0
         self._news = False
         self._posted: tuple[Any, torch.Tensor] | None = None
-        """A check that was not read yet: its work, and the flags that it reduces."""
+        """The check that was not read yet: its work, and the flags that it reduces."""
 
     def notify(self) -> None:
-        """This rank has news: :attr:`news` becomes true on all ranks at their next check. Any thread may call this.
+        """Make :attr:`news` true on all ranks at their next check: this rank has news. Any thread may call this.
 
         A run reads it at the end of a step, and then announces its checkpoints (``Run.announce_checkpoints``).
         """
@@ -116,36 +117,36 @@ class Agreement:
         if self._left > 0:
             return False
         at_once = self._interval == 1
-        self._post()
+        self._start_check()
         return self._read() if at_once else False
 
     def restart(self) -> None:
-        """Steps may take another time from now on: check at the next call, and recompute the interval."""
-        self._settle()
+        """Check at the next call, and recompute the interval: steps may take another time from now on."""
+        self._finish_check()
         self._interval = self._left = 1
 
-    def now(self, stop: int) -> bool:
+    def agree_now(self, stop: int) -> bool:
         """Agree now (blocks for all ranks) whether any rank requests a stop. For ends of epochs and of validation."""
         if self._cpu is None:
             self.level = stop
             return stop > 0
         self._stop = max(self._stop, stop)
-        self._settle()
-        self._post()
+        self._finish_check()
+        self._start_check()
         return self._read()
 
-    def _settle(self) -> None:
-        """Make the answer of a check that was begun a request to the next one."""
+    def _finish_check(self) -> None:
+        """Read the answer of a check that was begun, and pass its request on to the next check."""
         if self._posted is not None and self._read():
             self._stop = max(self._stop, self.level)
 
-    def _post(self) -> None:
-        """Begin a check: reduce what this rank has to say."""
+    def _start_check(self) -> None:
+        """Begin a check: reduce this rank's flags over all ranks."""
         assert self._posted is None
         # An infinite duration would make the interval's division meaningless; NaN never passes poll's comparison.
         news, self._news = float(self._news), False  # news of another thread that comes now are for the next check
-        mine = [float(self._stop), min(self._slowest_s, 1e6), self._stopwatch.seconds(), news]
-        flags = torch.tensor(mine, dtype=torch.float64)
+        values = [float(self._stop), min(self._slowest_s, 1e6), self._stopwatch.seconds(), news]
+        flags = torch.tensor(values, dtype=torch.float64)
         work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._cpu, async_op=True)
         self._posted = work, flags
         self._stop, self._slowest_s, self._left = 0, 0.0, self._interval

@@ -35,7 +35,7 @@ def serve(host: str, port: int, *, timeout: timedelta, world_size: int | None = 
     """
     listener = _listener(host, port)
     try:
-        found = dist.TCPStore(
+        store = dist.TCPStore(
             host,
             listener.getsockname()[1] if listener else port,
             world_size,
@@ -51,7 +51,7 @@ def serve(host: str, port: int, *, timeout: timedelta, world_size: int | None = 
         raise
     if listener:
         listener.detach()  # now owned by the store
-    return found
+    return store
 
 
 def _listener(host: str, port: int) -> socket.socket | None:
@@ -75,8 +75,8 @@ def _listener(host: str, port: int) -> socket.socket | None:
 
 def loopback_interface() -> dict[str, str]:
     """The variable that makes gloo listen on this machine's loopback interface; by default it uses that of the host's name."""
-    found = addresses.interface(addresses.LOOPBACK)
-    return {"GLOO_SOCKET_IFNAME": found} if found else {}
+    name = addresses.interface(addresses.LOOPBACK)
+    return {"GLOO_SOCKET_IFNAME": name} if name else {}
 
 
 class Notes:
@@ -102,7 +102,7 @@ class Notes:
             store.set(name, json.dumps(value))
             return store.check([name])  # a set has no answer: over a broken connection it would seem to succeed
 
-        self._within(ANSWER_S, write)
+        self._result_within(ANSWER_S, write)
 
     def read(self, name: str, wait_s: float) -> Any:
         """The note of this name, after at most ``wait_s``; ``None``: there is none."""
@@ -118,18 +118,18 @@ class Notes:
                 time.sleep(0.05)
             return json.loads(store.get(name))
 
-        return self._within(wait_s + ANSWER_S, read)
+        return self._result_within(wait_s + ANSWER_S, read)
 
-    def _within(self, seconds: float, call: Callable[[], Any]) -> Any:
+    def _result_within(self, seconds: float, call: Callable[[], Any]) -> Any:
         """The result of ``call``; ``None`` when it fails or takes longer: a broken connection blocks for minutes."""
-        found: list[Any] = []
+        results: list[Any] = []
 
         def run() -> None:
             with contextlib.suppress(RuntimeError, ValueError):  # the store's errors are RuntimeErrors
-                found.append(call())
+                results.append(call())
 
         thread = threading.Thread(target=run, name="fit-notes", daemon=True)
         thread.start()
         thread.join(seconds)
-        self.answers = bool(found)
-        return found[0] if found else None
+        self.answers = bool(results)
+        return results[0] if results else None

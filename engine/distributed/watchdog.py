@@ -38,11 +38,11 @@ from engine.utils.text import terminal_text
 NOTES_S = 3.0
 """How long rank 0 waits for the notes of all others (s); their stalls are noticed within a poll of each other."""
 REPORT_S = 6.0
-"""How long the others wait for rank 0's report (s)."""
+"""How long other ranks wait for rank 0's report (s)."""
 LEAVE_S = 3.0
 """After the report: how long the training's thread may take to react (s). A thread that does not is in native code, or sleeps."""
 WORKER_S = 60.0
-"""A loader's worker that has not started for so long is reported (s): it may hang in its fork, and then never starts."""
+"""A loader's worker that has not started after this time (s) is reported: it may hang in its fork, and then never starts."""
 IDLE = 0.05
 """A thread that uses less of a core than this waits or sleeps."""
 MOST = 8
@@ -58,7 +58,7 @@ _OWN_COLLECTIVE = re.compile(
 
 
 @dataclass(frozen=True)
-class Note:
+class HangNote:
     """A rank's note when it hangs."""
 
     progress: float
@@ -66,10 +66,11 @@ class Note:
     collectives: int
     """Collectives started on the groups of all ranks."""
     at: str
+    """The line at which the training stands."""
     waits: bool
-    """For other ranks."""
+    """Whether the training's thread waits for other ranks."""
     device: bool = False
-    """It waits for its device."""
+    """Whether the training's thread waits for its device."""
 
 
 class Watchdog:
@@ -109,18 +110,18 @@ class Watchdog:
         self._waiting = False
         self._interrupt = Interrupt(HangError)
         self._stopped, self._reported, self._fired = threading.Event(), threading.Event(), threading.Event()
-        self._before, self._still_s, self._looked, self._told = self._begun, 0.0, time.monotonic(), False
-        self._watcher = Watcher.of(self, self._pause)
+        self._before, self._still_s, self._looked, self._stall_reported = self._begun, 0.0, time.monotonic(), False
+        self._watcher = Watcher.watching(self, self._pause)
 
     def stop(self) -> None:
-        """The training is over, or its error is known."""
-        self._interrupt.withdraw()
+        """Stop watching: the training is over, or its error is known."""
+        self._interrupt.forbid()
         self._stopped.set()
         self._watcher.leave(self)
 
     def explain(self, error: BaseException) -> HangError | None:
         """The error to raise instead of ``error``, if that is only how this rank noticed the hang."""
-        self._interrupt.withdraw()
+        self._interrupt.forbid()
         timed_out = failures.blames_peer(error) and (
             "timed out" in str(error).lower() or "monitoredbarrier" in str(error).lower()
         )
@@ -135,9 +136,9 @@ class Watchdog:
         return min(1.0, self._limit_s / 10)
 
     def _error(self) -> HangError:
-        found = HangError(self._report)
-        found.waiting = self._waiting
-        return found
+        error = HangError(self._report)
+        error.waiting = self._waiting
+        return error
 
     def look(self) -> None:
         """Compare the progress with that of the last look. The thread of the watchdog calls this after each pause."""
@@ -148,24 +149,24 @@ class Watchdog:
         self._still_s += min(now - self._looked, 2 * self._pause)
         self._looked = now
         if current != self._before:
-            self._before, self._still_s, self._told = current, 0.0, False
+            self._before, self._still_s, self._stall_reported = current, 0.0, False
             self._processor_s = stacks.processor_s(self._native)
             return
         self._report_late_workers(now)
-        if self._told or self._still_s <= (self._first_s if current == self._begun else self._limit_s):
+        if self._stall_reported or self._still_s <= (self._first_s if current == self._begun else self._limit_s):
             return
-        here = self._position(self._still_s)
-        if here.debugged:
+        position = self._position(self._still_s)
+        if position.debugged:
             self._still_s = 0.0
             return
-        self._told = True
+        self._stall_reported = True
         if self._group.world_size > 1:
-            self._fire(current, here, self._still_s)
+            self._fire(current, position, self._still_s)
             return
         logger.warning(
             "no batch was finished for %.3g s; the training is at %s; all stacks: %s",
             self._still_s,
-            here.line,
+            position.line,
             self._write(),
         )
 
@@ -185,34 +186,36 @@ class Watchdog:
 
     def _position(self, still_s: float) -> stacks.Position:
         """Where the training stands, and what its thread does there, as far as that can be known."""
-        here, used = stacks.position(self._thread), stacks.processor_s(self._native)
+        position, used = stacks.position(self._thread), stacks.processor_s(self._native)
         if late := stacks.late_workers(self._thread):
             names = ", ".join(worker.name for worker in late[:MOST])
-            here = replace(here, line=f"{here.line} ({names} {'has' if len(late) == 1 else 'have'} not started)")
+            position = replace(
+                position, line=f"{position.line} ({names} {'has' if len(late) == 1 else 'have'} not started)"
+            )
         busy = None if used is None or self._processor_s is None else (used - self._processor_s) / still_s
         on_cpu = self._group.device.type == "cpu"
         # A device may be waited for by looking at it all the time; but there is nothing to wait for where the CPU itself computes.
-        device = here.device and not (on_cpu and busy is not None and busy > IDLE)
+        device = position.device and not (on_cpu and busy is not None and busy > IDLE)
         if device:
-            told = "waits for its device"
-        elif here.waits or busy is None:
-            return replace(here, device=False)
+            activity = "waits for its device"
+        elif position.waits or busy is None:
+            return replace(position, device=False)
         else:
-            told = f"uses {min(busy, 1.0):.0%} of a core" if busy > IDLE else "uses no processor time"
-        return replace(here, line=f"{here.line} ({told})", device=device)
+            activity = f"uses {min(busy, 1.0):.0%} of a core" if busy > IDLE else "uses no processor time"
+        return replace(position, line=f"{position.line} ({activity})", device=device)
 
-    def _fire(self, progress: float, here: stacks.Position, still_s: float) -> None:
+    def _fire(self, progress: float, position: stacks.Position, still_s: float) -> None:
         self._fired.set()
-        self._waiting = here.waits or here.device
+        self._waiting = position.waits or position.device
         path = self._write()
-        note = Note(progress, self._collectives(), here.line, here.waits, here.device)
+        note = HangNote(progress, self._collectives(), position.line, position.waits, position.device)
         self._shared_notes.write(f"note/{self._group.rank}", asdict(note))
         self._report, lags = self._compose(note, still_s, path)
         self._waiting = self._group.rank not in lags
         if self._group.rank in (0, *lags):
             logger.error("%s", self._report)
         self._reported.set()
-        if self._interrupt.strike() and not self._stopped.wait(LEAVE_S):
+        if self._interrupt.interrupt() and not self._stopped.wait(LEAVE_S):
             self._die()
 
     def _write(self) -> Path:
@@ -238,7 +241,7 @@ class Watchdog:
                 return 0
         return total
 
-    def _compose(self, own: Note, still_s: float, path: Path) -> tuple[str, list[int]]:
+    def _compose(self, own_note: HangNote, still_s: float, path: Path) -> tuple[str, list[int]]:
         """The report, and which ranks lag: rank 0's, or this rank's own if rank 0 writes none."""
         rank, shared = self._group.rank, self._shared_notes
         if rank:
@@ -249,18 +252,18 @@ class Watchdog:
                 "it has not noticed that this rank hangs" if shared.answers else "the job's store there does not answer"
             )
             text = f"{self._head(still_s)}\n  lost: {self._who[0]}: {reached}; its machine, its process or the network to it is gone"
-            return f"{text}\n  {self._who[rank]}: {own.at}\n{self._tail(path)}", [0]
+            return f"{text}\n  {self._who[rank]}: {own_note.at}\n{self._tail(path)}", [0]
         deadline = time.monotonic() + NOTES_S
-        notes: dict[int, Note | None] = {0: own}
-        for other in range(1, self._group.world_size):
-            found = shared.read(f"note/{other}", max(0.0, deadline - time.monotonic()))
-            notes[other] = Note(**found) if found else None
+        notes: dict[int, HangNote | None] = {0: own_note}
+        for other_rank in range(1, self._group.world_size):
+            answer = shared.read(f"note/{other_rank}", max(0.0, deadline - time.monotonic()))
+            notes[other_rank] = HangNote(**answer) if answer else None
         lags = laggards(notes)
         text = "\n".join([self._head(still_s), *self._lines(notes, lags), self._tail(path)])
         shared.write("report", {"text": text, "lags": lags})
         return text, lags
 
-    def _lines(self, notes: dict[int, Note | None], lags: list[int]) -> list[str]:
+    def _lines(self, notes: dict[int, HangNote | None], lags: list[int]) -> list[str]:
         lines = []
         if len(lags) == len(notes) and all(note is not None and note.waits for note in notes.values()):
             lines.append("  all ranks wait for each other, in different collectives or in one that does not finish:")
@@ -285,8 +288,8 @@ class Watchdog:
             if note is not None and rank not in lags:
                 positions.setdefault(note.at, []).append(rank)
         for at, ranks in sorted(positions.items(), key=lambda item: -len(item[1]))[:MOST]:
-            shown = ", ".join(map(str, ranks[:MOST])) + (", ..." if len(ranks) > MOST else "")
-            lines.append(f"  {'wait' if len(ranks) > 1 else 'waits'}: rank {shown}: {at}")
+            numbers = ", ".join(map(str, ranks[:MOST])) + (", ..." if len(ranks) > MOST else "")
+            lines.append(f"  {'wait' if len(ranks) > 1 else 'waits'}: rank {numbers}: {at}")
         return lines
 
     def _head(self, still_s: float) -> str:
@@ -311,14 +314,14 @@ class Watchdog:
 
 
 class Watcher(threading.Thread):
-    """The thread of a watchdog, or of one watchdog after the other: it ends at the first pause after which it has none.
+    """The thread of one watchdog after another. It ends at the first pause after which it has no watchdog.
 
     Args:
         pause: seconds between two looks.
     """
 
     idle: ClassVar[list[Watcher]] = []
-    """Those without a watchdog. Whoever removes one has it: the next watchdog, or the thread itself, which then ends."""
+    """Threads without a watchdog. The one that removes a thread has it: the next watchdog, or the thread itself, which then ends."""
 
     def __init__(self, pause: float) -> None:
         super().__init__(name="fit-watchdog", daemon=True)
@@ -327,8 +330,8 @@ class Watcher(threading.Thread):
         self._looking, self._ended = threading.Lock(), threading.Event()
 
     @classmethod
-    def of(cls, dog: Watchdog, pause: float) -> Watcher:
-        """A thread that looks after this watchdog."""
+    def watching(cls, dog: Watchdog, pause: float) -> Watcher:
+        """Return a thread that calls ``dog.look`` after each pause: an idle one, or a new one."""
         for watcher in [*cls.idle]:
             with suppress(ValueError):
                 if watcher.pause == pause or not watcher.is_alive():
@@ -342,7 +345,7 @@ class Watcher(threading.Thread):
         return watcher
 
     def leave(self, dog: Watchdog) -> None:
-        """This watchdog needs no more looks; one that is under way has a second."""
+        """End the looks of ``dog``; one that is under way has a second."""
         if self.dog is not dog:
             return
         under_way = not self._looking.acquire(timeout=1.0)
@@ -359,7 +362,10 @@ class Watcher(threading.Thread):
                     return
 
     def _look(self) -> bool:
-        """Whether there is a watchdog. No name in :meth:`run` refers to it, or a pause would keep all objects of a run that has ended."""
+        """Look once, and return whether the thread has a watchdog.
+
+        No name in :meth:`run` refers to the watchdog, or a pause would keep all objects of a run that has ended.
+        """
         with self._looking:
             if self.dog is None:
                 return False
@@ -375,7 +381,7 @@ class Watcher(threading.Thread):
 
 @atexit.register
 def _end_idle() -> None:
-    """A thread that wakes up while the interpreter is taken down would abort the process."""
+    """End idle threads: one that wakes up while the interpreter is taken down would abort the process."""
     for watcher in [*Watcher.idle]:
         watcher.end()
 
@@ -386,41 +392,44 @@ def collective_limit(limit_s: float, device: torch.device) -> timedelta:
     return timedelta(seconds=limit_s + (3.0 if device.type == "cpu" else NOTES_S + REPORT_S + 2 * LEAVE_S))
 
 
-def laggards(notes: dict[int, Note | None]) -> list[int]:
+def laggards(notes: dict[int, HangNote | None]) -> list[int]:
     """The ranks that block the others: those without an answer; else those furthest behind in batches; else those that wait neither for
     others nor for their devices; among several, those furthest behind in collectives; else all."""
     if lost := [rank for rank, note in notes.items() if note is None]:
         return lost
-    known: dict[int, Note] = {rank: note for rank, note in notes.items() if note is not None}
-    if len({note.progress for note in known.values()}) > 1:
-        least: float = min(note.progress for note in known.values())
-        return [rank for rank, note in known.items() if note.progress == least]
-    busy = {rank: note for rank, note in known.items() if not note.waits and not note.device}
+    answered: dict[int, HangNote] = {rank: note for rank, note in notes.items() if note is not None}
+    if len({note.progress for note in answered.values()}) > 1:
+        lowest: float = min(note.progress for note in answered.values())
+        return [rank for rank, note in answered.items() if note.progress == lowest]
+    busy = {rank: note for rank, note in answered.items() if not note.waits and not note.device}
     if not busy:
-        return list(known)
-    least = min(note.collectives for note in busy.values())
-    return [rank for rank, note in busy.items() if note.collectives == least]
+        return list(answered)
+    lowest = min(note.collectives for note in busy.values())
+    return [rank for rank, note in busy.items() if note.collectives == lowest]
 
 
 def explain_mismatch(error: BaseException, group: Group) -> MismatchError | None:
     """The error to raise instead of torch's, with a line per rank; ``None`` when ``error`` is another one. All ranks call it together."""
     text = str(error)
-    found = _OWN_COLLECTIVE.search(text) if _MISMATCH in text else None
-    if found is None:
+    match = _OWN_COLLECTIVE.search(text) if _MISMATCH in text else None
+    if match is None:
         return None
-    number = found["number"] or "0"
+    number = match["number"] or "0"
     notes = Notes(group, f"mismatch/{number}")
-    mine = [
-        found["operation"].lower(),
-        f"[{found['shapes'] or ''}]",
-        (found["dtypes"] or "").lower(),
+    own_row = [
+        match["operation"].lower(),
+        f"[{match['shapes'] or ''}]",
+        (match["dtypes"] or "").lower(),
         stacks.raised_at(error.__traceback__),
     ]
-    notes.write(str(group.rank), mine)
+    notes.write(str(group.rank), own_row)
     rows = [["rank", "collective", "shape", "dtype", "called at"]]
     for rank in range(group.world_size):
         rows.append(
-            [str(rank), *(mine if rank == group.rank else notes.read(str(rank), ROWS_S) or ["(no answer)", "", "", ""])]
+            [
+                str(rank),
+                *(own_row if rank == group.rank else notes.read(str(rank), ROWS_S) or ["(no answer)", "", "", ""]),
+            ]
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     table = "\n".join(

@@ -44,7 +44,7 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.1
 """How often the agent looks for what the other machines have reported (s)."""
 FREE_S = 60.0
-"""A lost machine does not count as a restart, unless one was lost less than this long before (s)."""
+"""A lost machine does not count as a restart, unless another one was lost less than this time (s) before."""
 
 
 def run(job: Job) -> int:
@@ -72,11 +72,11 @@ def run(job: Job) -> int:
                 if job.max_nodes == 1
                 else f" here, {job.min_nodes}{f' to {job.max_nodes}' if job.elastic else ''} machines"
             )
-            output.say(f"{job.nproc} process(es){nodes}; their output: {job.log_dir}")
+            output.write_line(f"{job.nproc} process(es){nodes}; their output: {job.log_dir}")
             meeting = rendezvous.meeting_of(job, output)
             status = _run(Agent(job, meeting, output, errors, Command(job.command)), job, meeting, output)
         except LaunchError as error:
-            output.say(str(error))
+            output.write_line(str(error))
         except SignalReceived as error:
             status = 128 + error.number
         finally:
@@ -94,22 +94,22 @@ def _run(agent: Agent, job: Job, meeting: Meeting, output: Output) -> int:
     try:
         succeeded = agent.run()
     except RendezvousGracefulExitError:
-        output.say(agent.report or "the job has its machines already")
+        output.write_line(agent.report or "the job has its machines already")
         return 1
     except RendezvousClosedError:
-        output.say(agent.report or "the job has ended on the other machines")
+        output.write_line(agent.report or "the job has ended on the other machines")
         return 1
     except RendezvousTimeoutError:
-        few = f"only some of {job.min_nodes} machines came within {job.join_timeout_s} s (--join-timeout)"
-        output.say(f"{agent.report}\n{few}".strip())
+        reason = f"only some of {job.min_nodes} machines came within {job.join_timeout_s} s (--join-timeout)"
+        output.write_line(f"{agent.report}\n{reason}".strip())
         return 1
     except (RendezvousError, dist.DistError) as error:
         what = "the machine that serves the rendezvous is gone" if meeting.has_met else "the machines could not meet"
-        output.say(f"{agent.report}\n{what}: {error}".strip())
+        output.write_line(f"{agent.report}\n{what}: {error}".strip())
         return 1
     meeting.close()
     if not succeeded:
-        output.say(f"{agent.report}\n\n{agent.others}".rstrip())
+        output.write_line(f"{agent.report}\n\n{agent.others}".rstrip())
     return 0 if succeeded else 1
 
 
@@ -150,11 +150,11 @@ class Program(ABC):
     def start(
         self, local_rank: int, rank: int, variables: Mapping[str, str], error_file: Path, streams: Streams
     ) -> Rank:
-        """Start one rank, with these environment variables besides this process's."""
+        """Start one rank, with ``variables`` besides this process's environment."""
 
 
 class Command(Program):
-    """A command, in processes without a terminal that the kernel kills when this process ends."""
+    """A command, run in processes without a terminal. The kernel kills them when this process ends."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = (sys.executable, "-I", "-S", child.__file__, str(os.getpid()), *command)
@@ -193,15 +193,15 @@ class Agent:
         self._attempts = self._restarts = 0  # the second: those that count
         self._freed = float("-inf")
         self.report = ""
-        """The report of the last failure: the first rank's."""
+        """The report of the last failure, that of the rank that failed first."""
         self.others = ""
         """A line for each other rank of this machine."""
 
     def run(self) -> bool:
-        """Run the ranks until they end; whether all succeeded. No rank is left when it returns or raises.
+        """Run the ranks until they end, and return whether all succeeded. No rank is left when this returns or raises.
 
         Raises:
-            SignalReceived: after the ranks had time to save.
+            SignalReceived: this process got a signal; the ranks had time to save.
             RendezvousError, torch.distributed.DistError: the machines did not meet.
         """
         outcome = _Outcome.AGAIN
@@ -238,7 +238,7 @@ class Agent:
             self._supervisor = Supervisor(ranks)
             self._output.started()
         if self._attempts > 1:
-            self._output.say(f"started again: {len(ranks)} process(es) here, {met.world_size} in all")
+            self._output.write_line(f"started again: {len(ranks)} process(es) here, {met.world_size} in all")
 
     def _variables_of(self, met: Round, local_rank: int) -> dict[str, str]:
         """A rank's environment variables: those of torchrun, and the job's."""
@@ -281,19 +281,21 @@ class Agent:
         hurry = threading.Event()
         if threading.current_thread() is threading.main_thread():  # no other one may handle signals, nor gets them
             signal.signal(signal.SIGINT, lambda *_: hurry.set())
-            for other in HANDLED[1:]:  # a launcher and a scheduler may both send one
-                signal.signal(other, lambda *_: None)
+            for later_signal in HANDLED[1:]:  # a launcher and a scheduler may both send one
+                signal.signal(later_signal, lambda *_: None)
         if self._supervisor.running():
             interrupted = number == signal.SIGINT
             again = "; press it again to kill them" if interrupted else ""
-            self._output.say(f"{'Ctrl-C' if interrupted else number.name}: the ranks finish their step and save{again}")
+            self._output.write_line(
+                f"{'Ctrl-C' if interrupted else number.name}: the ranks finish their step and save{again}"
+            )
             self._supervisor.end(signal.SIGINT if interrupted else signal.SIGTERM, self._job.grace_s, hurry)
         self._output.drain()
         self._output.forget_last_words()
         fine = (0, TERMINATED, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)
         for rank in self._supervisor.ranks:
             if rank.exit_code not in fine:
-                self._output.say(report(rank, self._output.tail(rank.rank)))
+                self._output.write_line(report(rank, self._output.tail(rank.rank)))
                 break
 
     def _preempted(self) -> _Outcome:
@@ -309,7 +311,7 @@ class Agent:
         return self._start_free("the ranks were told to end on another machine")
 
     def _start_free(self, why: str) -> _Outcome:
-        self._output.say(f"{why}; starting again with the remaining machines")
+        self._output.write_line(f"{why}; starting again with the remaining machines")
         return _Outcome.AGAIN
 
     def _failed(self) -> _Outcome:
@@ -328,13 +330,15 @@ class Agent:
         if self._restarts >= self._job.max_restarts:
             return _Outcome.FAILED
         self._restarts += 1
-        self._output.say(f"{self.report}\n\n{self.others}\nrestart {self._restarts} of {self._job.max_restarts}")
+        self._output.write_line(f"{self.report}\n\n{self.others}\nrestart {self._restarts} of {self._job.max_restarts}")
         return _Outcome.AGAIN
 
 
 def _interface(job: Job, outward: str | None) -> dict[str, str]:
-    """gloo listens at the address of the host's name, which may be unreachable, or public: ranks on one machine use its loopback interface,
-    ranks on several machines the interface that reaches the others."""
+    """The variable with gloo's network interface; empty: gloo listens at the address of the host's name.
+
+    That address may be unreachable, or public. So ranks on one machine use its loopback interface, and ranks on several machines the
+    interface that reaches the others."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
     if job.max_nodes == 1:

@@ -12,18 +12,19 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def bind(parent: int) -> None:
-    """From now on the kernel kills this process (SIGKILL) when its ``parent`` ends, however it ends. Linux only."""
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process (SIGKILL) when ``parent`` ends, however it ends. Linux only."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended already
+    if os.getppid() != parent:  # the parent has ended already
         os._exit(1)
 
 
 def main() -> None:
-    bind(int(sys.argv[1]))
+    """Bind this process to the agent in ``sys.argv[1]``, and replace it by the command that follows."""
+    die_with_parent(int(sys.argv[1]))
     # A background job of a shell ignores Ctrl-C, and a rank would inherit that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

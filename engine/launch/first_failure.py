@@ -22,7 +22,7 @@ class Failure:
 
     rank: Rank
     is_consequence: bool
-    """It failed only because another rank was gone, which is not among these."""
+    """Whether the rank failed only because another rank was gone, one that :func:`first_failure` does not see."""
     report: str
     """The rank's number, where and how it ended, and its traceback."""
     others: str
@@ -32,9 +32,9 @@ class Failure:
 def first_failure(
     ranks: Sequence[Rank], tails: Mapping[int, str] = NO_TAILS, still_needed: bool = False
 ) -> Failure | None:
-    """The first failure of these ranks; ``None`` when none failed.
+    """Find the failure among ``ranks`` that came first; ``None`` when none failed.
 
-    If all failures are only consequences, and a rank has ended with exit code 0 meanwhile, it is that one.
+    If all failures are only consequences, and a rank has ended with exit code 0 meanwhile, that rank is the first failure.
 
     Args:
         tails: the end of each rank's standard error, for ranks that have left no error file; none, if it is not kept.

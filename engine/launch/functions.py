@@ -114,7 +114,7 @@ class _Call:
     def run(self, variables: Mapping[str, str], error_file: Path, result_file: Path) -> None:
         """Call the function in this process, as a rank. A failure is left in ``error_file``, the value in ``result_file``."""
         os.setpgid(0, 0)  # the parent passes Ctrl-C on, once
-        child.bind(self.parent)
+        child.die_with_parent(self.parent)
         # A fork has the parent's handlers, and Fit replaces only Python's default ones.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -147,7 +147,7 @@ class FunctionRank(Rank):
         return code
 
     def result(self) -> Any:
-        """The function's value; ``None`` if it has left the process (``sys.exit()``)."""
+        """The function's value; ``None`` if the function has left the process (``sys.exit()``)."""
         return pickle.loads(self._result_file.read_bytes()) if self._result_file.exists() else None
 
 
@@ -180,11 +180,12 @@ def _run(
 ) -> list[Any]:
     if count < 1:
         raise ValueError(f"num_processes={count}: it must be at least 1")
-    here = detect(os.environ)
-    if here.world_size > 1 or multiprocessing.current_process().name != "MainProcess":
+    environment = detect(os.environ)
+    if environment.world_size > 1 or multiprocessing.current_process().name != "MainProcess":
         raise RuntimeError(
             f"{getattr(fn, '__qualname__', fn)} was to be started in {count} processes from a process that is itself one of several "
-            f"({here.name}: rank {here.rank} of {here.world_size}). In a script, the start belongs under: if __name__ == '__main__':"
+            f"({environment.name}: rank {environment.rank} of {environment.world_size}). In a script, the start belongs under: "
+            "if __name__ == '__main__':"
         )
     job = Job(command=(), nproc=count, grace_s=30.0, variables={"CUDA_VISIBLE_DEVICES": ""} if cpu else {})
     errors = scratch.make("fit-launch-")

@@ -25,7 +25,7 @@ class Job:
     """A job from the view of this machine's agent. Created by :func:`make_job`."""
 
     command: tuple[str, ...]
-    """What each rank runs: a program and its arguments."""
+    """Program and arguments of each rank."""
     nproc: int = 1
     """Ranks on this machine."""
     min_nodes: int = 1
@@ -54,7 +54,7 @@ class Job:
 
     @property
     def elastic(self) -> bool:
-        """Whether the number of machines may change."""
+        """Check whether the number of machines may change."""
         return self.min_nodes < self.max_nodes
 
 
@@ -68,7 +68,7 @@ def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     read = _Reader(options, environ)
     command = command_of(options)
     min_nodes, max_nodes = nodes_of(*read("nnodes", "PET_NNODES", "1"))
-    restarts = _whole(*read("max_restarts", "PET_MAX_RESTARTS", "0"), least=0)
+    restarts = _whole_number(*read("max_restarts", "PET_MAX_RESTARTS", "0"), minimum=0)
     node_rank, endpoint = _rendezvous(read, min_nodes, max_nodes)
     for name in ("grace", "dead_after", "join_wait", "join_timeout"):
         if getattr(options, name) <= 0:
@@ -90,7 +90,7 @@ def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         join_wait_s=options.join_wait,
         join_timeout_s=options.join_timeout,
         log_dir=_log_dir(options.log_dir),
-        show=_shown(options.show),
+        show=_ranks_to_show(options.show),
         variables=variables
         if "OMP_NUM_THREADS" in environ
         else {**variables, "OMP_NUM_THREADS": str(max(1, cores() // nproc))},
@@ -109,38 +109,43 @@ class _Reader:
         self.options, self.environ = options, environ
 
     def __call__(self, option: str, variable: str, default: str) -> tuple[str, str]:
-        given = getattr(self.options, option)
-        if given is not None:
-            return f"--{option.replace('_', '-')}", str(given)
+        value = getattr(self.options, option)
+        if value is not None:
+            return f"--{option.replace('_', '-')}", str(value)
         return variable, self.environ.get(variable) or default
 
 
-def _whole(name: str, text: str, least: int) -> int:
+def _whole_number(name: str, text: str, minimum: int) -> int:
     try:
         value = int(text)
     except ValueError:
         raise LaunchError(f"{name} {text!r}: a whole number is needed") from None
-    if value < least:
-        raise LaunchError(f"{name} {value}: it must be at least {least}")
+    if value < minimum:
+        raise LaunchError(f"{name} {value}: it must be at least {minimum}")
     return value
 
 
 def nodes_of(name: str, text: str) -> tuple[int, int]:
+    """The smallest and the largest number of machines, from ``N`` or ``MIN:MAX``; ``name`` is the option's, for errors.
+
+    Raises:
+        LaunchError: the text is neither, or MIN is larger than MAX.
+    """
     low, colon, high = text.partition(":")
-    found = _whole(name, low, 1), _whole(name, high if colon else low, 1)
-    if found[0] > found[1]:
+    min_nodes, max_nodes = _whole_number(name, low, 1), _whole_number(name, high if colon else low, 1)
+    if min_nodes > max_nodes:
         raise LaunchError(f"{name} {text!r}: MIN:MAX with MIN > MAX; did you mean {high}:{low}?")
-    return found
+    return min_nodes, max_nodes
 
 
 def _rendezvous(read: _Reader, min_nodes: int, max_nodes: int) -> tuple[int | None, tuple[str, int] | None]:
     """This machine's number, if it is fixed, and the address of the rendezvous, if one is needed."""
     endpoint = _endpoint(read)
     name, text = read("node_rank", "PET_NODE_RANK", "")
-    node_rank = _whole(name, text, 0) if text else None
+    node_rank = _whole_number(name, text, 0) if text else None
     if node_rank is not None and node_rank >= max_nodes:
         raise LaunchError(
-            f"{name} {node_rank}: the machines are numbered 0 to {max_nodes - 1} ({_told(read, 'nnodes', 'PET_NNODES', '1')})"
+            f"{name} {node_rank}: the machines are numbered 0 to {max_nodes - 1} ({_option_or_variable(read, 'nnodes', 'PET_NNODES', '1')})"
         )
     if node_rank is not None and min_nodes < max_nodes:
         raise LaunchError(
@@ -148,13 +153,13 @@ def _rendezvous(read: _Reader, min_nodes: int, max_nodes: int) -> tuple[int | No
         )
     if endpoint is None and max_nodes > 1:
         raise LaunchError(
-            f"{_told(read, 'nnodes', 'PET_NNODES', '1')}: several machines need a common address: --rdzv HOST:PORT, "
+            f"{_option_or_variable(read, 'nnodes', 'PET_NNODES', '1')}: several machines need a common address: --rdzv HOST:PORT, "
             "a port of one of them, the same on all"
         )
     return (None, endpoint) if max_nodes == 1 else (node_rank, endpoint)
 
 
-def _told(read: _Reader, option: str, variable: str, default: str) -> str:
+def _option_or_variable(read: _Reader, option: str, variable: str, default: str) -> str:
     name, text = read(option, variable, default)
     return f"{name}{' ' if name.startswith('-') else '='}{text}"
 
@@ -169,13 +174,17 @@ def _endpoint(read: _Reader) -> tuple[str, int] | None:
             f"PET_RDZV_BACKEND={backend!r}: only c10d and static are known here; use torchrun for others, or unset it"
         )
     if text:
-        found = _host_and_port(name, text)
-        if name == "PET_RDZV_ENDPOINT" and address and (address, port or str(found[1])) != (found[0], str(found[1])):
+        endpoint = _host_and_port(name, text)
+        if (
+            name == "PET_RDZV_ENDPOINT"
+            and address
+            and (address, port or str(endpoint[1])) != (endpoint[0], str(endpoint[1]))
+        ):
             raise LaunchError(
                 f"PET_RDZV_ENDPOINT={text!r} and PET_MASTER_ADDR={address!r}, PET_MASTER_PORT={port!r} name different addresses; "
                 "unset one, or give --rdzv HOST:PORT"
             )
-        return found
+        return endpoint
     if address:
         return _host_and_port("PET_MASTER_ADDR and PET_MASTER_PORT", f"{address}:{port or 29500}")
     if port:
@@ -204,27 +213,27 @@ def _processes(name: str, text: str, accelerator: str) -> int:
             raise LaunchError(
                 f"{name} {text!r}: a number, auto, gpu or cpu is needed{nearest(text, ('auto', 'gpu', 'cpu'))}"
             ) from None
-        return check_devices(name, _whole(name, text, 1), gpus(), accelerator)
-    found = gpus() if accelerator != "cpu" or text == "gpu" else 0
-    if text == "gpu" and not found:
+        return check_devices(name, _whole_number(name, text, 1), gpus(), accelerator)
+    devices = gpus() if accelerator != "cpu" or text == "gpu" else 0
+    if text == "gpu" and not devices:
         raise LaunchError(
             f"{name} gpu: torch sees no GPU on this machine (see fit env); give a number to train on the CPU"
         )
-    return found or 1
+    return devices or 1
 
 
-def check_devices(name: str, nproc: int, found: int, accelerator: str) -> int:
-    """``nproc``, if ``found`` GPUs are enough: each rank needs its own, unless it computes on the CPU or there is none."""
-    if found and nproc > found and accelerator != "cpu":
+def check_devices(name: str, nproc: int, devices: int, accelerator: str) -> int:
+    """Return ``nproc`` if ``devices`` GPUs are enough: each rank needs its own, unless ranks compute on the CPU or there is none."""
+    if devices and nproc > devices and accelerator != "cpu":
         raise LaunchError(
-            f"{name} {nproc}: torch sees {found} GPU(s) on this machine, and each process needs its own. Use --nproc gpu, or train on the CPU "
+            f"{name} {nproc}: torch sees {devices} GPU(s) on this machine, and each process needs its own. Use --nproc gpu, or train on the CPU "
             "(accelerator: cpu in the configuration, or FIT_ACCELERATOR=cpu)"
         )
     return nproc
 
 
 def gpus() -> int:
-    """The devices of the accelerator that torch sees, asked without initialising them."""
+    """Number of the accelerator's devices that torch sees. Does not initialise them."""
     import torch
 
     return torch.accelerator.device_count()
@@ -238,6 +247,11 @@ def _accelerator(environ: Mapping[str, str]) -> str:
 
 
 def config_variables(path: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable that names the configuration file to the ranks.
+
+    Raises:
+        LaunchError: the file does not exist.
+    """
     if path is None:
         return {}
     if not path.is_file():
@@ -246,13 +260,18 @@ def config_variables(path: Path | None, environ: Mapping[str, str]) -> dict[str,
 
 
 def command_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """Program and arguments of each rank.
+
+    Raises:
+        LaunchError: the script does not exist.
+    """
     if options.no_python:
         return options.script, *options.args
     if options.module:
         return sys.executable, "-u", "-m", options.script, *options.args
     script = Path(options.script)
     if not script.exists():
-        beside = [each.name for each in script.parent.glob("*.py")] if script.parent.is_dir() else []
+        beside = [path.name for path in script.parent.glob("*.py")] if script.parent.is_dir() else []
         raise LaunchError(
             f"there is no script {options.script!r}{nearest(script.name, beside)} (working directory: {Path.cwd()}); a module needs -m"
         )
@@ -263,9 +282,9 @@ def _log_dir(parent: Path | None) -> Path:
     return (parent or Path("runs/logs")) / f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}-{os.getpid()}"
 
 
-def _shown(text: str) -> frozenset[int] | None:
+def _ranks_to_show(text: str) -> frozenset[int] | None:
     if text == "all":
         return None
     if text == "none":
         return frozenset()
-    return frozenset(_whole("--show", each, 0) for each in text.split(","))
+    return frozenset(_whole_number("--show", number, 0) for number in text.split(","))

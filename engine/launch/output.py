@@ -29,7 +29,7 @@ PIPE = 1 << 20
 
 
 Streams = tuple[int | None, int | None]
-"""Descriptors for a rank's standard output and error; ``None``: those of this process."""
+"""Descriptors for a rank's standard output and error; ``None``: the rank writes to this process's stream."""
 
 
 @dataclass(eq=False)
@@ -101,9 +101,9 @@ class Output:
         self.started()
         with self._lock:
             for stream in list(self._streams.values()):
-                left = PIPE
-                while left > 0 and (count := self._read(stream)) > 0:  # a process left behind may write forever
-                    left -= count
+                bytes_left = PIPE
+                while bytes_left > 0 and (count := self._read(stream)) > 0:  # a process left behind may write forever
+                    bytes_left -= count
                 self._end(stream)
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class Output:
         with self._lock:
             return self._tails.get(rank, b"").decode(errors="replace")
 
-    def say(self, text: str) -> None:
+    def write_line(self, text: str) -> None:
         """Print a line of the launcher itself, on standard error."""
         with self._lock:
             self._write(sys.stderr, f"fit launch: {text}\n")
@@ -189,13 +189,13 @@ class Output:
         if self._show is not None and stream.rank not in self._show:
             return
         # A progress bar rewrites itself after each carriage return; only its last state stays visible.
-        shown = [re.split(r"\r+", line.decode(errors="replace").rstrip("\r"))[-1] for line in lines]
+        visible = [re.split(r"\r+", line.decode(errors="replace").rstrip("\r"))[-1] for line in lines]
         if stream.is_error and not stream.held:
-            start = next((index for index, line in enumerate(shown) if line.startswith(_LAST_WORDS)), len(shown))
-            stream.held, shown, stream.held_since = shown[start:], shown[:start], time.monotonic()
+            start = next((index for index, line in enumerate(visible) if line.startswith(_LAST_WORDS)), len(visible))
+            stream.held, visible, stream.held_since = visible[start:], visible[:start], time.monotonic()
         elif stream.held:
-            stream.held, shown = [*stream.held, *shown], []
-        self._show_lines(stream, shown)
+            stream.held, visible = [*stream.held, *visible], []
+        self._show_lines(stream, visible)
 
     def _show_lines(self, stream: _Stream, lines: list[str]) -> None:
         prefix = self._prefix(stream) if self._prefixed else ""
@@ -248,14 +248,14 @@ class Terminal:
         """Nothing to read."""
 
     def forget_last_words(self) -> None:
-        """They were shown as they came."""
+        """Nothing to forget: the ranks' lines were shown as they came."""
 
     def tail(self, rank: int) -> str:
         """Unknown."""
         return ""
 
-    def say(self, text: str) -> None:
-        """A line on standard error."""
+    def write_line(self, text: str) -> None:
+        """Print a line on standard error."""
         print(text, file=sys.stderr, flush=True)
 
     def mark(self, text: str) -> None:

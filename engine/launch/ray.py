@@ -85,16 +85,16 @@ def main(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def run(job: RayJob) -> int:
-    """Run ``job`` on its cluster, which keeps running if it did before; returns as :func:`main`."""
+    """Run ``job`` on its cluster and return the exit status of :func:`main`. A cluster that was there before keeps running."""
     import ray
     import ray.exceptions
     from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    told: list[int] = []
+    signals: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> None:
-        told.append(number)
+        signals.append(number)
         raise SystemExit
 
     try:
@@ -124,9 +124,9 @@ def run(job: RayJob) -> int:
     except KeyboardInterrupt:
         return 130
     except SystemExit:  # Ray replaces it by one with status 1
-        if not told:
+        if not signals:
             raise
-        return 128 + told[0]
+        return 128 + signals[0]
     finally:
         ray.shutdown()
     return 0
@@ -141,9 +141,9 @@ def _connect(job: RayJob) -> None:
     try:
         if job.address is None:
             cores = os.cpu_count() or 1
-            wanted = int(job.nproc) if job.nproc.isdigit() else 1
+            workers = int(job.nproc) if job.nproc.isdigit() else 1
             ray.init(
-                address="local", num_cpus=max(cores, wanted), include_dashboard=False, runtime_env=environment, **quiet
+                address="local", num_cpus=max(cores, workers), include_dashboard=False, runtime_env=environment, **quiet
             )
         else:
             ray.init(address=job.address, runtime_env=environment, **quiet)
@@ -160,17 +160,17 @@ def _size(job: RayJob, resources: Mapping[str, float]) -> tuple[int, bool]:
         )
     wants_gpu = job.accelerator in ("cuda", "gpu") or job.nproc == "gpu" or (job.accelerator == "auto" and gpus > 0)
     workers = int(job.nproc) if job.nproc.isdigit() else gpus if wants_gpu else 1
-    there, what = (gpus, "GPU(s)") if wants_gpu else (cores, "core(s)")
-    if workers > there or workers == 0:
+    available, what = (gpus, "GPU(s)") if wants_gpu else (cores, "core(s)")
+    if workers > available or workers == 0:
         raise LaunchError(
-            f"--nproc {job.nproc}: Ray's cluster has {there} {what} for the ranks, and each needs one. Ask for fewer, add machines"
+            f"--nproc {job.nproc}: Ray's cluster has {available} {what} for the ranks, and each needs one. Ask for fewer, add machines"
             f"{', or train on the CPU (FIT_ACCELERATOR=cpu)' if wants_gpu else ''}"
         )
     return workers, wants_gpu
 
 
 def _rank(config: dict[str, Any]) -> None:
-    """One worker: the script from its first line, in the process group that Ray has made."""
+    """Run the script from its first line as one worker, in the process group that Ray has made."""
     job: RayJob = config["job"]
     logging.getLogger().setLevel(logging.WARNING)
     if not Path(job.directory).is_dir():

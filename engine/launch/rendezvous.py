@@ -33,11 +33,11 @@ WATCH_S = 0.5
 """How often an agent checks whether machines wait to join, or ranks have failed elsewhere (s)."""
 
 SILENT_S = 4.0
-"""At the end, a store that has not answered for so long (s) is not waited for."""
+"""Silence of a store (s) after which the end of a job no longer waits for it."""
 ELSEWHERE_S = 2.0
 """How long to wait for the cause of a failure from another machine (s)."""
 END_S = 310.0
-"""How long a machine whose ranks have ended waits for the others (s)."""
+"""How long a machine whose ranks have ended waits for other machines (s)."""
 CAUSE = "cause"
 """The key in a round's store under which an agent reports a failure."""
 
@@ -48,7 +48,7 @@ def bounded(call: Callable[[], T], limit_s: float, what: str) -> T:
     """The result of ``call``, run in a separate thread: over a dead link torch's store can hang where no signal reaches it.
 
     Raises:
-        RendezvousTimeoutError: it took longer than ``limit_s``.
+        RendezvousTimeoutError: the call took longer than ``limit_s``.
     """
     done: list[T] = []
     failed: list[BaseException] = []
@@ -83,27 +83,28 @@ class Round:
     world_size: int
     """The ranks of all machines."""
     restarts: int
-    """The largest of the machines' counts, because one that has just joined counts none: the same on all of them."""
+    """The largest of the machines' counts of restarts, the same on all machines: one that has just joined has counted none."""
     master: tuple[str, int]
     """Address and port of the ranks' store, a new one in each round: a script that calls ``init_process_group()`` itself would otherwise find
     the keys of the ranks before."""
 
 
 class Meeting(ABC):
-    """How the agents of a job's machines meet in rounds, and learn of each other's failures: :class:`OneMachine` or :class:`Machines`."""
+    """The place where the agents of a job's machines meet in rounds, and learn of each other's failures: :class:`OneMachine` or
+    :class:`Machines`."""
 
     run_id: str
     """The job's name."""
     local = LOOPBACK
     """This machine's name for the other machines."""
     address: str | None = LOOPBACK
-    """This machine's address towards them."""
+    """This machine's address towards the other machines."""
     machines_waiting = 0
     """How many machines waited to join at the last check."""
     failed_elsewhere = False
-    """The agent of another machine has reported that one of its ranks failed in this round."""
+    """Whether the agent of another machine has reported that one of its ranks failed in this round."""
     has_met = False
-    """There was at least one complete round."""
+    """Whether at least one round was complete."""
 
     @property
     def reachable(self) -> bool:
@@ -116,7 +117,7 @@ class Meeting(ABC):
 
         Args:
             nproc: this machine's ranks.
-            restarts: its count of restarts.
+            restarts: this machine's count of restarts.
 
         Raises:
             RendezvousError, torch.distributed.DistError: the machines did not meet.
@@ -139,8 +140,8 @@ class OneMachine(Meeting):
     """One machine without a rendezvous. Its ranks connect through a store that only this machine reaches, and nothing in it is unpickled.
 
     Args:
-        port: of the first round's store; 0: any that is free. Later rounds use any.
-        run_id: random by default, so that other users of this machine cannot guess it.
+        port: port of the first round's store; 0: any free port. Later rounds use any free port.
+        run_id: the job's name; random by default, so that other users of this machine cannot guess it.
     """
 
     def __init__(self, port: int, run_id: str | None) -> None:
@@ -167,10 +168,10 @@ class Machines(Meeting):
     """Several machines: torch's rendezvous, and a thread that polls it, because an agent must notice its ranks' ends even if the network hangs.
 
     Args:
-        handler: torch's.
+        handler: torch's rendezvous.
         limit_s: how long the rendezvous may take (s).
         local: this machine's name for the other machines.
-        address: its address towards them.
+        address: this machine's address towards the other machines.
         shared: the address of a store that all rounds share, if they do. The first round's ranks use it as well: the user has chosen its port.
     """
 
@@ -253,7 +254,7 @@ class Machines(Meeting):
             info.world_size,
             sum(counts[: info.rank]),
             sum(counts),
-            max(others for _, others in rows),
+            max(machine_restarts for _, machine_restarts in rows),
             (host, port),
         )
 
@@ -338,7 +339,9 @@ def meeting_of(job: Job, output: Output | Terminal) -> Meeting:
     host, port = job.endpoint or (LOOPBACK, 0)
     if job.max_nodes == 1:
         if not addresses.is_own(host):
-            output.say(f"--rdzv {host}:{port} is not needed for one machine: its ranks meet at {LOOPBACK}:{port}")
+            output.write_line(
+                f"--rdzv {host}:{port} is not needed for one machine: its ranks meet at {LOOPBACK}:{port}"
+            )
         try:
             return OneMachine(port, job.run_id)
         except dist.DistError as error:
@@ -347,7 +350,7 @@ def meeting_of(job: Job, output: Output | Terminal) -> Meeting:
     outward: str | None = local
     if addresses.is_loopback(local) and not addresses.is_loopback(host):
         # Many machines resolve their own name to a loopback address; the others resolve it to the real one.
-        outward, local = addresses.outward(), host
+        outward, local = addresses.default_address(), host
     if job.node_rank is None:
         store = _served(job, host, port) if addresses.is_own(host) else _reached(job, host, port)
         return Machines(_dynamic(job, store, local), job.join_timeout_s, local, outward)
@@ -362,7 +365,7 @@ def _towards(job: Job, host: str, port: int, output: Output | Terminal) -> str:
     deadline, announced = time.monotonic() + job.join_timeout_s, False
     while True:
         try:
-            return addresses.towards(host, port)
+            return addresses.address_towards(host, port)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LaunchError(
@@ -370,7 +373,7 @@ def _towards(job: Job, host: str, port: int, output: Output | Terminal) -> str:
                     "Is the name right, and is there a route to it?"
                 ) from error
             if not announced:
-                output.say(
+                output.write_line(
                     f"--rdzv {host}:{port} cannot be resolved yet ({error}); waiting up to {job.join_timeout_s} s"
                 )
                 announced = True
@@ -378,7 +381,7 @@ def _towards(job: Job, host: str, port: int, output: Output | Terminal) -> str:
 
 
 def _served(job: Job, host: str, port: int) -> dist.Store:
-    """The store at an address of this machine: ours, or another agent's of the same job."""
+    """The store at an address of this machine: this agent's, or that of another agent of the same job."""
     if addresses.is_free(port):
         with contextlib.suppress(dist.DistError):  # another agent was faster
             return dist.TCPStore(

@@ -31,7 +31,7 @@ from engine.config.settings import Settings
 from engine.distributed import failures, stores
 from engine.distributed.addresses import LOOPBACK
 from engine.distributed.environments import Environment, detect
-from engine.distributed.environments.environment import shown
+from engine.distributed.environments.environment import as_text
 from engine.distributed.failures import Interrupt
 from engine.distributed.group import Group
 from engine.distributed.join import join
@@ -43,7 +43,7 @@ from engine.utils.errors import TERMINATED, RankError
 from engine.utils.log import logger, warn_once
 
 PATIENCE_S = 10.0
-"""How long rank 0, when it is done, waits for the others until it says so (s)."""
+"""Time (s) after which rank 0, when it is done, logs that it waits for other ranks."""
 INTERRUPT_S = 2.5
 """After a failure a ``RankError`` interrupts rank 0's thread after this time (s), unless a collective has raised by then."""
 GIVE_UP_S = 5.0
@@ -68,12 +68,12 @@ _WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 
 
 _BESIDE = {"PYTHONBREAKPOINT": f"{__name__}.pass_breakpoint"}
-"""Environment variables of the other ranks, unless they are set."""
+"""Environment variables of the started ranks, unless the environment sets them already."""
 
 
 @contextlib.contextmanager
 def joined(settings: Settings, environment: Environment | None = None) -> Iterator[Group]:
-    """The group of all processes of this job, met. An error that only says that others are gone is replaced by theirs.
+    """Join all processes of this job within the block. An error that only says that another rank is gone is replaced by that rank's error.
 
     ``environment``: this process's, if the caller has read it.
     """
@@ -109,7 +109,7 @@ def _start_for(kind: str, settings: Settings) -> ScriptRanks | None:
         )
     if count == 1:
         if (started := current()) is not None:
-            started.demand(1)
+            started.require_world_size(1)
         return None
     if settings.strategy == "single":
         raise ValueError(
@@ -142,7 +142,7 @@ def _check_started(environment: Environment, settings: Settings) -> None:
 
 
 def _read_from(environment: Environment) -> str:
-    return f" (read: {shown(environment.variables)})" if environment.variables else ""
+    return f" (read: {as_text(environment.variables)})" if environment.variables else ""
 
 
 class ScriptRanks(StartedRanks):
@@ -163,7 +163,7 @@ class ScriptRanks(StartedRanks):
         self._reported = False
         self._interrupt = Interrupt(
             RankError
-        )  # withdrawn: rank 0's thread no longer needs the others, or has seen the failure
+        )  # forbidden: rank 0's thread no longer needs the others, or has seen the failure
         self._broken = False  # the last training ended with an error: the others may wait forever
         self._preempted = False
         self._supervisor = Supervisor(ranks)
@@ -174,11 +174,11 @@ class ScriptRanks(StartedRanks):
     def training(self) -> Iterator[None]:
         """A context for everything that needs all ranks (joining, ``Fit.run``): inside, any exit of another rank is a failure.
 
-        From :func:`start` to the first use the ranks also count as needed. Raises as :meth:`check`, at the start and instead of a
+        From :func:`start` to the first use the ranks also count as needed. Raises the errors of :meth:`check`, at the start and instead of a
         collective's error.
         """
-        self._interrupt.arm()
-        self._judge()
+        self._interrupt.allow()
+        self._has_failure()
         self.check()
         self._broken = True
         try:
@@ -190,7 +190,7 @@ class ScriptRanks(StartedRanks):
             self.check(error)
             raise
         finally:
-            self._interrupt.withdraw()
+            self._interrupt.forbid()
 
     def check(self, error: BaseException | None = None, wait_s: float = 3.0) -> None:
         """Raise if another rank has failed.
@@ -203,16 +203,16 @@ class ScriptRanks(StartedRanks):
             RankError: from ``error``; names the rank that failed first, its exit code or signal, and its traceback.
         """
         if error is not None and (not failures.blames_peer(error) or (isinstance(error, RankError) and str(error))):
-            self._interrupt.withdraw()
+            self._interrupt.forbid()
             return
         if self._failed.wait(wait_s if error is not None else 0.0):
-            self._interrupt.withdraw()
+            self._interrupt.forbid()
             self._reported = True
             raise RankError(self._report) from (error if error is not None and str(error) else None)
         if error is not None:
-            self._interrupt.withdraw()
+            self._interrupt.forbid()
 
-    def demand(self, world_size: int) -> None:
+    def require_world_size(self, world_size: int) -> None:
         """Raise ``RuntimeError`` if a run needs a different number of ranks."""
         if self.environment.world_size != world_size:
             raise RuntimeError(
@@ -221,10 +221,10 @@ class ScriptRanks(StartedRanks):
             )
 
     def end_with_process(self) -> None:
-        """Wait for the others, or end them if rank 0 ends with an error. Called by the interpreter's exit."""
+        """Wait for the other ranks, or end them if rank 0 ends with an error. Called by the interpreter's exit."""
         if os.getpid() != self._pid:  # a fork of rank 0
             return
-        self._interrupt.withdraw()
+        self._interrupt.forbid()
         # Set by the interpreter when it prints an uncaught exception.
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         with contextlib.suppress(KeyboardInterrupt):
@@ -234,13 +234,13 @@ class ScriptRanks(StartedRanks):
                 self._supervisor.await_end(FAIL_S, until=self._failed)
             else:
                 self._await_others()
-        failed = not isinstance(error, KeyboardInterrupt) and self._judge()
+        failed = not isinstance(error, KeyboardInterrupt) and self._has_failure()
         self._supervisor.end(signal.SIGTERM, FAIL_S)
         if isinstance(error, Exception) and not self._reported:  # rank 0's own, which was shown
             print(self._after(error), end="", file=sys.stderr, flush=True)
         elif failed and not self._reported:
             logging.shutdown()
-            self._die(f"RankError: {self._report}")
+            self._exit_with(f"RankError: {self._report}")
         scratch.remove(self._directory)
         self._supervisor.close()
         for thread in self._threads:  # as the supervisor's
@@ -259,14 +259,14 @@ class ScriptRanks(StartedRanks):
             running = bool(self._supervisor.running())
             if self._lost(self._needed()):
                 self._supervisor.await_other_failures()
-                if self._judge():
+                if self._has_failure():
                     break
         if self._failed.is_set() and self._needed():
             self._end_all()
 
     def _needed(self) -> bool:
-        """Check whether rank 0 needs the others now: before the first training, and in each."""
-        return not self._interrupt.withdrawn.is_set()
+        """Check whether rank 0 needs the other ranks now: before the first training, and in each training."""
+        return not self._interrupt.forbidden.is_set()
 
     def _lost(self, needed: bool) -> list[Rank]:
         """The ranks whose end is a failure: any as long as they are needed."""
@@ -277,7 +277,7 @@ class ScriptRanks(StartedRanks):
             if rank.exit_code is not None and not rank.ended_by_launcher and (needed or rank.exit_code not in fine)
         ]
 
-    def _judge(self) -> bool:
+    def _has_failure(self) -> bool:
         """Check whether a rank has failed; the first time, store its report."""
         with self._lock:
             needed = self._needed()
@@ -291,13 +291,13 @@ class ScriptRanks(StartedRanks):
 
     def _end_all(self) -> None:
         self._run_beside(functools.partial(self._supervisor.end, signal.SIGTERM, FAIL_S), "fit-terminate")
-        if self._interrupt.withdrawn.wait(INTERRUPT_S):
+        if self._interrupt.forbidden.wait(INTERRUPT_S):
             return
-        self._interrupt.strike()  # for Python code outside collectives; ``check`` adds the message
-        if self._interrupt.withdrawn.wait(GIVE_UP_S - INTERRUPT_S):
+        self._interrupt.interrupt()  # for Python code outside collectives; ``check`` adds the message
+        if self._interrupt.forbidden.wait(GIVE_UP_S - INTERRUPT_S):
             return
         self._supervisor.end(signal.SIGTERM, 0.0)
-        self._die(f"RankError: {self._report}\n\nrank 0 did not react within {GIVE_UP_S:g} s and is terminated.")
+        self._exit_with(f"RankError: {self._report}\n\nrank 0 did not react within {GIVE_UP_S:g} s and is terminated.")
 
     def _await_others(self) -> None:
         if not self._supervisor.await_end(PATIENCE_S, until=self._failed) and not self._failed.is_set():
@@ -309,15 +309,15 @@ class ScriptRanks(StartedRanks):
         """The lines after rank 0's own ``error``: a line for each other rank, and the traceback of one that failed in another way."""
         ranks = self._supervisor.ranks
         texts = {rank: failures.read(rank.error_file) for rank in ranks}
-        other = [
+        unrelated = [
             rank
             for rank, (text, _, is_consequence) in texts.items()
             if text and not is_consequence and summary(text) != failures.last_line(error)
         ]
-        parts = [lines_of_others(ranks, other[0] if other else None), *map(report, other[:1])]
+        parts = [lines_of_others(ranks, unrelated[0] if unrelated else None), *map(report, unrelated[:1])]
         return "".join(f"{part}\n" for part in parts if part)
 
-    def _die(self, text: str) -> None:
+    def _exit_with(self, text: str) -> None:
         # The only way to a non-zero exit code from another thread or from an exit handler.
         with contextlib.suppress(Exception):
             print(text, file=sys.stderr)
@@ -348,7 +348,7 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Scr
         raise ValueError(f"world_size={world_size}: to start other ranks it must be at least 2")
     started = current()
     if started is not None:
-        started.demand(world_size)
+        started.require_world_size(world_size)
         return started
     command = repeatable(world_size)
     if own_process.ran_alone:
@@ -364,9 +364,9 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Scr
         if name not in os.environ:
             os.putenv(name, value)  # for gloo in this process; os.environ belongs to the script
     directory = scratch.make("fit-ranks-")
-    others = _start_others(command, world_size, store.port, directory, {**threads, **_BESIDE, **interface})
+    other_ranks = _start_others(command, world_size, store.port, directory, {**threads, **_BESIDE, **interface})
     environment = Environment("relaunch", 0, world_size, 0, world_size, 1, "127.0.0.1", store.port, agent_store=True)
-    ranks = ScriptRanks(environment, store, others, directory)
+    ranks = ScriptRanks(environment, store, other_ranks, directory)
     own_process.started = ranks
     atexit.register(ranks.end_with_process)
     sys.excepthook = failures.hook(environment)
@@ -471,24 +471,24 @@ def without_tool(arguments: Sequence[str], script: Sequence[str]) -> list[str] |
     first = 0
     while first < len(arguments) and arguments[first].startswith("-") and not arguments[first].startswith(("-m", "-c")):
         first += 2 if arguments[first] in _WITH_VALUE else 1
-    options, rest = list(arguments[:first]), list(arguments[first:])
-    if _program(rest) not in TOOLS:
+    options, command = list(arguments[:first]), list(arguments[first:])
+    if _program(command) not in TOOLS:
         return list(arguments)
-    at = len(rest) - len(script)
-    if at < 1 or rest[at + 1 :] != list(script[1:]):
+    start = len(command) - len(script)
+    if start < 1 or command[start + 1 :] != list(script[1:]):
         return None
-    if rest[at - 1] in ("-m", "--module"):
-        return [*options, "-m", *rest[at:]]
-    return [*options, *rest[at:]] if os.path.realpath(rest[at]) == os.path.realpath(script[0]) else None
+    if command[start - 1] in ("-m", "--module"):
+        return [*options, "-m", *command[start:]]
+    return [*options, *command[start:]] if os.path.realpath(command[start]) == os.path.realpath(script[0]) else None
 
 
-def _program(rest: Sequence[str]) -> str:
+def _program(command: Sequence[str]) -> str:
     """The module or the command that the interpreter runs; ``""`` for a script, whatever its name."""
-    if not rest or rest[0].endswith(".py"):
+    if not command or command[0].endswith(".py"):
         return ""
-    if rest[0].startswith("-m"):
-        return (rest[0][2:] or "".join(rest[1:2])).split(".")[0]
-    return Path(rest[0]).name
+    if command[0].startswith("-m"):
+        return (command[0][2:] or "".join(command[1:2])).split(".")[0]
+    return Path(command[0]).name
 
 
 def _first_directory() -> str | None:

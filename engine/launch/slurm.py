@@ -47,7 +47,7 @@ class Batch:
     """The options of an sbatch script. The fields are named like sbatch's options; SLURM decides empty ones."""
 
     command: tuple[str, ...]
-    """What each rank runs: a program and its arguments."""
+    """Program and arguments of each rank."""
     nodes: str = "1"
     ntasks_per_node: int = 1
     job_name: str = "fit"
@@ -110,15 +110,15 @@ def time_limit(text: str) -> int | None:
     """Seconds of a time in one of sbatch's forms (``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S``); ``None``: no limit.
 
     Raises:
-        LaunchError: it has none of these forms.
+        LaunchError: ``text`` has none of these forms.
     """
     if text.lower() in ("infinite", "unlimited", "0"):
         return None
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         raise LaunchError(f"--time {text!r}: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S is needed")
-    days, *rest = (int(part) if part is not None else None for part in match.groups())
-    parts = [part for part in rest if part is not None]
+    days, *clock = (int(part) if part is not None else None for part in match.groups())
+    parts = [part for part in clock if part is not None]
     if days is None:  # counted from the right, except for minutes alone
         hours, minutes, seconds = (0, parts[0], 0) if len(parts) == 1 else (0, *parts) if len(parts) == 2 else parts
     else:  # counted from the left
@@ -177,7 +177,7 @@ def script(batch: Batch) -> str:
 
 
 _TASK = 'trap : TERM; "$@"; status=$?; if [ $status -eq 143 ]; then [ $SLURM_PROCID -ne 0 ] || : > "$0"; exit 0; fi; exit $status'
-"""What each task runs around its rank: SIGTERM is for the rank."""
+"""Shell commands of each task around its rank: SIGTERM is for the rank."""
 _REQUEUE = (
     "    # After scancel this script ends, too, and does not get here.",
     '    echo "fit launch: the job is requeued, to continue from its last checkpoint" >&2',
@@ -189,7 +189,7 @@ def submit(text: str, environ: Mapping[str, str]) -> str:
     """Hand a script to sbatch.
 
     Args:
-        text: of :func:`script`.
+        text: the script, as :func:`script` returns it.
         environ: for sbatch and the job; variables of a surrounding job step are removed.
 
     Returns:
@@ -202,8 +202,12 @@ def submit(text: str, environ: Mapping[str, str]) -> str:
         raise LaunchError(
             "--slurm: there is no sbatch on this machine's PATH; run it on a login node, or use --dry-run"
         )
-    kept = {name: value for name, value in environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
-    done = subprocess.run(["sbatch", "--parsable"], input=text, env=kept, capture_output=True, text=True, check=False)
+    variables = {
+        name: value for name, value in environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"
+    }
+    done = subprocess.run(
+        ["sbatch", "--parsable"], input=text, env=variables, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise LaunchError(
             f"sbatch refuses the job (exit status {done.returncode}):\n{(done.stderr or done.stdout).rstrip()}"
@@ -217,17 +221,17 @@ def batch_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Batch:
     Raises:
         LaunchError: an impossible value or combination.
     """
-    least, most = nodes_of("--nnodes", options.nnodes or "1")
+    min_nodes, max_nodes = nodes_of("--nnodes", options.nnodes or "1")
     command = command_of(options)
     name = options.job_name or Path(options.script).stem
     return Batch(
         command,
-        nodes=str(least) if least == most else f"{least}-{most}",
+        nodes=str(min_nodes) if min_nodes == max_nodes else f"{min_nodes}-{max_nodes}",
         ntasks_per_node=_tasks(options),
         job_name=name,
         grace_s=_grace(options),
         requeue=not options.no_requeue,
-        max_restarts=_whole("--max-restarts", options.max_restarts or "0"),
+        max_restarts=_whole_number("--max-restarts", options.max_restarts or "0"),
         output=options.output or f"{options.log_dir or 'runs/logs'}/%x-%j.out",
         variables=config_variables(options.config, environ),
         further=tuple(options.slurm_option),
@@ -238,7 +242,7 @@ def batch_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Batch:
     )
 
 
-def _whole(name: str, text: str) -> int:
+def _whole_number(name: str, text: str) -> int:
     if not str(text).isdigit():
         raise LaunchError(f"{name} {text!r}: a whole number is needed")
     return int(text)

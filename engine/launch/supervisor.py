@@ -1,4 +1,4 @@
-"""The processes of a job that this process has started, and who watches them until one fails or all have ended."""
+"""The processes of a job that this process has started, and the supervisor that watches them until one fails or all have ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 SETTLE_S = 0.5
 """After a failure: time (s) for ranks that fail of the same cause to write their tracebacks, so that the first can be found."""
 FAIL_S = 4.0
-"""After a failure: time (s) between SIGTERM and SIGKILL for the others, which may hang in a collective."""
+"""After a failure: time (s) between SIGTERM and SIGKILL for the other ranks, which may hang in a collective."""
 
 
 @dataclass(eq=False)
@@ -27,26 +27,29 @@ class Rank(ABC):
     rank: int
     pid: int
     error_file: Path
-    """The file in which it leaves its traceback, in Torch Elastic's JSON form."""
+    """The file in which the rank leaves its traceback, in Torch Elastic's JSON form."""
     host: str = ""
-    """The machine that it runs on, if the job's ranks may be on several."""
+    """The machine of the rank, if the job's ranks may be on several."""
     log: Path | None = None
-    """The file of its output, if there is one."""
+    """The file of the rank's output, if there is one."""
     exit_code: int | None = None
-    """Minus the signal's number if a signal has ended it; ``None`` while it runs."""
+    """Exit code of the process; minus the signal's number if a signal has ended it, ``None`` while it runs."""
     ended_at: float = 0.0
-    """Seconds since 1970."""
+    """Time of the end, in seconds since 1970."""
     ended_by_launcher: bool = False
-    """The launcher has told it to end: it has not failed."""
+    """Whether the launcher has told the rank to end: then it has not failed."""
 
     @property
     def failed(self) -> bool:
-        """Check whether it failed by itself."""
+        """Check whether the rank has failed on its own."""
         return not self.ended_by_launcher and self.exit_code not in (None, 0)
 
     @abstractmethod
     def wait(self) -> int:
-        """Block until it ends, and return its exit code: in :class:`CommandRank`, or ``FunctionRank`` (``notebook()``). Only the supervisor waits."""
+        """Block until the process ends, and return its exit code. Only the supervisor waits.
+
+        Implemented by :class:`CommandRank` and ``FunctionRank`` (``notebook()``).
+        """
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to this process alone: its data workers would die in the middle of its step."""
@@ -81,7 +84,7 @@ def variables_of(
     master: tuple[str, int],
     attempt: int,
 ) -> dict[str, str]:
-    """torchrun's variables for a rank that meets the others in a store of its launcher."""
+    """torchrun's variables for a rank that meets the job's ranks in a store of its launcher."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -103,7 +106,7 @@ class Supervisor:
     process trains as rank 0 meanwhile. A thread for each rank blocks until that rank ends, so nothing is polled while a training runs.
 
     Args:
-        ranks: all of them, started already: a fork beside a waiting thread might inherit a lock that is held.
+        ranks: all ranks, started already: a fork beside a waiting thread might inherit a lock that is held.
     """
 
     def __init__(self, ranks: Sequence[Rank]) -> None:
@@ -122,7 +125,7 @@ class Supervisor:
         return [rank for rank in self.ranks if rank.exit_code is None]
 
     def await_other_failures(self) -> None:
-        """Give ranks that fail of the same cause time to do so: the first one to be seen need not be the first to fail."""
+        """Give ranks that fail of one cause time to do so: the first failure that is seen need not be the first that happened."""
         self.await_end(SETTLE_S)
 
     def end(self, number: signal.Signals, grace_s: float, hurry: threading.Event | None = None) -> None:
@@ -140,7 +143,7 @@ class Supervisor:
         self.await_end(FAIL_S)
 
     def await_end(self, limit_s: float, until: threading.Event | None = None) -> bool:
-        """Wait until all ranks have ended, at most so long or until the event is set; whether they have ended."""
+        """Wait until all ranks have ended, at most ``limit_s`` seconds or until the event is set; returns whether they have ended."""
         deadline = time.monotonic() + limit_s
         while self.running() and time.monotonic() < deadline and not (until is not None and until.is_set()):
             time.sleep(0.02)

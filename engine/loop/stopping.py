@@ -97,7 +97,7 @@ class StopControl:
 
     def agree_now(self) -> bool:
         """Find out now if some rank asks for the end, and accept it. A collective: every rank calls it at the same place."""
-        if not self.agreement.now(self.urgency):
+        if not self.agreement.agree_now(self.urgency):
             return False
         self.accept()
         return True

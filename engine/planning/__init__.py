@@ -1,1 +1,1 @@
-"""What a run of N ranks needs before it is started: memory, communication and time, traced on one machine with no data in memory."""
+"""Plans of a run of N ranks before it is started: memory, communication and time, traced on one machine with no data in memory."""

@@ -1,4 +1,4 @@
-"""What a search tries: the strategy that a user has given, then others with mesh degrees that divide the ranks, and micro-batches that keep
+"""Candidates of a search: the strategy that a user has given, then others with mesh degrees that divide the ranks, and micro-batches that keep
 the global batch."""
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class Layout:
     """A strategy with its degrees, on all ranks."""
 
     strategy: Any
-    """As ``Fit(strategy=...)`` takes it: a name, a mapping with a name, or an object."""
+    """Value for ``Fit(strategy=...)``: a name, a mapping with a name, or an object."""
     data_ranks: int
     """Ranks that see different samples."""
     shards: int
     """Ranks that share the parameters, gradients and optimizer state of one copy of the model."""
     offloaded: bool = False
-    """Parameters or optimizer state are in host memory."""
+    """Whether parameters or optimizer state are in host memory."""
     sharded_parameters: bool = True
     """Whether parameters and gradients are shared too, not only the optimizer state."""
     given: bool = False
-    """Somebody has asked for it."""
+    """Whether somebody has asked for this layout."""
     bounded: bool = True
     """Whether ``shards`` says how much of the model state a rank has; not of strategies that others wrote."""
     sizes: tuple[tuple[str, int], ...] = ()
-    """Its degrees, if ``strategy`` does not state them."""
+    """Degrees of the strategy, if ``strategy`` does not state them."""
 
     def degree(self, axis: str) -> int:
         """Ranks along ``"tp"`` or ``"pp"``."""
@@ -93,7 +93,7 @@ class Candidate:
         return f"Fit({', '.join(f'{key}={text}' for key, text in parts.items())})"
 
     def command(self, derived: bool) -> str | None:
-        """The same as options of ``fit run``; ``None``: an object cannot be written there."""
+        """The arguments as options of ``fit run``; ``None``: an object cannot be written there."""
         named = (str, Mapping)
         if not isinstance(self.layout.strategy, named) or not isinstance(self.precision, str):
             return None
@@ -114,9 +114,9 @@ class Candidate:
 
 
 def divisors(number: int) -> list[int]:
-    """Of a number, 1 and itself included, in order."""
-    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
-    return sorted({*small, *(number // each for each in small)})
+    """All divisors of a number, 1 and the number itself included, in order."""
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def layouts(
@@ -138,22 +138,22 @@ def layouts(
     if world_size == 1:
         return [Layout("single", 1, 1), *_zero(1)]
     node = divisors(per_node)[1:]
-    found = [Layout("ddp", world_size, 1), Layout("fsdp", world_size, world_size)]
-    for shard in (each for each in node if each < world_size and world_size % each == 0):
-        found.append(Layout({"name": "fsdp", "dp_replicate": world_size // shard}, world_size, shard))
-    found += _zero(world_size)
-    tensor = [each for each in node if world_size % each == 0 and each <= _MOST_TP]
+    ways = [Layout("ddp", world_size, 1), Layout("fsdp", world_size, world_size)]
+    for shard in (degree for degree in node if degree < world_size and world_size % degree == 0):
+        ways.append(Layout({"name": "fsdp", "dp_replicate": world_size // shard}, world_size, shard))
+    ways += _zero(world_size)
+    tensor = [degree for degree in node if world_size % degree == 0 and degree <= _MOST_TP]
     depth = divisors(world_size)[1:]
     if not planned:
         tensor = tensor[:1]
     if not has_parts(user_module(model)):
         depth = depth[:1]
-    found += [_mesh(world_size, tp=tp) for tp in tensor]
-    found += [each for pp in depth for each in _pipelines(world_size, pp)]
+    ways += [_mesh(world_size, tp=tp) for tp in tensor]
+    ways += [layout for pp in depth for layout in _pipelines(world_size, pp)]
     if planned and has_parts(user_module(model)):
-        found += [_mesh(world_size, pp=pp, tp=tp) for tp in tensor for pp in depth if world_size % (tp * pp) == 0]
-    found.append(Layout({"name": "fsdp", "cpu_offload": True}, world_size, world_size, offloaded=True))
-    return list({str(each): each for each in found if offload or not each.offloaded}.values())
+        ways += [_mesh(world_size, pp=pp, tp=tp) for tp in tensor for pp in depth if world_size % (tp * pp) == 0]
+    ways.append(Layout({"name": "fsdp", "cpu_offload": True}, world_size, world_size, offloaded=True))
+    return list({str(layout): layout for layout in ways if offload or not layout.offloaded}.values())
 
 
 def _zero(world_size: int) -> Iterable[Layout]:
@@ -168,24 +168,24 @@ def _zero(world_size: int) -> Iterable[Layout]:
 
 def _mesh(world_size: int, *, pp: int = 1, tp: int = 1) -> Layout:
     """Parts along ``pp`` and ``tp``, shards over the other ranks."""
-    rest = world_size // (pp * tp)
-    axes = {"pp": pp, "dp_shard": rest, "tp": tp}
+    shards = world_size // (pp * tp)
+    axes = {"pp": pp, "dp_shard": shards, "tp": tp}
     return Layout(
         {"name": "mesh", **{name: size for name, size in axes.items() if size > 1 or name == "dp_shard"}},
-        rest,
+        shards,
         world_size,
     )
 
 
 def _pipelines(world_size: int, pp: int) -> Iterable[Layout]:
     yield _mesh(world_size, pp=pp)
-    rest = world_size // pp
-    if rest > 1:
-        yield Layout({"name": "mesh", "pp": pp, "dp_replicate": rest, "dp_shard": 1}, rest, pp)
+    replicas = world_size // pp
+    if replicas > 1:
+        yield Layout({"name": "mesh", "pp": pp, "dp_replicate": replicas, "dp_shard": 1}, replicas, pp)
 
 
 def has_plan(model: nn.Module) -> bool:
-    """Whether a model says how tensor parallel cuts it."""
+    """Check whether a model says how tensor parallel cuts it."""
     owner = user_module(model)
     if callable(getattr(type(owner), "parallelize", None)):
         return True
@@ -193,7 +193,7 @@ def has_plan(model: nn.Module) -> bool:
 
 
 def has_blocks(model: nn.Module) -> bool:
-    """Whether activation checkpointing finds blocks, as far as it is known before ``configure_model``."""
+    """Check whether activation checkpointing finds blocks, as far as it is known before ``configure_model``."""
     owner = user_module(model)
     return (
         callable(getattr(type(owner), "blocks", None))
@@ -202,134 +202,134 @@ def has_blocks(model: nn.Module) -> bool:
     )
 
 
-def micro_batches(given: int, share: int) -> list[int]:
-    """Sizes that divide a rank's ``share`` of the global batch: the given one, its halves and doubles, and 1; in order."""
-    wanted = {given * 2**up for up in range(_DOUBLINGS + 1)} | {1}
-    size = given
+def micro_batches(start: int, share: int) -> list[int]:
+    """Sizes that divide a rank's ``share`` of the global batch: ``start``, its halves and doubles, and 1; in order."""
+    sizes = {start * 2**up for up in range(_DOUBLINGS + 1)} | {1}
+    size = start
     while size > 1:
         size //= 2
-        wanted.add(size)
-    return sorted(size for size in wanted if share % size == 0)
+        sizes.add(size)
+    return sorted(size for size in sizes if share % size == 0)
 
 
-def precisions(given: Any, device: Hardware, asked: Sequence[Any]) -> list[Any]:
-    """The precisions to try: those asked for, else full precision and beside it the half one for which a GPU has units."""
-    if asked:
-        return list(asked)
-    if str(given) != "32-true" or device.is_host:
-        return [given]
+def precisions(setting: Any, device: Hardware, requested: Sequence[Any]) -> list[Any]:
+    """The precisions to try: the requested ones, else full precision and beside it the half one for which a GPU has units."""
+    if requested:
+        return list(requested)
+    if str(setting) != "32-true" or device.is_host:
+        return [setting]
     if "bfloat16" in device.peaks:
-        return [given, "bf16-mixed"]
-    return [given, "16-mixed"] if "float16" in device.peaks else [given]
+        return [setting, "bf16-mixed"]
+    return [setting, "16-mixed"] if "float16" in device.peaks else [setting]
 
 
 _KINDS: dict[str, type[Strategy]] = {"ddp": DDP, "fsdp": FSDP, "mesh": MeshParallel}
-"""Whose options a search knows, by the name that a candidate has."""
+"""Classes whose options a search knows, by the name that a candidate has."""
 _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 
 @dataclass(frozen=True)
 class UsersStrategy:
-    """What a user asked for."""
+    """The strategy that a user asked for."""
 
     as_written: Any
-    """As the setting has it: a name, a :class:`NamedOptions`, or an object."""
+    """Value of the setting: a name, a :class:`NamedOptions`, or an object."""
     strategy: Strategy
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Its options other than degrees that are not the defaults, if its class is one that a search knows."""
+    """Options other than degrees that are not the defaults, if a search knows the class of the strategy."""
 
     @property
-    def known(self) -> bool:
-        """Whether its class is one that a search knows: a subclass may do anything."""
+    def is_searchable(self) -> bool:
+        """Check whether a search knows the class of the strategy: a subclass may do anything."""
         return type(self.strategy) in _KINDS.values()
 
     @property
-    def plan(self) -> bool:
-        """Whether it brings a plan for tensor parallel, so that the model needs none."""
+    def brings_plan(self) -> bool:
+        """Check whether the strategy brings a plan for tensor parallel, so that the model needs none."""
         return self.options.get("plan") is not None
 
     def layout(self, engine: Engine | None, world_size: int) -> Layout:
-        """As it is.
+        """The layout of the strategy, as the user asked for it.
 
         Args:
-            engine: that has it, in a simulated job; ``None``: it is refused there.
+            engine: the engine that has the strategy in a simulated job; ``None``: the strategy is refused there.
             world_size: ranks.
         """
-        asked = self.as_written.as_dict() if isinstance(self.as_written, NamedOptions) else self.as_written
+        strategy = self.as_written.as_dict() if isinstance(self.as_written, NamedOptions) else self.as_written
         if engine is None:
-            return Layout(asked, world_size, 1, given=True, bounded=False)
+            return Layout(strategy, world_size, 1, given=True, bounded=False)
         sizes = {name: size for name, size in engine.strategy.axes.items() if size > 1}
         shards = 1
         for name, size in sizes.items():
             shards *= size if name != "dp_replicate" else 1
         return Layout(
-            asked,
+            strategy,
             engine.data_group.world_size,
             shards,
             offloaded=bool(getattr(engine.strategy, "cpu_offload", False)),
             given=True,
-            bounded=self.known,
+            bounded=self.is_searchable,
             sizes=tuple(sizes.items()),
         )
 
     def with_its_options(self, layout: Layout) -> Layout:
-        """``layout`` with the options that its class has too."""
+        """``layout`` with those of the user's options that its class has too."""
         name = layout.strategy if isinstance(layout.strategy, str) else layout.strategy["name"]
         kind = _KINDS.get(name)
         if kind is None or not self.options:
             return layout
-        possible = {each.name for each in fields(kind) if each.init}
-        kept = {key: value for key, value in self.options.items() if key in possible}
-        if not kept:
+        possible = {option.name for option in fields(kind) if option.init}
+        own_options = {key: value for key, value in self.options.items() if key in possible}
+        if not own_options:
             return layout
         degrees: dict[str, Any] = {} if isinstance(layout.strategy, str) else layout.strategy
-        changed: Any = {**degrees, "name": name, **kept}
+        changed: Any = {**degrees, "name": name, **own_options}
         if isinstance(self.as_written, Strategy):
             del changed["name"]
             changed = kind(**changed)
         sizes = tuple((key, value) for key, value in degrees.items() if key in _DEGREES)
-        offloaded = layout.offloaded or bool(kept.get("cpu_offload"))
+        offloaded = layout.offloaded or bool(own_options.get("cpu_offload"))
         return replace(layout, strategy=changed, offloaded=offloaded, sizes=sizes)
 
     def notes(self) -> list[str]:
-        """What the search does with it."""
-        told = written(self.as_written.as_dict() if isinstance(self.as_written, NamedOptions) else self.as_written)
-        if not self.known:
+        """Sentences on what the search does with the strategy."""
+        text = written(self.as_written.as_dict() if isinstance(self.as_written, NamedOptions) else self.as_written)
+        if not self.is_searchable:
             return [
-                f"strategy={told} was given and is tried first, with other micro-batches too; its own settings are not varied"
+                f"strategy={text} was given and is tried first, with other micro-batches too; its own settings are not varied"
             ]
-        kept = f"; others keep {', '.join(self.options)} where they have it" if self.options else ""
-        return [f"strategy={told} was given and is tried first; degrees are varied{kept}"]
+        addition = f"; others keep {', '.join(self.options)} where they have it" if self.options else ""
+        return [f"strategy={text} was given and is tried first; degrees are varied{addition}"]
 
 
-def users_strategy(asked: Any, origin: str, world_size: int) -> UsersStrategy | None:
-    """The strategy of the settings; ``None``: nobody asked for one."""
-    if origin == "default" or asked == "auto":
+def users_strategy(setting: Any, origin: str, world_size: int) -> UsersStrategy | None:
+    """The strategy of the settings; ``None``: nobody asked for a strategy."""
+    if origin == "default" or setting == "auto":
         return None
-    found = strategies.get(asked, world_size)
+    strategy = strategies.get(setting, world_size)
     options = {}
-    if type(found) in _KINDS.values():
+    if type(strategy) in _KINDS.values():
         options = {
-            each.name: getattr(found, each.name)
-            for each in fields(found)
-            if each.init and each.name not in _DEGREES and getattr(found, each.name) != each.default
+            option.name: getattr(strategy, option.name)
+            for option in fields(strategy)
+            if option.init and option.name not in _DEGREES and getattr(strategy, option.name) != option.default
         }
-    return UsersStrategy(asked, found, options)
+    return UsersStrategy(setting, strategy, options)
 
 
-def layouts_with(first: Layout, wanted: UsersStrategy, others: list[Layout]) -> list[Layout]:
-    """The given one, and others that are not the same with other words."""
+def layouts_with(first: Layout, users: UsersStrategy, ways: list[Layout]) -> list[Layout]:
+    """The layout ``first``, and of ``ways`` those that are not the same layout in other words."""
 
-    def same(each: Layout) -> tuple[Any, ...]:
-        return each.data_ranks, each.shards, each.degree("tp"), each.degree("pp"), each.offloaded
+    def degrees(layout: Layout) -> tuple[Any, ...]:
+        return layout.data_ranks, layout.shards, layout.degree("tp"), layout.degree("pp"), layout.offloaded
 
-    kept = [wanted.with_its_options(each) for each in others]
+    changed = [users.with_its_options(way) for way in ways]
     kinds = {"ddp": ("ddp",), "fsdp": ("fsdp", "mesh"), "mesh": ("fsdp", "mesh")}
-    own = next((name for name, kind in _KINDS.items() if type(wanted.strategy) is kind), None)
+    users_name = next((name for name, kind in _KINDS.items() if type(users.strategy) is kind), None)
 
     def doubles(before: Layout, after: Layout) -> bool:
         name = before.strategy if isinstance(before.strategy, str) else before.strategy["name"]
-        alike = name in kinds.get(own, ()) if own else before.strategy == first.strategy
-        return alike and same(after) == same(first)
+        alike = name in kinds.get(users_name, ()) if users_name else before.strategy == first.strategy
+        return alike and degrees(after) == degrees(first)
 
-    return [first, *(new for old, new in zip(others, kept, strict=True) if not doubles(old, new))]
+    return [first, *(new for old, new in zip(ways, changed, strict=True) if not doubles(old, new))]

@@ -1,4 +1,4 @@
-"""Counters of a step's operations and collectives: how many of which kind, with how many floating point operations and bytes."""
+"""Counters of a step's operations and collectives: the number of each kind, with its floating point operations and bytes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class OperationCounter:
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str, int, int, str], int] = {}
         self.weight = 1
-        """How often what is noted now comes in a step."""
+        """How often a step makes each call that is noted now."""
 
     def note(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, phase: str) -> None:
-        """A call of an operator."""
+        """Count a call of an operator."""
         if operator.is_view or operator.namespace == "prim":
             return
-        outputs, inputs = _found(result), _found((args, kwargs))
+        outputs, inputs = leaves(result), leaves((args, kwargs))
         if not outputs and not inputs:
             return
         formula = _FORMULAS.get(operator.name()) or torch_private.flops_of(operator.overloadpacket)
@@ -38,12 +38,12 @@ class OperationCounter:
         self._counts[key] = self._counts.get(key, 0) + self.weight
 
     def wrapped(self, operator: Any, phase: str) -> None:
-        """A call on a tensor that wraps others, such as a ``DTensor``: the host finds out what it means for those, and calls it again."""
+        """Count a call on a tensor that wraps others, such as a ``DTensor``: the host finds out what it means for those, and calls it again."""
         key = (f"{WRAPPED}.{operator.overloadpacket}", "", 0, 0, phase)
         self._counts[key] = self._counts.get(key, 0) + 1
 
     def operations(self) -> tuple[Operation, ...]:
-        """What was counted since :meth:`clear`."""
+        """Operations counted since :meth:`clear`."""
         return tuple(
             Operation(name, dtype, flops, moved, count, phase)
             for (name, dtype, flops, moved, phase), count in self._counts.items()
@@ -86,11 +86,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "aten::mkldnn_rnn_layer_backward": _recurrent_backward,
     "aten::_grouped_mm": _grouped,
 }
-"""Of operators that torch's table of FLOPs lacks, some of which a plan meets because it computes on the CPU."""
-
-
-def _found(tree: Any) -> list[Tensor]:
-    return leaves(tree)
+"""FLOPs of operators that torch's table lacks. A plan meets some of them because it computes on the CPU."""
 
 
 NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
@@ -122,35 +118,35 @@ class CollectiveCounter:
     def __init__(self, axes: Mapping[str, tuple[int, ...]]) -> None:
         self._names = {ranks: name for name, ranks in axes.items()}
         self.weight = 1
-        """How often what is noted now comes in a step."""
+        """How often a step makes each call that is noted now."""
         self._calls: dict[tuple[str, tuple[int, ...], str], list[int]] = {}  # by kind, ranks and phase
 
     def note(
         self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, phase: str
     ) -> list[Tensor]:
-        """A call of a collective's operator; its tensors."""
+        """Count a call of a collective's operator, and return its tensors."""
         name = operator._schema.name.partition("::")[2]
         kind = next((kind for start, kind in _KINDS if start in name), None)
         if kind is None:
             return []
-        given, group = [], None
+        values, group = [], None
         for argument, value in zip(operator._schema.arguments, args, strict=False):
             if argument.name in _GROUP_ARGUMENTS:
                 group = value
             else:
-                given.append(_tensors(value))
-        given += [_tensors(value) for value in kwargs.values()]
+                values.append(_tensors(value))
+        values += [_tensors(value) for value in kwargs.values()]
         if operator.namespace != "c10d":
-            given.append(_tensors(result))
+            values.append(_tensors(result))
         if group is None:
             group = next(kwargs[name] for name in _GROUP_ARGUMENTS if name in kwargs)
         ranks = tuple(dist.get_process_group_ranks(torch_private.group_of(group)))
-        size = max(sum(t.numel() * t.element_size() for t in tensors) for tensors in given)
+        size = max(sum(t.numel() * t.element_size() for t in tensors) for tensors in values)
         self._calls.setdefault((kind, ranks, phase), []).extend([size] * self.weight)
-        return [tensor for tensors in given for tensor in tensors]
+        return [tensor for tensors in values for tensor in tensors]
 
     def collectives(self) -> tuple[Collective, ...]:
-        """What was counted since :meth:`clear`."""
+        """Collectives counted since :meth:`clear`."""
         return tuple(
             Collective(kind, self._axis(ranks), ranks, len(sizes), sum(sizes), phase)
             for (kind, ranks, phase), sizes in self._calls.items()

@@ -1,4 +1,4 @@
-"""What a rank needs of its device's memory: torch's caching allocator replayed, and what comes on top."""
+"""Memory that a rank needs on its device: torch's caching allocator replayed, and what comes on top."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.planning.rank_trace import Allocations, Collective, RankTrace
 # c10/cuda/CUDACachingAllocator.cpp with its default settings, and "Memory management" in torch's CUDA notes.
 _MIB = 2**20
 BLOCK = 512
-"""Every block is a multiple of it."""
+"""Bytes; the size of every block is a multiple."""
 _SMALL = _MIB
 """Blocks up to this size come from segments of 2 MiB, and what is left of a segment is another block."""
 _SMALL_SEGMENT = 2 * _MIB
@@ -22,30 +22,30 @@ _LARGE = 10 * _MIB
 _SHARED_SEGMENT = 20 * _MIB
 _ROUND = 2 * _MIB
 _STEPS = 5
-"""After the first, until the allocator has settled: where there is room, two are enough."""
+"""Steps after the first until the allocator has settled: where there is room, two are enough."""
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
-    """What the allocator has had at most (bytes)."""
+class AllocatorPeaks:
+    """Peaks of a replayed allocator (bytes)."""
 
     allocated: int
     """Blocks: ``torch.cuda.max_memory_allocated``."""
     reserved: int
     """Segments: ``torch.cuda.max_memory_reserved``."""
     settled: bool
-    """Whether it came to steps in which it gets no more from the device and gives nothing back."""
+    """Whether the allocator came to steps in which it gets no more from the device and gives nothing back."""
 
 
 class OutOfMemory(Exception):
     """The tensors need more than the limit."""
 
 
-def replay(allocations: Allocations, limit: int | None = None) -> Replayed:
-    """What the allocator takes for some steps of ``allocations`` if it starts with nothing.
+def replay(allocations: Allocations, limit: int | None = None) -> AllocatorPeaks:
+    """Replay some steps of ``allocations`` with an allocator that starts with nothing.
 
     Args:
-        limit: bytes that it can reserve.
+        limit: bytes that the allocator can reserve.
 
     Raises:
         OutOfMemory: ``limit`` does not suffice.
@@ -54,18 +54,18 @@ def replay(allocations: Allocations, limit: int | None = None) -> Replayed:
     blocks: dict[int, Block] = {}
 
     def step(events: Sequence[int]) -> bool:
-        """Whether the allocator had what it needed."""
-        calls = allocator.segments_made
+        """Replay one step; returns whether the allocator needed no further segment."""
+        segments_before = allocator.segments_made
         for storage, size in zip(events[::2], events[1::2], strict=True):
             if (before := blocks.pop(storage, None)) is not None:
                 allocator.free(before)
             if size:
                 blocks[storage] = allocator.allocate(size, allocations.streams[storage])
-        return allocator.segments_made == calls
+        return allocator.segments_made == segments_before
 
     step(allocations.first)
     settled = any(step(allocations.again) for _ in range(_STEPS))
-    return Replayed(allocator.most_allocated, allocator.most_reserved, settled)
+    return AllocatorPeaks(allocator.most_allocated, allocator.most_reserved, settled)
 
 
 class Block:
@@ -78,8 +78,8 @@ class Block:
         self.before, self.after = before, after
 
     @property
-    def whole(self) -> bool:
-        """Whether it is a segment of its own."""
+    def is_segment(self) -> bool:
+        """Check whether the block is a whole segment."""
         return self.before is None and self.after is None
 
 
@@ -96,22 +96,22 @@ class _Pool:
         insort(self._free, (block.size, block.address, block))
 
     def remove(self, block: Block) -> bool:
-        """Whether it was free."""
+        """Remove a block; returns whether it was free."""
         at = bisect_left(self._free, (block.size, block.address))
         if at == len(self._free) or self._free[at][2] is not block:
             return False
         del self._free[at]
         return True
 
-    def take(self, size: int) -> Block | None:
-        """The smallest block that is large enough."""
+    def take_smallest(self, size: int) -> Block | None:
+        """Remove and return the smallest block of at least ``size`` bytes; ``None``: there is none."""
         at = bisect_left(self._free, (size,))
         return self._free.pop(at)[2] if at < len(self._free) else None
 
     def release(self) -> int:
         """Give back the segments that nothing uses; returns their bytes."""
-        unused = sum(block.size for _, _, block in self._free if block.whole)
-        self._free = [entry for entry in self._free if not entry[2].whole]
+        unused = sum(block.size for _, _, block in self._free if block.is_segment)
+        self._free = [entry for entry in self._free if not entry[2].is_segment]
         return unused
 
 
@@ -130,25 +130,25 @@ class CachingAllocator:
         """A block for a tensor of ``size`` bytes on a stream.
 
         Raises:
-            OutOfMemory: nor do the segments help that it could give back.
+            OutOfMemory: the limit does not suffice, even if all unused segments are given back.
         """
         size = rounded(size)
         small = size <= _SMALL
         pool = self._pools.setdefault((stream, small), _Pool(small))
-        block = pool.take(size) or self._segment(size, pool)
-        left = block.size - size
-        if left >= BLOCK if small else left > _SMALL:
-            rest = Block(block.address + size, left, pool, block, block.after)
+        block = pool.take_smallest(size) or self._segment(size, pool)
+        spare = block.size - size
+        if spare >= BLOCK if small else spare > _SMALL:
+            remainder = Block(block.address + size, spare, pool, block, block.after)
             if block.after is not None:
-                block.after.before = rest
-            block.after, block.size = rest, size
-            pool.add(rest)
+                block.after.before = remainder
+            block.after, block.size = remainder, size
+            pool.add(remainder)
         self.allocated += block.size
         self.most_allocated = max(self.most_allocated, self.allocated)
         return block
 
     def free(self, block: Block) -> None:
-        """The block's tensor is gone; free neighbours become one block."""
+        """Free a block whose tensor is gone; free neighbours become one block."""
         self.allocated -= block.size
         pool, before, after = block.pool, block.before, block.after
         if after is not None and pool.remove(after):
@@ -170,7 +170,7 @@ class CachingAllocator:
         else:
             size = _SHARED_SEGMENT if size < _LARGE else -(-size // _ROUND) * _ROUND
         if self._limit is not None and self.reserved + size > self._limit:
-            self.reserved -= sum(each.release() for each in self._pools.values())
+            self.reserved -= sum(unused.release() for unused in self._pools.values())
             if self.reserved + size > self._limit:
                 raise OutOfMemory
         block = Block(self._end, size, pool, None, None)
@@ -187,10 +187,10 @@ def rounded(size: int) -> int:
 
 
 MARGIN = 0.01
-"""Of the reserved memory, for what no trace sees: workspaces of cuBLAS and cuDNN. More is not needed: where the tensors come in another order than in
-the trace, the allocator can give back what it keeps unused, some 5 % in the published runs of ``tests/planning/published.py``."""
+"""Share of the reserved memory, for what no trace sees: workspaces of cuBLAS and cuDNN. More is not needed: where the tensors come in another
+order than in the trace, the allocator can give back what it keeps unused, some 5 % in the published runs of ``tests/planning/published.py``."""
 NCCL_BYTES = 256 * 2**20
-"""Of each process group on a GPU: NCCL's channels have buffers of 4 MiB for each protocol (NCCL_BUFFSIZE), 16 to 32 channels, at both ends."""
+"""Bytes of each process group on a GPU: NCCL's channels have buffers of 4 MiB for each protocol (NCCL_BUFFSIZE), 16 to 32 channels, at both ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +198,11 @@ class Need:
     """Bytes that a rank needs on its device."""
 
     tensors: int
-    """The peak, as traced."""
+    """Peak of the tensors, as traced."""
     rounded: int
-    """The allocator's blocks for them: ``max_memory_allocated``."""
+    """The allocator's blocks for the tensors: ``max_memory_allocated``."""
     reserved: int
-    """Its segments, free blocks between others included: ``max_memory_reserved``."""
+    """The allocator's segments, free blocks between others included: ``max_memory_reserved``."""
     margin: int
     context: int
     """The driver's context and kernels."""
@@ -211,32 +211,37 @@ class Need:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Segments, margin, context and communicators together."""
         return self.reserved + self.margin + self.context + self.communicators
 
 
-def need(trace: RankTrace, device: Hardware) -> Need:
-    """Of a rank on ``device``; on a CPU nothing is rounded."""
+def memory_need(trace: RankTrace, device: Hardware) -> Need:
+    """Compute the need of a rank on ``device``; on a CPU nothing is rounded."""
     tensors = trace.peak.memory.total
     if not device.caching:
         return Need(tensors, tensors, tensors, 0, device.reserved, 0)
-    communicators = NCCL_BYTES * len({each.ranks for each in trace.collectives if len(each.ranks) > 1})
+    communicators = NCCL_BYTES * len(
+        {collective.ranks for collective in trace.collectives if len(collective.ranks) > 1}
+    )
     room = int((device.memory - device.reserved - communicators) / (1 + MARGIN))
-    found = _settled(trace, room) or replay(trace.allocations)
-    margin = int(found.reserved * MARGIN)
-    return Need(tensors, found.allocated, found.reserved, margin, device.reserved, communicators)
+    replayed = _replay_within(trace, room) or replay(trace.allocations)
+    margin = int(replayed.reserved * MARGIN)
+    return Need(tensors, replayed.allocated, replayed.reserved, margin, device.reserved, communicators)
 
 
-def _settled(trace: RankTrace, room: int) -> Replayed | None:
-    """The allocator within ``room``, where it may have to give back what it does not use; ``None``: again and again, or it is not enough."""
+def _replay_within(trace: RankTrace, room: int) -> AllocatorPeaks | None:
+    """Replay within ``room`` bytes, where the allocator may have to give back what it does not use.
+
+    ``None``: it would do so again and again, or ``room`` is not enough.
+    """
     with suppress(OutOfMemory):
-        found = replay(trace.allocations, room)
-        return found if found.settled else None
+        replayed = replay(trace.allocations, room)
+        return replayed if replayed.settled else None
     return None
 
 
-def suffices(trace: RankTrace, device: Hardware) -> bool:
-    """Whether the device's memory is enough without margins, however often the allocator gives back what it does not use."""
+def is_enough(trace: RankTrace, device: Hardware) -> bool:
+    """Check whether the device's memory is enough without margins, however often the allocator gives back what it does not use."""
     room = device.memory - device.reserved
     if not device.caching:
         return trace.peak.memory.total <= room
@@ -247,15 +252,15 @@ def suffices(trace: RankTrace, device: Hardware) -> bool:
 
 
 def assumptions(device: Hardware, collectives: Iterable[Collective]) -> list[str]:
-    """What :func:`need` assumes, a sentence each."""
+    """Sentences on what :func:`memory_need` assumes."""
     if not device.caching:
         return ["the CPU's allocator rounds nothing; the interpreter, libraries and data workers are not counted"]
-    found = [
+    sentences = [
         "torch's caching allocator has its default settings; its segments are those that it takes for the tensors of some steps in the traced order",
         f"margin: {MARGIN:.0%} of the reserved memory for libraries' workspaces, {device.reserved / 2**30:.1f} GiB for the "
         "driver's context and kernels",
     ]
-    if any(len(each.ranks) > 1 for each in collectives):
-        found.append(f"margin: {NCCL_BYTES // 2**20} MiB of buffers for each process group of NCCL")
-    found.append("what a compiled graph saves or needs besides is not counted")
-    return found
+    if any(len(collective.ranks) > 1 for collective in collectives):
+        sentences.append(f"margin: {NCCL_BYTES // 2**20} MiB of buffers for each process group of NCCL")
+    sentences.append("what a compiled graph saves or needs besides is not counted")
+    return sentences

@@ -17,7 +17,7 @@ SHORT = {
     "fp8": "float8",
     **{name: name for name in DTYPES},
 }
-"""What :data:`DTYPES` are called on the command line."""
+"""Names of :data:`DTYPES` on the command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Link:
     kinds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Bandwidth and latency of kinds of collectives (``"reduce_scatter"``) that differ from these, as they were measured."""
 
-    def of(self, kind: str) -> Link:
-        """What a collective of this kind finds."""
+    def for_kind(self, kind: str) -> Link:
+        """The link as measured with this kind of collective; the link itself if nothing else was measured."""
         return Link(*self.kinds[kind]) if kind in self.kinds else self
 
 
@@ -41,11 +41,11 @@ class Reached:
     """The share of stated numbers that a well written training reaches; 1 for numbers that were measured."""
 
     compute: float = 0.7
-    """Of the dense peak, by products of large matrices: cuBLAS reaches 0.6 to 0.8 of an A100's or H100's at their power limit."""
+    """Share of the dense peak, by products of large matrices: cuBLAS reaches 0.6 to 0.8 of an A100's or H100's at their power limit."""
     memory: float = 0.8
-    """Of the memory's bandwidth, by operations on each element (STREAM reaches 0.85 to 0.9)."""
+    """Share of the memory's bandwidth, by operations on each element (STREAM reaches 0.85 to 0.9)."""
     links: float = 0.8
-    """Of a link's bandwidth, by collectives of large tensors (``busbw`` of nccl-tests on DGX A100 and H100: 0.75 to 0.85)."""
+    """Share of a link's bandwidth, by collectives of large tensors (``busbw`` of nccl-tests on DGX A100 and H100: 0.75 to 0.85)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +60,9 @@ class Hardware:
     bandwidth: float
     """Bytes a second to and from the device's memory."""
     within: Link
-    """Between two devices of a node."""
+    """Link between two devices of a node."""
     between: Link
-    """Between devices of two nodes: the network card's bandwidth that one device has for itself."""
+    """Link between devices of two nodes: the network card's bandwidth that one device has for itself."""
     per_node: int
     """Devices of a node, unless ``--nodes`` says otherwise."""
     caching: bool = True
@@ -82,7 +82,7 @@ class Hardware:
     reached: Reached = Reached()
     source: str = ""
     notes: tuple[str, ...] = field(default=())
-    """What is assumed beyond the source."""
+    """Assumptions beyond the source."""
 
     def peak(self, dtype: str, tf32: bool = False) -> float:
         """Operations a second in a dtype of torch (``"bfloat16"``); what the device lacks runs at the rate of float32, and integers too."""
@@ -271,7 +271,7 @@ _TABLE = (
     ),
 )
 DEVICES: dict[str, Hardware] = {each.name: each for each in _TABLE}
-"""By the name that ``--device`` takes."""
+"""Devices by the name that ``--device`` takes."""
 ALIASES = {
     "h100-sxm": "h100",
     "h100-80gb": "h100",

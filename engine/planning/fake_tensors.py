@@ -38,7 +38,7 @@ class Simulation(Mode):
     Where the code reads a value that is not there, it gets an answer: see :mod:`engine.planning.missing_values`.
 
     Args:
-        answered: called with what was asked and what the answer would be; returns the answer.
+        answered: called with a question of the code and the answer to it; returns the answer to give.
     """
 
     def __init__(self, answered: Callable[[str, Any], Any]) -> None:
@@ -81,10 +81,10 @@ class Simulation(Mode):
     def _answer(self, operator: Any, args: Any, kwargs: Any) -> Any:
         if operator is _aten._local_scalar_dense.default:
             kind = args[0].dtype
-            found: Any = (
+            answer: Any = (
                 bool(getattr(args[0], "_truth", None)) if kind is torch.bool else 1 if kind in INTEGERS else 1.0
             )
-            return self._answered("reads a value on the host", found)
+            return self._answered("reads a value on the host", answer)
         if operator in (_aten.equal.default, _aten.allclose.default):
             self._answered("compares values on the host", True)
             return True
@@ -121,8 +121,8 @@ def _numbers(tensor: Tensor) -> list[int] | None:
     if is_fake(tensor):
         return None
     with unset_fake_temporarily():
-        found: list[int] = tensor.tolist()
-        return found
+        numbers: list[int] = tensor.tolist()
+        return numbers
 
 
 def _tensor(values: list[int]) -> Tensor:
@@ -134,26 +134,26 @@ _ON_HOST = missing_values.HostValues(_numbers, _tensor)
 
 
 def _of_host(operator: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation has nothing but values that the host has."""
+    """Check whether all values of an operation are on the host."""
     tensors = _tensors(args, _tensors(kwargs.values(), []))
     if tensors:
         return all(t.device == _HOST and t.numel() <= MOST_HOST_NUMBERS for t in tensors)
     if kwargs.get("device", _HOST) not in (None, _HOST, "cpu") or not args:
         return False
     if operator.overloadpacket is _aten.arange:
-        return all(isinstance(each, int) for each in args) and kwargs.get("dtype") in (None, *INTEGERS)
+        return all(isinstance(size, int) for size in args) and kwargs.get("dtype") in (None, *INTEGERS)
     sizes = args[0] if isinstance(args[0], (list, tuple)) else args
     return kwargs.get("dtype") in INTEGERS and prod(s for s in sizes if isinstance(s, int)) <= MOST_HOST_NUMBERS
 
 
-def _tensors(values: Any, found: list[Tensor]) -> list[Tensor]:
-    """The tensors among arguments of an operator are added to ``found``."""
+def _tensors(values: Any, tensors: list[Tensor]) -> list[Tensor]:
+    """Add the tensors among arguments of an operator to ``tensors``."""
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            _tensors(value, found)
-    return found
+            _tensors(value, tensors)
+    return tensors
 
 
 def _finished(result: Any, args: Any) -> Any:
@@ -184,7 +184,7 @@ def fake_module(module: Module) -> Module:
         for tensor in (*inner._parameters.values(), *inner._buffers.values(), *vars(inner).values()):
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
                 memo[id(tensor)] = fake_tensor(tensor)
-    kept = list(memo)
+    first_keys = list(memo)
     while True:
         try:
             return copy.deepcopy(module, memo)
@@ -192,18 +192,18 @@ def fake_module(module: Module) -> Module:
             shared = _not_copied(module, memo)
             if not shared:
                 raise
-            memo = {key: memo[key] for key in kept}
+            memo = {key: memo[key] for key in first_keys}
             memo.update({id(value): value for value in shared})
-            kept = list(memo)
+            first_keys = list(memo)
 
 
 def fake_tensor(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape, layout and kind without values; a tensor on the meta device, or without values, itself. Small integers keep
-    their values: indices of positions, pointers into a queue."""
+    """A tensor of the same shape, layout and kind without values. A tensor without values is returned as it is, and one on the meta device stays
+    there. Small integers keep their values: indices of positions, pointers into a queue."""
     if tensor.is_meta:
         with torch_private.with_values():
-            without = torch.empty_like(tensor)
-            return nn.Parameter(without, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else without
+            meta = torch.empty_like(tensor)
+            return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
     if torch_private.is_fake(tensor):
         return tensor
     if is_lazy(tensor):  # has no shape yet
@@ -211,22 +211,22 @@ def fake_tensor(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, nn.Parameter) and torch_private.has_host_numbers(tensor):
         with torch_private.with_values():
             return tensor.detach().to("cpu", copy=True)
-    made = (
+    fake = (
         torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
         if tensor.layout is torch.strided
         else torch.empty(tensor.size(), dtype=tensor.dtype)
     )
     if isinstance(tensor, nn.Parameter):
-        parameter = nn.Parameter(made, tensor.requires_grad)
+        parameter = nn.Parameter(fake, tensor.requires_grad)
         parameter.__dict__.update(
             {name: value for name, value in vars(tensor).items() if not isinstance(value, Tensor)}
         )
         return parameter
-    return made.requires_grad_(tensor.requires_grad) if tensor.is_leaf else made
+    return fake.requires_grad_(tensor.requires_grad) if tensor.is_leaf else fake
 
 
 def make_fake(module: nn.Module) -> None:
-    """Replace what has values in a module (of its own, made by its hooks), in place."""
+    """Replace tensors with values in a module, which its own hooks have created, in place."""
     done: dict[int, Tensor] = {}
     for inner in module.modules():
         for store in (inner._parameters, inner._buffers):
@@ -246,7 +246,7 @@ def _fake_input(tensor: Tensor) -> Tensor:
 
 def _not_copied(module: nn.Module, memo: dict[int, Any]) -> list[Any]:
     """Attributes of a module that cannot be copied, such as locks and open files: the copy shares them."""
-    found = []
+    attributes = []
     for inner in module.modules():
         for name, value in vars(inner).items():
             if name in ("_parameters", "_buffers", "_modules") or id(value) in memo or isinstance(value, nn.Module):
@@ -254,5 +254,5 @@ def _not_copied(module: nn.Module, memo: dict[int, Any]) -> list[Any]:
             try:
                 copy.deepcopy(value, dict(memo))
             except Exception:
-                found.append(value)
-    return found
+                attributes.append(value)
+    return attributes

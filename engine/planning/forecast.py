@@ -1,4 +1,4 @@
-"""What :meth:`engine.Fit.plan` and :meth:`engine.Fit.search_plans` do: a plan of a user's run, and a search over plans of it."""
+"""A plan of a user's run, and a search over its plans: :meth:`engine.Fit.plan` and :meth:`engine.Fit.search_plans`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def plan(
     price: float | None,
     storage: float | str | None,
 ) -> Plan:
-    """The plan of a run of ``fit``; arguments as of :meth:`engine.Fit.plan`."""
+    """Plan a run of ``fit``; the arguments are those of :meth:`engine.Fit.plan`."""
     cluster = cluster_of(world_size, nodes, device, network, memory_limit)
     price, bandwidth = checked_costs(price, storage)
     facts = JobFacts()
@@ -98,11 +98,11 @@ def search_plans(
     Args:
         fit: its settings hold but for those that the search changes.
         module, train_loader, datamodule: of the run.
-        world_size, nodes, device, network, memory_limit: the ranks and their hardware, as of :meth:`engine.Fit.plan`.
+        world_size, nodes, device, network, memory_limit: the ranks and their hardware, as in :meth:`engine.Fit.plan`.
         precisions: to try; by default the given one; if nobody has given one, ``bf16-mixed`` (on GPUs without it ``16-mixed``) beside ``32-true``.
         largest: no micro-batch is larger.
-        seconds: begin no further plan after so many.
-        first: end with the first that fits; the simplest strategies and the least recomputation come first.
+        seconds: begin no further plan after this time.
+        first: end with the first candidate that fits; the simplest strategies and the least recomputation come first.
         report: called with each candidate once its verdict is known.
 
     Raises:
@@ -113,7 +113,7 @@ def search_plans(
     cluster = cluster_of(world_size, nodes, device, network, memory_limit)
     job = SimulatedJob(fit, module, train_loader, datamodule, cluster.world_size, cluster.nodes)
     users = users_strategy(fit.settings.strategy, fit.origins.get("strategy", "default"), cluster.world_size)
-    batch, samples, ways, blocks = _facts_of_one_rank(job, cluster, users is not None and users.plan)
+    batch, samples, ways, blocks = _facts_of_one_rank(job, cluster, users is not None and users.brings_plan)
     data_ranks = cluster.world_size
     with _quiet():
         if users is not None:
@@ -143,7 +143,7 @@ def _space(
     largest: int | None,
     first: bool,
 ) -> Space:
-    """What the search goes through: what somebody has given is not varied."""
+    """The candidates of the search: settings that somebody has given are not varied."""
     settings = fit.settings
     fixed = [name for name in _FIXED if fit.origins.get(name, "default") != "default"]
     if "precision" in fixed and not precisions:
@@ -184,7 +184,7 @@ def _users_layout(users: UsersStrategy, job: SimulatedJob) -> Layout:
             replace(job, fit=job.fit.from_resolved(_with_changes(job.fit, {}), ())), 0, JobFacts()
         ) as simulated:
             return users.layout(simulated.run.engine, job.world_size)
-    except ValueError:  # it is refused, and its plan will say why
+    except ValueError:  # the strategy is refused, and its plan will say why
         return users.layout(None, job.world_size)
 
 
@@ -207,7 +207,7 @@ def _planner(job: SimulatedJob, batch: Any, samples: int, cluster: Cluster) -> P
 
 
 def _with_changes(fit: Fit, changes: Mapping[str, Any]) -> Resolved:
-    """The settings of ``fit`` with these in their place. The window keeps the global batch, so that does not derive one; the ranks are
+    """The settings of ``fit`` with ``changes``. The window keeps the global batch, so ``global_batch_size`` derives no window; the ranks are
     those of the search."""
     changed = {**changes, "global_batch_size": None, "devices": "auto", "num_nodes": 1}
     return Resolved(replace(fit.settings, **changed), {**fit.origins, **dict.fromkeys(changed, _ORIGIN)}, fit.sections)
@@ -215,7 +215,7 @@ def _with_changes(fit: Fit, changes: Mapping[str, Any]) -> Resolved:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Candidates that nobody has chosen say nothing."""
+    """Log and warn nothing within the block: nobody has chosen the candidates."""
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:

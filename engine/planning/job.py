@@ -1,4 +1,4 @@
-"""What is planned: the facts about a run that its estimates need besides its traces."""
+"""The planned job: the facts about a run that its estimates need besides its traces."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Shape:
     feed_forward: int = 0
     """Width of the feed-forward layer; 0: four times ``hidden``."""
     gated: bool = False
-    """Three matrices in the feed-forward layer rather than two (SwiGLU)."""
+    """Whether the feed-forward layer has three matrices rather than two (SwiGLU)."""
     key_heads: int = 0
     """Heads of keys and values; 0: as many as ``heads``."""
     tied: bool = True
-    """The output layer is the input embedding."""
+    """Whether the output layer is the input embedding."""
     positions: int = 0
-    """Learned positions."""
+    """Number of learned positions."""
 
     @property
     def wide(self) -> int:
@@ -58,42 +58,42 @@ class Job:
     world_size: int
     nodes: int = 1
     strategy: str = "single"
-    """As messages name it."""
+    """Name of the strategy's class."""
     precision: str = "32-true"
     axes: dict[str, int] = field(default_factory=dict)
-    """Ranks on each axis of the mesh, for those with more than one."""
+    """Ranks on each axis of the mesh that has more than one."""
     data_ranks: int = 1
     """Ranks that see different samples."""
     window: int = 1
     """Micro-batches of a step on each rank."""
     schedule: str | None = None
-    """Of the pipeline."""
+    """Schedule of the pipeline; ``None``: there is no pipeline."""
     parts: int = 1
     """Parts of a micro-batch in the pipeline."""
     tf32: bool = False
-    """Products of float32 matrices are computed in TF32."""
+    """Whether products of float32 matrices are computed in TF32."""
     compiled: bool = False
     checkpointing: str | int | None = None
     """The setting ``activation_checkpointing``."""
     parameters: int = 0
-    """Of the whole model."""
+    """Parameters of the whole model (elements)."""
     trainable: int = 0
-    """Those of them that are trained."""
+    """Trained parameters of the whole model (elements)."""
     parameter_bytes: int = 0
-    """Of the whole model, parameters and buffers, as a checkpoint has them."""
+    """Bytes of the whole model, parameters and buffers, as a checkpoint has them."""
     buffer_bytes: int = 0
-    """Those of them that are buffers."""
+    """Bytes of the buffers among them."""
     optimizer_bytes: int | None = None
-    """Of the whole optimizer state in a checkpoint; ``None``: as much for each byte of parameters as on the traced ranks."""
+    """Bytes of the whole optimizer state in a checkpoint; ``None``: as much for each byte of parameters as on the traced ranks."""
     samples_per_epoch: int | None = None
-    """That all ranks together train on; ``None``: the loader has no length."""
+    """Samples that all ranks together train on in an epoch; ``None``: the loader has no length."""
     steps_per_epoch: int | None = None
     total_steps: int | None = None
     """``None``: only a time or a callback ends the run."""
     zero: tuple[int, int] | None = None
     """DeepSpeed's stage of ZeRO, from 1 on, and the bytes of an element of the parameters; ``None``: another strategy, or not Adam."""
     shape: Shape | None = None
-    """Of a dense transformer, for the formulas of papers."""
+    """Shape of the model for the formulas of papers; ``None``: the model is not known to be a dense transformer."""
 
     @property
     def pipeline(self) -> int:
@@ -117,12 +117,18 @@ class JobFacts:
         self._values: dict[str, Any] = {}
 
     def from_module(self, module: nn.Module) -> None:
-        """The user's module, before a strategy divides it; it lacks what ``configure_model`` makes."""
+        """Note the facts of the user's module, before a strategy divides it; it lacks what ``configure_model`` creates."""
         self._count(module, Single())
         self._values["shape"] = shape_of(module)
 
     def from_run(self, run: Run, batch: Any, compiled: bool) -> None:
-        """A run up to its first step, a micro-batch, and whether the user's step is compiled, which the run's is not."""
+        """Note the facts of a run up to its first step.
+
+        Args:
+            run: the run.
+            batch: a micro-batch.
+            compiled: whether the user's step is compiled; the run's is not.
+        """
         settings, strategy, engine = run.settings, run.engine.strategy, run.engine
         axes = {name: size for name, size in strategy.axes.items() if size > 1}
         facts = strategy_facts(strategy)
@@ -149,7 +155,7 @@ class JobFacts:
         }
 
     def _count(self, module: nn.Module, strategy: Strategy) -> None:
-        """Count a module that is larger than those before: a stage of a pipeline lacks the others."""
+        """Count a module if it is larger than the modules counted before: a stage of a pipeline lacks the other stages."""
         sizes = {p: prod(strategy.whole_shape(p)) for p in module.parameters()}
         count = sum(sizes.values())
         if count > self._values.get("parameters", -1):
@@ -162,26 +168,30 @@ class JobFacts:
             }
 
     def job(self, world_size: int, nodes: int) -> Job:
-        """All of it, for so many ranks and nodes."""
+        """Create the job from the facts, for ``world_size`` ranks on ``nodes`` nodes."""
         return Job(world_size=world_size, nodes=nodes, **self._values)
 
 
 def _zero(run: Run, stage: int) -> tuple[int, int] | None:
-    adam = all(type(getattr(each, "optimizer", each)).__name__.startswith("Adam") for each in run.optimizers)
+    adam = all(
+        type(getattr(optimizer, "optimizer", optimizer)).__name__.startswith("Adam") for optimizer in run.optimizers
+    )
     sizes = {p.element_size() for p in run.module.parameters() if p.requires_grad}
     return (stage, sizes.pop()) if stage and adam and len(sizes) == 1 else None
 
 
-def _samples(loader: PreparedLoader | None, each_batch: int, window: int, batches: int | None) -> int | None:
-    """Of an epoch, over all ranks: all of the loader's, which counts in samples or in ready batches, or those of as many ``batches`` as are read."""
-    if loader is None or loader.samples is None or not each_batch:
+def _samples(loader: PreparedLoader | None, batch_samples: int, window: int, batches: int | None) -> int | None:
+    """Samples of an epoch over all ranks: all of the loader's, which counts in samples or in ready batches, or those of the ``batches`` that are
+    read."""
+    if loader is None or loader.samples is None or not batch_samples:
         return None
-    found = round(loader.samples / loader.stride * each_batch * window)
-    return found if batches is None else min(found, batches * each_batch)
+    samples = round(loader.samples / loader.stride * batch_samples * window)
+    return samples if batches is None else min(samples, batches * batch_samples)
 
 
 def shape_of(model: nn.Module) -> Shape | None:
-    """The shape of a dense transformer, from its Hugging Face configuration or its modules; ``None``: it is none, or its shape cannot be read.
+    """The shape of a dense transformer, from its Hugging Face configuration or its modules; ``None``: the model is another one, or its shape
+    cannot be read.
 
     Read are: ``config`` of the model or of one of its modules; else the repeated blocks, the largest embedding, and the number of heads that a
     module of the first block has as an attribute. A model with experts is not dense.
@@ -233,7 +243,10 @@ def _of_modules(model: nn.Module) -> Shape | None:
     if len(blocks) < 2 or not embeddings:
         return None
     outputs = {m.out_features for m in model.modules() if isinstance(m, nn.Linear)}
-    words = max(embeddings, key=lambda each: (each.num_embeddings in outputs, each.num_embeddings * each.embedding_dim))
+    words = max(
+        embeddings,
+        key=lambda embedding: (embedding.num_embeddings in outputs, embedding.num_embeddings * embedding.embedding_dim),
+    )
     hidden = words.embedding_dim
     heads = next(filter(None, (_number(vars(m).get(name)) for m in blocks[0].modules() for name in _HEADS)), 0)
     if not heads or sum(isinstance(m, nn.ModuleList) and len(m) > 3 for m in blocks[0].modules()):
@@ -267,7 +280,7 @@ def _gated(model: nn.Module) -> bool:
 
 
 def _positions(model: nn.Module, hidden: int, vocabulary: int) -> int:
-    """Rows of a second embedding of that width."""
+    """Rows of a second embedding of width ``hidden``."""
     rows = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m.embedding_dim == hidden)
     return max((count for count in rows if count != vocabulary), default=0)
 
@@ -281,13 +294,13 @@ def _number(value: Any) -> int:
 
 
 def sequence_of(batch: Any) -> int:
-    """Tokens of a sample: the length of the batch's first tensor of whole numbers with two dims; 0: it has none."""
-    found: list[int] = []
+    """Tokens of a sample: the length of the batch's first tensor of whole numbers with two dims; 0: the batch has no such tensor."""
+    lengths: list[int] = []
 
     def look(tensor: Tensor) -> Tensor:
         if tensor.ndim == 2 and not tensor.is_floating_point() and not tensor.is_complex():
-            found.append(tensor.shape[1])
+            lengths.append(tensor.shape[1])
         return tensor
 
     map_tensors(look, batch)
-    return found[0] if found else 0
+    return lengths[0] if lengths else 0

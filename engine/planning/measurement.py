@@ -1,4 +1,4 @@
-"""What this machine reaches: arithmetic, memory traffic, the host's work, and links between the ranks of a job."""
+"""Measures what this machine reaches: arithmetic, memory traffic, the host's work, and links between the ranks of a job."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from engine.planning.step_time import START_S
 from engine.utils import accelerator
 
 _SECONDS = 0.2
-"""Of each repetition at least; the median of three counts: other work on the machine slows some of them down."""
+"""Duration of each repetition at least (s). The median of three counts: other work on the machine slows some of them down."""
 _REPETITIONS = 3
 _SMALL = 8
 """Bytes of the collectives that latency is measured with."""
 _LARGE, _LARGE_ON_CPU = 32 * 2**20, 8 * 2**20
-"""Of those that bandwidth is measured with."""
+"""Bytes of the collectives that bandwidth is measured with."""
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-"""How often each kind goes around the ring, as in :mod:`engine.planning.step_time`."""
+"""How often each kind of collective goes around the ring, as in :mod:`engine.planning.step_time`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What a rank reaches with all ranks at work at once: the slowest of ranks that have a device each, the mean of those that share a processor."""
+class MachineSpeeds:
+    """Speeds that a rank reaches with all ranks at work at once: the slowest of ranks that have a device each, the mean of ranks that share a
+    processor."""
 
     device: str
     ranks: int
@@ -49,13 +50,13 @@ class Measured:
     dtensor: float | None = None
     """Seconds that an operation on a ``DTensor`` takes besides; ``None``: one rank alone."""
     within: Link | None = None
-    """Between ranks of one node; ``None``: no node has two."""
+    """Link between ranks of one node; ``None``: no node has two ranks."""
     between: Link | None = None
-    """Between ranks of two nodes; ``None``: there is one node."""
+    """Link between ranks of two nodes; ``None``: there is one node."""
 
     @property
     def as_device(self) -> str:
-        """For ``--device``."""
+        """The text for ``--device``."""
         base = "cpu," if self.device == "cpu" else ""
         speeds = ",".join(f"{name}={value:.3g}" for name, value in self.peaks.items())
         wrapped = "" if self.dtensor is None else f",dtensor={self.dtensor:.2g}"
@@ -63,70 +64,71 @@ class Measured:
 
     @property
     def as_network(self) -> str | None:
-        """For ``--network``; ``None``: one rank alone."""
-        links = [each for each in (self.within, self.between) if each is not None]
+        """The text for ``--network``; ``None``: one rank alone."""
+        links = [link for link in (self.within, self.between) if link is not None]
         if not links:
             return None
         return "measured:" + ",".join(
             ",".join(
                 [
-                    f"{each.bandwidth:.3g}:{each.latency:.2g}",
-                    *(f"{kind}={rate:.3g}:{latency:.2g}" for kind, (rate, latency) in each.kinds.items()),
+                    f"{link.bandwidth:.3g}:{link.latency:.2g}",
+                    *(f"{kind}={rate:.3g}:{latency:.2g}" for kind, (rate, latency) in link.kinds.items()),
                 ]
             )
-            for each in links
+            for link in links
         )
 
 
-def measured(group: Group) -> Measured:
+def measure_machine(group: Group) -> MachineSpeeds:
     """Measure on all ranks of a job at once, about twenty seconds. A collective."""
     clock = _Clock(group)
-    own = {f"peak {name}": _product(clock, dtype, tf32) for name, dtype, tf32 in _dtypes(group.device)}
-    own |= {"bandwidth": _copy(clock), **_host(clock), **_links(group), "memory": float(_memory(group))}
-    found = _together(group, gather_json(group, own))
-    return Measured(
+    speeds = {f"peak {name}": _product(clock, dtype, tf32) for name, dtype, tf32 in _dtypes(group.device)}
+    speeds |= {"bandwidth": _copy(clock), **_host(clock), **_links(group), "memory": float(_memory(group))}
+    slowest = _slowest_of_ranks(group, gather_json(group, speeds))
+    return MachineSpeeds(
         device=group.device.type,
         ranks=group.world_size,
-        memory=int(found["memory"]),
-        peaks={name.removeprefix("peak "): value for name, value in found.items() if name.startswith("peak ")},
-        bandwidth=found["bandwidth"],
-        dispatch=1 / found["starts"],
-        dtensor=1 / found["dtensors"] if "dtensors" in found else None,
-        within=_link(found, "within"),
-        between=_link(found, "between"),
+        memory=int(slowest["memory"]),
+        peaks={name.removeprefix("peak "): value for name, value in slowest.items() if name.startswith("peak ")},
+        bandwidth=slowest["bandwidth"],
+        dispatch=1 / slowest["starts"],
+        dtensor=1 / slowest["dtensors"] if "dtensors" in slowest else None,
+        within=_link(slowest, "within"),
+        between=_link(slowest, "between"),
     )
 
 
-def _together(group: Group, rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The slowest rank's. Ranks that share a processor take turns, and one that is ahead waits for the others: then the mean of a node's."""
-    each = group.world_size // _nodes(group) if group.device.type == "cpu" else 1
-    nodes = [rows[first : first + each] for first in range(0, len(rows), each)]
+def _slowest_of_ranks(group: Group, rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The speeds of the slowest rank. Ranks that share a processor take turns, and one that is ahead waits for the others: there, the mean over
+    a node's ranks counts."""
+    ranks_per_node = group.world_size // _nodes(group) if group.device.type == "cpu" else 1
+    nodes = [rows[first : first + ranks_per_node] for first in range(0, len(rows), ranks_per_node)]
     return {name: min(fmean(row[name] for row in node) for node in nodes) for name in rows[0]}
 
 
-def _link(found: dict[str, float], name: str) -> Link | None:
-    if f"{name} all_reduce rate" not in found:
+def _link(speeds: dict[str, float], name: str) -> Link | None:
+    if f"{name} all_reduce rate" not in speeds:
         return None
-    kinds = {kind: (found[f"{name} {kind} rate"], 1 / found[f"{name} {kind} steps"]) for kind in _ROUNDS}
+    kinds = {kind: (speeds[f"{name} {kind} rate"], 1 / speeds[f"{name} {kind} steps"]) for kind in _ROUNDS}
     return Link(*kinds.pop("all_reduce"), kinds)
 
 
 def _dtypes(device: torch.device) -> list[tuple[str, torch.dtype, bool]]:
-    found = [("fp32", torch.float32, False)]
+    dtypes = [("fp32", torch.float32, False)]
     if device.type == "cuda":
-        found.append(("tf32", torch.float32, True))
+        dtypes.append(("tf32", torch.float32, True))
     if accelerator.computes_in(device, torch.bfloat16):
-        found.append(("bf16", torch.bfloat16, False))
+        dtypes.append(("bf16", torch.bfloat16, False))
     if device.type != "cpu":
-        found.append(("fp16", torch.float16, False))
-    return found
+        dtypes.append(("fp16", torch.float16, False))
+    return dtypes
 
 
 class _Clock:
     """Times work that all ranks do at once.
 
     Args:
-        group: of the ranks, which begin together.
+        group: the ranks, which begin together.
     """
 
     def __init__(self, group: Group) -> None:
@@ -137,34 +139,34 @@ class _Clock:
         return self.rates(work)[0]
 
     def rates(self, *works: Callable[[], object]) -> list[float]:
-        """The same of several, which take turns: they are compared."""
+        """Calls a second of several pieces of work, which take turns so that they can be compared."""
         for work in works:
             self._timed(work, 0.0)
-        found = [[self._timed(work, _SECONDS) for work in works] for _ in range(_REPETITIONS)]
-        return [median(each) for each in zip(*found, strict=True)]
+        repetitions = [[self._timed(work, _SECONDS) for work in works] for _ in range(_REPETITIONS)]
+        return [median(samples) for samples in zip(*repetitions, strict=True)]
 
     def seconds(self, work: Callable[[], object], calls: int) -> float:
-        """Of one call of so many, equally many on all ranks: the median of a few repetitions."""
-        found = []
+        """Seconds of one call, when every rank makes ``calls`` calls: the median of a few repetitions."""
+        durations = []
         for _ in range(_REPETITIONS + 1):
             self.group.barrier()
             began = time.perf_counter()
             for _ in range(calls):
                 work()
             self._finish()
-            found.append((time.perf_counter() - began) / calls)
-        return median(found[1:])  # the first opens connections
+            durations.append((time.perf_counter() - began) / calls)
+        return median(durations[1:])  # the first opens connections
 
     def _timed(self, work: Callable[[], object], seconds: float) -> float:
         self.group.barrier()
         self._finish()
-        began, calls, many, taken = time.perf_counter(), 0, 1, 0.0
-        while calls == 0 or taken < seconds:
+        began, calls, many, elapsed = time.perf_counter(), 0, 1, 0.0
+        while calls == 0 or elapsed < seconds:
             for _ in range(many):
                 work()
             self._finish()
-            calls, many, taken = calls + many, many * 2, time.perf_counter() - began
-        return calls / taken
+            calls, many, elapsed = calls + many, many * 2, time.perf_counter() - began
+        return calls / elapsed
 
     def _finish(self) -> None:
         if self.device.type != "cpu":
@@ -218,7 +220,7 @@ def _host(clock: _Clock) -> dict[str, float]:
         plain()
     if clock.group.world_size == 1:
         return {"starts": clock.rate(plain) * counted.plain}
-    mesh = _alone(clock.group)
+    mesh = _single_rank_mesh(clock.group)
     sharded = copy.deepcopy(net)
     for module in sharded.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -242,9 +244,9 @@ def _passes(net: nn.Module, x: torch.Tensor) -> Callable[[], None]:
     return forward_and_backward
 
 
-def _alone(group: Group) -> DeviceMesh:
+def _single_rank_mesh(group: Group) -> DeviceMesh:
     """A mesh of this rank, so that operations on it send nothing."""
-    channel = group.divided([[rank] for rank in range(group.world_size)])
+    channel = group.part_for_device([[rank] for rank in range(group.world_size)])
     assert channel is not None
     return DeviceMesh.from_group(channel, group.device.type)
 
@@ -263,39 +265,41 @@ def _nodes(group: Group) -> int:
 def _links(group: Group) -> dict[str, float]:
     """Bandwidth of a device, and steps of a ring a second, of collectives within the nodes and between them."""
     ranks, nodes = group.world_size, _nodes(group)
-    each = ranks // nodes
-    found: dict[str, float] = {}
-    if each > 1:
-        found |= _rings(group, [range(node * each, (node + 1) * each) for node in range(nodes)], "within")
+    ranks_per_node = ranks // nodes
+    speeds: dict[str, float] = {}
+    if ranks_per_node > 1:
+        speeds |= _rings(
+            group, [range(node * ranks_per_node, (node + 1) * ranks_per_node) for node in range(nodes)], "within"
+        )
     if nodes > 1:
-        found |= _rings(group, [range(local, ranks, each) for local in range(each)], "between")
-    return found
+        speeds |= _rings(group, [range(local, ranks, ranks_per_node) for local in range(ranks_per_node)], "between")
+    return speeds
 
 
 def _rings(group: Group, parts: Sequence[range], name: str) -> dict[str, float]:
-    """Of each kind of collective in each of ``parts`` at the same time."""
-    channel, size = group.divided([list(part) for part in parts]), len(parts[0])
-    clock, found = _Clock(group), {}
+    """Speeds of each kind of collective, in each of ``parts`` at the same time."""
+    channel, size = group.part_for_device([list(part) for part in parts]), len(parts[0])
+    clock, speeds = _Clock(group), {}
     large = _LARGE_ON_CPU if group.device.type == "cpu" else _LARGE
     for kind, rounds in _ROUNDS.items():
         small_s, large_s = (_collective(clock, kind, length, size, channel) for length in (_SMALL, large))
         step = max(small_s - START_S, 1e-7) / (rounds * (size - 1))
-        found[f"{name} {kind} steps"] = 1 / step
-        found[f"{name} {kind} rate"] = rounds * (size - 1) / size * large / max(large_s - small_s, 1e-9)
-    return found
+        speeds[f"{name} {kind} steps"] = 1 / step
+        speeds[f"{name} {kind} rate"] = rounds * (size - 1) / size * large / max(large_s - small_s, 1e-9)
+    return speeds
 
 
 def _collective(clock: _Clock, kind: str, length: int, size: int, channel: Any) -> float:
-    """Seconds of a collective of about so many bytes between ``size`` ranks."""
+    """Seconds of a collective of about ``length`` bytes between ``size`` ranks."""
     part = torch.zeros(max(1, length // 4 // size), device=clock.device)
-    whole = torch.zeros(part.numel() * size, device=clock.device)
+    full = torch.zeros(part.numel() * size, device=clock.device)
     calls = 100 if length == _SMALL else 5
     # Their names until torch 2.12; later ones warn of these.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(whole, group=channel),
-        "all_gather": lambda: gather(whole, part, group=channel),
-        "reduce_scatter": lambda: scatter(part, whole, group=channel),
+        "all_reduce": lambda: dist.all_reduce(full, group=channel),
+        "all_gather": lambda: gather(full, part, group=channel),
+        "reduce_scatter": lambda: scatter(part, full, group=channel),
     }
     return clock.seconds(work[kind], calls)

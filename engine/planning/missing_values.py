@@ -1,5 +1,5 @@
-"""What a plan takes for values that tensors do not have, and which line of the user's code asked for them. A number is 1, a condition
-is what it is for such numbers, and a result whose shape depends on values has the shape that it has for them, or the largest one."""
+"""Values that a plan assumes where tensors have none, and which line of the user's code asked for them. A number is 1, a condition
+is what it is for such numbers, and a result whose shape depends on values has the shape that it has for such numbers, or the largest one."""
 
 from __future__ import annotations
 
@@ -47,68 +47,68 @@ _NEVER = (_aten.isnan, _aten.isinf, _aten.isposinf, _aten.isneginf)
 
 
 def known_truth(operator: Any, args: Any) -> bool | None:
-    """What all elements of the result of an operation on conditions or numbers are; ``None``: that depends on the values."""
+    """The truth value of all elements of an operation's result, for operations on conditions or numbers; ``None``: it depends on the values."""
     packet = operator.overloadpacket
     if packet in _COMPARED:
         return _compared(_COMPARED[packet], *args[:2])
     if packet in _NEVER:
         return False
-    known = [each if isinstance(each, bool) else getattr(each, "_truth", None) for each in args[:2]]
+    truths = [operand if isinstance(operand, bool) else getattr(operand, "_truth", None) for operand in args[:2]]
     if packet in _NOT:
-        return None if known[0] is None else not known[0]
+        return None if truths[0] is None else not truths[0]
     if packet in _BOTH:
-        return False if False in known else True if known == [True, True] else None
+        return False if False in truths else True if truths == [True, True] else None
     if packet in _EITHER:
-        return True if True in known else False if known == [False, False] else None
+        return True if True in truths else False if truths == [False, False] else None
     if packet in _ALIKE:
-        return known[0]
+        return truths[0]
     if packet in (*_ALL, *_ANY):
-        whole = len(args) == 1 and args[0].numel() > 1
-        return known[0] if known[0] is not None or not whole else packet in _ANY
+        several = len(args) == 1 and args[0].numel() > 1
+        return truths[0] if truths[0] is not None or not several else packet in _ANY
     return None
 
 
-def _compared(compare: Callable[[Any, Any], bool], one: Any, other: Any) -> bool | None:
-    if one is other:
+def _compared(compare: Callable[[Any, Any], bool], left: Any, right: Any) -> bool | None:
+    if left is right:
         return compare(1, 1)
-    if isinstance(other, Tensor):
-        if other.numel() != 1 or one.numel() != 1:
+    if isinstance(right, Tensor):
+        if right.numel() != 1 or left.numel() != 1:
             return None
-        other = 1
-    if isinstance(other, (int, float)) and (one.numel() == 1 or isinf(other)):
-        return compare(1, other)
+        right = 1
+    if isinstance(right, (int, float)) and (left.numel() == 1 or isinf(right)):
+        return compare(1, right)
     return None
 
 
 class HostValues(NamedTuple):
-    """How to reach values that the host has, where tensors have none."""
+    """Functions that reach values of the host, where tensors have none."""
 
     numbers: Callable[[Tensor], list[int] | None]
-    """Those of a tensor; ``None``: it has none."""
+    """Return the values of a tensor; ``None``: it has none."""
     tensor: Callable[[list[int]], Tensor]
-    """A tensor that has these."""
+    """Create a tensor that has these values."""
 
 
 def assumed_shape(operator: Any, args: Any, kwargs: Any, host: HostValues) -> Any:
-    """The result of an operation whose shape depends on values, to be made where tensors have none; ``None``: it is not known."""
-    made = _SHAPED.get(operator)
-    return None if made is None else made(host, *args, **kwargs)
+    """The result of an operation whose shape depends on values, to be created where tensors have none; ``None``: the operation is not known."""
+    create = _SHAPED.get(operator)
+    return None if create is None else create(host, *args, **kwargs)
 
 
 def shape_is_certain(operator: Any, args: Any, kwargs: Any, host: HostValues) -> bool:
-    """Whether the result of :func:`assumed_shape` has the shape that it really has: the lengths are known, or the code says how long it is."""
+    """Check whether :func:`assumed_shape` gives the real shape: the lengths are known, or the code says how long the result is."""
     if operator is _aten.bincount.default:
         return bool(kwargs.get("minlength") or (len(args) > 2 and args[2]))
     lengths = {_aten._pack_padded_sequence.default: 1, _aten._ctc_loss.Tensor: 3}.get(operator)
     return lengths is not None and host.numbers(args[lengths]) is not None
 
 
-def _packed(host: HostValues, given: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Of each sequence its length, or all of it."""
-    count, longest = given.shape[:2] if batch_first else (given.shape[1], given.shape[0])
-    kept = host.numbers(lengths) or [longest] * count
-    sizes = host.tensor([sum(length > step for length in kept) for step in range(max(kept))])
-    return given.new_empty((sum(kept), *given.shape[2:])), sizes
+def _packed(host: HostValues, values: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Packed sequences with their lengths; with the longest length each, if the lengths are not known."""
+    count, longest = values.shape[:2] if batch_first else (values.shape[1], values.shape[0])
+    assumed_lengths = host.numbers(lengths) or [longest] * count
+    sizes = host.tensor([sum(length > step for length in assumed_lengths) for step in range(max(assumed_lengths))])
+    return values.new_empty((sum(assumed_lengths), *values.shape[2:])), sizes
 
 
 def _repeated(_: HostValues, repeats: Tensor, output_size: int | None = None) -> Tensor:
@@ -123,26 +123,26 @@ def _temporal(
     return scores.new_empty(count), scores.new_empty((count, scores.shape[0], 2 * longest + 1))
 
 
-def _unique(_: Any, given: Tensor, *__: Any, **___: Any) -> tuple[Tensor, ...]:
-    counts = [torch.empty(given.numel(), dtype=torch.int64) for _ in range(2)]
-    return given.new_empty(given.numel()), counts[0].view(given.shape), counts[1]
+def _unique(_: Any, values: Tensor, *__: Any, **___: Any) -> tuple[Tensor, ...]:
+    counts = [torch.empty(values.numel(), dtype=torch.int64) for _ in range(2)]
+    return values.new_empty(values.numel()), counts[0].view(values.shape), counts[1]
 
 
-def _unique_of(_: Any, given: Tensor, dim: int | None = None, *__: Any, **___: Any) -> tuple[Tensor, ...]:
-    counts = [torch.empty(given.numel() if dim is None else given.shape[dim], dtype=torch.int64) for _ in range(2)]
-    return given.new_empty(given.shape), counts[0], counts[1]
+def _unique_of(_: Any, values: Tensor, dim: int | None = None, *__: Any, **___: Any) -> tuple[Tensor, ...]:
+    counts = [torch.empty(values.numel() if dim is None else values.shape[dim], dtype=torch.int64) for _ in range(2)]
+    return values.new_empty(values.shape), counts[0], counts[1]
 
 
-def _consecutive(_: Any, given: Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None) -> Any:
-    found = _unique_of(_, given, dim)
-    return (found[0].flatten() if dim is None else found[0], *found[1:])
+def _consecutive(_: Any, values: Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None) -> Any:
+    result = _unique_of(_, values, dim)
+    return (result[0].flatten() if dim is None else result[0], *result[1:])
 
 
 _SHAPED: dict[Any, Callable[..., Any]] = {
     _aten.nonzero.default: lambda _, t: torch.empty((t.numel(), t.ndim), dtype=torch.int64),
     _aten.masked_select.default: lambda _, t, mask: t.new_empty(torch.broadcast_shapes(t.shape, mask.shape).numel()),
-    _aten.bincount.default: lambda _, t, weights=None, least=0, **k: torch.empty(
-        max(k.get("minlength", least), 1), dtype=torch.int64 if weights is None else weights.dtype
+    _aten.bincount.default: lambda _, t, weights=None, minimum=0, **k: torch.empty(
+        max(k.get("minlength", minimum), 1), dtype=torch.int64 if weights is None else weights.dtype
     ),
     _aten._unique2.default: _unique,
     _aten.unique_dim.default: _unique_of,
@@ -154,12 +154,12 @@ _SHAPED: dict[Any, Callable[..., Any]] = {
 
 
 def grouped_product(
-    one: Tensor, other: Tensor, offsets: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
+    left: Tensor, right: Tensor, offsets: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """The result of a product of groups of rows, one for each expert, in every dtype: torch knows its shape for bfloat16 alone."""
-    rows, columns = one.shape[-2], other.shape[-1]
-    groups = [] if one.ndim != other.ndim else [one.shape[0] if offsets is None else offsets.numel()]
-    return one.new_empty((*groups, rows, columns), dtype=out_dtype)
+    rows, columns = left.shape[-2], right.shape[-1]
+    groups = [] if left.ndim != right.ndim else [left.shape[0] if offsets is None else offsets.numel()]
+    return left.new_empty((*groups, rows, columns), dtype=out_dtype)
 
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -168,9 +168,9 @@ _PLANNING = str(Path(__file__).parent)
 _DISTRIBUTIONS = str(Path(torch.__file__).parent / "distributions")
 _PACKAGES = "site-packages"
 DEEPSPEED = os.path.join(_PACKAGES, "deepspeed", "")
-"""In the paths of DeepSpeed's files."""
+"""Part of the paths of DeepSpeed's files."""
 _SIGNS = ("faketensor", "fake tensor", "data is not allocated", "data pointer", "tensor subclasses", "meta tensor")
-"""What torch's errors about tensors without values say."""
+"""Phrases of torch's errors about tensors without values."""
 
 
 class MissingValues:
@@ -180,45 +180,45 @@ class MissingValues:
     """
 
     def __init__(self) -> None:
-        self._found: dict[str, None] = {}
+        self._sentences: dict[str, None] = {}
 
     def __call__(self, question: str, answer: Any) -> Any:
-        """Note it, unless the library has asked; the answer."""
+        """Note the question, unless the library has asked, and return the answer."""
         if type(answer) is bool and _checks_distribution(sys._getframe(1)):
             return True
         place = _line_that_asks(sys._getframe(1))
         if place is None:
             return type(answer)(0)
-        self._found[f"{place} {question}: the plan continues with {answer}"] = None
+        self._sentences[f"{place} {question}: the plan continues with {answer}"] = None
         return answer
 
     def sentences(self) -> tuple[str, ...]:
-        """One for each line that asked."""
-        return tuple(self._found)
+        """A sentence for each line that asked."""
+        return tuple(self._sentences)
 
     def leave_out(self, hook: Callable[..., Any], error: Exception) -> None:
-        """A hook failed that is no part of the step itself."""
+        """Note that the plan leaves out a hook that failed; the hook is not part of the step itself."""
         name = getattr(hook, "__qualname__", None) or getattr(getattr(hook, "func", None), "__qualname__", repr(hook))
-        self._found[f"{name} is left out: without values it raises {type(error).__name__}: {error}"] = None
+        self._sentences[f"{name} is left out: without values it raises {type(error).__name__}: {error}"] = None
 
     def comes_from_missing_values(self, error: Exception) -> bool:
-        """Whether an error of the training comes from values that are not there, or from an answer, and not from the training itself."""
-        said = str(error).lower()
+        """Check whether an error of the training comes from missing values, or from an answer, and not from the training itself."""
+        message = str(error).lower()
         untraceable = (*torch_private.UNREADABLE, torch_private.UNSUPPORTED)
-        return isinstance(error, untraceable) or bool(self._found) or any(sign in said for sign in _SIGNS)
+        return isinstance(error, untraceable) or bool(self._sentences) or any(sign in message for sign in _SIGNS)
 
     def users_line(self, error: Exception) -> str:
         """The user's line in an error's traceback, if there is one."""
         frames = traceback.extract_tb(error.__traceback__)
-        own = [each for each in frames if not each.filename.startswith((_TORCH, _OWN, "<"))]
-        if not own:
+        users_frames = [frame for frame in frames if not frame.filename.startswith((_TORCH, _OWN, "<"))]
+        if not users_frames:
             return "an operation of torch's own"
-        last = own[-1]
+        last = users_frames[-1]
         return f"{last.filename}:{last.lineno} ({last.line})"
 
 
 def _checks_distribution(frame: FrameType | None) -> bool:
-    """Whether a distribution checks its parameters or values."""
+    """Check whether a distribution checks its parameters or values."""
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _PLANNING, "<")):
         if frame.f_code.co_filename.startswith(_DISTRIBUTIONS):
             return True
@@ -228,26 +228,26 @@ def _checks_distribution(frame: FrameType | None) -> bool:
 
 def _line_that_asks(frame: FrameType | None) -> str | None:
     """The training's line that needs a value, in its own code if another package's reads it; ``None`` if the library asks for itself."""
-    others = None
+    package_line = None
     while frame is not None:
         name = frame.f_code.co_filename
         if DEEPSPEED in name:  # a norm, and whether it is finite: the library asks through it
             frame = frame.f_back
             continue
-        own = name.startswith(_OWN)
-        if own and not name.startswith(_PLANNING) and others is None:
+        is_library = name.startswith(_OWN)
+        if is_library and not name.startswith(_PLANNING) and package_line is None:
             return None
-        if not own and not name.startswith((_TORCH, "<")):
-            here = f"{name}:{frame.f_lineno} ({linecache.getline(name, frame.f_lineno).strip()})"
+        if not is_library and not name.startswith((_TORCH, "<")):
+            line = f"{name}:{frame.f_lineno} ({linecache.getline(name, frame.f_lineno).strip()})"
             if _PACKAGES not in name:
-                return here
-            others = others or here
+                return line
+            package_line = package_line or line
         elif (
-            own
-            and others is not None
+            is_library
+            and package_line is not None
             and not name.startswith(_PLANNING)
             and "training_step" not in frame.f_code.co_name
         ):
-            return others
+            return package_line
         frame = frame.f_back
-    return others
+    return package_line

@@ -10,7 +10,7 @@ from engine.planning.rank_trace import RankTrace
 from engine.planning.step_time import model_flops
 
 DIFFERS = 0.2
-"""From this relative difference on, a formula is shown beside the traced number."""
+"""Relative difference from which on a formula is shown beside the traced number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Check:
 
     @property
     def differs(self) -> bool:
-        """Whether by more than :data:`DIFFERS`."""
+        """Check whether the numbers differ by more than :data:`DIFFERS`."""
         return abs(self.traced - self.formula) > DIFFERS * max(self.formula, 1e-12)
 
 
@@ -39,12 +39,12 @@ def parameters(shape: Shape) -> int:
 
 
 def flops(shape: Shape, count: int, tokens: int) -> float:
-    """Of forward and backward passes: 6 N D (Kaplan et al. 2020) and 12 l h s for each token (PaLM, Chowdhery et al. 2022, appendix B).
+    """FLOPs of forward and backward passes: 6 N D (Kaplan et al. 2020) and 12 l h s for each token (PaLM, Chowdhery et al. 2022, appendix B).
 
     Args:
-        shape: of the model.
-        count: of parameters, N; those of an input embedding that is not also the output layer multiply nothing and are left out here.
-        tokens: D.
+        shape: shape of the model.
+        count: number of parameters, N; those of an input embedding that is not also the output layer multiply nothing and are left out here.
+        tokens: number of tokens, D.
     """
     idle = (0 if shape.tied else shape.vocabulary * shape.hidden) + shape.positions * shape.hidden
     return 6.0 * (count - idle) * tokens + 12.0 * shape.layers * shape.hidden * shape.sequence * tokens
@@ -56,18 +56,18 @@ def activations(
     """Bytes that the layers keep for the backward pass, without attention scores (Korthikanti et al. 2022, table 2, selective recomputation).
 
     Args:
-        shape: of the model.
-        samples: of a micro-batch.
-        bytes_each: of an activation; the paper's numbers are for 2.
+        shape: shape of the model.
+        samples: samples of a micro-batch.
+        bytes_each: bytes of an activation; the paper's numbers are for 2.
         tp: ranks of tensor parallelism.
         sequence_parallel: between the tensor parallel regions activations are split as well.
-        full: every layer is computed again in the backward pass, and keeps its input only.
+        full: whether every layer is computed again in the backward pass, and keeps its input only.
     """
-    each = shape.sequence * samples * shape.hidden * shape.layers
+    elements = shape.sequence * samples * shape.hidden * shape.layers
     if full:
-        return each * bytes_each
+        return elements * bytes_each
     factor = 34 / tp if sequence_parallel else 10 + 24 / tp
-    return each * factor * bytes_each / 2
+    return elements * factor * bytes_each / 2
 
 
 def model_state(
@@ -76,8 +76,8 @@ def model_state(
     """Bytes of parameters, gradients and optimizer state on a rank: ZeRO (Rajbhandari et al. 2020, figure 1), mixed precision with Adam.
 
     Args:
-        count: of parameters.
-        shards: ranks that share them.
+        count: number of parameters.
+        shards: ranks that share the parameters.
         stage: 0 (nothing is shared), 1 (optimizer state), 2 (and gradients), 3 (and parameters).
         parameter_bytes, gradient_bytes: for each parameter.
         optimizer_bytes: for each parameter: 12 with Adam and a float32 copy.
@@ -91,22 +91,22 @@ def model_state(
 
 
 def checks(job: Job, traces: Sequence[RankTrace], worst: RankTrace, samples_per_step: int) -> tuple[Check, ...]:
-    """Those that are known for this job; none if its model is not known to be a dense transformer and its strategy is not ZeRO.
+    """The checks that are possible for a job; none if its model is not known to be a dense transformer and its strategy is not ZeRO.
 
     Args:
-        job: what is planned.
-        traces: of the ranks that differ from each other.
-        worst: the one of them that needs the most memory.
-        samples_per_step: over all ranks.
+        job: the planned job.
+        traces: traces of the ranks that differ from each other.
+        worst: trace of the rank that needs the most memory.
+        samples_per_step: samples over all ranks.
     """
-    found = [*_of_zero(job, worst)]
+    results = [*_of_zero(job, worst)]
     shape = job.shape
     if shape is None or not shape.sequence:
-        return tuple(found)
+        return tuple(results)
     tokens = samples_per_step * shape.sequence
     standing = sum(trace.stands_for for trace in traces)
     model = sum(model_flops(trace.operations) * trace.stands_for for trace in traces) * job.world_size / standing
-    found += (
+    results += (
         Check("parameters", job.parameters, parameters(shape), "12 l h^2 + V h, Narayanan et al. 2021"),
         Check(
             "FLOPs of a step",
@@ -118,8 +118,10 @@ def checks(job: Job, traces: Sequence[RankTrace], worst: RankTrace, samples_per_
     if job.schedule is None and job.checkpointing in (None, "full"):
         samples = worst.samples // max(1, worst.micro_batches)
         # Without it activations between the parallel parts are reduced, not scattered.
-        sequence_parallel = any(one.axis == "tp" and one.kind == "reduce_scatter" for one in worst.collectives)
-        kept = activations(
+        sequence_parallel = any(
+            collective.axis == "tp" and collective.kind == "reduce_scatter" for collective in worst.collectives
+        )
+        computed = activations(
             shape,
             samples,
             bytes_each={"64-true": 8, "32-true": 4}.get(job.precision, 2),
@@ -129,21 +131,23 @@ def checks(job: Job, traces: Sequence[RankTrace], worst: RankTrace, samples_per_
         )
         formula = "2 s b h l" if job.checkpointing else f"s b h l {'34/t' if sequence_parallel else '(10 + 24/t)'}"
         traced = max((moment.memory.activations for moment in worst.timeline), default=worst.peak.memory.activations)
-        found.append(Check("activations", traced, kept, f"{formula}, Korthikanti et al. 2022"))
-    return tuple(found)
+        results.append(Check("activations", traced, computed, f"{formula}, Korthikanti et al. 2022"))
+    return tuple(results)
 
 
 def _of_zero(job: Job, worst: RankTrace) -> tuple[Check, ...]:
-    """What a rank keeps between steps under ZeRO. What is offloaded, the trace leaves out."""
+    """The check of what a rank keeps between steps under ZeRO. The trace leaves out what is offloaded."""
     if job.zero is None or not job.trainable:
         return ()
     (stage, size), start = job.zero, worst.timeline[0].memory
     if not start.optimizer_state or not start.parameters:
         return ()
     # Gradients are there in the backward pass and the step only; the paper counts them at all times.
-    kept = model_state(job.trainable, job.data_ranks, stage, parameter_bytes=size, gradient_bytes=0)
+    computed = model_state(job.trainable, job.data_ranks, stage, parameter_bytes=size, gradient_bytes=0)
     frozen = (job.parameters - job.trainable) * size / (job.data_ranks if stage == 3 else 1)
     traced = start.parameters + start.optimizer_state
     return (
-        Check("parameters, master copies and optimizer state", traced, kept + frozen, "ZeRO, Rajbhandari et al. 2020"),
+        Check(
+            "parameters, master copies and optimizer state", traced, computed + frozen, "ZeRO, Rajbhandari et al. 2020"
+        ),
     )

@@ -11,7 +11,7 @@ from typing import Any
 from engine.checkpoint import manifest
 from engine.checkpoint.content import file_count
 from engine.planning import device_memory, paper_formulas, step_time
-from engine.planning.device_memory import Need, need, suffices
+from engine.planning.device_memory import Need, is_enough, memory_need
 from engine.planning.device_table import Hardware
 from engine.planning.job import Job
 from engine.planning.paper_formulas import Check
@@ -25,9 +25,9 @@ from engine.planning.rank_trace import RankTrace as RankTrace
 from engine.planning.step_time import BUBBLE_FORMULAS, StepTime, bubble_fraction, model_flops
 
 VERSION = 2
-"""Of :meth:`Plan.as_json`: keys may be added; a change of meaning makes it larger."""
+"""Version of :meth:`Plan.as_json`: keys may be added; a change of meaning makes it larger."""
 _MOMENTS = 2000
-"""Of a rank's timeline in :meth:`Plan.as_json`; of a longer one the highest of neighbours."""
+"""Moments of a rank's timeline in :meth:`Plan.as_json` at most; of a longer timeline the highest of neighbouring moments."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Plan:
     traces: tuple[RankTrace, ...]
     """The traced step of each rank that differs from the others."""
     job: Job
-    """What is planned."""
+    """The planned job."""
     device: Hardware
     """The device of each rank, and the links between them."""
     price: float | None = None
-    """Of one device for one hour, in any currency."""
+    """Price of one device for one hour, in any currency."""
     storage: float | None = None
-    """Bytes a second that all ranks together write to where checkpoints go."""
+    """Bytes a second that all ranks together write to the place of checkpoints."""
 
     def __post_init__(self) -> None:
         if not self.traces:
@@ -56,8 +56,8 @@ class Plan:
 
     @cached_property
     def needs(self) -> tuple[Need, ...]:
-        """What each traced rank needs on its device, margins included."""
-        return tuple(need(trace, self.device) for trace in self.traces)
+        """Memory need of each traced rank on its device, margins included."""
+        return tuple(memory_need(trace, self.device) for trace in self.traces)
 
     @cached_property
     def worst(self) -> RankTrace:
@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def need(self) -> Need:
-        """What :attr:`worst` needs."""
+        """Memory need of :attr:`worst`."""
         return self.needs[self.traces.index(self.worst)]
 
     @property
@@ -76,12 +76,12 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """What a device has."""
+        """Memory of a device (bytes)."""
         return self.device.memory
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has what it needs, margins included."""
+        """Check whether every rank has what it needs, margins included."""
         return self.peak_bytes <= self.memory_bytes
 
     @property
@@ -90,7 +90,7 @@ class Plan:
         the device and asks for other in each step, which takes time; ``"no"``."""
         if self.fits:
             return "yes"
-        enough = all(suffices(trace, self.device) for trace in self.traces)
+        enough = all(is_enough(trace, self.device) for trace in self.traces)
         return "only without the margins" if enough else "no"
 
     # -- time -------------------------------------------------------------------------------------------------------------------
@@ -104,17 +104,18 @@ class Plan:
 
     @cached_property
     def times(self) -> tuple[StepTime, ...]:
-        """Of each traced rank."""
-        each_node = self.job.ranks_per_node
+        """Step time of each traced rank."""
+        ranks_per_node = self.job.ranks_per_node
         options = {"tf32": self.job.tf32, "compiled": self.job.compiled}
         return tuple(
-            step_time.step_time(trace, self.device, each_node, bubble=self.bubble, **options) for trace in self.traces
+            step_time.step_time(trace, self.device, ranks_per_node, bubble=self.bubble, **options)
+            for trace in self.traces
         )
 
     @cached_property
     def slowest(self) -> StepTime:
-        """Of the rank that sets the pace."""
-        return max(self.times, key=lambda each: each.expected_s)
+        """Step time of the slowest rank, which sets the pace."""
+        return max(self.times, key=lambda time: time.expected_s)
 
     @property
     def step_seconds(self) -> float:
@@ -123,17 +124,17 @@ class Plan:
 
     @property
     def samples_per_step(self) -> int:
-        """Over all ranks: the global batch."""
+        """Samples of a step over all ranks: the global batch."""
         return max(trace.samples for trace in self.traces) * self.job.data_ranks
 
     @property
     def samples_per_second(self) -> float:
-        """Over all ranks."""
+        """Samples a second over all ranks."""
         return self.samples_per_step / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over all ranks; ``None``: the samples have no tokens that are known."""
+        """Tokens a second over all ranks; ``None``: the tokens of a sample are not known."""
         length = self.job.shape.sequence if self.job.shape else 0
         return self.samples_per_second * length if length else None
 
@@ -141,8 +142,8 @@ class Plan:
     def peak_flops(self) -> float:
         """Operations a second of the device in the dtype that most of the step's FLOPs have."""
         by_dtype: dict[str, int] = {}
-        for each in self.traces[0].operations:
-            by_dtype[each.dtype] = by_dtype.get(each.dtype, 0) + each.flops * each.count
+        for operation in self.traces[0].operations:
+            by_dtype[operation.dtype] = by_dtype.get(operation.dtype, 0) + operation.flops * operation.count
         return self.device.peak(max(by_dtype, key=lambda name: by_dtype[name], default="float32"), self.job.tf32)
 
     def _utilization(self, seconds: float) -> float:
@@ -156,14 +157,14 @@ class Plan:
 
     @property
     def mfu_bound(self) -> float:
-        """The same with all communication hidden and no bubble."""
-        return self._utilization(max(each.best_s for each in self.times))
+        """Model FLOPs utilization with all communication hidden and no bubble."""
+        return self._utilization(max(time.best_s for time in self.times))
 
     # -- the whole run ----------------------------------------------------------------------------------------------------------
 
     @property
     def total_seconds(self) -> float | None:
-        """Of all steps, without validation, checkpoints and waiting for data; ``None``: their number is not known."""
+        """Seconds of all steps, without validation, checkpoints and waiting for data; ``None``: the number of steps is not known."""
         return None if self.job.total_steps is None else self.job.total_steps * self.step_seconds
 
     def _cost(self, seconds: float | None) -> float | None:
@@ -171,18 +172,19 @@ class Plan:
 
     @property
     def cost(self) -> float | None:
-        """Of all steps; ``None`` without a price or a number of steps."""
+        """Cost of all steps; ``None`` without a price or a number of steps."""
         return self._cost(self.total_seconds)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of one checkpoint: the whole model and its optimizer's state."""
+        """Bytes of one checkpoint: the whole model and its optimizer's state."""
         return self.job.parameter_bytes + self._optimizer_bytes
 
     @property
     def checkpoint_files(self) -> int:
-        """In it, at most: each rank writes its share of the model and of the optimizer's state, and its own state; a small one of one rank
-        has a file of tensors and a manifest. Tensors in callbacks' states and other weights have files of their own, which do not count."""
+        """Files of one checkpoint, at most: each rank writes its share of the model and of the optimizer's state, and its own state; a small
+        checkpoint of one rank has a file of tensors and a manifest. Tensors in callbacks' states and other weights have files of their own,
+        which do not count."""
         ranks = self.job.world_size
         if ranks == 1 and self.checkpoint_bytes <= manifest.JOINED_BYTES:
             return 2
@@ -192,7 +194,7 @@ class Plan:
 
     @property
     def copy_bytes(self) -> int:
-        """Of a rank's share of it, which a save in the background copies into the host's memory."""
+        """Bytes of a rank's share of a checkpoint, which a save in the background copies into the host's memory."""
         return -(-self.checkpoint_bytes // self.job.world_size)
 
     @cached_property
@@ -200,18 +202,18 @@ class Plan:
         if self.job.optimizer_bytes is not None:
             return self.job.optimizer_bytes
         states = [trace.timeline[-1].memory if trace.timeline else trace.peak.memory for trace in self.traces]
-        kept = sum(each.parameters for each in states)
-        whole = self.job.parameter_bytes - self.job.buffer_bytes
-        return round(sum(each.optimizer_state for each in states) / kept * whole) if kept else 0
+        parameters = sum(state.parameters for state in states)
+        total = self.job.parameter_bytes - self.job.buffer_bytes
+        return round(sum(state.optimizer_state for state in states) / parameters * total) if parameters else 0
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What could not be traced: the numbers are those of what could."""
+        """Sentences on what could not be traced: the numbers are those of the rest."""
         return tuple(dict.fromkeys(line for trace in self.traces for line in trace.missing))
 
     @property
     def computed(self) -> tuple[str, ...]:
-        """What formulas rather than the trace gave."""
+        """Sentences on numbers that come from formulas rather than from the trace."""
         return tuple(dict.fromkeys(line for trace in self.traces for line in trace.computed))
 
     @cached_property
@@ -221,36 +223,36 @@ class Plan:
 
     @cached_property
     def assumptions(self) -> tuple[str, ...]:
-        """Everything that the estimates assume, a sentence each."""
+        """Sentences on everything that the estimates assume."""
         job, device = self.job, self.device
-        found = [
+        sentences = [
             f"device: {device.source or 'given'}",
             *device.notes,
             *device_memory.assumptions(device, self.worst.collectives),
             *step_time.compute_assumptions(device, tf32=job.tf32, compiled=job.compiled),
         ]
         if job.nodes > 1:
-            found.append(
+            sentences.append(
                 f"neighbouring ranks share a node: {plural(job.ranks_per_node, 'rank')} on each of {job.nodes}"
             )
-        found += step_time.host_assumptions(self.worst, device)
+        sentences += step_time.host_assumptions(self.worst, device)
         if job.world_size > 1:
-            found.append(
+            sentences.append(
                 "of the ranks that do the same one is traced; where shards do not divide evenly, one with the largest"
             )
-            found += [*step_time.COLLECTIVE_ASSUMPTIONS, *step_time.overlap_assumptions(device)]
+            sentences += [*step_time.COLLECTIVE_ASSUMPTIONS, *step_time.overlap_assumptions(device)]
         if job.schedule is not None:
-            found.append(
+            sentences.append(
                 f"pipeline: the bubble of {job.schedule} by {BUBBLE_FORMULAS[job.schedule]}; all stages as slow as the slowest"
             )
-        found.append(
+        sentences.append(
             "all steps are like the traced one; data is always ready; validation, logging and checkpoints take no time"
         )
         if self.storage is not None:
-            found.append(
+            sentences.append(
                 "a checkpoint is written at the given bandwidth, which all ranks share; an asynchronous one overlaps with steps"
             )
-        return tuple(found)
+        return tuple(sentences)
 
     # -- showing ----------------------------------------------------------------------------------------------------------------
 
@@ -268,8 +270,8 @@ class Plan:
             "worst_rank": self.worst.rank,
             "time": {
                 "step_s": self.step_seconds,
-                "best_s": max(each.best_s for each in self.times),
-                "worst_s": max(each.worst_s for each in self.times),
+                "best_s": max(time.best_s for time in self.times),
+                "worst_s": max(time.worst_s for time in self.times),
                 "compute_s": slowest.compute.seconds,
                 "communication_s": slowest.communication_s,
                 "exposed_communication_s": slowest.exposed_s,
@@ -301,43 +303,43 @@ class Plan:
                 "per_1000_steps": self._cost(1000 * self.step_seconds),
                 "total": self.cost,
             },
-            "checks": [{**asdict(each), "differs": each.differs} for each in self.checks],
+            "checks": [{**asdict(check), "differs": check.differs} for check in self.checks],
             "missing": list(self.missing),
             "computed": list(self.computed),
             "assumptions": list(self.assumptions),
         }
 
     def _rank(self, index: int) -> dict[str, Any]:
-        trace, time, wanted = self.traces[index], self.times[index], self.needs[index]
-        whole = time.compute
+        trace, time, needed = self.traces[index], self.times[index], self.needs[index]
+        compute = time.compute
         return {
             "rank": trace.rank,
             "role": trace.role,
             "stands_for": trace.stands_for,
             "samples": trace.samples,
             "micro_batches": trace.micro_batches,
-            "need": {**asdict(wanted), "total": wanted.total},
+            "need": {**asdict(needed), "total": needed.total},
             "peak": _moment(trace.peak),
             "held_at_peak": dict(trace.held_at_peak),
-            "timeline": [_moment(each) for each in _thinned(trace.timeline)],
+            "timeline": [_moment(moment) for moment in _thinned(trace.timeline)],
             "compute": {
-                "flops": whole.flops,
+                "flops": compute.flops,
                 "model_flops": model_flops(trace.operations),
-                "bytes": whole.bytes,
-                "arithmetic_intensity": whole.intensity,
-                "seconds": whole.seconds,
-                "arithmetic_s": whole.arithmetic_s,
-                "memory_s": whole.memory_s,
-                "dispatch_s": whole.dispatch_s,
+                "bytes": compute.bytes,
+                "arithmetic_intensity": compute.intensity,
+                "seconds": compute.seconds,
+                "arithmetic_s": compute.arithmetic_s,
+                "memory_s": compute.memory_s,
+                "dispatch_s": compute.dispatch_s,
             },
             "collectives": [
                 {
-                    **{key: value for key, value in asdict(each.collective).items() if key != "ranks"},
-                    "group_size": len(each.collective.ranks),
-                    "seconds": each.seconds,
-                    "overlaps": each.overlaps,
+                    **{key: value for key, value in asdict(sent.collective).items() if key != "ranks"},
+                    "group_size": len(sent.collective.ranks),
+                    "seconds": sent.seconds,
+                    "overlaps": sent.overlaps,
                 }
-                for each in time.sent
+                for sent in time.sent
             ],
             "step_s": time.expected_s,
         }
@@ -354,14 +356,14 @@ class Plan:
 
 
 def _moment(moment: Moment) -> dict[str, Any]:
-    memory = {each.name: getattr(moment.memory, each.name) for each in fields(moment.memory)}
+    memory = {category.name: getattr(moment.memory, category.name) for category in fields(moment.memory)}
     return {"phase": moment.phase, "module": moment.module, "memory": {**memory, "total": moment.memory.total}}
 
 
 def _thinned(timeline: Sequence[Moment]) -> list[Moment]:
-    """At most :data:`_MOMENTS` of them, peaks kept."""
+    """At most :data:`_MOMENTS` of the moments, peaks kept."""
     width = -(-len(timeline) // _MOMENTS) or 1
     return [
-        max(timeline[start : start + width], key=lambda each: each.memory.total)
+        max(timeline[start : start + width], key=lambda moment: moment.memory.total)
         for start in range(0, len(timeline), width)
     ]

@@ -31,10 +31,10 @@ _LEFT, _TOP, _BOTTOM = 84.0, 26.0, 292.0
 
 
 def page(plan: Mapping[str, Any]) -> str:
-    """The whole file.
+    """The page as the text of one HTML file.
 
     Args:
-        plan: of :meth:`engine.planning.plan.Plan.as_json`.
+        plan: the result of :meth:`engine.planning.plan.Plan.as_json`.
     """
     style = Path(__file__).with_name("plan_page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -88,8 +88,8 @@ def _table(
     head = "".join(f'<th scope="col"{kind(index)}>{_text(name)}</th>' for index, name in enumerate(columns))
     lines = []
     for number, row in enumerate(listed):
-        first, *rest = row
-        cells = "".join(f"<td{kind(index)}>{_text(cell)}</td>" for index, cell in enumerate(rest, 1))
+        first, *values = row
+        cells = "".join(f"<td{kind(index)}>{_text(cell)}</td>" for index, cell in enumerate(values, 1))
         opening = '<tr class="sum">' if last_is_sum and number == len(listed) - 1 else "<tr>"
         lines.append(f'{opening}<th scope="row">{_text(first)}</th>{cells}</tr>')
     top = f"<thead><tr>{head}</tr></thead>" if columns else ""
@@ -131,16 +131,16 @@ def _held(rank: Mapping[str, Any]) -> str:
 def _sent(rank: Mapping[str, Any]) -> str:
     rows = [
         [
-            each["kind"],
-            each["axis"],
-            each["phase"],
-            "yes" if each["overlaps"] else "no",
-            each["group_size"],
-            count(each["count"]),
-            size(each["bytes"]),
-            duration(each["seconds"]),
+            collective["kind"],
+            collective["axis"],
+            collective["phase"],
+            "yes" if collective["overlaps"] else "no",
+            collective["group_size"],
+            count(collective["count"]),
+            size(collective["bytes"]),
+            duration(collective["seconds"]),
         ]
-        for each in sorted(rank["collectives"], key=lambda one: -one["seconds"])
+        for collective in sorted(rank["collectives"], key=lambda entry: -entry["seconds"])
     ]
     columns = ("kind", "axis", "phase", "beside the pass", "ranks", "count", "bytes", "time")
     return _table(f"Communication of {_named(rank)} in a step", columns, rows, numbers_from=4)
@@ -148,22 +148,22 @@ def _sent(rank: Mapping[str, Any]) -> str:
 
 def _checks(plan: Mapping[str, Any]) -> str:
     rows = check_rows(plan)
-    found = (
+    table = (
         _table("Published formulas that differ by more than 20 %", ("", "traced", "formula", "source"), rows)
         if rows
         else ""
     )
-    said = agreeing(plan)
-    return found + (f"<p>{_text(said)}</p>" if said else "")
+    sentence = agreeing(plan)
+    return table + (f"<p>{_text(sentence)}</p>" if sentence else "")
 
 
 def _timeline(rank: Mapping[str, Any], limit: int) -> str:
-    """Stacked areas over the moments of a step."""
+    """The memory of a rank as stacked areas over the moments of a step."""
     moments = rank["timeline"] or [rank["peak"]]
-    kept = [key for key in CATEGORIES if any(each["memory"].get(key) for each in moments)]
-    highest = max(each["memory"]["total"] for each in moments) or 1
+    categories = [key for key in CATEGORIES if any(moment["memory"].get(key) for moment in moments)]
+    highest = max(moment["memory"]["total"] for moment in moments) or 1
     top = max(highest, limit if limit < 2 * highest else 0) * 1.05
-    parts = [*_grid(top), *_areas(moments, kept, top), *_phases(moments)]
+    parts = [*_grid(top), *_areas(moments, categories, top), *_phases(moments)]
     if limit < 2 * highest:
         parts.append(_line("limit", _LEFT, _y(limit, top), _WIDTH, _y(limit, top)))
         parts.append(
@@ -174,29 +174,31 @@ def _timeline(rank: Mapping[str, Any], limit: int) -> str:
     peak = f"peak of {size(highest)}, {place(moments[at])}"
     parts.append(_label(_x(at, moments), max(_y(highest, top) - 6, 12), peak))
     name = f"Memory of {_named(rank)} over one step: {peak}"
-    keys = "".join(f'<li><span class="swatch {_colour(key)}"></span>{_text(CATEGORIES[key])}</li>' for key in kept)
+    keys = "".join(
+        f'<li><span class="swatch {_colour(key)}"></span>{_text(CATEGORIES[key])}</li>' for key in categories
+    )
     return (
         f'<figure><figcaption>{_text(name)}</figcaption><svg viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" role="img" aria-label="{_text(name)}">'
         f'{"".join(parts)}</svg><ul class="legend">{keys}</ul></figure>'
     )
 
 
-def _areas(moments: Sequence[Mapping[str, Any]], kept: Sequence[str], top: float) -> list[str]:
+def _areas(moments: Sequence[Mapping[str, Any]], categories: Sequence[str], top: float) -> list[str]:
     floor = [0] * len(moments)
-    found = []
-    for key in kept:
-        roof = [low + each["memory"].get(key, 0) for low, each in zip(floor, moments, strict=True)]
+    polygons = []
+    for key in categories:
+        roof = [low + moment["memory"].get(key, 0) for low, moment in zip(floor, moments, strict=True)]
         points = [f"{x:.1f},{_y(value, top):.1f}" for x, value in _stairs(roof, moments)]
         points += [f"{x:.1f},{_y(value, top):.1f}" for x, value in reversed(list(_stairs(floor, moments)))]
-        found.append(
+        polygons.append(
             f'<polygon class="{_colour(key)}" points="{" ".join(points)}"><title>{_text(CATEGORIES[key])}</title></polygon>'
         )
         floor = roof
-    return found
+    return polygons
 
 
 def _stairs(values: Sequence[int], moments: Sequence[Any]) -> Iterable[tuple[float, int]]:
-    """Memory changes at once: each moment is a horizontal piece."""
+    """Points of a line of stairs: memory changes at once, so each moment is a horizontal piece."""
     half = (_WIDTH - _LEFT) / len(moments) / 2
     for index, value in enumerate(values):
         yield _x(index, moments) - half, value
@@ -204,29 +206,29 @@ def _stairs(values: Sequence[int], moments: Sequence[Any]) -> Iterable[tuple[flo
 
 
 def _phases(moments: Sequence[Mapping[str, Any]]) -> list[str]:
-    found, begun = [], 0
+    shapes, begun = [], 0
     half = (_WIDTH - _LEFT) / len(moments) / 2
-    for phase, group in groupby(each["phase"] for each in moments):
+    for phase, group in groupby(moment["phase"] for moment in moments):
         length = len(list(group))
         start = _x(begun, moments) - half
-        found.append(_line("phase", start, _TOP, start, _BOTTOM + 6))
+        shapes.append(_line("phase", start, _TOP, start, _BOTTOM + 6))
         if length * 2 * half > 7 * len(phase):
-            found.append(
+            shapes.append(
                 f'<text x="{start + length * half:.1f}" y="{_HEIGHT - 10:.0f}" text-anchor="middle">{_text(phase)}</text>'
             )
         begun += length
-    return found
+    return shapes
 
 
 def _grid(top: float) -> list[str]:
-    found = []
+    shapes = []
     for quarter in range(5):
         value = top * quarter / 4
-        found.append(_line("grid", _LEFT, _y(value, top), _WIDTH, _y(value, top)))
-        found.append(
+        shapes.append(_line("grid", _LEFT, _y(value, top), _WIDTH, _y(value, top)))
+        shapes.append(
             f'<text x="{_LEFT - 6:.0f}" y="{_y(value, top) + 4:.1f}" text-anchor="end">{_text(size(value))}</text>'
         )
-    return found
+    return shapes
 
 
 def _label(x: float, y: float, text: str) -> str:

@@ -21,7 +21,7 @@ CATEGORIES = {
     "communication": "communication buffers",
     "inputs": "inputs",
 }
-"""The keys of :class:`engine.planning.rank_trace.Memory`, and what they are called."""
+"""Titles of the fields of :class:`engine.planning.rank_trace.Memory`."""
 MARGINS = {
     "rounding": "the allocator's rounding",
     "unused": "free between blocks",
@@ -69,7 +69,7 @@ def duration(value: float | None) -> str:
 
 
 def need_rows(need: Mapping[str, Any], memory: Mapping[str, int]) -> list[tuple[str, int]]:
-    """What adds up to a rank's need: categories at the peak, rounding, margins."""
+    """Parts that add up to a rank's need: categories at the peak, rounding, margins."""
     rows = [(title, memory[key]) for key, title in CATEGORIES.items() if memory.get(key)]
     parts = {"rounding": need["rounded"] - need["tensors"], "unused": need["reserved"] - need["rounded"], **need}
     return rows + [(title, parts[key]) for key, title in MARGINS.items() if parts[key]]
@@ -87,25 +87,25 @@ def title(plan: Mapping[str, Any]) -> str:
 
 
 def verdict(plan: Mapping[str, Any]) -> str:
-    """Whether it fits, in a sentence."""
+    """A sentence on whether the plan fits."""
     memory = plan["memory"]
-    given = f"needs {size(memory['need_bytes'])} of {size(memory['device_bytes'])} on rank {plan['worst_rank']}"
+    need = f"needs {size(memory['need_bytes'])} of {size(memory['device_bytes'])} on rank {plan['worst_rank']}"
     return {
-        "yes": f"It fits: it {given}, margins included.",
-        "no": f"It does not fit: it {given}.",
-    }.get(plan["verdict"], f"It fits only without the margins: with them it {given}.")
+        "yes": f"It fits: it {need}, margins included.",
+        "no": f"It does not fit: it {need}.",
+    }.get(plan["verdict"], f"It fits only without the margins: with them it {need}.")
 
 
 def place(moment: Mapping[str, Any]) -> str:
-    """Where the peak is."""
+    """Phase and module of a moment."""
     module = f" in {moment['module']}" if moment["module"] else ""
     return f"{moment['phase']}{module}"
 
 
 def time_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Of one step."""
+    """Rows on one step: its time, FLOPs, communication and throughput."""
     time = plan["time"]
-    worst = next(each for each in plan["ranks"] if each["step_s"] == max(rank["step_s"] for rank in plan["ranks"]))
+    worst = next(entry for entry in plan["ranks"] if entry["step_s"] == max(rank["step_s"] for rank in plan["ranks"]))
     compute = worst["compute"]
     between = f", between {duration(time['best_s'])} (all communication hidden) and {duration(time['worst_s'])} (none)"
     rows = [
@@ -142,7 +142,7 @@ def time_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def run_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Data, checkpoints and money."""
+    """Rows on data, checkpoints and money."""
     data, checkpoint, cost, job = plan["data"], plan["checkpoint"], plan["cost"], plan["job"]
     rows = [
         ("model", f"{count(job['parameters'])} parameters, {count(job['trainable'])} trained"),
@@ -173,10 +173,10 @@ def check_rows(plan: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """Formulas that differ from the trace: what, traced, formula, source."""
     show = {"activations": size}
     rows = []
-    for each in plan["checks"]:
-        if each["differs"]:
-            text = show.get(each["what"], count)
-            rows.append((each["what"], text(each["traced"]), text(each["formula"]), each["source"]))
+    for check in plan["checks"]:
+        if check["differs"]:
+            text = show.get(check["what"], count)
+            rows.append((check["what"], text(check["traced"]), text(check["formula"]), check["source"]))
     return rows
 
 
@@ -184,8 +184,8 @@ def agreeing(plan: Mapping[str, Any]) -> str:
     """A sentence on the formulas that agree, or that there are none."""
     if not plan["checks"]:
         return "No cross-check by published formulas: the shape of a dense transformer cannot be read from the model."
-    same = [each["what"] for each in plan["checks"] if not each["differs"]]
-    return f"Published formulas agree within 20 % on: {', '.join(same)}." if same else ""
+    agreed = [check["what"] for check in plan["checks"] if not check["differs"]]
+    return f"Published formulas agree within 20 % on: {', '.join(agreed)}." if agreed else ""
 
 
 WIDTH = 140
@@ -200,13 +200,13 @@ def console() -> Any:
     return Console(width=width, markup=False, emoji=False)
 
 
-def as_text(found: dict[str, Any], show: Callable[[Any, Any], None]) -> str:
-    """What ``show(found, console)`` prints, as text without colours."""
+def as_text(content: dict[str, Any], show: Callable[[Any, Any], None]) -> str:
+    """The text that ``show(content, console)`` prints, without colours."""
     from rich.console import Console
 
     file = io.StringIO()
     console = Console(file=file, width=WIDTH, color_system=None, legacy_windows=False, markup=False, emoji=False)
-    show(found, console)
+    show(content, console)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
@@ -223,15 +223,15 @@ def table(*columns: str, left: Iterable[str] = (), folds: Iterable[str] = (), ti
     """A table without rows.
 
     Args:
-        columns: their heads.
-        left: those that are text, besides the first; numbers are on the right.
-        folds: those that break into several lines where the terminal is narrow; the others keep theirs whole.
-        title: above it.
+        columns: heads of the columns.
+        left: columns of text, besides the first; numbers are on the right.
+        folds: columns whose cells break into several lines where the terminal is narrow; cells of other columns stay whole.
+        title: line above the table.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    made = Table(
+    grid = Table(
         title=title,
         title_justify="left",
         title_style="bold",
@@ -242,14 +242,14 @@ def table(*columns: str, left: Iterable[str] = (), folds: Iterable[str] = (), ti
         padding=(0, 1, 0, 0),
     )
     for index, column in enumerate(columns):
-        made.add_column(
+        grid.add_column(
             column,
             justify="left" if not index or column in left else "right",
             overflow="fold",
             no_wrap=column not in folds,
             min_width=len(column),
         )
-    return made
+    return grid
 
 
 def bullets(lines: Iterable[str]) -> Any:
@@ -257,10 +257,10 @@ def bullets(lines: Iterable[str]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    made = Table.grid(padding=(0, 1, 0, 0))
+    grid = Table.grid(padding=(0, 1, 0, 0))
     for line in lines:
-        made.add_row("  -", Text(line))
-    return made
+        grid.add_row("  -", Text(line))
+    return grid
 
 
 _MOST_MODULES = 8
@@ -271,8 +271,8 @@ def show_plan(plan: Mapping[str, Any], console: Any) -> None:
     """Print a plan.
 
     Args:
-        plan: of :meth:`engine.planning.plan.Plan.as_json`.
-        console: of rich.
+        plan: the result of :meth:`engine.planning.plan.Plan.as_json`.
+        console: rich's console.
     """
     from rich.text import Text
 
@@ -283,7 +283,7 @@ def show_plan(plan: Mapping[str, Any], console: Any) -> None:
     for line in (*plan["missing"], *plan["computed"]):
         console.print(Text(f"partial: {line}" if line in plan["missing"] else f"computed: {line}", style="yellow"))
     _print(console, *_memory(plan))
-    worst = next(each for each in plan["ranks"] if each["rank"] == plan["worst_rank"])
+    worst = next(rank for rank in plan["ranks"] if rank["rank"] == plan["worst_rank"])
     console.print(Text(f"The peak of rank {worst['rank']} is in: {place(worst['peak'])}."))
     if worst["held_at_peak"]:
         _print(console, *_held(worst["held_at_peak"]))
@@ -293,8 +293,8 @@ def show_plan(plan: Mapping[str, Any], console: Any) -> None:
     _print(console, *_pairs("The run", run_rows(plan)))
     if rows := check_rows(plan):
         _print(console, *_checks(rows))
-    if said := agreeing(plan):
-        console.print(Text(said))
+    if sentence := agreeing(plan):
+        console.print(Text(sentence))
     console.print(Text("Assumed:", style="bold"))
     console.print(bullets(plan["assumptions"]))
 
@@ -308,61 +308,61 @@ def _print(console: Any, heading: str, rows: Any) -> None:
 
 
 def _pairs(heading: str, rows: list[tuple[str, str]]) -> tuple[str, Any]:
-    made = table("", "", left=("",), folds=("",))
+    grid = table("", "", left=("",), folds=("",))
     for row in rows:
-        made.add_row(*row)
-    return heading, made
+        grid.add_row(*row)
+    return heading, grid
 
 
 def _memory(plan: Mapping[str, Any]) -> tuple[str, Any]:
     ranks = plan["ranks"]
-    named = [f"rank {each['rank']}{': ' + each['role'] if each['role'] else ''}" for each in ranks]
-    made = table("", *named)
-    columns = [dict(need_rows(each["need"], each["peak"]["memory"])) for each in ranks]
+    named = [f"rank {rank['rank']}{': ' + rank['role'] if rank['role'] else ''}" for rank in ranks]
+    grid = table("", *named)
+    columns = [dict(need_rows(rank["need"], rank["peak"]["memory"])) for rank in ranks]
     for row in dict.fromkeys(name for column in columns for name in column):
-        made.add_row(row, *(size(column.get(row, 0)) for column in columns))
-    made.add_row("needed", *(size(each["need"]["total"]) for each in ranks), style="bold")
-    made.add_row("the device has", *(size(plan["memory"]["device_bytes"]) for _ in ranks))
-    return "Memory at the peak", made
+        grid.add_row(row, *(size(column.get(row, 0)) for column in columns))
+    grid.add_row("needed", *(size(rank["need"]["total"]) for rank in ranks), style="bold")
+    grid.add_row("the device has", *(size(plan["memory"]["device_bytes"]) for _ in ranks))
+    return "Memory at the peak", grid
 
 
-def _held(held: Mapping[str, int]) -> tuple[str, Any]:
-    made = table("module", "bytes", folds=("module",))
-    for name, value in list(held.items())[:_MOST_MODULES]:
-        made.add_row(name or "(outside of modules)", size(value))
-    return "Held by modules at the peak", made
+def _held(bytes_by_module: Mapping[str, int]) -> tuple[str, Any]:
+    grid = table("module", "bytes", folds=("module",))
+    for name, value in list(bytes_by_module.items())[:_MOST_MODULES]:
+        grid.add_row(name or "(outside of modules)", size(value))
+    return "Held by modules at the peak", grid
 
 
 def _sent(plan: Mapping[str, Any]) -> tuple[str, Any]:
-    """Of the rank that sets the pace; the others send alike. The title has the ranks of each axis."""
-    slowest = max(plan["ranks"], key=lambda each: each["step_s"])
+    """Communication of the rank that sets the pace; the others send alike. The plan's title has the ranks of each axis."""
+    slowest = max(plan["ranks"], key=lambda rank: rank["step_s"])
     text = ("axis", "phase", "overlaps")
-    made = table("kind", *text, "count", "bytes", "time", left=text, folds=("phase",))
-    for each in sorted(slowest["collectives"], key=lambda one: -one["seconds"]):
-        made.add_row(
-            each["kind"],
-            each["axis"],
-            each["phase"],
-            "yes" if each["overlaps"] else "no",
-            count(each["count"]),
-            size(each["bytes"]),
-            duration(each["seconds"]),
+    grid = table("kind", *text, "count", "bytes", "time", left=text, folds=("phase",))
+    for collective in sorted(slowest["collectives"], key=lambda entry: -entry["seconds"]):
+        grid.add_row(
+            collective["kind"],
+            collective["axis"],
+            collective["phase"],
+            "yes" if collective["overlaps"] else "no",
+            count(collective["count"]),
+            size(collective["bytes"]),
+            duration(collective["seconds"]),
         )
-    return f"Communication of rank {slowest['rank']} in a step", made
+    return f"Communication of rank {slowest['rank']} in a step", grid
 
 
 def _checks(rows: list[tuple[str, str, str, str]]) -> tuple[str, Any]:
-    made = table("", "traced", "formula", "source", left=("source",), folds=("source",))
+    grid = table("", "traced", "formula", "source", left=("source",), folds=("source",))
     for row in rows:
-        made.add_row(*row)
-    return "Published formulas that differ from the trace by more than 20 %", made
+        grid.add_row(*row)
+    return "Published formulas that differ from the trace by more than 20 %", grid
 
 
 _MOST_CANDIDATES = 15
 """Rows of the table of what fits; ``--json`` has all."""
 
 
-def in_python(strategy: Any) -> str:
+def in_python(strategy: object) -> str:
     """A strategy as one types it in a script: ``"fsdp"``, ``{"name": "mesh", "tp": 2}``, or ``MeshParallel(tp=2)``."""
     if isinstance(strategy, str):
         return f'"{strategy}"'
@@ -370,12 +370,12 @@ def in_python(strategy: Any) -> str:
         return "{" + ", ".join(f'"{key}": {value_in_python(value)}' for key, value in strategy.items()) + "}"
     if not is_dataclass(strategy):
         return f"{type(strategy).__name__}(...)"
-    told = [
-        f"{each.name}={value_in_python(getattr(strategy, each.name))}"
-        for each in fields(strategy)
-        if each.init and each.repr and getattr(strategy, each.name) != _default(each)
+    arguments = [
+        f"{option.name}={value_in_python(getattr(strategy, option.name))}"
+        for option in fields(strategy)
+        if option.init and option.repr and getattr(strategy, option.name) != _default(option)
     ]
-    return f"{type(strategy).__name__}({', '.join(told)})"
+    return f"{type(strategy).__name__}({', '.join(arguments)})"
 
 
 def value_in_python(value: Any) -> str:
@@ -383,11 +383,11 @@ def value_in_python(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) and '"' not in value else repr(value)
 
 
-def _default(of: Any) -> Any:
-    return of.default if of.default_factory is MISSING else of.default_factory()
+def _default(option: Any) -> Any:
+    return option.default if option.default_factory is MISSING else option.default_factory()
 
 
-def written(strategy: Any) -> str:
+def written(strategy: object) -> str:
     """A strategy as one types it after ``strategy=``: ``fsdp``, or ``{name: mesh, tp: 2}``; an object as in a script."""
     if isinstance(strategy, str):
         return strategy
@@ -402,34 +402,34 @@ def written(strategy: Any) -> str:
     )
 
 
-def show_search(found: Mapping[str, Any], console: Any) -> None:
+def show_search(search: Mapping[str, Any], console: Any) -> None:
     """Print a search.
 
     Args:
-        found: of :meth:`engine.planning.search.PlanSearch.as_json`.
-        console: of rich.
+        search: the result of :meth:`engine.planning.search.PlanSearch.as_json`.
+        console: rich's console.
     """
     from rich.text import Text
 
-    found = terminal_safe(found)
-    candidates = found["candidates"]
-    fits = [each for each in candidates if each["verdict"] == "fits"]
+    search = terminal_safe(search)
+    candidates = search["candidates"]
+    fits = [candidate for candidate in candidates if candidate["verdict"] == "fits"]
     console.print(
         Text(
-            f"{found['world_size']} x {found['device']}, {size(found['memory_bytes'])} each, steps of {found['global_batch']} samples: "
-            f"{len(candidates)} candidates, {found['planned']} planned in {duration(found['seconds'])}, {len(fits)} fit",
+            f"{search['world_size']} x {search['device']}, {size(search['memory_bytes'])} each, steps of {search['global_batch']} samples: "
+            f"{len(candidates)} candidates, {search['planned']} planned in {duration(search['seconds'])}, {len(fits)} fit",
             style="bold",
         )
     )
     if fits:
-        console.print(_fitting(fits))
+        console.print(_fitting_table(fits))
         for line in _run(fits[0]):
             console.print(Text(line, style="bold green"), soft_wrap=True)
     else:
-        console.print(Text(_nothing(candidates, found["memory_bytes"]), style="bold red"), soft_wrap=True)
-    if rest := [each for each in candidates if each["verdict"] != "fits"]:
-        console.print(_rest(rest))
-    console.print(bullets(found["notes"]))
+        console.print(Text(_closest_text(candidates, search["memory_bytes"]), style="bold red"), soft_wrap=True)
+    if unfit := [candidate for candidate in candidates if candidate["verdict"] != "fits"]:
+        console.print(_reason_table(unfit))
+    console.print(bullets(search["notes"]))
 
 
 def _run(candidate: Mapping[str, Any]) -> list[str]:
@@ -442,72 +442,73 @@ def _run(candidate: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _nothing(candidates: Iterable[Mapping[str, Any]], memory: int) -> str:
-    """What comes closest, if nothing fits."""
-    planned = [each for each in candidates if each["need_bytes"] is not None]
+def _closest_text(candidates: Iterable[Mapping[str, Any]], memory: int) -> str:
+    """A sentence for a search in which nothing fits: the candidate that comes closest."""
+    planned = [candidate for candidate in candidates if candidate["need_bytes"] is not None]
     if not planned:
         return "Nothing fits."
-    least = min(planned, key=lambda each: each["need_bytes"])
+    closest = min(planned, key=lambda candidate: candidate["need_bytes"])
     return (
-        f"Nothing fits. The closest needs {size(least['need_bytes'])} of {size(memory)}: {least['fit']}, "
-        f"micro-batches of {least['micro_batch']}"
+        f"Nothing fits. The closest needs {size(closest['need_bytes'])} of {size(memory)}: {closest['fit']}, "
+        f"micro-batches of {closest['micro_batch']}"
     )
 
 
-def _fitting(rows: list[Mapping[str, Any]]) -> Any:
+def _fitting_table(rows: list[Mapping[str, Any]]) -> Any:
     numbers = ("micro-batch", "window", "needs", "step", "samples/s")
     text = ("strategy", "precision", "recompute")
-    made = table(*text, *numbers, left=text, folds=("strategy",), title="What fits, the fastest first")
-    for each in rows[:_MOST_CANDIDATES]:
-        made.add_row(
-            written(each["strategy"])
-            + (" (by formulas)" if each["computed"] else "")
-            + (" (partial)" if each["missing"] else ""),
-            each["precision"],
-            str(each["activation_checkpointing"] or "none"),
-            str(each["micro_batch"]),
-            str(each["accumulate_grad_batches"]),
-            size(each["need_bytes"]),
-            duration(each["step_s"]),
-            f"{each['samples_per_second']:.4g}",
+    grid = table(*text, *numbers, left=text, folds=("strategy",), title="What fits, the fastest first")
+    for candidate in rows[:_MOST_CANDIDATES]:
+        grid.add_row(
+            written(candidate["strategy"])
+            + (" (by formulas)" if candidate["computed"] else "")
+            + (" (partial)" if candidate["missing"] else ""),
+            candidate["precision"],
+            str(candidate["activation_checkpointing"] or "none"),
+            str(candidate["micro_batch"]),
+            str(candidate["accumulate_grad_batches"]),
+            size(candidate["need_bytes"]),
+            duration(candidate["step_s"]),
+            f"{candidate['samples_per_second']:.4g}",
         )
     if len(rows) > _MOST_CANDIDATES:
-        made.add_row(f"... and {len(rows) - _MOST_CANDIDATES} more")
-    return made
+        grid.add_row(f"... and {len(rows) - _MOST_CANDIDATES} more")
+    return grid
 
 
-def _rest(rows: list[Mapping[str, Any]]) -> Any:
-    """A line for each reason; of what is too large, one for each strategy, with the smallest need."""
+def _reason_table(rows: list[Mapping[str, Any]]) -> Any:
+    """A table of candidates that do not fit, or were not planned: a line for each reason; for what is too large, a line for each strategy and
+    precision, with the smallest need."""
     text = ("strategy", "precision", "verdict", "tried", "why")
-    made = table(*text, left=text, folds=("strategy", "verdict", "why"), title="What does not, or was not planned")
+    grid = table(*text, left=text, folds=("strategy", "verdict", "why"), title="What does not, or was not planned")
     for group in _grouped(rows):
-        shown = min(group, key=lambda each: (each["need_bytes"] is None, each["need_bytes"] or 0))
-        made.add_row(
-            ", ".join(dict.fromkeys(written(each["strategy"]) for each in group)),
-            ", ".join(dict.fromkeys(each["precision"] for each in group)),
-            shown["verdict"],
+        example = min(group, key=lambda candidate: (candidate["need_bytes"] is None, candidate["need_bytes"] or 0))
+        grid.add_row(
+            ", ".join(dict.fromkeys(written(candidate["strategy"]) for candidate in group)),
+            ", ".join(dict.fromkeys(candidate["precision"] for candidate in group)),
+            example["verdict"],
             str(len(group)),
-            _why(shown),
+            _reason_text(example),
         )
-    return made
+    return grid
 
 
-def _why(shown: Mapping[str, Any]) -> str:
-    if shown["verdict"] == "slower":
+def _reason_text(candidate: Mapping[str, Any]) -> str:
+    if candidate["verdict"] == "slower":
         return "the same with larger micro-batches or less recomputation fits"
-    if not shown["need_bytes"]:
-        return str(shown["reason"])
-    recompute = shown["activation_checkpointing"] or "none"
-    return f"micro-batch {shown['micro_batch']}, recompute {recompute}: {shown['reason']}"
+    if not candidate["need_bytes"]:
+        return str(candidate["reason"])
+    recompute = candidate["activation_checkpointing"] or "none"
+    return f"micro-batch {candidate['micro_batch']}, recompute {recompute}: {candidate['reason']}"
 
 
 def _grouped(rows: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-    for each in rows:
-        key: tuple[str, ...] = (each["verdict"], each["reason"])
-        if each["verdict"] == "slower":
+    for candidate in rows:
+        key: tuple[str, ...] = (candidate["verdict"], candidate["reason"])
+        if candidate["verdict"] == "slower":
             key = ("slower",)
-        elif each["verdict"] == "too large":
-            key = ("too large", written(each["strategy"]), each["precision"])
-        groups.setdefault(key, []).append(each)
+        elif candidate["verdict"] == "too large":
+            key = ("too large", written(candidate["strategy"]), candidate["precision"])
+        groups.setdefault(key, []).append(candidate)
     return list(groups.values())

@@ -1,4 +1,4 @@
-"""What a traced rank holds, sends and computes in one step."""
+"""The trace of a rank: what the rank holds, sends and computes in one step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Memory:
     gradients: int = 0
     optimizer_state: int = 0
     activations: int = 0
-    """What the forward pass keeps for the backward pass."""
+    """Results of the forward pass that the backward pass needs."""
     temporaries: int = 0
     """Results that one operation hands to the next."""
     communication: int = 0
@@ -27,8 +27,8 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of them together."""
-        return sum(getattr(self, each.name) for each in fields(self))
+        """Bytes of all categories together."""
+        return sum(getattr(self, entry.name) for entry in fields(self))
 
 
 Phase = Literal["set-up", "start", "forward", "backward", "optimizer step", "end"]
@@ -58,7 +58,7 @@ KINDS = (
     "send",
     "recv",
 )
-"""Of collectives, and of transfers between two ranks."""
+"""Kinds of collectives, and of transfers between two ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +72,16 @@ class Collective:
     ranks: tuple[int, ...]
     """The members of this rank's group on that axis."""
     count: int
-    """Calls in that phase."""
+    """Calls in the phase."""
     bytes: int
     """Summed over the calls, each with the whole tensor's size: the output of a gather, the input of a scatter, the tensor of a reduction."""
     phase: str
-    """As in :class:`Moment`."""
+    """The phase of the step, see :attr:`Moment.phase`."""
 
 
 WRAPPED = "DTensor"
-"""What the names of operations begin with that take the host's time alone: those on tensors that wrap local ones, which follow by themselves."""
+"""Start of the names of operations that take the host's time alone: operations on tensors that wrap local ones. The local operations follow by
+themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +89,13 @@ class Operation:
     """Equal operations of a step."""
 
     name: str
-    """As the dispatcher knows it: ``"aten.mm"``; after :data:`WRAPPED` and a point, what the host does for a ``DTensor``."""
+    """The dispatcher's name of the operation: ``"aten.mm"``; after :data:`WRAPPED` and a point, what the host does for a ``DTensor``."""
     dtype: str
-    """In which it computes: ``"bfloat16"``; ``""`` for those."""
+    """Dtype of the arithmetic: ``"bfloat16"``; ``""`` for work of the host."""
     flops: int
-    """Of one call; a multiplication and an addition are two."""
+    """FLOPs of one call; a multiplication and an addition are two."""
     bytes: int
-    """That one call reads and writes."""
+    """Bytes that one call reads and writes."""
     count: int
     phase: str
 
@@ -104,11 +105,11 @@ class Allocations:
     """How a rank's storages change their sizes, in order: the number of a storage and its new size in bytes (0: it is freed), by turns."""
 
     first: Sequence[int] = ()
-    """Until the end of the first step."""
+    """Changes until the end of the first step."""
     again: Sequence[int] = ()
-    """In each further step."""
+    """Changes in each further step."""
     streams: Sequence[int] = ()
-    """By the storage's number: the stream that makes it. A stream does not get the memory that another one has freed."""
+    """The stream that creates each storage, by the storage's number. A stream does not get the memory that another one has freed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class RankTrace:
 
     rank: int
     role: str
-    """What distinguishes it, such as ``"pipeline stage 1 of 4"``; ``""`` where all ranks do the same."""
+    """Part of the rank, such as ``"pipeline stage 1 of 4"``; ``""`` where all ranks do the same."""
     samples: int
     """Samples of the micro-batches of this step on this rank."""
     micro_batches: int
@@ -128,19 +129,19 @@ class RankTrace:
     collectives: tuple[Collective, ...]
     operations: tuple[Operation, ...]
     allocations: Allocations = field(default_factory=Allocations, repr=False)
-    """Of the first step and of later ones, for an allocator that rounds and keeps what it has reserved."""
+    """Allocations of the first step and of later ones, for an allocator that rounds and keeps what it has reserved."""
     on_host: dict[str, int] = field(default_factory=dict)
     """Bytes between steps by category (fields of :class:`Memory`) of what is in the host's memory, and in none of the numbers above."""
     overlaps: bool = True
     """Whether the strategy sends beside a pass what can be sent beside it."""
     missing: tuple[str, ...] = ()
-    """What could not be traced, a sentence each; then the numbers are those of what could."""
+    """Sentences on what could not be traced; the numbers are those of the rest."""
     computed: tuple[str, ...] = ()
-    """What comes from formulas rather than from the trace, a sentence each with the source."""
+    """Sentences on numbers that come from formulas rather than from the trace, each with the source."""
     stands_for: int = 1
     """Ranks of a pipeline, this one included, that compute the same and hold at most as much."""
 
     @property
     def flops(self) -> int:
-        """Of this rank in the step, recomputation included."""
-        return sum(each.flops * each.count for each in self.operations)
+        """FLOPs of this rank in the step, recomputation included."""
+        return sum(operation.flops * operation.count for operation in self.operations)

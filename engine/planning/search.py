@@ -31,21 +31,21 @@ class Tried:
     """One of :data:`VERDICTS`. ``"slower"``: not planned, because one that fits does the same with less work; ``"refused"``: by the strategy;
     ``"failed"``: its plan ended with another error."""
     reason: str = ""
-    """Why it does not fit, or was not planned."""
+    """Why the candidate does not fit, or was not planned."""
     plan: Plan | None = None
-    """``None``: it was ruled out without a trace."""
+    """``None``: the candidate was ruled out without a trace."""
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has the memory it needs."""
+        """Check whether every rank has the memory it needs."""
         return self.verdict == "fits"
 
     def as_json(self, derived: bool = False) -> dict[str, Any]:
-        """Plain dicts and values; ``derived``: as of :class:`PlanSearch`."""
+        """Plain dicts and values; ``derived``: see :attr:`PlanSearch.derived`."""
         plan = self.plan
         return {
             **self.candidate.settings,
-            "strategy": plain(_told(self.candidate.layout.strategy)),
+            "strategy": plain(_plain_strategy(self.candidate.layout.strategy)),
             "precision": str(self.candidate.precision),
             "micro_batch": self.candidate.micro_batch,
             "fit": self.candidate.code(derived),
@@ -63,37 +63,37 @@ class Tried:
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """What a search has found. ``print(found)`` shows it as a table."""
+    """Result of a search over plans. ``print(found)`` shows it as a table."""
 
     tried: tuple[Tried, ...]
-    """Those that fit first, the fastest first; then those that need the least memory."""
+    """All candidates: first those that fit, by step time; then the others by verdict, those that need the least memory first."""
     world_size: int
     device: str
     memory_bytes: int
-    """That a rank may use."""
+    """Memory that a rank may use (bytes)."""
     global_batch: int
     """Samples of a step, over all ranks; the same for every candidate."""
     seconds: float
-    """That the search took."""
+    """Duration of the search."""
     notes: tuple[str, ...] = ()
-    """What the search assumed, and what it left out."""
+    """Assumptions of the search, and what it left out; a sentence each."""
     derived: bool = False
     """Whether ``global_batch_size`` was given: then a run finds the window by itself."""
 
     @cached_property
     def fitting(self) -> tuple[Tried, ...]:
-        """Those that fit, the fastest first."""
-        return tuple(each for each in self.tried if each.fits)
+        """Candidates that fit, the fastest first."""
+        return tuple(tried for tried in self.tried if tried.fits)
 
     @property
     def best(self) -> Tried | None:
-        """The fastest that fits."""
+        """The fastest candidate that fits; ``None``: nothing fits."""
         return self.fitting[0] if self.fitting else None
 
     @property
     def planned(self) -> int:
-        """How many were planned."""
-        return sum(each.plan is not None for each in self.tried)
+        """Number of candidates that were planned."""
+        return sum(tried.plan is not None for tried in self.tried)
 
     def as_json(self) -> dict[str, Any]:
         """Plain dicts and lists; ``candidates`` in the order of :attr:`tried`."""
@@ -105,7 +105,7 @@ class PlanSearch:
             "global_batch": self.global_batch,
             "seconds": self.seconds,
             "planned": self.planned,
-            "candidates": [each.as_json(self.derived) for each in self.tried],
+            "candidates": [tried.as_json(self.derived) for tried in self.tried],
             "notes": list(self.notes),
         }
 
@@ -113,7 +113,7 @@ class PlanSearch:
         return as_text(self.as_json(), show_search)
 
 
-def _told(strategy: Any) -> Any:
+def _plain_strategy(strategy: object) -> Any:
     return strategy if isinstance(strategy, (str, Mapping)) else written(strategy)
 
 
@@ -125,7 +125,7 @@ _ELEMENT = {"64-true": 8, "bf16-true": 2, "16-true": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What a search goes through."""
+    """The candidates that a search goes through."""
 
     layouts: Sequence[Layout]
     precisions: Sequence[Any]
@@ -134,15 +134,15 @@ class Space:
     global_batch: int
     """Samples of a step over all ranks, which no candidate changes."""
     micro_batch: int
-    """The given one."""
+    """Samples of the given micro-batch."""
     largest: int | None = None
-    """No micro-batch is larger."""
+    """Samples of the largest micro-batch to try; ``None``: no limit."""
     first: bool = False
-    """End with the first that fits."""
+    """Whether to end with the first candidate that fits."""
     derived: bool = False
-    """As of :class:`PlanSearch`."""
+    """Whether ``global_batch_size`` was given: then a run finds the window by itself."""
     notes: Sequence[str] = ()
-    """What was given, and so is not varied."""
+    """Sentences on what was given, and so is not varied."""
 
 
 def search(
@@ -166,22 +166,22 @@ def search(
         space: what to go through.
         plan_of: plans one candidate.
         world_size, device, memory_bytes: as in :class:`PlanSearch`.
-        seconds: begin no further plan after so many; ``None``: no limit.
+        seconds: begin no further plan after this time; ``None``: no limit.
         report: called with each candidate as soon as its verdict is known.
     """
     begun = time.monotonic()
-    walk = _Walk(space, plan_of, memory_bytes, None if seconds is None else begun + seconds, report)
+    walk = _SearchWalk(space, plan_of, memory_bytes, None if seconds is None else begun + seconds, report)
     for layout in space.layouts:
         for precision in space.precisions:
-            if not (space.first and any(each.fits for each in walk.tried)):
+            if not (space.first and any(tried.fits for tried in walk.tried)):
                 walk.layout(layout, precision)
     walk.closest()
     order = {verdict: number for number, verdict in enumerate(VERDICTS)}
 
-    def rank(each: Tried) -> tuple[int, float]:
-        if each.plan is None:
-            return order[each.verdict], float("inf")
-        return order[each.verdict], each.plan.step_seconds if each.fits else each.plan.peak_bytes
+    def rank(tried: Tried) -> tuple[int, float]:
+        if tried.plan is None:
+            return order[tried.verdict], float("inf")
+        return order[tried.verdict], tried.plan.step_seconds if tried.fits else tried.plan.peak_bytes
 
     notes = [
         *space.notes,
@@ -202,7 +202,7 @@ def search(
     )
 
 
-class _Walk:
+class _SearchWalk:
     """Goes through a space, and remembers what rules others out."""
 
     def __init__(
@@ -225,34 +225,34 @@ class _Walk:
             tuple[Any, ...], dict[int, int]
         ] = {}  # bytes by micro-batch, of candidates that differ in nothing else
 
-    def layout(self, layout: Layout, precision: Any) -> None:
+    def layout(self, layout: Layout, precision: object) -> None:
         """Try a strategy under a precision."""
-        share, rest = divmod(self._space.global_batch, layout.data_ranks)
-        sizes = [] if rest else micro_batches(min(self._space.micro_batch, share), share)
+        share, remainder = divmod(self._space.global_batch, layout.data_ranks)
+        sizes = [] if remainder else micro_batches(min(self._space.micro_batch, share), share)
         sizes = [size for size in sizes if self._space.largest is None or size <= self._space.largest]
         first = self._candidate(layout, precision, self._space.recompute[0], sizes[-1] if sizes else 1)
         if not sizes:
             text = f"a step of {self._space.global_batch} samples does not divide over the {layout.data_ranks} ranks that see different data"
             self._add(Tried(first, "refused", text))
-        elif not layout.given and (known := self._known_refusal(layout)) is not None:
-            self._add(Tried(first, *known))
-        elif (least := self._too_large_without_trace(layout, precision)) is not None:
-            text = f"parameters, gradients and optimizer state alone need {written_size(least)} of {written_size(self._memory)}"
+        elif not layout.given and (refusal := self._known_refusal(layout)) is not None:
+            self._add(Tried(first, *refusal))
+        elif (needed := self._too_large_without_trace(layout, precision)) is not None:
+            text = f"parameters, gradients and optimizer state alone need {written_size(needed)} of {written_size(self._memory)}"
             self._add(Tried(first, "too large", text))
-            self._ruled_out.append((least, self._candidate(layout, precision, self._space.recompute[-1], sizes[0])))
+            self._ruled_out.append((needed, self._candidate(layout, precision, self._space.recompute[-1], sizes[0])))
         else:
             self._recomputations(layout, precision, sizes)
 
     def closest(self) -> None:
-        """If nothing fits, plan the smallest candidate of what was ruled out without a trace, where it may come closer than those planned."""
-        least = min((each.plan.peak_bytes for each in self.tried if each.plan), default=None)
-        if least is None or any(each.fits for each in self.tried) or not self._ruled_out:
+        """If nothing fits, plan the smallest candidate that was ruled out without a trace, where it may come closer than the planned ones."""
+        needed = min((tried.plan.peak_bytes for tried in self.tried if tried.plan), default=None)
+        if needed is None or any(tried.fits for tried in self.tried) or not self._ruled_out:
             return
-        bound, candidate = min(self._ruled_out, key=lambda each: each[0])
-        if bound < least:
+        bound, candidate = min(self._ruled_out, key=lambda entry: entry[0])
+        if bound < needed:
             self._try(candidate)
 
-    def _recomputations(self, layout: Layout, precision: Any, sizes: list[int]) -> None:
+    def _recomputations(self, layout: Layout, precision: object, sizes: list[int]) -> None:
         best = 0
         for number, recompute in enumerate(self._space.recompute):
             if best and self._space.first:
@@ -272,24 +272,23 @@ class _Walk:
                 return  # the strategy itself, whatever is recomputed
             self._explain_untried(candidates, best)
 
-    def _sizes(self, wanted: list[int], sizes: list[int]) -> Iterator[int]:
-        """The micro-batches to try, by what became of those before: up from the given one while they fit, else down until one fits."""
+    def _sizes(self, open_sizes: list[int], sizes: list[int]) -> Iterator[int]:
+        """Yield the micro-batches to try, by the results of earlier ones: up from the given one while they fit, else down until one fits."""
         start = max([size for size in sizes if size <= self._space.micro_batch], default=sizes[0])
-        up = [size for size in wanted if size >= start]
+        up = [size for size in open_sizes if size >= start]
         for size in up:
             yield size
             if self._space.first and self.tried[-1].fits:
                 return
             if not self.tried[-1].fits:
                 if size == up[0]:
-                    down = [each for each in wanted if each < size]
-                    yield from self._smaller_sizes(down[::-1])
+                    yield from self._smaller_sizes([smaller for smaller in open_sizes if smaller < size][::-1])
                 # Between micro-batches sharded strategies keep whole gradients: a step of one may fit where smaller ones do not.
                 if size != sizes[-1] and not self.tried[-1].fits and self._one_window(sizes[-1]):
                     yield sizes[-1]
                 return
         if not up:
-            yield from self._smaller_sizes(wanted[::-1])
+            yield from self._smaller_sizes(open_sizes[::-1])
 
     def _smaller_sizes(self, sizes: list[int]) -> Iterator[int]:
         for size in sizes:
@@ -298,23 +297,23 @@ class _Walk:
                 return
 
     def _one_window(self, size: int) -> bool:
-        """Whether this size makes a step of one micro-batch, under a strategy that shards parameters."""
+        """Check whether this size makes a step of one micro-batch, under a strategy that shards parameters."""
         latest = self.tried[-1].candidate
         return latest.layout.shards > 1 and latest.micro_batch * latest.window == size
 
     def _explain_untried(self, candidates: dict[int, Candidate], best: int) -> None:
-        """Say why the sizes that were not tried were not."""
-        here = {id(candidate) for candidate in candidates.values()}
-        tried = [each for each in self.tried if id(each.candidate) in here]
-        failed = [each for each in tried if each.verdict == "too large"]
-        seen = {each.candidate.micro_batch for each in tried}
+        """Add a verdict for each size that was not tried, with the reason."""
+        ids = {id(candidate) for candidate in candidates.values()}
+        attempts = [attempt for attempt in self.tried if id(attempt.candidate) in ids]
+        failed = [attempt for attempt in attempts if attempt.verdict == "too large"]
+        seen = {attempt.candidate.micro_batch for attempt in attempts}
         for size, candidate in candidates.items():
             if size in seen:
                 continue
             if size < best:
                 self._add(Tried(candidate, "slower", f"micro-batches of {best} fit"))
             elif failed:
-                smallest = min(failed, key=lambda each: each.candidate.micro_batch)
+                smallest = min(failed, key=lambda attempt: attempt.candidate.micro_batch)
                 self._add(
                     Tried(
                         candidate,
@@ -323,12 +322,12 @@ class _Walk:
                     )
                 )
 
-    def _candidate(self, layout: Layout, precision: Any, recompute: str | int | None, size: int) -> Candidate:
+    def _candidate(self, layout: Layout, precision: object, recompute: str | int | None, size: int) -> Candidate:
         window = max(1, self._space.global_batch // layout.data_ranks // size)
         return Candidate(layout, precision, recompute, size, window)
 
     def _try(self, candidate: Candidate) -> Tried:
-        if (bound := self._at_least(candidate)) is not None:
+        if (bound := self._why_too_large(candidate)) is not None:
             return self._add(Tried(candidate, "too large", bound))
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self.late = True
@@ -359,7 +358,7 @@ class _Walk:
     def _remember(self, candidate: Candidate, plan: Plan) -> None:
         self._model = plan.job.parameters, plan.job.trainable
         end = [trace.timeline[-1].memory for trace in plan.traces if trace.timeline]
-        ratios = [each.optimizer_state / each.parameters for each in end if each.parameters]
+        ratios = [memory.optimizer_state / memory.parameters for memory in end if memory.parameters]
         if (
             ratios
             and candidate.layout.bounded
@@ -367,73 +366,76 @@ class _Walk:
             and candidate.layout.sharded_parameters
         ):
             self._optimizer.setdefault(str(candidate.precision), min(ratios))
-        self._needs.setdefault(_alike(candidate), {})[candidate.micro_batch] = plan.peak_bytes
+        self._needs.setdefault(_comparison_key(candidate), {})[candidate.micro_batch] = plan.peak_bytes
 
     def _known_refusal(self, layout: Layout) -> tuple[str, str] | None:
         """The error of a layout whose tensor or pipeline degree divides this one's: what does not divide by 2 does not by 4, and a model with too few
         parts for two stages has too few for four."""
         for refused, verdict, text in self._refused:
-            for axis, other in (("tp", "pp"), ("pp", "tp")):
+            for axis, other_axis in (("tp", "pp"), ("pp", "tp")):
                 degree = refused.degree(axis)
-                if degree > 1 and refused.degree(other) == 1 and layout.degree(axis) % degree == 0:
+                if degree > 1 and refused.degree(other_axis) == 1 and layout.degree(axis) % degree == 0:
                     return verdict, f"as with {axis}={degree}: {text}"
         return None
 
-    def _too_large_without_trace(self, layout: Layout, precision: Any) -> int | None:
+    def _too_large_without_trace(self, layout: Layout, precision: object) -> int | None:
         """Bytes of parameters, gradients and optimizer state alone, which every step holds at its end, if they are too many."""
         if self._model is None or layout.given or layout.offloaded or not layout.bounded:
             return None
         parameters, trainable = self._model
-        each = _ELEMENT.get(str(precision), 4)
-        state = self._optimizer.get(str(precision), 0.0) * parameters * each / layout.shards
-        weights = parameters * each
+        element_bytes = _ELEMENT.get(str(precision), 4)
+        state = self._optimizer.get(str(precision), 0.0) * parameters * element_bytes / layout.shards
+        weights = parameters * element_bytes
         if layout.sharded_parameters:
-            least = state + (weights + trainable * each) / layout.shards
+            needed = state + (weights + trainable * element_bytes) / layout.shards
         else:
-            least = state + weights
-        return None if least <= self._memory else int(least)
+            needed = state + weights
+        return None if needed <= self._memory else int(needed)
 
-    def _at_least(self, candidate: Candidate) -> str | None:
-        """Memory over the micro-batch is the largest of several straight lines: outside of two points it is not below the line through them."""
-        known = sorted(self._needs.get(_alike(candidate), {}).items())
+    def _why_too_large(self, candidate: Candidate) -> str | None:
+        """A lower bound of the memory, in words, if it is too large; ``None``: it may fit.
+
+        Memory over the micro-batch is the largest of several straight lines: outside of two points it is not below the line through them.
+        """
+        points = sorted(self._needs.get(_comparison_key(candidate), {}).items())
         size = candidate.micro_batch
-        pairs = [pair for pair in pairwise(known) if not pair[0][0] < size < pair[1][0]]
+        pairs = [pair for pair in pairwise(points) if not pair[0][0] < size < pair[1][0]]
         for (low, bytes_low), (high, bytes_high) in pairs:
-            least = bytes_low + (bytes_high - bytes_low) * (size - low) // (high - low)
-            if least > self._memory:
-                return f"at least {written_size(least)} of {written_size(self._memory)}, as micro-batches of {low} and {high} show"
+            bound = bytes_low + (bytes_high - bytes_low) * (size - low) // (high - low)
+            if bound > self._memory:
+                return f"at least {written_size(bound)} of {written_size(self._memory)}, as micro-batches of {low} and {high} show"
         return None
 
 
-def _alike(candidate: Candidate) -> tuple[Any, ...]:
-    """What two candidates have in common whose memory differs by the size of the micro-batch alone."""
-    one = candidate.window == 1  # a later micro-batch has the gradients of earlier ones beside it
-    return str(candidate.layout), str(candidate.precision), candidate.activation_checkpointing, one
+def _comparison_key(candidate: Candidate) -> tuple[Any, ...]:
+    """The key of candidates whose memory differs by the size of the micro-batch alone."""
+    single = candidate.window == 1  # a later micro-batch has the gradients of earlier ones beside it
+    return str(candidate.layout), str(candidate.precision), candidate.activation_checkpointing, single
 
 
-def resized(batch: Any, given: int, wanted: int) -> Any:
-    """A batch of ``wanted`` samples: the first of its ``given`` ones, again from the first where there are too few.
+def resized(batch: Any, current: int, target: int) -> Any:
+    """A batch of ``target`` samples: the first of its ``current`` ones, again from the first where there are too few.
 
     Raises:
-        ValueError: its samples cannot be told apart.
+        ValueError: the samples of the batch cannot be told apart.
     """
-    if wanted == given:
+    if target == current:
         return batch
-    rows = torch.arange(wanted) % given
-    changed = map_tensors(partial(_rows, given=given, rows=rows), _lists(batch, given, rows.tolist()))
-    if batch_size(changed) != wanted:
-        raise ValueError(f"the batch ({type(batch).__name__}) of {given} samples cannot be made one of {wanted}")
+    rows = torch.arange(target) % current
+    changed = map_tensors(partial(_rows, current=current, rows=rows), _lists(batch, current, rows.tolist()))
+    if batch_size(changed) != target:
+        raise ValueError(f"the batch ({type(batch).__name__}) of {current} samples cannot be made one of {target}")
     return changed
 
 
-def _rows(tensor: Tensor, *, given: int, rows: Tensor) -> Tensor:
-    return tensor[rows] if tensor.ndim and tensor.shape[0] == given else tensor
+def _rows(tensor: Tensor, *, current: int, rows: Tensor) -> Tensor:
+    return tensor[rows] if tensor.ndim and tensor.shape[0] == current else tensor
 
 
-def _lists(tree: Any, given: int, rows: Sequence[int]) -> Any:
+def _lists(tree: Any, current: int, rows: Sequence[int]) -> Any:
     """Lists with an item for each sample, such as texts, in plain containers."""
     if type(tree) is dict:
-        return {key: _lists(item, given, rows) for key, item in tree.items()}
-    if type(tree) is list and len(tree) == given and not any(isinstance(item, Tensor) for item in tree):
+        return {key: _lists(item, current, rows) for key, item in tree.items()}
+    if type(tree) is list and len(tree) == current and not any(isinstance(item, Tensor) for item in tree):
         return [tree[row] for row in rows]
     return tree

@@ -20,14 +20,14 @@ CPU = DeviceKind()
 class SimulatedGroup(Group):
     """One rank of a simulated job. Strategies, meshes and engines use it as any other group. Created by :func:`simulated`."""
 
-    __slots__ = ("_kind", "_made", "failed")
+    __slots__ = ("_kind", "_objects", "failed")
 
-    def __init__(self, environment: Environment, made: dict[Hashable, Any], kind: DeviceKind) -> None:
+    def __init__(self, environment: Environment, objects: dict[Hashable, Any], kind: DeviceKind) -> None:
         super().__init__(environment, torch.device("cpu"))
-        self._made, self._kind = made, kind
+        self._objects, self._kind = objects, kind
         self.failed = False
         if self.world_size > 1:
-            self.cpu = self.once("cpu", lambda: torch_private.simulated_group(list(range(self.world_size))))
+            self.cpu = self.made_once("cpu", lambda: torch_private.simulated_group(list(range(self.world_size))))
 
     @property
     def kind(self) -> DeviceKind:
@@ -35,31 +35,31 @@ class SimulatedGroup(Group):
 
     def part(self, parts: Sequence[Sequence[int]]) -> Group:
         ranks = next(part for part in parts if self.environment.rank in part)
-        found = SimulatedGroup(self.environment, self._made, self._kind)
-        found.rank, found.world_size = ranks.index(self.environment.rank), len(ranks)
-        found.is_main = found.rank == 0
-        found.cpu = found.wide = self.divided(parts) if len(ranks) > 1 else None
-        return found
+        subgroup = SimulatedGroup(self.environment, self._objects, self._kind)
+        subgroup.rank, subgroup.world_size = ranks.index(self.environment.rank), len(ranks)
+        subgroup.is_main = subgroup.rank == 0
+        subgroup.cpu = subgroup.wide = self.part_for_device(parts) if len(ranks) > 1 else None
+        return subgroup
 
-    def divided(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    def part_for_device(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         # Only this rank's group: a mesh of many ranks has as many others.
-        own = next((tuple(part) for part in parts if self.environment.rank in part), None)
-        if own is None:
+        own_ranks = next((tuple(part) for part in parts if self.environment.rank in part), None)
+        if own_ranks is None:
             return None
-        if len(own) == dist.get_world_size():
+        if len(own_ranks) == dist.get_world_size():
             return dist.group.WORLD
-        return self.once(("divided", own), lambda: torch_private.simulated_group(list(own)))
+        return self.made_once(("divided", own_ranks), lambda: torch_private.simulated_group(list(own_ranks)))
 
-    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        if key not in self._made:
+    def made_once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        if key not in self._objects:
             with torch_private.with_values():
-                self._made[key] = make()
-        return self._made[key]
+                self._objects[key] = make()
+        return self._objects[key]
 
 
 @contextmanager
 def simulated(rank: int, world_size: int, num_nodes: int = 1, kind: DeviceKind = CPU) -> Iterator[SimulatedGroup]:
-    """The ``rank`` of a job of ``world_size`` ranks on ``num_nodes`` machines with such devices, which exists within the block.
+    """The ``rank`` of a job of ``world_size`` ranks on ``num_nodes`` machines with devices of ``kind``. The job exists within the block.
 
     Raises:
         ValueError: the ranks cannot be divided over the machines.
@@ -72,8 +72,8 @@ def simulated(rank: int, world_size: int, num_nodes: int = 1, kind: DeviceKind =
             "this process has joined a job (torch.distributed is initialized), and a plan needs a simulated one: plan in a process of its own, "
             "with `fit plan`, or call torch.distributed.destroy_process_group() before"
         )
-    here = world_size // num_nodes
-    environment = Environment("simulated", rank, world_size, rank % here, here, num_nodes)
+    ranks_per_node = world_size // num_nodes
+    environment = Environment("simulated", rank, world_size, rank % ranks_per_node, ranks_per_node, num_nodes)
     if world_size == 1:
         yield SimulatedGroup(environment, {}, kind)
         return
@@ -85,16 +85,16 @@ def simulated(rank: int, world_size: int, num_nodes: int = 1, kind: DeviceKind =
 def _equal_objects() -> Iterator[None]:
     """Inside the block exchanges of Python objects answer that every rank has what this one has."""
 
-    def gather(value: Any, found: list[Any] | None) -> None:
-        if found is not None:
-            found[:] = [value] * len(found)
+    def gather(value: Any, results: list[Any] | None) -> None:
+        if results is not None:
+            results[:] = [value] * len(results)
 
-    def scatter(found: list[Any], values: list[Any] | None = None, *_: Any, **__: Any) -> None:
-        found[0] = values[0] if values else None
+    def scatter(results: list[Any], values: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        results[0] = values[0] if values else None
 
     with (
-        patch.object(dist, "all_gather_object", lambda found, value, *_, **__: gather(value, found)),
-        patch.object(dist, "gather_object", lambda value, found=None, *_, **__: gather(value, found)),
+        patch.object(dist, "all_gather_object", lambda results, value, *_, **__: gather(value, results)),
+        patch.object(dist, "gather_object", lambda value, results=None, *_, **__: gather(value, results)),
         patch.object(dist, "broadcast_object_list", lambda *_, **__: None),
         patch.object(dist, "scatter_object_list", scatter),
     ):

@@ -44,7 +44,7 @@ from engine.utils.tree import batch_size
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """What is planned: a user's run, and the ranks that it is planned for."""
+    """A planned job: a user's run, and the ranks for which it is planned."""
 
     fit: Fit
     module: TrainModule | Callable[[], TrainModule]
@@ -68,7 +68,7 @@ class SimulatedRun:
 
 @contextmanager
 def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[SimulatedRun]:
-    """The run of one rank of the job, with its training loader; nothing in it has values. ``facts`` get those of the module.
+    """The run of one rank of the job, with its training loader; nothing in it has values. ``facts`` notes the module's facts.
 
     Raises:
         RuntimeError: this process is in a job already.
@@ -130,11 +130,11 @@ class NoStops(Agreement):
     __slots__ = ()
 
     def poll(self, level: int, seconds: float) -> bool:
-        """Whether the ranks have agreed to stop: they never do."""
+        """Check whether the ranks have agreed to stop: they never do."""
         return False
 
-    def now(self, level: int) -> bool:
-        """As :meth:`poll`; a run ends with it, too."""
+    def agree_now(self, level: int) -> bool:
+        """Check whether the ranks have agreed to stop, at an end of the run or of an epoch: they never do."""
         return False
 
 
@@ -168,25 +168,25 @@ def first_batch(loader: PreparedLoader) -> tuple[Any, int]:
     Raises:
         ValueError: the loader gives no batch, or can be read only once.
     """
-    given = loader.loader
+    data = loader.loader
     with isolated():
-        batch = _read(given, loader)
+        batch = _read(data, loader)
         batch = (loader.transfer or BatchTransfer()).move(batch, loader._group.device, loader._dtype)
     return batch, batch_size(batch) or 1
 
 
-def _read(given: Any, loader: PreparedLoader) -> Any:
-    if isinstance(given, Iterator):
+def _read(data: Any, loader: PreparedLoader) -> Any:
+    if isinstance(data, Iterator):
         raise ValueError(
-            f"the training data is a {type(given).__name__}, which can be read only once, and a plan would take its first batch: give a list of "
+            f"the training data is a {type(data).__name__}, which can be read only once, and a plan would take its first batch: give a list of "
             "batches, a DataLoader or an object whose __iter__ starts again"
         )
-    if isinstance(given, DataLoader) and not isinstance(given.dataset, IterableDataset):
-        return _of_dataset(given)
-    source = given if hasattr(given, "__iter__") else loader
+    if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
+        return _of_dataset(data)
+    source = data if hasattr(data, "__iter__") else loader
     batch = next(iter(source), None)
     if batch is None:
-        raise ValueError(f"the training data ({type(given).__name__}) has no batch")
+        raise ValueError(f"the training data ({type(data).__name__}) has no batch")
     return batch
 
 

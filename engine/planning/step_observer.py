@@ -16,7 +16,7 @@ from engine.planning import counters, storages, torch_private
 from engine.planning.counters import CollectiveCounter, OperationCounter
 from engine.planning.rank_trace import Phase
 from engine.planning.storages import StorageLog
-from engine.planning.strategy_facts import Kept
+from engine.planning.strategy_facts import KeptTensors
 from engine.utils.torch_private import whole_gradients
 
 
@@ -46,10 +46,10 @@ class StepObserver(torch_private.Mode):
         """The module of each parameter, by the parameter's id."""
         self._running = ""
         self._path: list[tuple[str, bool]] = []
-        """Of the modules whose forward pass runs: the module around each, and whether a backward pass computes it again."""
+        """For each module whose forward pass runs: the module around it, and whether a backward pass computes it again."""
         self._nodes: list[int] = [0]
         self._module_from_node: list[str] = [""]
-        """The module that makes the nodes of the backward pass from each of these numbers on."""
+        """The module that makes the nodes of the backward pass from each number of ``_nodes`` on."""
         self._outside: Phase = "set-up"
         """The phase of operations outside of backward passes."""
         self._recording = False
@@ -107,13 +107,17 @@ class StepObserver(torch_private.Mode):
         self._propagating = not watched
 
     def begin_window(
-        self, model: nn.Module, optimizers: list[Optimizer], inputs: list[Tensor], kept: Iterable[Kept] = ()
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        inputs: list[Tensor],
+        own_tensors: Iterable[KeptTensors] = (),
     ) -> None:
-        """Record from here on; ``kept``: as of :meth:`mark_kept`."""
+        """Record from here on; ``own_tensors``: see :meth:`mark_kept`."""
         memory = self.memory
         memory.phase, memory.module, self._running = "start", "", ""
         self._nodes, self._module_from_node = [torch_private.next_node()], [""]
-        self.mark_kept(kept)
+        self.mark_kept(own_tensors)
         self._owners = {id(p): name.rpartition(".")[0] for name, p in model.named_parameters()}
         for parameter in model.parameters():
             memory.set_kind([parameter], storages.PARAMETERS, self._owners[id(parameter)])
@@ -127,34 +131,36 @@ class StepObserver(torch_private.Mode):
         self._recording = True
 
     def next_micro_batch(self, inputs: list[Tensor], count_as: int = 1) -> None:
-        """A micro-batch begins; what comes from here on, comes ``count_as`` times in a step."""
+        """Begin a micro-batch that stands for ``count_as`` micro-batches of the step."""
         self.collectives.weight = self.operations.weight = count_as
         self.memory.set_kind(inputs, storages.INPUTS)
         self.enter("forward")
 
     def enter(self, phase: Phase) -> None:
-        """Operations from here on, outside of backward passes, are of this phase."""
+        """Assign operations from here on, outside of backward passes, to ``phase``."""
         self._outside = phase
 
     def end_window(self) -> None:
-        """The recorded step is over."""
+        """End the recorded step."""
         self._recording = False
         self.enter("set-up")
 
     def _set_phase(self) -> None:
         memory = self.memory
-        now = "backward" if torch_private.in_backward() else self._outside
-        if now != memory.phase:
-            if now == "backward" and memory.phase == "forward":
+        phase = "backward" if torch_private.in_backward() else self._outside
+        if phase != memory.phase:
+            if phase == "backward" and memory.phase == "forward":
                 memory.kept_for_backward()
-            memory.phase = now
-        again = bool(self._path) and self._path[-1][1]
-        memory.module = self._module_of_node(memory.module) if now == "backward" and not again else self._running
+            memory.phase = phase
+        is_recomputed = bool(self._path) and self._path[-1][1]
+        memory.module = (
+            self._module_of_node(memory.module) if phase == "backward" and not is_recomputed else self._running
+        )
 
     # -- who runs -----------------------------------------------------------------------------------------------------------------
 
     def name(self, model: nn.Module) -> None:
-        """Modules are shown by their names in ``model``."""
+        """Name modules as ``model`` does."""
         self._modules = {id(module): name for name, module in model.named_modules()}
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
@@ -166,7 +172,7 @@ class StepObserver(torch_private.Mode):
             self._enter(self._path.pop()[0])
 
     def _enter(self, name: str) -> None:
-        """This module runs from here on; autograd numbers the nodes that it makes in the order of the forward pass."""
+        """Note that the module ``name`` runs from here on; autograd numbers the nodes that it makes in the order of the forward pass."""
         self._running = name
         number = torch_private.next_node()
         if self._nodes[-1] == number:
@@ -191,19 +197,19 @@ class StepObserver(torch_private.Mode):
         self.memory.set_kind(_tensors(optimizer.state), storages.OPTIMIZER)
 
     def mark_gradients(self, optimizers: list[Optimizer]) -> None:
-        """What the parameters of these optimizers have as gradients now."""
+        """Mark the present gradients of the parameters of ``optimizers``."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     self.memory.set_kind([parameter.grad], storages.GRADIENTS, self._owners.get(id(parameter)))
 
-    def mark_kept(self, kept: Iterable[Kept]) -> None:
-        """What a strategy keeps of its own (:attr:`engine.planning.strategy_facts.StrategyFacts.kept`)."""
-        for kind, tensors, on_host in kept:
+    def mark_kept(self, own_tensors: Iterable[KeptTensors]) -> None:
+        """Mark a strategy's own tensors (:attr:`engine.planning.strategy_facts.StrategyFacts.kept`)."""
+        for kind, tensors, on_host in own_tensors:
             self.memory.set_kind(tensors, kind, on_host=on_host)
 
     def mark_kept_gradients(self, model: nn.Module) -> None:
-        """What FSDP keeps whole until the last micro-batch of a window."""
+        """Mark the gradients that FSDP keeps whole until the last micro-batch of a window."""
         self.memory.set_kind(whole_gradients([model]), storages.GRADIENTS)
 
 

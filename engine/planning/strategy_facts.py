@@ -1,4 +1,4 @@
-"""What a plan asks of a strategy besides the trace of its step."""
+"""The facts about a strategy that a plan needs besides the trace of its step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from engine.strategies.fsdp import FSDP
 from engine.strategies.mesh_parallel import MeshParallel
 from engine.strategies.pipeline import SCHEDULES
 
-Kept = tuple[str, list[Tensor], bool]
-"""A field of :class:`engine.planning.rank_trace.Memory`, tensors, and whether they are in the host's memory."""
+KeptTensors = tuple[str, list[Tensor], bool]
+"""Tensors that a strategy keeps: their field of :class:`engine.planning.rank_trace.Memory`, the tensors, and whether they are in the host's
+memory."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class StrategyFacts:
     """Fields of :class:`engine.planning.rank_trace.Memory` that are in the host's memory between steps."""
     overlaps: bool = True
     """Whether collectives run beside the passes."""
-    kept: Callable[[], Iterable[Kept]] = tuple
+    kept: Callable[[], Iterable[KeptTensors]] = tuple
     """The strategy's own tensors. Asked between operations: it must not compute."""
     schedule: str | None = None
     """The schedule of a pipeline, if there is one."""

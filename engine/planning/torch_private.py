@@ -1,4 +1,4 @@
-"""What planning needs of torch beyond its public names, and the only place that touches it."""
+"""The private parts of torch that planning needs. No other file of planning touches them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MOST_HOST_NUMBERS = 1 << 20
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _prim = torch.ops.prim
 _NO_NUMBER = 2**64 - 1
-"""That autograd gives to nodes which the forward pass does not make."""
+"""Autograd's number of nodes that the forward pass does not make."""
 _PLAIN = torch.empty(0)
 UNSUPPORTED = UnsupportedOperatorException
 """An operation that needs values throughout, such as a reduction of sparse gradients."""
@@ -67,17 +67,17 @@ class Mode(TorchDispatchMode):
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether the tensor has no values."""
+    """Check whether the tensor has no values."""
     return isinstance(tensor, FakeTensor)
 
 
 def has_host_numbers(tensor: Tensor) -> bool:
-    """Whether a tensor of integers is so small that it keeps its values in a plan."""
+    """Check whether a tensor of integers is so small that it keeps its values in a plan."""
     return tensor.dtype in INTEGERS and tensor.numel() <= MOST_HOST_NUMBERS and not tensor.is_sparse
 
 
 def wraps(types: Any) -> bool:
-    """Whether one of these classes of tensors only wraps others."""
+    """Check whether one of ``types``, classes of tensors, only wraps other tensors."""
     # A set comprehension or `any` would cost as much as the rest of an observer.
     for kind in types:  # noqa: SIM110
         if kind is not FakeTensor and is_traceable_wrapper_subclass_type(kind):
@@ -86,17 +86,17 @@ def wraps(types: Any) -> bool:
 
 
 def asks_device(operator: Any) -> bool:
-    """Whether this only reads a fake tensor's device, which torch does several times an operation."""
+    """Check whether ``operator`` only reads a fake tensor's device, which torch does several times an operation."""
     return operator is _prim.device.default
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward pass in this thread."""
+    """Check whether autograd runs a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def node_number() -> int:
-    """Which node of the backward pass runs in this thread, or has run last in it; -1 outside of backward passes."""
+    """The number of the node of the backward pass that runs in this thread, or has run last in it; -1 outside of backward passes."""
     node = torch._C._current_autograd_node() if in_backward() else None
     return -1 if node is None else node._sequence_nr()
 
@@ -127,14 +127,14 @@ def persistent_buffers(model: Any) -> list[Tensor]:
 
 def group_of(name: Any) -> dist.ProcessGroup:
     """The process group of this name, or behind this script object."""
-    found = _resolve_process_group(name) if isinstance(name, str) else name
-    return found if isinstance(found, dist.ProcessGroup) else dist.ProcessGroup.unbox(found)
+    group = _resolve_process_group(name) if isinstance(name, str) else name
+    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 
 def flops_of(packet: Any) -> Callable[..., int] | None:
     """The formula for the floating point operations of an operator (a multiplication and an addition are two)."""
-    found: Any = flop_registry.get(packet)
-    return found
+    formula: Any = flop_registry.get(packet)
+    return formula
 
 
 def work_with(tensors: list[Any]) -> Any:
@@ -146,7 +146,8 @@ def work_with(tensors: list[Any]) -> Any:
 
 @contextmanager
 def simulated_processes(rank: int, world_size: int) -> Iterator[None]:
-    """torch's default group is one of ``world_size`` ranks that exist in this process alone, of which it is ``rank``: no socket, no other process."""
+    """Inside the block torch's default group has ``world_size`` ranks that exist in this process alone, which is ``rank``: no socket, no other
+    process."""
     _clear_sharding_prop_cache()
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -159,10 +160,10 @@ def simulated_processes(rank: int, world_size: int) -> Iterator[None]:
 
 
 def simulated_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A new group of some of these ranks."""
-    made = dist.new_group(ranks, backend="fake")
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    """A new group of ``ranks``, some of the simulated ones."""
+    group = dist.new_group(ranks, backend="fake")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 @contextmanager
@@ -205,11 +206,11 @@ def allowed_on_fake_tensors(fake: FakeTensorMode, answered: Callable[[str, Any],
     """
     swap = torch.utils.swap_tensors
 
-    def forgetting(one: Tensor, other: Tensor) -> None:
-        if one.untyped_storage()._cdata == other.untyped_storage()._cdata:
+    def forgetting(first: Tensor, second: Tensor) -> None:
+        if first.untyped_storage()._cdata == second.untyped_storage()._cdata:
             return  # converted to what it is: somebody may hold a weak reference to it
         fake.fake_tensor_converter.tensor_memo.clear()
-        swap(one, other)
+        swap(first, second)
 
     def formatted(self: Tensor, form: str) -> str:
         return format(self.item(), form) if not self.dim() else object.__format__(self, form)
@@ -262,8 +263,8 @@ def outside_of_propagation(watch: Callable[[bool], None]) -> Iterator[None]:
 
 @contextmanager
 def agreeing_stages() -> Iterator[None]:
-    """Inside the block a pipeline's stage takes the others to know as much about the shapes between them as it does; real ones ask each other (from
-    torch 2.13 on)."""
+    """Inside the block a pipeline's stage assumes that other stages know as much about the shapes between them as it does; real stages ask each
+    other (from torch 2.13 on)."""
 
     def vote(stage: Any, has_backward: bool, received_acc: Any = None) -> Tensor:
         stage._alone = int(not InferenceMode.needs_dynamic(stage._user_meta, has_backward))

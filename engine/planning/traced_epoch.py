@@ -21,24 +21,25 @@ from engine.step.window import Share
 from engine.utils.tree import leaves
 
 MOST_MICRO_BATCHES = 64
-"""Micro-batches of a module that steps by itself, until it does."""
+"""Micro-batches of a module that steps by itself, until it does, at most."""
 MOST_WINDOWS = 4
-"""The first window makes the optimizer's state. DDP rebuilds its buckets in the second: a window counts once it communicates as the last."""
+"""Windows until a trace ends at the latest. The first window makes the optimizer's state. DDP rebuilds its buckets in the second: a window counts
+once it communicates like the window before it."""
 _BEFORE_THE_STEP = ("on_fit_start", "on_train_start", "on_train_epoch_start")
 """Events whose hooks are left out of the plan if they fail for want of values."""
 
 
 class WindowTraced(Exception):
-    """The last window is recorded: leaves the epoch."""
+    """Leaves the epoch: the last window is recorded."""
 
 
 class EndOfTrace(NamedTuple):
-    """How a trace has ended."""
+    """The end of a trace."""
 
     micro_batches: int
-    """Of the recorded window."""
+    """Micro-batches of the recorded window."""
     missing: str | None = None
-    """What ended it early, in a sentence."""
+    """A sentence on what ended the trace early; ``None``: nothing."""
 
 
 class TracedWindows:
@@ -65,7 +66,7 @@ class TracedWindows:
         self._sent: tuple[Collective, ...] | None = None
 
     def resume(self, epoch: int, position: int, stream: Any = None) -> None:
-        """A trace starts at the beginning."""
+        """Do nothing: a trace starts at the beginning of an epoch."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)  # what callbacks read of the user's loader: its length, its first batch
@@ -97,11 +98,11 @@ class TracedWindows:
                 return
 
     def _stepped_by_itself(self) -> bool:
-        """Whether a module with manual optimization has ended the window."""
+        """Check whether a module with manual optimization has ended the window."""
         return not self._optimization.accumulates and self._run.state.step > self._step_before
 
     def window_done(self, run: Run, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """The last hook of ``on_train_batch_end``. What the loop does after it (agree to stop, log, validate) is no part of the step.
+        """End a window: the last hook of ``on_train_batch_end``. What the loop does after it (agree to stop, log, validate) is no part of the step.
 
         Raises:
             WindowTraced: the window was the last.
@@ -138,7 +139,7 @@ class TracedOptimization(Optimization):
         self._optimization.before_validation()
 
     def micro(self, batch: Any, index: int, share: Share) -> Any:
-        """One micro-batch; what ``training_step`` returned."""
+        """Run one micro-batch; returns the result of ``training_step``."""
         outputs = self._optimization.micro(batch, index, share)
         observer = self._observer
         observer.mark_gradients(self.optimizers)
@@ -149,7 +150,7 @@ class TracedOptimization(Optimization):
         return outputs
 
     def step(self) -> None:
-        """The window is over."""
+        """Step the optimizers: the window is over."""
         self._optimization.step()
         self._observer.mark_kept(self._kept())
         self._observer.enter("end")
@@ -158,7 +159,7 @@ class TracedOptimization(Optimization):
 def trace_epoch(
     simulated: SimulatedRun, first_batch: Any, shares: Sequence[Share], observer: StepObserver
 ) -> EndOfTrace:
-    """Run the epoch until a window communicates as the one before; the last is recorded."""
+    """Run the epoch until a window communicates like the window before it; the last window is recorded."""
     run, missing_values = simulated.run, simulated.missing_values
     assert run.optimization is not None
     run.optimization = optimization = TracedOptimization(run.optimization, run, observer)

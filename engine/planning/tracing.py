@@ -31,16 +31,16 @@ from engine.strategies.base import Strategy
 from engine.strategies.mesh_parallel import MeshParallel
 
 EACH_STAGE = 4
-"""In a longer pipeline a rank is not traced whose stages are like those before it: it computes the same, and holds at most as much."""
+"""Ranks of a pipeline that are all traced. In a longer one a rank whose stages are like those before it is not traced: it computes the same, and
+holds at most as much."""
 
 
 def trace(job: SimulatedJob, facts: JobFacts) -> list[RankTrace]:
-    """One full step of rank 0, and under pipeline parallelism of one rank for each place in the pipeline (of a long one, for each that differs
-    from the place before).
+    """Trace one full step of rank 0; under pipeline parallelism, of one rank for each place in the pipeline.
 
-    The module, the process's random numbers and torch's process groups are as before afterwards. ``facts`` are collected. For an accelerated
-    ``job.kind`` torch's optimizers choose their implementation as on CUDA rather than as on the CPU, and what a strategy keeps in the host's
-    memory is left out.
+    In a long pipeline a place that is like the place before it is left out. The module, the process's random numbers and torch's process groups
+    are as before afterwards. ``facts`` are collected. For an accelerated ``job.kind`` torch's optimizers choose their implementation as on CUDA
+    rather than as on the CPU, and what a strategy keeps in the host's memory is left out.
 
     Raises:
         RuntimeError: this process is in a job already, or the module is in a run.
@@ -62,20 +62,20 @@ def trace(job: SimulatedJob, facts: JobFacts) -> list[RankTrace]:
 
 
 def _standing_for(count: int, trace: RankTrace) -> RankTrace:
-    """The trace of a rank that stands for so many."""
+    """The trace of a rank that stands for ``count`` ranks."""
     return trace if count == 1 else replace(trace, stands_for=count, role=f"{trace.role}, and {count - 1} more like it")
 
 
 @dataclass
 class PipelinePlaces:
-    """What the traces of the ranks of one pipeline know of each other. Of any other strategy, one rank stands for all."""
+    """The places of one pipeline, as far as the traces of its ranks have learned them. Under any other strategy, one rank stands for all."""
 
     ranks: tuple[int, ...] = ()
-    """One of each stage; of any other strategy one."""
+    """One rank of each stage; under any other strategy one rank."""
     alike: Sequence[int] = (0,)
-    """By a rank's place among these the first that computes alike and holds at least as much."""
+    """For each place among ``ranks`` the first place that computes alike and holds at least as much."""
     with_loss: int = 0
-    """The one of them that computes the loss."""
+    """The rank that computes the loss."""
     weighted: bool | None = None
     """Whether the loss is a ``Loss``, which real ranks tell each other; ``None``: not known yet."""
 
@@ -108,10 +108,10 @@ def trace_rank(job: SimulatedJob, rank: int, facts: JobFacts, places: PipelinePl
 
 
 class _AlikeRanks(GradientSync):
-    """The other ranks of a plan: all are like this one.
+    """The other ranks of a plan: all are like this rank.
 
     Args:
-        strategy: the plan's, which knows when a backward pass has reached parameters.
+        strategy: the plan's strategy, which knows when a backward pass has reached parameters.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -124,7 +124,7 @@ class _AlikeRanks(GradientSync):
 def _steps(
     job: SimulatedJob, simulated: SimulatedRun, batch: Any, samples: int, facts: JobFacts, places: PipelinePlaces
 ) -> RankTrace:
-    """Set up the training and trace its epoch; ``batch``: a micro-batch of so many samples."""
+    """Set up the training and trace its epoch; ``batch``: a micro-batch of ``samples`` samples."""
     run = simulated.run
     engine = run.engine
     size = run.window_at(0)
@@ -145,14 +145,14 @@ def _steps(
         engine.window.gradient_sync = _AlikeRanks(engine.strategy)
         end = trace_epoch(simulated, batch, weights, observer)
     memory = observer.memory
-    away = memory.move_to_host(strategy_facts(engine.strategy).on_host) if job.kind.is_accelerator else {}
+    on_host = memory.move_to_host(strategy_facts(engine.strategy).on_host) if job.kind.is_accelerator else {}
     trace = _recorded(run, observer, memory.timeline(), samples, end.micro_batches)
     missing = simulated.missing_values.sentences()
-    return replace(trace, on_host=away, missing=missing if end.missing is None else (*missing, end.missing))
+    return replace(trace, on_host=on_host, missing=missing if end.missing is None else (*missing, end.missing))
 
 
 def _recorded(run: Run, observer: StepObserver, timeline: tuple[Moment, ...], samples: int, size: int) -> RankTrace:
-    """What was recorded, of so many micro-batches with so many samples each."""
+    """The trace of a recorded step, of ``size`` micro-batches with ``samples`` samples each."""
     memory = observer.memory
     return RankTrace(
         rank=run.rank,
@@ -170,7 +170,7 @@ def _recorded(run: Run, observer: StepObserver, timeline: tuple[Moment, ...], sa
 
 
 def _compiled(settings: Settings, module: nn.Module) -> list[str]:
-    """What is not known of a compiled step; ``module``: the user's."""
+    """A sentence on what is not known of a compiled step, if the step is compiled; ``module``: the user's."""
     compiled = (
         getattr(inner, "_compiled_call_impl", None) or type(inner).__name__ == "OptimizedModule"
         for inner in module.modules()
@@ -183,15 +183,15 @@ def _compiled(settings: Settings, module: nn.Module) -> list[str]:
 
 
 def _validation(run: Run, datamodule: DataModule | None, samples: int) -> list[str]:
-    """Validation is not traced. Only with larger batches than the training's can it need more memory."""
+    """A sentence on validation, which is not traced, if it may need more memory: only with larger batches than the training's."""
     module, settings = run.module, run.settings
     off = settings.limit_val_batches == 0 or settings.val_every is None
     if off or not overrides(module, "validation_step"):
         return []
-    given = datamodule.val_dataloader() if datamodule is not None else None
-    found = module.val_dataloader() if given is None else given
-    loaders = found.values() if isinstance(found, dict) else found if isinstance(found, (list, tuple)) else [found]
-    largest = max((size for each in loaders if isinstance(size := getattr(each, "batch_size", 0), int)), default=0)
+    from_data = datamodule.val_dataloader() if datamodule is not None else None
+    value = module.val_dataloader() if from_data is None else from_data
+    loaders = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    largest = max((size for loader in loaders if isinstance(size := getattr(loader, "batch_size", 0), int)), default=0)
     if largest <= samples:
         return []
     return [

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.planning.strategy_facts import Kept, StrategyFacts, strategy_facts
+from engine.planning.strategy_facts import KeptTensors, StrategyFacts, strategy_facts
 from engine.strategies.deepspeed.configuration import OFFLOAD, get, says
 from engine.strategies.deepspeed.strategy import DeepSpeed
 
@@ -35,7 +35,7 @@ _DEPTH = 3
 def _facts(strategy: DeepSpeed) -> StrategyFacts:
     return StrategyFacts(
         overlaps=_overlaps(strategy.config_in_effect),
-        kept=partial(_kept, strategy),
+        kept=partial(_own_tensors, strategy),
         zero_stage=strategy.zero_stage,
         refusal=_refusal(strategy),
     )
@@ -53,13 +53,13 @@ def _refusal(strategy: DeepSpeed) -> str:
 
 
 def _overlaps(config: Mapping[str, Any]) -> bool:
-    """Whether DeepSpeed communicates while a pass runs; its default: at stage 3."""
+    """Check whether DeepSpeed communicates while a pass runs; its default: at stage 3."""
     path = "zero_optimization.overlap_comm"
     return bool(get(config, path)) if says(config, path) else get(config, "zero_optimization.stage") == 3
 
 
-def _kept(strategy: DeepSpeed) -> Iterator[Kept]:
-    """What DeepSpeed's optimizers keep now; of a tensor that comes twice, the last entry counts."""
+def _own_tensors(strategy: DeepSpeed) -> Iterator[KeptTensors]:
+    """Tensors that DeepSpeed's optimizers keep now; of a tensor that comes twice, the last entry counts."""
     offloaded = {
         name: get(strategy.config_in_effect, f"zero_optimization.{section}.device", "none") != "none"
         for name, section in OFFLOAD.items()
@@ -72,27 +72,27 @@ def _kept(strategy: DeepSpeed) -> Iterator[Kept]:
             yield from _of_model(vars(wrapper), parameters, offloaded["offload_parameters"])
 
 
-def _of_step(held: Mapping[str, Any], optimizer: Any, on_host: bool) -> Iterator[Kept]:
+def _of_step(attributes: Mapping[str, Any], optimizer: Any, on_host: bool) -> Iterator[KeptTensors]:
     """Gradients that are reduced, master copies, state, and the buffers between them. ``on_host``: they are offloaded."""
-    for name, value in held.items():
+    for name, value in attributes.items():
         if name not in (*_MASTERS, *_GRADIENTS, *_SHARDS):
             yield COMMUNICATION, _tensors(value), on_host and name in _STEP_BUFFERS
-    masters = _tensors([held.get(name) for name in _MASTERS])
-    yield GRADIENTS, _tensors([held.get(name) for name in _GRADIENTS]), on_host
+    masters = _tensors([attributes.get(name) for name in _MASTERS])
+    yield GRADIENTS, _tensors([attributes.get(name) for name in _GRADIENTS]), on_host
     yield GRADIENTS, _tensors([master.grad for master in masters]), on_host
     yield STATE, [*masters, *_tensors(list(optimizer.state.values()))], on_host
 
 
-def _of_model(held: Mapping[str, Any], parameters: list[Any], on_host: bool) -> Iterator[Kept]:
+def _of_model(attributes: Mapping[str, Any], parameters: list[Any], on_host: bool) -> Iterator[KeptTensors]:
     """Parameters, or this rank's part of them. ``on_host``: they are offloaded."""
-    yield PARAMETERS, _tensors([held.get(name) for name in _SHARDS]), on_host
+    yield PARAMETERS, _tensors([attributes.get(name) for name in _SHARDS]), on_host
     yield PARAMETERS, [p.data for p in parameters], False
     shards = [[getattr(p, name, None) for name in ("ds_tensor", "ds_secondary_tensor")] for p in parameters]
     yield PARAMETERS, _tensors(shards), on_host
 
 
 def _tensors(value: Any, depth: int = _DEPTH) -> list[Tensor]:
-    """In lists, dicts and DeepSpeed's buckets."""
+    """Tensors in lists, dicts and DeepSpeed's buckets."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -103,4 +103,4 @@ def _tensors(value: Any, depth: int = _DEPTH) -> list[Tensor]:
         inner = vars(value).values()
     else:
         return []
-    return [tensor for each in inner for tensor in _tensors(each, depth - 1)] if depth else []
+    return [tensor for item in inner for tensor in _tensors(item, depth - 1)] if depth else []

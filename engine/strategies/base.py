@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from engine.checkpoint.reader import Report, Source, own_state, whole
 from engine.checkpoint.tensors import Stored
 from engine.config.settings import Settings
-from engine.distributed.collectives import all_reduce, largest
+from engine.distributed.collectives import all_reduce, maximum_over_ranks
 from engine.distributed.group import Group
 from engine.step.gradient_sync import GradientSync
 from engine.step.gradients import joins
@@ -197,7 +197,7 @@ class Strategy(GradientSync):
         root.backward()
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        return largest(self.group, values)
+        return maximum_over_ranks(self.group, values)
 
     def settle(self) -> None:
         """Raise if the latest backward pass has left something undone; called between steps, when something is due."""

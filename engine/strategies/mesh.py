@@ -46,13 +46,13 @@ def make_mesh(group: Group, sizes: Mapping[str, int]) -> DeviceMesh:
     needed = "dp_shard" if sizes.get("dp_replicate", 1) > 1 or group.world_size == 1 else None
     kept = {name: size for name, size in sizes.items() if size > 1 or name == needed}
     kind, names, shape = group.device.type, tuple(kept), tuple(kept.values())
-    return group.once(("mesh", kind, names, shape), lambda: _mesh(group, names, shape))
+    return group.made_once(("mesh", kind, names, shape), lambda: _mesh(group, names, shape))
 
 
 def _mesh(group: Group, names: tuple[str, ...], shape: tuple[int, ...]) -> DeviceMesh:
     ranks = torch.arange(group.world_size).reshape(shape)
     axes = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(shape)]
-    groups: Any = [group.divided(axis) for axis in axes]
+    groups: Any = [group.part_for_device(axis) for axis in axes]
     return DeviceMesh.from_group(
         groups if len(groups) > 1 else groups[0], group.device.type, ranks, mesh_dim_names=names
     )

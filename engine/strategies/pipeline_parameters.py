@@ -184,4 +184,4 @@ class StageParameters:
 
 def _column(group: Group, stages: int, ranks: list[int]) -> Any:
     """The process group of these ranks of the pipeline axis with this rank's other coordinates; ``None`` for other ranks. A collective."""
-    return group.divided(torch.arange(group.world_size).reshape(stages, -1)[ranks].t().tolist())
+    return group.part_for_device(torch.arange(group.world_size).reshape(stages, -1)[ranks].t().tolist())

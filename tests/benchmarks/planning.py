@@ -45,7 +45,7 @@ from engine.config.settings import Settings
 from engine.launch.script_ranks import joined
 from engine.planning.device_table import Link
 from engine.planning.devices import hardware, linked
-from engine.planning.measurement import Measured, measured
+from engine.planning.measurement import MachineSpeeds, measure_machine
 from engine.planning.plan import Plan
 
 MOST_S, MOST_BYTES, MOST_GROWTH = 60.0, 4 * 2**30, 1.5
@@ -152,7 +152,7 @@ def on_rank(file: str, repetitions: int) -> None:
     found = []
     for _ in range(repetitions):
         with joined(Settings(strategy="ddp", accelerator="cpu")) as group:
-            row: dict[str, Any] = {"machine": asdict(measured(group)), "load": os.getloadavg()[0]}
+            row: dict[str, Any] = {"machine": asdict(measure_machine(group)), "load": os.getloadavg()[0]}
         for name, settings in STRATEGIES.items():
             clock = Clock(settings["accumulate_grad_batches"])
             fit = Fit(
@@ -175,10 +175,10 @@ def middle(rows: list[Any]) -> Any:
     return median(rows) if isinstance(rows[0], (int, float)) else rows[0]
 
 
-def machine(row: dict[str, Any]) -> Measured:
+def machine(row: dict[str, Any]) -> MachineSpeeds:
     """What :func:`asdict` was given."""
     links = {name: Link(**row[name]) for name in ("within", "between") if row[name] is not None}
-    return Measured(**{**row, **links, "memory": int(row["memory"])})
+    return MachineSpeeds(**{**row, **links, "memory": int(row["memory"])})
 
 
 def predicted(plans: dict[str, Plan], row: dict[str, Any]) -> dict[str, float]:

@@ -115,22 +115,22 @@ def test_an_interrupt_strikes_once() -> None:
     strikes = 0
     for _ in range(2):
         try:
-            beside(lambda: struck.append(interrupt.strike())).join()
+            beside(lambda: struck.append(interrupt.interrupt())).join()
             count(1000)
         except Struck:
             strikes += 1
-    interrupt.withdraw()
+    interrupt.forbid()
     assert (strikes, struck) == (1, [True, False])
 
 
 def test_nothing_strikes_after_withdrawal() -> None:
     interrupt = failures.Interrupt(Struck)
-    interrupt.withdraw()
+    interrupt.forbid()
     struck: list[bool] = []
-    beside(lambda: struck.append(interrupt.strike())).join()
+    beside(lambda: struck.append(interrupt.interrupt())).join()
     assert count(1000) == 1000
     assert struck == [False]
-    assert interrupt.withdrawn.is_set()
+    assert interrupt.forbidden.is_set()
 
 
 def test_what_was_on_its_way_ends_in_withdraw() -> None:
@@ -140,35 +140,35 @@ def test_what_was_on_its_way_ends_in_withdraw() -> None:
 
         def strike(interrupt=interrupt, start=start) -> None:
             start.wait()
-            interrupt.strike()
+            interrupt.interrupt()
 
         thread = beside(strike)
         with contextlib.suppress(Struck):
             start.wait()
-            interrupt.withdraw()
-        interrupt.withdraw()
+            interrupt.forbid()
+        interrupt.forbid()
         thread.join()
         assert count(100) == 100
 
 
 def test_an_interrupt_is_armed_again_by_another_thread() -> None:
     interrupt = failures.Interrupt(Struck)
-    interrupt.withdraw()
+    interrupt.forbid()
     ready, ended, seen = threading.Event(), threading.Event(), []
 
     def work() -> None:
-        interrupt.arm()
+        interrupt.allow()
         ready.set()
         try:
             while not ended.is_set():
                 pass
         except Struck:
             seen.append(threading.get_ident())
-        interrupt.withdraw()
+        interrupt.forbid()
 
     thread = beside(work)
     ready.wait()
-    assert interrupt.strike()
+    assert interrupt.interrupt()
     thread.join(60)
     ended.set()
     assert seen == [thread.ident]

@@ -33,11 +33,11 @@ out = {
     "negative": first(-1.0, lambda i: r == 0 and i == 2, 10),
 }
 agreement = Agreement(group, Stopwatch())
-out["now"] = [agreement.now(r == 1), agreement.now(False), agreement.now(True)]
+out["now"] = [agreement.agree_now(r == 1), agreement.agree_now(False), agreement.agree_now(True)]
 agreement = Agreement(group, Stopwatch())
 agreement.poll(False, 0.001)
 agreement.poll(r == 1, 0.001)
-out["now takes a pending wish"] = [agreement.now(False), agreement.now(False)]
+out["now takes a pending wish"] = [agreement.agree_now(False), agreement.agree_now(False)]
 
 def posted(wish):
     # An agreement with a check that was begun, in which rank 1 has this wish, and not read yet.
@@ -47,7 +47,7 @@ def posted(wish):
     return agreement
 
 agreement = posted(2)
-out["now reads a check that was begun"] = [agreement.now(False), agreement.level, agreement.now(False)]
+out["now reads a check that was begun"] = [agreement.agree_now(False), agreement.level, agreement.agree_now(False)]
 agreement = posted(3)
 agreement.restart()
 out["so does a restart"] = [agreement.poll(0, 0.001), agreement.level, agreement.poll(0, 0.001)]
@@ -100,7 +100,7 @@ def test_alone_the_wish_is_the_answer_at_once_and_costs_nothing():
     agreement = Agreement(group_of_one(), Stopwatch())
     assert agreement.poll(True, 0.1) is True
     assert agreement.poll(False, 0.1) is False
-    assert agreement.now(True) is True
+    assert agreement.agree_now(True) is True
     agreement.notify()
     assert agreement.news
     best = float("inf")

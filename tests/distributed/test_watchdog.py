@@ -19,14 +19,14 @@ from support.internals import group_of_one
 from support.ranks import PATIENCE_S, run_script
 
 from engine.distributed import stacks
-from engine.distributed.watchdog import Note, Watchdog, laggards
+from engine.distributed.watchdog import HangNote, Watchdog, laggards
 
 
-def note(progress: float = 5, collectives: int = 10, waits: bool = True, device: bool = False) -> Note:
-    return Note(progress, collectives, "train.py:1", waits, device)
+def note(progress: float = 5, collectives: int = 10, waits: bool = True, device: bool = False) -> HangNote:
+    return HangNote(progress, collectives, "train.py:1", waits, device)
 
 
-def synced(progress: float = 5) -> Note:
+def synced(progress: float = 5) -> HangNote:
     return note(progress, waits=False, device=True)
 
 
@@ -48,7 +48,7 @@ def synced(progress: float = 5) -> Note:
         ([synced(4), note(waits=False)], [0]),  # a batch behind
     ],
 )
-def test_laggards(notes: list[Note | None], expected: list[int]) -> None:
+def test_laggards(notes: list[HangNote | None], expected: list[int]) -> None:
     assert laggards(dict(enumerate(notes))) == expected
 
 

@@ -135,7 +135,7 @@ def test_each_process_needs_its_own_gpu() -> None:
 
 
 def test_addresses_of_this_machine() -> None:
-    assert addresses.towards("127.0.0.1", 1) == "127.0.0.1"
+    assert addresses.address_towards("127.0.0.1", 1) == "127.0.0.1"
     assert addresses.is_own("localhost")
     assert not addresses.is_own("192.0.2.1")  # reserved for documentation
     assert not addresses.is_own("no-such-host.invalid")
@@ -149,7 +149,7 @@ def test_addresses_of_this_machine() -> None:
         False,
         False,
     ]
-    own = addresses.outward()
+    own = addresses.default_address()
     assert own is None or (addresses.is_own(own) and not addresses.is_loopback(own))
 
 

@@ -77,7 +77,7 @@ def test_others_keep_its_options() -> None:
     strategy = MeshParallel(tp=2, plan=PLAN, reshard_after_forward=False)
     wanted = users_strategy(strategy, "code", 4)
     assert wanted is not None
-    assert wanted.plan
+    assert wanted.brings_plan
     mesh = wanted.with_its_options(Layout({"name": "mesh", "dp_shard": 1, "tp": 4}, 1, 4))
     assert str(mesh) == f"MeshParallel(reshard_after_forward=False, dp_shard=1, tp=4, plan={PLAN})"
     assert (mesh.degree("tp"), mesh.degree("pp")) == (4, 1)

@@ -118,8 +118,8 @@ def test_links() -> None:
     assert rate("2 GiB/s", "storage") == 2 * 2**30
     assert rate(5e9, "storage") == 5e9
     found = linked(h100, "measured:1e9:5e-5,reduce_scatter=5e8:1e-4,1e8:1e-3")
-    assert found.within.of("reduce_scatter") == Link(5e8, 1e-4)
-    assert found.within.of("all_gather") is found.within
+    assert found.within.for_kind("reduce_scatter") == Link(5e8, 1e-4)
+    assert found.within.for_kind("all_gather") is found.within
     assert found.between == Link(1e8, 1e-3)
     with pytest.raises(ValueError, match="unknown kind of collective 'reduce_scater'; did you mean 'reduce_scatter'"):
         linked(h100, "1e9,reduce_scater=1e8")

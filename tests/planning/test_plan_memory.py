@@ -10,7 +10,7 @@ from hand_made import DEVICE, GIB, collective, job, rank_trace
 from torch import nn
 
 from engine.planning import paper_formulas
-from engine.planning.device_memory import MARGIN, NCCL_BYTES, assumptions, need, suffices
+from engine.planning.device_memory import MARGIN, NCCL_BYTES, assumptions, is_enough, memory_need
 from engine.planning.job import Shape, sequence_of, shape_of
 from engine.planning.paper_formulas import Check
 from engine.planning.plan import Plan
@@ -22,7 +22,7 @@ GPU = replace(DEVICE, caching=True, reserved=GIB // 2)
 
 def test_the_need_of_a_rank() -> None:
     trace = rank_trace(collectives=(collective(), collective("all_gather")))
-    found = need(trace, replace(GPU, memory=9 * GIB))
+    found = memory_need(trace, replace(GPU, memory=9 * GIB))
     # The optimizer's state of the first step takes the place of the activations, which need another segment in the second.
     assert found.tensors == found.rounded == found.reserved == 7 * GIB
     assert found.margin == int(7 * GIB * MARGIN)
@@ -31,7 +31,7 @@ def test_the_need_of_a_rank() -> None:
 
 
 def test_rounding_is_part_of_the_need() -> None:
-    found = need(rank_trace(allocations=Allocations((0, 11 * MIB, 1, 1), (), (0, 0))), GPU)
+    found = memory_need(rank_trace(allocations=Allocations((0, 11 * MIB, 1, 1), (), (0, 0))), GPU)
     assert (found.rounded, found.reserved) == (12 * MIB + 512, 14 * MIB)
 
 
@@ -39,12 +39,12 @@ def test_what_the_allocator_keeps_counts_unless_it_can_give_it_back() -> None:
     """A segment of 3 GiB cannot hold 3 GiB again once a part of it stays in use. One that nothing uses goes back where there is no room for both."""
     first = (0, 3 * GIB, 0, 0, 1, GIB)
     trace = rank_trace(allocations=Allocations(first, (0, 3 * GIB, 0, 0), (0, 0)))
-    assert need(trace, GPU).reserved == 6 * GIB
-    assert not suffices(trace, replace(GPU, memory=5 * GIB))  # the first step's segment is in use
+    assert memory_need(trace, GPU).reserved == 6 * GIB
+    assert not is_enough(trace, replace(GPU, memory=5 * GIB))  # the first step's segment is in use
     alone = rank_trace(allocations=Allocations((0, 3 * GIB, 0, 0, 1, 4 * GIB), (2, GIB, 2, 0), (0, 0, 0)))
-    assert need(alone, replace(GPU, memory=10 * GIB)).reserved == 7 * GIB
+    assert memory_need(alone, replace(GPU, memory=10 * GIB)).reserved == 7 * GIB
     small = replace(GPU, memory=6 * GIB)
-    assert need(alone, small).reserved == 5 * GIB
+    assert memory_need(alone, small).reserved == 5 * GIB
     assert Plan((alone,), job(), small).verdict == "yes"
 
 
@@ -52,12 +52,12 @@ def test_memory_that_goes_back_in_each_step_is_not_enough() -> None:
     by_turns = (0, 3 * GIB, 0, 0, 1, 4 * GIB, 1, 0)
     trace = rank_trace(allocations=Allocations(by_turns, by_turns, (0, 1)))
     tight = replace(GPU, memory=7 * GIB)
-    assert need(trace, tight).reserved == 7 * GIB
+    assert memory_need(trace, tight).reserved == 7 * GIB
     assert Plan((trace,), job(), tight).verdict == "only without the margins"
 
 
 def test_a_cpu_rounds_nothing() -> None:
-    found = need(rank_trace(collectives=(collective(),)), DEVICE)
+    found = memory_need(rank_trace(collectives=(collective(),)), DEVICE)
     assert found.total == found.tensors == 7 * GIB
     assert any("rounds nothing" in line for line in assumptions(DEVICE, ()))
     assert any("NCCL" in line for line in assumptions(GPU, [collective()]))

@@ -32,17 +32,17 @@ class Environment:
     master_addr: str | None = None
     master_port: int | None = None
     agent_store: bool = False
-    """The launcher serves the store at ``master_addr:master_port`` already, so rank 0 must not."""
+    """Whether the launcher serves the store at ``master_addr:master_port`` already, so that rank 0 must not."""
     restart_count: int = 0
     """How often the launcher has restarted the job, as far as this machine knows."""
     parent_pid: int | None = None
-    """This process ends when that one does (rank 0 of a relaunched job)."""
+    """The process whose end also ends this one: rank 0 of a relaunched job."""
     error_file: str | None = None
     """Where the launcher looks for the traceback of this process (Torch Elastic's JSON)."""
     binds_devices: bool = False
-    """The launcher may hide all devices but its own from each process (``srun --gpus-per-task``): a single visible one is the process's."""
+    """Whether the launcher may hide all devices but its own from each process (``srun --gpus-per-task``): a single visible one is then its own."""
     variables: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """The variables that it was read from."""
+    """The variables from which the environment was read."""
 
     def __post_init__(self) -> None:
         port, address = self.master_port, self.master_addr or ""
@@ -79,13 +79,13 @@ class Detector(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """All variables that it reads."""
+        """All variables that the detector reads."""
 
     def detect(self, environ: Mapping[str, str]) -> Environment | None:
         """Read this process's place; ``None`` when the launcher's variables are absent.
 
         Raises:
-            RuntimeError: they are inconsistent.
+            RuntimeError: the launcher's variables are inconsistent.
         """
 
 
@@ -99,60 +99,62 @@ class Variables:
     """
 
     def __init__(self, environ: Mapping[str, str], names: Sequence[str], advice: str) -> None:
-        self.found = {name: environ[name] for name in names if name in environ}
+        self.values = {name: environ[name] for name in names if name in environ}
         self._advice = advice
 
     def __contains__(self, name: str) -> bool:
-        return bool(self.found.get(name))
+        return bool(self.values.get(name))
 
     def text(self, *names: str) -> str | None:
         """The first of ``names`` that is set."""
-        return next((self.found[name] for name in names if self.found.get(name)), None)
+        return next((self.values[name] for name in names if self.values.get(name)), None)
 
-    def integer(self, *names: str, least: int = 0, default: int | None = None) -> int:
+    def integer(self, *names: str, minimum: int = 0, default: int | None = None) -> int:
         """The first of ``names`` that is set, as a number.
 
         Raises:
             RuntimeError: none is set and there is no default, or it is not a number or too small.
         """
-        name = next((name for name in names if self.found.get(name)), None)
+        name = next((name for name in names if self.values.get(name)), None)
         if name is None:
             if default is None:
                 raise self.error(f"{' or '.join(names)} is not set")
             return default
         try:
-            value = int(self.found[name])
+            value = int(self.values[name])
         except ValueError:
             raise self.error(f"{name} must be a whole number") from None
-        if value < least:
-            raise self.error(f"{name} must be at least {least}")
+        if value < minimum:
+            raise self.error(f"{name} must be at least {minimum}")
         return value
 
-    def demand(self, *names: str) -> None:
-        """Raise ``RuntimeError`` that names those that are not set."""
-        missing = [name for name in names if not self.found.get(name)]
+    def require(self, *names: str) -> None:
+        """Raise ``RuntimeError`` with the names that are not set, if there are any."""
+        missing = [name for name in names if not self.values.get(name)]
         if missing:
             raise self.error(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set")
 
-    def less(self, name: str, value: int, bound_name: str, bound: int) -> None:
+    def require_less(self, name: str, value: int, bound_name: str, bound: int) -> None:
         """Raise ``RuntimeError`` unless ``value < bound``."""
         if value >= bound:
             raise self.error(f"{name} must be less than {bound_name}")
 
     def port(self, *names: str, default: int | None = None) -> int:
         """A port number."""
-        value = self.integer(*names, least=1, default=default)
+        value = self.integer(*names, minimum=1, default=default)
         if value > 65535:
             raise self.error(f"{names[0]} must not exceed 65535")
         return value
 
     def error(self, reason: str) -> RuntimeError:
-        """What is wrong, what was read, what to do."""
-        text = f"the environment describes a distributed job, but {reason}. Read: {shown(self.found)}. {self._advice}"
+        """Create the error for the user: what is wrong, what was read and what to do."""
+        text = (
+            f"the environment describes a distributed job, but {reason}. Read: {as_text(self.values)}. {self._advice}"
+        )
         return RuntimeError(terminal_text(text, one_line=True))
 
 
-def shown(variables: Mapping[str, str]) -> str:
+def as_text(variables: Mapping[str, str]) -> str:
     """``NAME='value', ...`` for a message."""
     return ", ".join(f"{name}={value[:200]!r}" for name, value in variables.items()) or "nothing"
 

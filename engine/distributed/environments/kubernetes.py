@@ -39,38 +39,40 @@ class Kubernetes:
             return None
         if is_loopback(read.text("MASTER_ADDR")) and read.text("RANK") != "0":
             return None  # someone runs several processes in one pod; the first pod's own address may be localhost
-        return self._pods(read, "RANK", read.integer("WORLD_SIZE", least=1), "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        return self._pods(
+            read, "RANK", read.integer("WORLD_SIZE", minimum=1), "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+        )
 
     def _pet(self, read: Variables) -> Environment:
         nodes, processes = read.text("PET_NNODES") or "1", read.text("PET_NPROC_PER_NODE") or "1"
         if nodes == "1" and processes in ("1", "auto", "cpu", "gpu"):
-            return Environment("single", variables=read.found)
-        least, _, most = nodes.partition(":")
-        if most and most != least:
+            return Environment("single", variables=read.values)
+        min_pods, _, max_pods = nodes.partition(":")
+        if max_pods and max_pods != min_pods:
             raise read.error(
                 f"the number of pods may change ({nodes[:200]}), which needs a launcher in each pod: {_BY_TORCHRUN}"
             )
         # PyTorchJob's default is "auto", and it still counts its pods as ranks (WORLD_SIZE).
-        counted = processes == "auto" and read.text("WORLD_SIZE") == least
+        counted = processes == "auto" and read.text("WORLD_SIZE") == min_pods
         if processes != "1" and not counted:
             raise read.error(
                 f"each pod should run several processes (PET_NPROC_PER_NODE={processes[:200]}), but nothing has started them. Start the container's "
                 f"command with {_BY_TORCHRUN} or fit launch, or request one process per pod"
             )
-        if not re.fullmatch(r"[1-9]\d{0,8}", least):
+        if not re.fullmatch(r"[1-9]\d{0,8}", min_pods):
             raise read.error("PET_NNODES must be a number of at least 1")
-        return self._pods(read, "PET_NODE_RANK", int(least), "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+        return self._pods(read, "PET_NODE_RANK", int(min_pods), "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 
     def _pods(
         self, read: Variables, rank_name: str, world_size: int, size_name: str, address: str, port: str
     ) -> Environment:
         rank = read.integer(rank_name)
-        read.less(rank_name, rank, size_name, world_size)
+        read.require_less(rank_name, rank, size_name, world_size)
         for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
             if name in read and read.integer(name) != value:
                 raise read.error(f"{name} is not {value}, as {rank_name if name == 'RANK' else size_name} says")
         if world_size > 1:
-            read.demand(address, port)
+            read.require(address, port)
         return Environment(
             "kubernetes",
             rank,
@@ -78,5 +80,5 @@ class Kubernetes:
             num_nodes=world_size,
             master_addr=read.text(address),
             master_port=read.port(port) if port in read else None,
-            variables=read.found,
+            variables=read.values,
         )

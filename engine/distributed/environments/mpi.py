@@ -26,7 +26,7 @@ class Mpi:
     forward: str = ""
     """How its ``mpirun`` passes a variable to all processes."""
     telling: tuple[str, ...] = ()
-    """One of these must be set besides ``rank``, which other launchers set too."""
+    """Variables; at least one must be set besides ``rank``, because other launchers set ``rank`` too."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -49,21 +49,21 @@ class Mpi:
             self.names,
             f"Start the script with mpirun; it passes variables on with: {self.forward.format('NAME', 'VALUE')}.",
         )
-        rank, world_size = read.integer(self.rank), read.integer(self.size, least=1)
-        local_rank, local_world_size = read.integer(*self.local_rank), read.integer(*self.local_size, least=1)
-        read.less(self.rank, rank, self.size, world_size)
-        read.less(" or ".join(self.local_rank), local_rank, " or ".join(self.local_size), local_world_size)
+        rank, world_size = read.integer(self.rank), read.integer(self.size, minimum=1)
+        local_rank, local_world_size = read.integer(*self.local_rank), read.integer(*self.local_size, minimum=1)
+        read.require_less(self.rank, rank, self.size, world_size)
+        read.require_less(" or ".join(self.local_rank), local_rank, " or ".join(self.local_size), local_world_size)
         if local_world_size > world_size:
             raise read.error(f"{' or '.join(self.local_size)} must not exceed {self.size}")
         address, port = read.text("MASTER_ADDR"), read.port("MASTER_PORT", default=0) if "MASTER_PORT" in read else None
-        here = local_world_size == world_size
-        if address is None and not here:
+        is_one_machine = local_world_size == world_size
+        if address is None and not is_one_machine:
             raise read.error(
                 f"it spans several machines ({local_world_size} of {world_size} processes are here), and MASTER_ADDR is not set. Give all of them "
                 f"the address of the machine of rank 0: mpirun {self.forward.format('MASTER_ADDR', 'HOST')} ..."
             )
         if port is None and world_size > 1:
-            port = self._port(read, here)
+            port = self._port(read, is_one_machine)
         return Environment(
             self.name,
             rank,
@@ -71,17 +71,17 @@ class Mpi:
             local_rank,
             local_world_size,
             1
-            if here
-            else min(world_size, read.integer(*self.nodes, least=1, default=-(-world_size // local_world_size))),
+            if is_one_machine
+            else min(world_size, read.integer(*self.nodes, minimum=1, default=-(-world_size // local_world_size))),
             address or LOOPBACK,
             port,
             binds_devices=True,
-            variables=read.found,
+            variables=read.values,
         )
 
-    def _port(self, read: Variables, here: bool) -> int:
+    def _port(self, read: Variables, is_one_machine: bool) -> int:
         job = read.text(*self.job)
-        if job is None and not here:
+        if job is None and not is_one_machine:
             raise read.error(
                 f"MASTER_PORT is not set. Give one to all processes: mpirun {self.forward.format('MASTER_PORT', '29500')} ..."
             )

@@ -49,16 +49,16 @@ class Slurm:
         if why_no_task(environ) is not None:
             return None
         read = Variables(environ, self.names, "Start the script with srun, which sets all of them.")
-        rank, world_size = read.integer("SLURM_PROCID"), read.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", least=1)
+        rank, world_size = read.integer("SLURM_PROCID"), read.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", minimum=1)
         nodes, node = (
-            read.integer("SLURM_STEP_NUM_NODES", "SLURM_NNODES", least=1),
+            read.integer("SLURM_STEP_NUM_NODES", "SLURM_NNODES", minimum=1),
             read.integer("SLURM_NODEID", default=0),
         )
         local_rank = read.integer("SLURM_LOCALID")
-        read.less("SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", world_size)
-        read.less("SLURM_NODEID", node, "SLURM_STEP_NUM_NODES", nodes)
+        read.require_less("SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", world_size)
+        read.require_less("SLURM_NODEID", node, "SLURM_STEP_NUM_NODES", nodes)
         local_world_size = world_size if nodes == 1 else _tasks(read, world_size, nodes)[node]
-        read.less("SLURM_LOCALID", local_rank, f"the {local_world_size} task(s) of this node", local_world_size)
+        read.require_less("SLURM_LOCALID", local_rank, f"the {local_world_size} task(s) of this node", local_world_size)
         port = read.port(
             "MASTER_PORT", default=derived_port("slurm", read.text("SLURM_JOB_ID"), read.text("SLURM_STEP_ID"))
         )
@@ -73,7 +73,7 @@ class Slurm:
             port,
             restart_count=read.integer("SLURM_RESTART_COUNT", default=0),
             binds_devices=True,
-            variables=read.found,
+            variables=read.values,
         )
 
 
@@ -90,17 +90,17 @@ def why_no_task(environ: Mapping[str, str]) -> str | None:
     if tasks == "1":
         return "the step has one task"
     # sbatch passes its own variables on: a batch script submitted from within a step has that step's numbers, but is a single process.
-    there = environ.get("SLURM_GTIDS")
-    if there and environ["SLURM_PROCID"] not in there.split(","):
+    local_tasks = environ.get("SLURM_GTIDS")
+    if local_tasks and environ["SLURM_PROCID"] not in local_tasks.split(","):
         return "SLURM_STEP_ID is another step's"
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE")
-    if there and counts and re.fullmatch(r"\d{1,9}", environ.get("SLURM_NODEID", "")):
+    if local_tasks and counts and re.fullmatch(r"\d{1,9}", environ.get("SLURM_NODEID", "")):
         try:
             expected = expand_counts(counts)
         except ValueError:
             return None  # the reader reports it as an error
         node = int(environ["SLURM_NODEID"])
-        if node < len(expected) and expected[node] != len(there.split(",")):
+        if node < len(expected) and expected[node] != len(local_tasks.split(",")):
             return "SLURM_STEP_ID is another step's: the job was submitted from within a step"
     # A step started from a shell of `srun --pty` inherits the variable, but not the terminal.
     if environ.get("SLURM_PTY_PORT") and _has_terminal():
@@ -159,7 +159,7 @@ def expand_counts(text: str) -> list[int]:
     Raises:
         ValueError: not of this form, or of more than a million nodes.
     """
-    found: list[int] = []
+    counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip())
         if match is None:
@@ -167,7 +167,7 @@ def expand_counts(text: str) -> list[int]:
                 f"{text[:200]!r} is not a list of counts: {part[:200]!r} is neither a number nor of the form 2(x3)"
             )
         times = int(match[2] or 1)
-        if len(found) + times > _MOST_NODES:
+        if len(counts) + times > _MOST_NODES:
             raise ValueError(f"{text[:200]!r} is not a list of counts: it has more than {_MOST_NODES:,} nodes")
-        found += [int(match[1])] * times
-    return found
+        counts += [int(match[1])] * times
+    return counts

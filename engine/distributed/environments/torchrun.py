@@ -20,7 +20,7 @@ class Torchrun:
     """
 
     launchers = ("torchrun", "relaunch", "ray", "deepspeed")
-    """The names of environments that this detects."""
+    """Names of the environments that this class detects."""
     required = (*TELLING, "MASTER_ADDR", "MASTER_PORT")
     names = (
         *required,
@@ -44,14 +44,14 @@ class Torchrun:
             name in read for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", local_size, "MASTER_ADDR", "MASTER_PORT")
         ):
             return None
-        rank, world_size = read.integer("RANK"), read.integer("WORLD_SIZE", least=1)
-        local_rank, local_world_size = read.integer("LOCAL_RANK"), read.integer(local_size, least=1)
-        read.less("RANK", rank, "WORLD_SIZE", world_size)
-        read.less("LOCAL_RANK", local_rank, local_size, local_world_size)
+        rank, world_size = read.integer("RANK"), read.integer("WORLD_SIZE", minimum=1)
+        local_rank, local_world_size = read.integer("LOCAL_RANK"), read.integer(local_size, minimum=1)
+        read.require_less("RANK", rank, "WORLD_SIZE", world_size)
+        read.require_less("LOCAL_RANK", local_rank, local_size, local_world_size)
         if local_world_size > world_size:
             raise read.error(f"{local_size} must not exceed WORLD_SIZE")
         # torchrun's groups are its agents, one per node; nodes may have different numbers of processes.
-        nodes = read.integer("GROUP_WORLD_SIZE", "CROSS_SIZE", least=1, default=-(-world_size // local_world_size))
+        nodes = read.integer("GROUP_WORLD_SIZE", "CROSS_SIZE", minimum=1, default=-(-world_size // local_world_size))
         if nodes > world_size:
             raise read.error(f"{nodes} nodes cannot share {world_size} process(es)")
         return Environment(
@@ -65,10 +65,10 @@ class Torchrun:
             master_port=read.port("MASTER_PORT"),
             agent_store=read.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
             restart_count=read.integer("TORCHELASTIC_RESTART_COUNT", default=0),
-            parent_pid=read.integer("FIT_PARENT_PID", least=1) if "FIT_PARENT_PID" in read else None,
+            parent_pid=read.integer("FIT_PARENT_PID", minimum=1) if "FIT_PARENT_PID" in read else None,
             error_file=read.text("TORCHELASTIC_ERROR_FILE"),
             binds_devices=self._name(read) == "ray",
-            variables=read.found,
+            variables=read.values,
         )
 
     @staticmethod
@@ -83,7 +83,7 @@ class Torchrun:
 
     @staticmethod
     def elastic(environ: Mapping[str, str]) -> bool:
-        """Whether a launcher has set the variables for this process itself, whatever the launcher runs under."""
+        """Check whether a launcher has set the variables for this process itself, whatever the launcher runs under."""
         return any(environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "FIT_PARENT_PID", "CROSS_SIZE"))
 
 
@@ -105,10 +105,10 @@ class Manual:
             self._advice(environ),
         )
         if "LOCAL_RANK" in read or "LOCAL_WORLD_SIZE" in read:
-            read.demand(*self.names)
-        read.demand("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        rank, world_size = read.integer("RANK"), read.integer("WORLD_SIZE", least=1)
-        read.less("RANK", rank, "WORLD_SIZE", world_size)
+            read.require(*self.names)
+        read.require("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        rank, world_size = read.integer("RANK"), read.integer("WORLD_SIZE", minimum=1)
+        read.require_less("RANK", rank, "WORLD_SIZE", world_size)
         address = read.text("MASTER_ADDR")
         if world_size > 1 and not is_loopback(address):
             raise read.error(
@@ -125,7 +125,7 @@ class Manual:
             address,
             read.port("MASTER_PORT"),
             binds_devices=True,
-            variables=read.found,
+            variables=read.values,
         )
 
     @staticmethod
