@@ -240,7 +240,7 @@ class EngineCheckpoints:
     ) -> Path | str:
         """Save as :meth:`engine.Engine.save_state` does; ``left_out``: prepared models whose weights somebody else saves."""
         stepper = self._prepared.stepper
-        stepper.settle()
+        stepper.await_verdicts()
         storage, name = split_path(output_dir)
         if self._saver is None:
             self._saver = Saver(self._prepared.group, storage.root)

@@ -57,6 +57,6 @@ class GradientSync:
         """The norm of each parameter's gradient, by name. Shapes ``()``; all ranks call this together."""
         return {name: torch.nn.utils.get_total_norm([grad], norm_type) for name, grad in grads.items()}
 
-    def agree(self, found: Tensor) -> Tensor:
+    def agree(self, flag: Tensor) -> Tensor:
         """The maximum over all ranks of a flag (1.0: a gradient is not finite)."""
-        return found
+        return flag

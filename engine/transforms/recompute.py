@@ -67,7 +67,7 @@ def _recomputed(block: nn.Module, selective: bool, buffers: RecomputedBuffers, *
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():  # the compiled graph updates buffers once
         context: dict[str, Any] = (
-            {"context_fn": partial(create_selective_checkpoint_contexts, _kept())} if selective else {}
+            {"context_fn": partial(create_selective_checkpoint_contexts, _saved_operations())} if selective else {}
         )
         return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
     first = buffers.before(block)
@@ -80,7 +80,7 @@ def _contexts(first: FirstPass, selective: bool) -> tuple[AbstractContextManager
     """The contexts of the two passes."""
     if not selective:
         return nullcontext(), first
-    once, first.inner = create_selective_checkpoint_contexts(_kept())
+    once, first.inner = create_selective_checkpoint_contexts(_saved_operations())
     return _uncached(once), first
 
 
@@ -96,14 +96,14 @@ def _uncached(recording: AbstractContextManager[Any]) -> Iterator[None]:
         torch.set_autocast_cache_enabled(caches)
 
 
-def _kept() -> list[Any]:
-    found = []
+def _saved_operations() -> list[Any]:
+    operations = []
     for name in _KEPT:
         packet, overload = name.split(".")
         operation = getattr(torch.ops.aten, packet, None)
         if operation is not None:
-            found.append(getattr(operation, overload))
-    return found
+            operations.append(getattr(operation, overload))
+    return operations
 
 
 class RecomputedBuffers:
