@@ -113,14 +113,14 @@ class DDP(Strategy):
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def repoint(self, optimizer: Optimizer) -> None:
-        if not any(optimizer is known for known in self._optimizers):
+        if not any(optimizer is prepared for prepared in self._optimizers):
             self._optimizers.append(optimizer)
 
     def release(self) -> None:
         for watch in self._watches:
             watch.remove()
-        for known in (self._watches, self._optimizers, self._replicas):
-            known.clear()
+        for parts in (self._watches, self._optimizers, self._replicas):
+            parts.clear()
         self._reached.forget()
         self._average.forget()
 

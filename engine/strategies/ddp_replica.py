@@ -177,12 +177,12 @@ class Replica(DistributedDataParallel):
 
     def _follow(self, inside: bool) -> None:
         """Reduce what is trained now, from this pass on. ``inside``: its forward pass is over, and may not have used new parameters."""
-        now = self._seen.trained
-        same = _same(now, self._reduced)
-        if not same:
-            self._agree("now trains these parameters", now, inside)
+        trained = self._seen.trained
+        is_same = _same(trained, self._reduced)
+        if not is_same:
+            self._agree("now trains these parameters", trained, inside)
         self._average_left_over()
-        if same and not self._searches_once:  # changed and changed back
+        if is_same and not self._searches_once:  # changed and changed back
             self._outdated = False
             return
         self._searches_once = self._outdated = inside and not self._idle  # the next pass needs no search
@@ -232,7 +232,7 @@ class Replica(DistributedDataParallel):
         parameters = [self._reduced[int(number)] for number in numbers[1].split()]
         raise RuntimeError(
             f"the loss did not depend on these trained parameters, whose gradients strategy 'ddp' waits for: "
-            f"{_shown(self._seen.names(parameters))}. If a step may leave parameters out, use "
+            f"{_first_names(self._seen.names(parameters))}. If a step may leave parameters out, use "
             'strategy={"name": "ddp", "find_unused_parameters": True}; freeze those that are never trained (requires_grad_(False))'
         ) from None
 
@@ -242,7 +242,7 @@ class Replica(DistributedDataParallel):
         """Raise on all ranks unless all have made the same change. Waits for ranks that have made none, with a warning."""
         names = self._seen.names(parameters)
         form = [what, inside, *([name, list(p.shape), str(p.dtype)] for name, p in zip(names, parameters, strict=True))]
-        doing = f"waiting for the other ranks to make the same change of the model, which {what} on this rank: {_shown(names)}"
+        doing = f"waiting for the other ranks to make the same change of the model, which {what} on this rank: {_first_names(names)}"
         warning = threading.Timer(PATIENCE_S, logger.warning, [f"rank {self._ranks.rank} is {doing}"])
         warning.daemon = True
         warning.start()
@@ -265,7 +265,7 @@ class Replica(DistributedDataParallel):
         if not all(gather_json(self._ranks, all(map(torch.equal, firsts, [t.detach() for t in new])))):
             raise ValueError(
                 "modules were added inside a forward pass (training_step), with different values on each rank: "
-                f"{_shown(self._seen.names(new))}. Add them before it, for example in on_train_batch_start, or with equal values on all ranks"
+                f"{_first_names(self._seen.names(new))}. Add them before it, for example in on_train_batch_start, or with equal values on all ranks"
             )
 
 
@@ -285,26 +285,30 @@ def _one_trained(module: nn.Module) -> Iterator[Sequence[Tensor]]:
 def _start_again(state: Any) -> None:
     """PowerSGD keeps matrices by bucket index, and bucket shapes have changed: reduce exactly until they are stable again."""
     if type(state).__name__ == "PowerSGDState":
-        for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
-            kept.clear()
+        for matrices in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+            matrices.clear()
         state.iter = min(state.iter, state.start_powerSGD_iter - 2)
 
 
-def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
+def _same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return len(first) == len(second) and all(map(is_, first, second))
 
 
-def _shown(names: Sequence[str], most: int = 6) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _first_names(names: Sequence[str], limit: int = 6) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _differences(forms: Sequence[Sequence[Any]]) -> str:
     """Rank 0's change, and that of the first rank with another one."""
     rank = next(rank for rank, form in enumerate(forms) if form != forms[0])
     lines = []
-    for who, other in ((0, rank), (rank, 0)):
-        what, inside, *own = forms[who]
-        only = [f"{name} {shape} {dtype}" for name, shape, dtype in own if [name, shape, dtype] not in forms[other]]
+    for who, other_rank in ((0, rank), (rank, 0)):
+        what, inside, *parameters = forms[who]
+        only = [
+            f"{name} {shape} {dtype}"
+            for name, shape, dtype in parameters
+            if [name, shape, dtype] not in forms[other_rank]
+        ]
         when = "inside its forward pass" if inside else "before its forward pass"
-        lines.append(f"  rank {who} {what}, changed {when}; only here: {_shown(only) or 'nothing'}")
+        lines.append(f"  rank {who} {what}, changed {when}; only here: {_first_names(only) or 'nothing'}")
     return "\n".join(lines)

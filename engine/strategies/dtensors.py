@@ -75,15 +75,15 @@ def norms(
                 by_copies.setdefault(holders(tensor) / pieces(tensor), []).append(part)
         total = torch.zeros((), dtype=accelerator.wide(device), device=device)
         for copies, parts in by_copies.items():
-            found = torch.nn.utils.get_total_norm(parts, norm_type).to(total)
-            total = torch.maximum(total, found) if largest else total + found**norm_type / copies
+            part_norm = torch.nn.utils.get_total_norm(parts, norm_type).to(total)
+            total = torch.maximum(total, part_norm) if largest else total + part_norm**norm_type / copies
         totals.append(total)
-    whole: Tensor = all_reduce(group, torch.stack(totals), "max" if largest else "sum")
-    return whole.to(dtype) if largest else (whole ** (1.0 / norm_type)).to(dtype)
+    norms_of_lists: Tensor = all_reduce(group, torch.stack(totals), "max" if largest else "sum")
+    return norms_of_lists.to(dtype) if largest else (norms_of_lists ** (1.0 / norm_type)).to(dtype)
 
 
 @torch.no_grad()
-def whole(group: Group, tree: Any, keep: bool) -> Any:
+def full_state(group: Group, tree: Any, keep: bool) -> Any:
     """``tree`` with full tensors on the CPU; every rank calls this, those without ``keep`` get ``{}``. One tensor at a time is gathered.
 
     A tensor that occurs several times is gathered once, and stays shared.
@@ -95,18 +95,18 @@ def whole(group: Group, tree: Any, keep: bool) -> Any:
             return tensor.detach()
         if id(tensor) not in gathered:
             # Offloaded shards are on the CPU, and are communicated through the mesh's device.
-            there: Any = tensor.detach().to(group.device)
-            placements = list(there.placements)
+            local: Any = tensor.detach().to(group.device)
+            placements = list(local.placements)
             for axis, placement in enumerate(placements):
                 if is_strided_shard(placement):  # sharded last: gathered first, separately
                     placements[axis] = Replicate()
-                    there = there.redistribute(placements=placements)
-            there = there.full_tensor()
-            gathered[id(tensor)] = there.cpu() if keep else None
+                    local = local.redistribute(placements=placements)
+            local = local.full_tensor()
+            gathered[id(tensor)] = local.cpu() if keep else None
         return gathered[id(tensor)]
 
-    found = map_tensors(gather, tree)
-    return found if keep else {}
+    full_tree = map_tensors(gather, tree)
+    return full_tree if keep else {}
 
 
 @torch.no_grad()
@@ -134,4 +134,5 @@ def part(value: Any, like: Any) -> Any:
 
 
 def is_sharded(tensor: Any) -> bool:
+    """Whether a tensor lies on several ranks, as a ``DTensor``."""
     return isinstance(tensor, DTensor)

@@ -79,7 +79,7 @@ class OwnedStepper(Stepper):
         max_value: float | None = None,
         then: Then | None = None,
     ) -> None:
-        """As :meth:`Stepper.step`."""
+        """Clip, check and apply the gradients by the strategy's own step; see :meth:`Stepper.step`."""
         self.call_before()
         divisor = self._divisor(self.window.state_of(optimizers[0]))
         self.norm, applied = self.strategy.step(optimizers, divisor, max_norm, max_value, self.on_nonfinite is not None)

@@ -35,8 +35,8 @@ class ParameterReplacements:
         device = self._group.device
         if deferred_init.is_deferred(module, self._elsewhere):
             deferred_init.return_freed_memory()
-            made = deferred_init.materialise(module, device, self._initialise, self._elsewhere)
-            self._newer.update({old: new for old, new in made.items() if isinstance(old, nn.Parameter)})
+            replaced = deferred_init.materialise(module, device, self._initialise, self._elsewhere)
+            self._newer.update({old: new for old, new in replaced.items() if isinstance(old, nn.Parameter)})
         tensors = (*module.parameters(), *module.buffers())
         new = [t for t in tensors if not dtensors.is_sharded(t) and not t.is_meta and t not in self._placed]
         for tensor in new:
