@@ -9,18 +9,18 @@ from typing import Any
 from engine.compat.table_rows import Argument
 
 
-def translated(call: str, given: Mapping[str, Any], arguments: Mapping[str, Argument]) -> dict[str, Any]:
+def translated(call: str, values: Mapping[str, Any], arguments: Mapping[str, Argument]) -> dict[str, Any]:
     """Another trainer's arguments of ``call`` by name, except those that have no counterpart.
 
     Raises:
         ValueError: an argument asks for what there is not.
     """
     for name, argument in arguments.items():
-        if name in given and argument.refuses(given[name]):
+        if name in values and argument.refuses(values[name]):
             raise ValueError(
-                f"{call}({name}={given[name]!r}) has no counterpart: {argument.drop_in or argument.instead}"
+                f"{call}({name}={values[name]!r}) has no counterpart: {argument.drop_in or argument.instead}"
             )
-    return {name: value for name, value in given.items() if name not in arguments or not arguments[name].neutral}
+    return {name: value for name, value in values.items() if name not in arguments or not arguments[name].neutral}
 
 
 def refusing(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:

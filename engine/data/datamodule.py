@@ -102,10 +102,12 @@ class DataModule:
     def save_hyperparameters(
         self, *args: Any, ignore: str | Iterable[str] | None = None, frame: FrameType | None = None, logger: bool = True
     ) -> None:
-        """Keep the arguments of ``__init__`` in :attr:`hparams`, and in every checkpoint; ``args``, ``ignore``, ``frame`` and ``logger`` as of
-        :class:`engine.TrainModule`."""
-        here = inspect.currentframe()
-        save(self, args, ignore, logger, frame or (here.f_back if here else None))
+        """Keep the arguments of ``__init__`` in :attr:`hparams`, and in every checkpoint.
+
+        ``args``, ``ignore``, ``frame`` and ``logger`` mean the same as in ``TrainModule.save_hyperparameters``.
+        """
+        current = inspect.currentframe()
+        save(self, args, ignore, logger, frame or (current.f_back if current else None))
 
     @property
     def hparams(self) -> HParams:

@@ -65,7 +65,7 @@ def _summed(high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _lost(a: Tensor, b: Tensor, product: Tensor) -> Tensor:
-    """What rounding took from ``a * b``."""
+    """The rounding error of ``a * b``: the exact product minus ``product``."""
     (a1, a2), (b1, b2) = _halves(a), _halves(b)
     return ((a1 * b1 - product) + a1 * b2 + a2 * b1) + a2 * b2
 

@@ -22,9 +22,9 @@ def notebook_launcher(
     function: Any, args: Any = (), num_processes: int | None = None, mixed_precision: str = "no", use_port: Any = None, **others: Any
 ) -> list[Any]:  # fmt: skip
     """:func:`engine.launch.notebook`, which finds a free port; ``ValueError``: several machines, restarts, or another argument."""
-    if wanted := {name: value for name, value in others.items() if value not in _NEUTRAL}:
-        said = "has no counterpart; use fit launch for several machines and restarts"
-        raise ValueError(f"notebook_launcher({wanted}) {said}")
+    if refused := {name: value for name, value in others.items() if value not in _NEUTRAL}:
+        reason = "has no counterpart; use fit launch for several machines and restarts"
+        raise ValueError(f"notebook_launcher({refused}) {reason}")
     return functions.notebook(partial(_call, function, tuple(args), mixed_precision), num_processes=num_processes)
 
 

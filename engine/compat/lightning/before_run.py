@@ -1,4 +1,4 @@
-"""What ``Trainer`` shows before its first run: what is known then, in the places where a run has it."""
+"""The run's place in ``Trainer`` before its first run: facts that are known then, in the places where a run has them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MachinesBeforeRun:
 
 @dataclass(frozen=True)
 class GroupBeforeRun:
-    """As a run's process group has them."""
+    """Stands for a run's process group."""
 
     environment: MachinesBeforeRun
 
@@ -39,7 +39,7 @@ class _Early:
 
 
 class EngineBeforeRun(_Early):
-    """What is known of the devices and the precision."""
+    """Stands for a run's engine: the devices and the precision."""
 
     def __init__(self, settings: Settings, environment: Environment) -> None:
         devices = AcceleratorConnector(settings.accelerator, settings.devices)._parallel_devices

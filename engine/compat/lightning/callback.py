@@ -28,8 +28,8 @@ class Callback(OwnCallback):
             owner = next((base for base in cls.__mro__ if event in vars(base)), OwnCallback)
             method = vars(owner).get(event)
             if owner is not OwnCallback and method is not None and not _translates(method):
-                ours = issubclass(owner, OwnCallback) and not issubclass(owner, Callback)
-                setattr(cls, event, _with_run(method) if ours else _with_trainer(event, _function(method)))
+                is_own = issubclass(owner, OwnCallback) and not issubclass(owner, Callback)
+                setattr(cls, event, _with_run(method) if is_own else _with_trainer(event, _function(method)))
 
     def __setattr__(self, name: str, value: Any) -> None:
         hook = name in CALLED and callable(value) and not _translates(value)
@@ -51,8 +51,8 @@ def _with_trainer(event: str, method: Callable[..., Any], bound: bool = False) -
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        owner, (run, module, *others) = ((), args) if bound else (args[:1], args[1:])
-        value = method(*owner, *lightning_arguments(event, run, module, tuple(others)), **kwargs)
+        owner, (run, module, *arguments) = ((), args) if bound else (args[:1], args[1:])
+        value = method(*owner, *lightning_arguments(event, run, module, tuple(arguments)), **kwargs)
         return value if event == "get_metrics" else None
 
     call.translates = True  # type: ignore[attr-defined]

@@ -75,11 +75,11 @@ def as_dict(path: str | Path, map_location: Any = None, weights: str | None = No
         FileNotFoundError, DamagedCheckpoint: there is none, or it is damaged.
         ValueError: there are no such ``weights``.
     """
-    with open_path(path, ("model", "state", *weights_folder(weights))) as found:
+    with open_path(path, ("model", "state", *weights_folder(weights))) as checkpoint:
         source, shared, counters = (
-            Source(found, weights),
-            found.tree(SHARED) or {},
-            found.manifest.get("counters") or {},
+            Source(checkpoint, weights),
+            checkpoint.tree(SHARED) or {},
+            checkpoint.manifest.get("counters") or {},
         )
         tensors = {name: whole(source.stored(name)) for name in source.names if name not in source.extra}
         source.read_model(tensors)
@@ -95,8 +95,8 @@ def as_dict(path: str | Path, map_location: Any = None, weights: str | None = No
 
 def write_checkpoint(file: Path, path: str | Path, weights: str | None = None) -> None:
     """:func:`write` of the checkpoint at ``path``; ``weights``: as in :func:`as_dict`."""
-    with open_path(path, ("state",)) as found:
-        name = (found.tree(SHARED) or {}).get("hparams_name")
+    with open_path(path, ("state",)) as checkpoint:
+        name = (checkpoint.tree(SHARED) or {}).get("hparams_name")
     content = as_dict(path, weights=weights)
     write(file, content["state_dict"], content["epoch"], content["global_step"], content["hyper_parameters"], name)
 

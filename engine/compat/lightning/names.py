@@ -19,7 +19,7 @@ _REFERENCE = "keep a reference to the object that you gave"
 _IN_A_RUN = "in a callback or a module, the run knows it: run.rank, run.local_rank, run.world_size, run.device"
 
 
-OF_SETTINGS = {each.name: f"use settings.{each.name}" for each in fields(Settings)}
+OF_SETTINGS = {setting.name: f"use settings.{setting.name}" for setting in fields(Settings)}
 
 
 _OF_TRAINERS = {
@@ -38,7 +38,7 @@ _OF_TRAINERS = {
 
 
 _OF_RUN = ("callbacks", "gc_every_n_steps", "loggers", "max_epochs", "max_steps", "val_every")
-"""What a run has under the same name."""
+"""Attributes that a run has under the same name."""
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "Fit": {
         **_OF_TRAINERS,

@@ -55,7 +55,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device's or the host's memory was exhausted."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(said in str(error).lower() for said in _SAID)
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in _SAID)
 
 
 def release_memory(*objects: Any) -> list[None]:
