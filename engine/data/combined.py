@@ -19,7 +19,7 @@ from engine.utils.tree import batch_size
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 _END = object()
-"""A member that has ended gives this in a batch's place."""
+"""Stands for the batch of a member that has ended."""
 
 
 class CombinedLoader:

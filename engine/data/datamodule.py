@@ -63,10 +63,10 @@ class DataModule:
         """Create the datasets; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
 
     def teardown(self, stage: str) -> None:
-        """After the run, also after an error."""
+        """Called after the run, also after an error."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """An exception was raised during the run; it propagates afterwards. Other ranks may be gone: no collectives here."""
+        """Called when an exception was raised during the run; it propagates afterwards. Other ranks may be gone: no collectives here."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Return the batch, changed or not, before it goes to the device. This and the next two win over the module's."""

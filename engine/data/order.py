@@ -525,7 +525,7 @@ def nested_samplers(sampler: Any) -> list[Any]:
 
 
 def generators_of(sampler: Any) -> list[Any]:
-    """The random number generators of a sampler, and of those inside it."""
+    """The random number generators of a sampler, and of the samplers inside it."""
     kinds = _generator_classes()
     return [
         value

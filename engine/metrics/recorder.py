@@ -162,7 +162,7 @@ class Recorder:
         return slot.number(value)
 
     def _attach(self, slot: Slot, metric: Any) -> None:
-        """A torchmetrics object is logged for the first time."""
+        """Note a torchmetrics object that is logged for the first time."""
         name = slot.name
         if callable(getattr(metric, "items", None)):
             raise TypeError(f"log({name!r}) got a MetricCollection: use log_dict(collection)")

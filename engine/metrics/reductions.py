@@ -54,7 +54,7 @@ class Slot:
         self.name, self.options, self.reduce = name, options, options.reduce_fx
         self.on_step, self.on_epoch = options.on_step, options.on_epoch
         self.silent = silent
-        """This rank's values do not count: those of rank 0 alone were asked for."""
+        """Whether this rank's values do not count, because only rank 0's were asked for."""
         self.arguments: Any = None
         """Arguments of the latest call of ``log``."""
         self.value_arguments: Any = None

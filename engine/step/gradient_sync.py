@@ -37,7 +37,7 @@ class GradientSync:
         return list(values)
 
     def drop_repeated(self, parameters: Sequence[Tensor]) -> None:
-        """At the end of a window in which some rank repeats a micro-batch, clear gradients that only repeats reach. All ranks call this."""
+        """Clear gradients that only repeated micro-batches reach, at the end of a window in which some rank repeats one. All ranks call this."""
 
     def sum(self, value: Tensor | float) -> Tensor | float:
         """The sum of a scalar over all ranks that saw different data."""

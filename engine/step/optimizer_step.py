@@ -17,7 +17,7 @@ from engine.utils import accelerator, torch_private
 from engine.utils.parameters import parameters_of, uncompiled
 
 Optimizers = Sequence[Any]
-"""Prepared ones or plain ones."""
+"""Prepared optimizers or plain ones."""
 Then = Callable[[bool], None]
 """A function for the time when it is known whether a step was applied: in a run :meth:`engine.loop.optimization.Optimization.applied`."""
 
@@ -32,7 +32,7 @@ class Guard(Protocol):
         """
 
     def left_out(self) -> None:
-        """A step was left out because of :meth:`check`: called once that is known, on all ranks at the same step."""
+        """Called when a step was left out because of :meth:`check`, once that is known, on all ranks at the same step."""
 
 
 class Stepper:
@@ -124,7 +124,7 @@ class Stepper:
     def named_norms(self, model: nn.Module, norm_type: float, optimizers: Sequence[Any]) -> dict[str, Tensor]:
         """The norm of each gradient of ``model``, divided and unscaled, by the parameter's name. Shapes ``()``, on the device.
 
-        ``optimizers``: only of their parameters; if empty, of all.
+        ``optimizers``: norms of their parameters only; if empty, of all parameters.
         """
         chosen = {id(p) for p in parameters_of(optimizers)}
         named = {
@@ -147,7 +147,7 @@ class Stepper:
         gradients.clip_values(self.gradient_sync.local(self.readable(parameters)), limit)
 
     def forget(self, optimizers: Sequence[Optimizer]) -> None:
-        """Note that the gradients of these optimizers were set to zero: their state is reset."""
+        """Reset the state of gradients of ``optimizers``, which were set to zero."""
         for optimizer in optimizers:
             self.window.state_of(optimizer).cleared()
 
@@ -266,7 +266,7 @@ class Stepper:
         max_norm: float | None,
         max_value: float | None,
     ) -> Tensor | None:
-        """All passes over the gradients; return a flag (1.0: not finite) if it is needed."""
+        """Run all passes over the gradients; return a flag (1.0: not finite) if it is needed."""
         nonfinite: Tensor | None = None
         ready = [self.window.state_of(o).ready for o in optimizers]
         if self.scaler is not None or any(id(o) in done for o, done in zip(optimizers, ready, strict=True)):

@@ -37,7 +37,7 @@ class Schedule:
     """Name of the schedule in learning rate loggers."""
     reduce_on_plateau: bool = False
     numbered: bool = field(default=False, init=False)
-    """The scheduler takes the number of the epoch or step, as timm's do: ``step(epoch)``, ``step_update(num_updates)``."""
+    """Whether the scheduler takes the number of the epoch or step, as timm's do: ``step(epoch)``, ``step_update(num_updates)``."""
     step: Callable[[Any, Any], None] | None = field(default=None, init=False, repr=False)
     """The module's ``lr_scheduler_step``, if overridden: it steps the scheduler."""
 
@@ -79,7 +79,7 @@ class Schedule:
             )
 
     def advance(self, metrics: Mapping[str, float], number: int) -> None:
-        """One scheduler step.
+        """Step the scheduler once.
 
         Args:
             number: steps, or epochs, that the training has made.

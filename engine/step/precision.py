@@ -33,7 +33,7 @@ class Precision:
     """
 
     name: str
-    """The name that it was chosen by: ``"bf16-mixed"``."""
+    """Name of the precision: ``"bf16-mixed"``."""
     autocast: torch.dtype | None = None
     """The dtype that autocast computes in; ``None`` without autocast."""
     parameters: torch.dtype | None = None
@@ -47,7 +47,7 @@ class Precision:
         return self.name if self.fp8 in (None, FP8()) else f"{self.name} by {self.fp8}"
 
     def describe(self) -> str | dict[str, Any]:
-        """For a file: its name, with the settings of fp8 if there are any."""
+        """The name as written into a file, with the settings of fp8 if there are any."""
         return self.name if self.fp8 in (None, FP8()) else fields_of(self.fp8, self.name)
 
     @classmethod
@@ -91,10 +91,10 @@ class Precision:
         model._apply(convert)
 
     def check(self, device: torch.device) -> None:
-        """Raise before the training if the device cannot compute like this.
+        """Check before the training that the device can compute in these formats.
 
         Raises:
-            ValueError: it lacks the dtype, autocast to it, or the loss scaler's kernels; the message has its name.
+            ValueError: the device lacks the dtype, autocast to it, or the loss scaler's kernels; the message has its name.
         """
         lacks = None
         if self.parameters is not None and not accelerator.computes_in(device, self.parameters):

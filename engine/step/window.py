@@ -23,7 +23,7 @@ class Share(NamedTuple):
     """The weight of one micro-batch."""
 
     size: int
-    """Samples in it; 0 for a repeated micro-batch that only keeps the collectives matched; -1: not determined yet, see the batch."""
+    """Samples in the micro-batch; 0 for a repeated one that only keeps the collectives matched; -1: not determined yet, see the batch."""
     divisor: float
     """Divisor of the micro-batch's mean loss, such that the average over ranks of the window's sum is the mean over all samples."""
     alone: float
@@ -88,9 +88,9 @@ class GradientState:
         self.kind = 0
         """The kind of the losses that the ranks agreed on; 0: not known yet."""
         self.held = False
-        """The latest ``accumulate`` block did not close its window: no step and no clearing until the next one."""
+        """Whether the latest ``accumulate`` block left its window open: no step and no clearing until the next block."""
         self.used = False
-        """A step has used the gradients."""
+        """Whether a step has used the gradients."""
         self.open()
 
     def open(self) -> None:
@@ -101,7 +101,7 @@ class GradientState:
         self.dropped = 0.0
         """The fraction of the window whose micro-batches had no loss; known on one process only."""
         self.closed = False
-        """:attr:`total` is known: the next backward pass opens another window."""
+        """Whether :attr:`total` is known: the next backward pass then opens another window."""
         self.total: Tensor | float | None = None
         """Divisor that the gradients still need; ``None``: none."""
         self.ready: dict[int, Tensor | None] = {}
@@ -112,7 +112,7 @@ class GradientState:
         """Whether the ranks average these gradients explicitly (manual optimization)."""
 
     def cleared(self) -> None:
-        """The gradients were set to zero."""
+        """Note that the gradients were set to zero."""
         self.open()
         self.used = False
 
@@ -188,7 +188,7 @@ class Window:
         self.accumulating = False
         """Whether the loop accumulates: the window's weights apply, not the micro-batch's alone."""
         self.held = False
-        """The latest ``accumulate`` block did not close its window, and no backward pass followed."""
+        """Whether the latest ``accumulate`` block left its window open, and no backward pass followed."""
         self.groups = [GradientState()]
         """One per optimizer that steps by itself."""
         self.only: GradientState | None = self.groups[0]
@@ -228,7 +228,7 @@ class Window:
         self._newest.closed = True
 
     def join(self) -> None:
-        """All optimizers step together on one loss, from now on."""
+        """Let all optimizers step together on one loss, from now on."""
         self._joined = True
         self._together([optimizer for group in self.groups for optimizer in group.optimizers])
 
@@ -264,7 +264,7 @@ class Window:
         return self.only is not None or self.groups.index(group) in self.reached(self._entered)
 
     def enter(self) -> None:
-        """A micro-batch of an accumulating loop begins; without a prepared loader, every :attr:`size`-th closes a window."""
+        """Begin a micro-batch of an accumulating loop; without a prepared loader, every :attr:`size`-th closes a window."""
         if self.share is ALONE or self.share.alone < 0:
             self._unfed += 1
             self.share = Share(1, float(self.size), -1.0, last=self._unfed % self.size == 0)
@@ -273,7 +273,7 @@ class Window:
             self._entered = [self.gradient_sync.traces(group.optimizers, self.models) for group in self.groups]
 
     def exit(self, models: Sequence[nn.Module]) -> None:
-        """An ``accumulate`` block about these models ends; without any, about all."""
+        """End an ``accumulate`` block about ``models``; an empty list stands for all models."""
         self.accumulating = False
         self.held = is_held = not self.share.last
         if self.only is not None:
@@ -377,7 +377,7 @@ class Window:
             self.reference = 2.0 ** math.ceil(math.log2(max(largest_count, 1.0) * self.size))
 
     def follow(self, weighted: bool) -> None:
-        """Another rank has this micro-batch's loss: take the same state as its window."""
+        """Take the same state as the window of the rank that has this micro-batch's loss."""
         if self._newest.closed:
             self._open()
         self.fed, self.complete = True, self.share.last
@@ -388,7 +388,7 @@ class Window:
                 group.scalars = self.scalars = True
 
     def drop(self, world_size: int, fp16: bool) -> None:
-        """The current micro-batch has no loss: its samples do not count (one process), or count with a zero gradient (several)."""
+        """Note that the current micro-batch has no loss: its samples do not count (one process), or count with a zero gradient (several)."""
         if self._newest.closed:
             self._open()
         self.complete = self.share.last
@@ -422,11 +422,11 @@ class Window:
         return [i for i, pair in enumerate(pairs) if any(a[0] is not b[0] or a[1] != b[1] for a, b in pair)]
 
     def attribute(self) -> None:
-        """After a backward pass: assign its loss to the groups whose parameters it has reached.
+        """Assign the loss of a backward pass, which is over, to the groups whose parameters it has reached.
 
         Raises:
             TypeError: one optimizer's gradients have both kinds of losses.
-            RuntimeError: it added to gradients that were divided, unscaled or clipped for a step that has not happened.
+            RuntimeError: the pass added to gradients that were divided, unscaled or clipped for a step that has not happened.
         """
         newest, several = self._newest, self.only is None
         before, self.watching, self._released, self._watched = self._watched, False, False, []

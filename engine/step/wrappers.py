@@ -116,7 +116,7 @@ class PreparedScheduler:
         return _itself, (self.scheduler,)
 
     def _group(self) -> GradientState:
-        """The state of its optimizer's gradients; some third-party schedulers do not say which optimizer is theirs."""
+        """The state of the gradients of the scheduler's optimizer; some third-party schedulers do not say which optimizer is theirs."""
         optimizer = getattr(self.scheduler, "optimizer", None)
         if isinstance(optimizer, PreparedOptimizer):
             optimizer = optimizer.optimizer
@@ -142,7 +142,7 @@ class AutocastForward:
         self._open: list[Any] = []
 
     def attach(self, module: nn.Module) -> None:
-        """Hooks rather than a wrapper: class, parameter names and pickling stay as they are."""
+        """Attach hooks rather than a wrapper: class, parameter names and pickling stay as they are."""
         module.register_forward_pre_hook(self.enter)
         module.register_forward_hook(self.leave, always_call=True)
 
