@@ -40,7 +40,7 @@ class Strategy(GradientSync):
     - ``model``, ``models``: what :meth:`setup` returned; ``module``: what the user gave to it.
     - ``parameters``, ``grads``: tensors of the model and their gradients, DTensors under strategies that shard.
     - ``optimizers``: plain ones; ``divisor``: what the sum of gradients is divided by; ``max_norm``, ``norm_type``, ``max_value``: clipping.
-    - ``enabled``: whether gradients are reduced; ``value``, ``found``: a number of this rank.
+    - ``enabled``: whether gradients are reduced; ``value``, ``flag``: a number of this rank.
     - ``scaler``: of fp16's losses, or ``None``; ``on_nonfinite``: as in :class:`engine.Engine`; ``transforms``: recomputation and compilation.
     - ``source``: an opened checkpoint; ``stored``: one of its tensors.
     """
@@ -50,7 +50,7 @@ class Strategy(GradientSync):
     matched_backward: bool = field(default=False, init=False, repr=False)
     """Whether every backward pass contains collectives, not only a window's last one."""
     fused: str | None = field(default=None, init=False, repr=False)
-    """Completes "a strategy which ..." in an error: what it does in one call, of which nobody can call or replace a part; ``None``: nothing."""
+    """Completes "a strategy which ..." in an error: the work of one call whose parts nobody can call or replace alone; ``None``: nothing."""
     group: Group = field(init=False, repr=False)
     data_group: Group = field(init=False, repr=False)
     owns_weights: bool = field(default=False, init=False, repr=False)
@@ -67,7 +67,7 @@ class Strategy(GradientSync):
     parts_differ: bool = field(default=False, init=False, repr=False)
     """Whether ranks return tensors of different names in :meth:`model_parts` and :meth:`optimizer_parts`."""
     precision: Precision = field(default=Precision.parse("32-true"), init=False, repr=False)
-    """Set by the engine before ``connect``."""
+    """Number formats; set by the engine before ``connect``."""
     transform: Callable[[nn.Module], None] = field(default=lambda model: None, init=False, repr=False)
     """Recomputation and compilation, of :meth:`transform_by`: called once for each model, between cutting its modules and sharding it."""
     compiles_whole: str | None = field(default=None, init=False, repr=False)
@@ -112,7 +112,7 @@ class Strategy(GradientSync):
         return {"dp_replicate": self.group.world_size}
 
     def transform_by(self, transforms: Transforms) -> None:
-        """Called once, after ``connect``, with what is to be done to models; ``ValueError`` if this strategy does not allow it."""
+        """Called once, after ``connect``, with the transforms of models; ``ValueError`` if this strategy does not allow them."""
         transforms.check(self.compiles_whole, type(self).__name__)
         self.transform = transforms.apply
 
@@ -181,10 +181,10 @@ class Strategy(GradientSync):
             self.sync(models, True)
 
     def expect(self, models: Sequence[nn.Module], root: Tensor) -> None:
-        """The next backward pass starts at ``root``, which no forward pass has returned."""
+        """Prepare for a backward pass that starts at ``root``, which no forward pass has returned."""
 
     def backward_nothing(self, models: Sequence[nn.Module], last: bool) -> None:
-        """A micro-batch has no loss: take part in the other ranks' gradient reduction, if it is the window's ``last``."""
+        """Take part in the other ranks' gradient reduction for a micro-batch without a loss, if it is the window's ``last``."""
         trained = [p for model in models for p in model.parameters() if p.requires_grad]
         if not last or not trained:
             return
@@ -206,8 +206,10 @@ class Strategy(GradientSync):
 
     @torch.no_grad()
     def share_buffers(self, module: nn.Module) -> None:
-        """Give every rank the buffers of the first rank with the same part of the model, which are the ones saved in checkpoints."""
-        spread(self.data_group, [b for b in module.buffers() if not b.is_meta and not hasattr(b, "placements")])
+        """Give every rank the buffers of the first rank with the same part of the model: checkpoints have that rank's buffers."""
+        broadcast_from_rank_0(
+            self.data_group, [b for b in module.buffers() if not b.is_meta and not hasattr(b, "placements")]
+        )
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Average gradients over the ranks now, for loops that decide when to step (manual optimization)."""
@@ -263,7 +265,7 @@ class Strategy(GradientSync):
                         optimizer.state.get(parameters[i], {}).get(key),
                         self.part_like(stored, parameters[i]),
                     )
-                    targets[stored.name] = existing if _alike(existing, part) else part
+                    targets[stored.name] = existing if _can_hold(existing, part) else part
         entries = {i: entry for i, entry in numbered["state"].items() if i in parameters}
         read = source.read_optim({**numbered, "state": entries}, lambda stored: targets.get(stored.name, whole(stored)))
         optimizer.load_state_dict({**read, "state": {i: unflat(entry) for i, entry in read["state"].items()}})
@@ -301,7 +303,7 @@ class Single(Strategy):
         super().connect(group)
 
 
-def trained(model: nn.Module) -> Iterable[Any]:
+def trained_parameters(model: nn.Module) -> Iterable[Any]:
     """The parameters that receive gradients."""
     return (p for p in model.parameters() if p.requires_grad)
 
@@ -311,7 +313,7 @@ def class_name(model: nn.Module) -> str:
     return type(user_module(model)).__name__
 
 
-def spread(group: Group, tensors: Iterable[Tensor]) -> None:
+def broadcast_from_rank_0(group: Group, tensors: Iterable[Tensor]) -> None:
     """Broadcast rank 0's values, in place."""
     if group.world_size > 1:
         for tensor in tensors:
@@ -363,7 +365,7 @@ def numbered_state(optimizer: Any, module: nn.Module, state: dict[str, Any]) -> 
     return {**state, "state": entries, "param_groups": merged}
 
 
-def _alike(existing: Any, target: Tensor) -> bool:
+def _can_hold(existing: Any, target: Tensor) -> bool:
     """Whether an existing tensor can hold another's content."""
     same_form = (
         type(existing) is type(target)

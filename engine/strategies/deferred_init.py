@@ -48,7 +48,7 @@ def materialise(
     initialise: Callable[[nn.Module], None] | None,
     away: Container[Tensor] = (),
 ) -> dict[Tensor, Tensor]:
-    """Allocate and initialize on ``device`` what has no values.
+    """Allocate and initialize parameters and buffers without values on ``device``.
 
     Args:
         initialise: called with each submodule that got memory; ``None``: the memory stays uninitialized.

@@ -23,7 +23,7 @@ def local(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def align(parameter: Any) -> None:
+def to_parameter_layout(parameter: Any) -> None:
     """Bring a gradient into its parameter's layout. Autograd leaves it as backward made it: not summed over ranks yet, or whole where the
     parameter is sharded."""
     grad = parameter.grad
@@ -31,7 +31,7 @@ def align(parameter: Any) -> None:
         parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
-def pieces(tensor: Tensor) -> int:
+def shard_count(tensor: Tensor) -> int:
     """How many ranks a tensor is sharded over."""
     if not isinstance(tensor, DTensor):
         return 1
@@ -61,7 +61,7 @@ def norms(
 
     Args:
         lists: of sharded tensors and whole ones; an empty one if other ranks have these.
-        holders: how many ranks have a shard of a tensor, including copies: each shard is on ``holders(t) / pieces(t)`` of them.
+        holders: how many ranks have a shard of a tensor, including copies: each shard is on ``holders(t) / shard_count(t)`` of them.
         device: of the result when this rank has no tensor.
     """
     dtype, largest = torch.float32, norm_type == float("inf")
@@ -72,7 +72,7 @@ def norms(
             part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if part.numel():
                 dtype = torch.promote_types(dtype, part.dtype.to_real())
-                by_copies.setdefault(holders(tensor) / pieces(tensor), []).append(part)
+                by_copies.setdefault(holders(tensor) / shard_count(tensor), []).append(part)
         total = torch.zeros((), dtype=accelerator.wide(device), device=device)
         for copies, parts in by_copies.items():
             part_norm = torch.nn.utils.get_total_norm(parts, norm_type).to(total)
@@ -110,8 +110,8 @@ def full_state(group: Group, tree: Any, keep: bool) -> Any:
 
 
 @torch.no_grad()
-def part(value: Any, like: Any) -> Any:
-    """The full tensor ``value``, which every rank has, sharded like ``like``; unchanged if the shape differs or ``like`` is not sharded."""
+def shard_like(value: Any, like: Any) -> Any:
+    """Shard the full tensor ``value``, which every rank has, like ``like``; unchanged if the shape differs or ``like`` is not sharded."""
     if (
         not isinstance(like, DTensor)
         or not isinstance(value, Tensor)

@@ -24,7 +24,7 @@ from engine.config.settings import Settings
 from engine.distributed.collectives import all_reduce, gather_json
 from engine.distributed.group import Group
 from engine.strategies import deferred_init, dtensors
-from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks
+from engine.strategies.base import Strategy, broadcast_from_rank_0, class_name, sum_over_ranks
 from engine.strategies.mesh import degrees, make_mesh
 from engine.strategies.model_structure import ShardedStructure
 from engine.strategies.parameter_replacements import ParameterReplacements
@@ -181,7 +181,7 @@ class FSDP(Strategy):
         chosen = (
             [] if self.blocks is None else [self.blocks] if isinstance(self.blocks, (str, type)) else list(self.blocks)
         )
-        units = blocks.units(model, chosen, self.min_size)
+        units = blocks.blocks_of(model, chosen, self.min_size)
         for root in roots:
             inside = {id(m) for m in root.modules() if m is not root}
             parts = [m for m in units if id(m) in inside]
@@ -259,7 +259,7 @@ class FSDP(Strategy):
                     parameters[i] = new
                     if old in optimizer.state:
                         state = optimizer.state.pop(old)
-                        optimizer.state[new] = {key: dtensors.part(value, new) for key, value in state.items()}
+                        optimizer.state[new] = {key: dtensors.shard_like(value, new) for key, value in state.items()}
             if type(optimizer).__module__.startswith("torchao.optim") and any(
                 dtensors.is_sharded(p) for p in parameters
             ):
@@ -275,7 +275,7 @@ class FSDP(Strategy):
                 torch_private.forget_amp_scaling(optimizer)
 
     def share_parameters(self, model: nn.Module) -> None:
-        spread(self.group, [t.detach() for t in (*model.parameters(), *model.buffers())])
+        broadcast_from_rank_0(self.group, [t.detach() for t in (*model.parameters(), *model.buffers())])
 
     # -- gradients --------------------------------------------------------------------------------------------------------------
 

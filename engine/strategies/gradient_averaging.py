@@ -68,7 +68,7 @@ class GradientAverage:
         average(ranks, trained)
 
     def _agree(self, ranks: Group, parameters: Sequence[Tensor], trained: Sequence[Tensor]) -> None:
-        """A rank that has changed what it trains waits until all others have."""
+        """Compare the trained parameters over the ranks: a rank that has changed them waits until all others have."""
         numbers = {id(p): index for index, p in enumerate(parameters)}
         form = [[numbers[id(p)], *p.shape] for p in trained]
         if self._agreed.get(key := tuple(numbers)) == form:
@@ -102,7 +102,7 @@ class ReachedParameters:
         self.forget()
 
     def forget(self) -> None:
-        """The window ends without a step."""
+        """End the window without a step."""
         self._remove()
         self._without: set[int] | None = None
         """Parameters (by id) without gradient at the start of the window; ``None``: it has not started."""

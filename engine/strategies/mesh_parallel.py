@@ -191,7 +191,7 @@ class MeshParallel(FSDP):
             self._replacements.materialise(model)
             for parameter in model.parameters():
                 if dtensors.is_sharded(parameter) and parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(dtensors.align)
+                    parameter.register_post_accumulate_grad_hook(dtensors.to_parameter_layout)
         if stages is not None:
             stages.follow_replacements(model)
 

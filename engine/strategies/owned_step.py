@@ -37,7 +37,7 @@ class OwnsStep(GradientSync):
 
 
 class OwnedStepper(Stepper):
-    """For strategies that own the step: gradients are divided, clipped, checked and applied in one call."""
+    """Stepper of strategies that own the step: gradients are divided, clipped, checked and applied in one call."""
 
     def __init__(self, window: Window, strategy: OwnsStep, scaler: Scaler | None, on_nonfinite: str | None) -> None:
         super().__init__(window, strategy, scaler, on_nonfinite)

@@ -9,7 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from engine.distributed.group import Group
 from engine.strategies import deferred_init, dtensors
-from engine.strategies.base import spread
+from engine.strategies.base import broadcast_from_rank_0
 
 
 class ParameterReplacements:
@@ -42,7 +42,7 @@ class ParameterReplacements:
         for tensor in new:
             tensor.data = tensor.data.to(device)
             self._placed[tensor] = True
-        spread(self._group, [t.detach() for t in new])
+        broadcast_from_rank_0(self._group, [t.detach() for t in new])
 
     def record(self, module: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
         """Record that the module's parameters have replaced ``before``, which are emptied: an optimizer may still have them."""

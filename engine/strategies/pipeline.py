@@ -313,7 +313,7 @@ def _rows(tree: Any, count: int, index: Tensor) -> Any:
 
 
 def _divided(item: Any) -> Any:
-    """For :func:`map_tensors`: objects whose samples are not rows of tensors would go whole into each chunk."""
+    """Refuse an object whose samples are not rows of tensors: :func:`map_tensors` would put all of it into each chunk."""
     container = isinstance(item, (Mapping, Sequence, type)) or dataclasses.is_dataclass(item)
     if isinstance(item, PackedSequence) or (not container and callable(getattr(item, "to", None))):
         raise TypeError(

@@ -88,7 +88,7 @@ class StageParameters:
         for stage in self.pipeline.modules.values():
             for stage_parameter in stage.parameters():
                 if last and dtensors.is_sharded(stage_parameter):
-                    dtensors.align(stage_parameter)  # schedules that split backward do not call hooks
+                    dtensors.to_parameter_layout(stage_parameter)  # schedules that split backward do not call hooks
         for index, (parameter, group, _) in enumerate(self.tied):
             if last and parameter.grad is not None:
                 dist.all_reduce(dtensors.local([parameter.grad])[0], group=group)
@@ -100,7 +100,7 @@ class StageParameters:
         return Loss(totals[1], totals[2]) if self.pipeline.weighted else totals[1].float()
 
     def _set_aside(self, index: int, parameter: Tensor) -> Tensor | None:
-        """A gradient that is summed over the stages already and not used by a step: it must not be summed again."""
+        """Set aside a gradient that is summed over the stages already and not used by a step: it must not be summed again."""
         grad, joined = parameter.grad, self._joined.get(index)
         if grad is None or joined is None or joined[0]() is not grad or joined[1] != grad._version:
             return None
@@ -118,7 +118,7 @@ class StageParameters:
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
     def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The model's state that this rank saves: all but what only other ranks' stages have."""
+        """The model's state that this rank saves: all of it, except for tensors that only other ranks' stages have."""
         own_ids = {id(t) for stage in self.pipeline.modules.values() for t in (*stage.parameters(), *stage.buffers())}
         other_ids = {id(t) for part in self._elsewhere for t in (*part.parameters(), *part.buffers())} - own_ids
         return {name: value for name, value in state.items() if id(value) not in other_ids}
@@ -183,5 +183,5 @@ class StageParameters:
 
 
 def _column(group: Group, stages: int, ranks: list[int]) -> Any:
-    """The process group of these ranks of the pipeline axis with this rank's other coordinates; ``None`` for other ranks. A collective."""
+    """The process group of ``ranks`` on the pipeline axis, with this rank's other coordinates; ``None`` for other ranks. A collective."""
     return group.divided(torch.arange(group.world_size).reshape(stages, -1)[ranks].t().tolist())

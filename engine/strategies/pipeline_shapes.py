@@ -65,7 +65,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class _SendableTensor(torch.autograd.Function):
-    """Sending does not wait for a tensor's collective, as operations do. Of a view FSDP warns, whose hooks a change in place would lose."""
+    """Makes a tensor ready to send: sending does not wait for its collective, as operations do, and FSDP warns of views, whose hooks a change
+    in place would lose."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
@@ -88,10 +89,10 @@ class Shapes:
     """A copy of a model and its stages whose tensors have no values.
 
     Args:
-        model: on the rank that asks.
+        model: the model, on the rank that asks.
         parts: the modules of all stages.
-        device: of the real stages.
-        precision: of the real stages.
+        device: the device of the real stages.
+        precision: the precision of the real stages.
     """
 
     def __init__(

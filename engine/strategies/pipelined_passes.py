@@ -38,7 +38,7 @@ class Pipelines(Protocol):
 
 
 class PipelinedPasses(Passes):
-    """For strategies whose forward and backward passes run together, in parts of the micro-batch."""
+    """Passes of strategies whose forward and backward run together, in parts of the micro-batch."""
 
     def __init__(self, window: Window, strategy: Pipelines, scaler: Scaler | None) -> None:
         super().__init__(window, strategy.data_group, scaler)

@@ -20,7 +20,7 @@ def user_module(model: nn.Module) -> nn.Module:
     return module
 
 
-def units(model: nn.Module, chosen: Sequence[Choice], min_size: int) -> list[nn.Module]:
+def blocks_of(model: nn.Module, chosen: Sequence[Choice], min_size: int) -> list[nn.Module]:
     """The modules to shard one by one, inner ones first; never ``model`` itself.
 
     By ``chosen`` (classes, names of classes, names of modules with ``*``); else by ``min_size`` (parameters); else by the first

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from engine.config.kinds import Recompute
 from engine.metrics.torchmetrics_states import unchanged
-from engine.transforms.blocks import units, user_module
+from engine.transforms.blocks import blocks_of, user_module
 
 State = dict[nn.Module, dict[str, Tensor | None]]
 Seen = list[tuple[nn.Module, dict[str, tuple[Tensor, int]]]]
@@ -50,7 +50,7 @@ def recompute(model: nn.Module, setting: Recompute) -> None:
             del module.forward
     if setting is None:
         return
-    blocks = list(reversed(units(model, [], 0)))  # in the model's order
+    blocks = list(reversed(blocks_of(model, [], 0)))  # in the model's order
     if not blocks:
         raise ValueError(
             f"activation_checkpointing={setting!r}: {type(user_module(model)).__name__} has no repeated blocks; define blocks(self) that returns "

@@ -34,10 +34,10 @@ ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "A
 
 
 def check_optimizer(optimizer: Optimizer, stage: int, trusted: bool) -> None:
-    """Check that it can step flat shards of the parameters. ``trusted``: the user says so.
+    """Check that an optimizer can step flat shards of the parameters. ``trusted``: the user says so.
 
     Raises:
-        ValueError: it cannot, or this is unknown.
+        ValueError: the optimizer cannot, or this is unknown.
     """
     name, module = type(optimizer).__name__, type(optimizer).__module__
     for group in optimizer.param_groups:
@@ -55,7 +55,7 @@ def check_optimizer(optimizer: Optimizer, stage: int, trusted: bool) -> None:
 
 
 def check_one_set_of_weights(optimizer: Optimizer) -> None:
-    """Raise ``ValueError`` for an optimizer that trains with other weights than those to use afterwards, as schedule-free ones do."""
+    """Raise ``ValueError`` for an optimizer that trains with other weights than the ones to use afterwards, as schedule-free optimizers do."""
     if Modes([optimizer]).switched:
         raise ValueError(
             f"{type(optimizer).__name__} has train() and eval(), which swap the weights, and DeepSpeed keeps the weights itself: "
@@ -253,7 +253,7 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def convert_rest(module: nn.Module, half: str) -> None:
-    """The parameters that were not made under ``zero.Init``, when others were, in the half format: DeepSpeed leaves them."""
+    """Convert parameters that were not made under ``zero.Init``, when others were, to the half format: DeepSpeed leaves them."""
     for parameter in module.parameters():
         if not hasattr(parameter, "ds_id") and parameter.is_floating_point():
             parameter.data = parameter.data.to(
@@ -262,7 +262,7 @@ def convert_rest(module: nn.Module, half: str) -> None:
 
 
 def _as_parameters(module: nn.Module, args: Any) -> Any:
-    """Autocast on a CPU does not convert inputs of these, and they refuse an fp32 input with half-precision parameters."""
+    """Give a norm's inputs its parameters' dtype: autocast on a CPU does not, and norms refuse fp32 inputs with half-precision parameters."""
     weight: Any = module.weight
     if weight is None or weight.dtype == args[0].dtype:
         return None
@@ -270,7 +270,7 @@ def _as_parameters(module: nn.Module, args: Any) -> Any:
 
 
 def _forget(wrapper: Any, stage: int) -> None:
-    """How DeepSpeed handles the gradients of a step that overflowed."""
+    """Discard gradients as DeepSpeed does after a step that overflowed."""
     if stage == 3:
         wrapper._pre_step()
         wrapper._overflow_clean_up(1.0)
@@ -334,8 +334,8 @@ class LossScale:
 
 
 @contextmanager
-def calm(device: torch.device, local_rank: int) -> Iterator[None]:
-    """While DeepSpeed sets up: its device, no deprecation warnings from torch, no memory tables on standard output."""
+def quiet_setup(device: torch.device, local_rank: int) -> Iterator[None]:
+    """Let DeepSpeed set up inside the block: with its device, no deprecation warnings from torch, no memory tables on standard output."""
     with variables(LOCAL_RANK=_number(device, local_rank)), warnings.catch_warnings(), redirect_stdout(StringIO()):
         warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
         yield
@@ -367,7 +367,7 @@ _OURS_TO_SAY = (
 )
 
 
-def _heard(record: logging.LogRecord) -> bool:
+def _is_news(record: logging.LogRecord) -> bool:
     """Whether a log line of DeepSpeed does not repeat one of ours."""
     return not any(text in str(record.msg) for text in _OURS_TO_SAY)
 
@@ -394,7 +394,7 @@ def import_deepspeed(device: torch.device) -> None:
         installed = get_accelerator().device_name()
     log = logging.getLogger(deepspeed.utils.logger.name)
     log.setLevel(max(log.level, logging.WARNING))
-    log.addFilter(_heard)
+    log.addFilter(_is_news)
     if installed.split(":")[0] != device.type:
         raise ValueError(
             f"DeepSpeed runs on {installed!r} in this process (DS_ACCELERATOR, or an earlier engine), now asked for {device.type!r}"

@@ -60,7 +60,7 @@ class Shards:
         return value.detach()
 
     def write(self, parameter: Any, value: Tensor, key: str | None = None) -> None:
-        """Set this rank's shard of it."""
+        """Set this rank's shard of a parameter's master copy, or of its state ``key``."""
         value = value.detach().to(torch.float32)
         if hasattr(parameter, "ds_id"):
             # DeepSpeed's own setter fails if the last rank's shard is padded.
@@ -213,7 +213,7 @@ def load_model(module: nn.Module, shards: Shards | None, source: Source, strict:
 
 
 def mark_sharded(module: nn.Module) -> None:
-    """Say on each parameter that stage 3 has sharded that it is, for code that does not know DeepSpeed, also after the run."""
+    """Mark each parameter that stage 3 has sharded, for code that does not know DeepSpeed, also after the run."""
     parameter: Any
     for parameter in module.parameters():
         if hasattr(parameter, "ds_id"):

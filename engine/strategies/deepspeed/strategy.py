@@ -19,19 +19,26 @@ from engine.config.settings import Settings
 from engine.distributed.group import Group
 from engine.step.optimizer_step import Stepper
 from engine.step.precision import Precision, Scaler
-from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
+from engine.strategies.base import (
+    Strategy,
+    broadcast_from_rank_0,
+    class_name,
+    named_state,
+    numbered_state,
+    sum_over_ranks,
+)
 from engine.strategies.deepspeed import configuration, shards
 from engine.strategies.deepspeed.configuration import RequiredValue
 from engine.strategies.deepspeed.driven_model import (
     ELEMENTWISE,
     DrivenModel,
     LossScale,
-    calm,
     check_one_set_of_weights,
     check_only_optimizer,
     check_optimizer,
     convert_rest,
     import_deepspeed,
+    quiet_setup,
     restore_linear,
     use_process_group,
 )
@@ -173,7 +180,7 @@ class DeepSpeed(Strategy, OwnsStep):
         import deepspeed
 
         use_process_group(self.group.device, self.group.local_rank)
-        with calm(self.group.device, self.group.local_rank):
+        with quiet_setup(self.group.device, self.group.local_rank):
             # Without a dtype: on a CPU an explicit one is always taken as bf16.
             context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=self._complete(None))
         return context
@@ -223,7 +230,9 @@ class DeepSpeed(Strategy, OwnsStep):
         return [getattr(tensor, "ds_tensor", tensor) for tensor in grads]
 
     def share_parameters(self, model: nn.Module) -> None:
-        spread(self.group, [t.detach() for t in (*model.parameters(), *model.buffers()) if not hasattr(t, "ds_id")])
+        broadcast_from_rank_0(
+            self.group, [t.detach() for t in (*model.parameters(), *model.buffers()) if not hasattr(t, "ds_id")]
+        )
 
     def repoint(self, optimizer: Optimizer) -> None:
         parameters = {id(p) for p in parameters_of([optimizer])}
@@ -286,7 +295,7 @@ class DeepSpeed(Strategy, OwnsStep):
         groups = [trained] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
         if any(hasattr(p, "ds_id") for p in model.module.parameters()):
             convert_rest(model.module, self._half)
-        with calm(self.group.device, self.group.local_rank):
+        with quiet_setup(self.group.device, self.group.local_rank):
             engine, wrapper, _, _ = deepspeed.initialize(
                 model=model.module,
                 optimizer=optimizer,
