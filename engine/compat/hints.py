@@ -56,7 +56,7 @@ def complete(cls: type[Any]) -> None:
 
 
 def explain_call(error: TypeError) -> None:
-    """Add a hint to Python's error about an argument that one of these calls does not have."""
+    """Add a hint to Python's error about an argument that a wrapped call does not have."""
     message = _UNEXPECTED.match(str(error))
     if message is None or message[1] not in _CALLS:
         return

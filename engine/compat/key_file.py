@@ -30,7 +30,7 @@ class Section:
         return default if value is None else value
 
     def note(self, key: str, reason: str) -> None:
-        """Note that ``key`` has no meaning here, with the reason, if it is given."""
+        """Note that a key in the file has no meaning here, with the reason."""
         if (value := self.take_value(key)) is not None:
             self.file.notes.append(f"{self._name(key)}: {value}: {reason}")
 
@@ -48,7 +48,7 @@ class Section:
         reasons: Mapping[str, str],
         neutral: Sequence[Any] = (None, False, 0, 1, "false", "none", "no", "", "auto"),
     ) -> None:
-        """Refuse each of these keys whose value has an effect."""
+        """Refuse the keys of ``reasons`` whose value has an effect."""
         for key, reason in reasons.items():
             value = self.take_value(key)
             if not any(
@@ -57,7 +57,7 @@ class Section:
                 self.refuse(key, reason)
 
     def drop_rest(self, *keys: str) -> None:
-        """Note these keys, which belong to an option that was not chosen."""
+        """Note the section's remaining keys, which belong to an option that was not chosen."""
         for key in keys:
             self.take_value(key)
 
@@ -106,7 +106,7 @@ class KeyFile(Section):
             self.notes.append(f"{key}: does not apply to the rest of the file, and Accelerate does not read it either")
 
     def set(self, name: str, value: Any) -> None:
-        """Our setting ``name``."""
+        """Set our setting ``name``."""
         self.settings[name] = value
 
     def origin_of(self, name: str) -> str:
@@ -114,7 +114,7 @@ class KeyFile(Section):
         return self._origins.get(name, self._origin)
 
     def finish(self, sections: Sequence[str]) -> None:
-        """Refuse what is left."""
+        """Refuse the keys that were not handled, of the file and its sections."""
         for key in sections:
             self.take_value(key)
         for part in (self, *self._parts.values()):

@@ -13,7 +13,7 @@ def translated(call: str, values: Mapping[str, Any], arguments: Mapping[str, Arg
     """Another trainer's arguments of ``call`` by name, except those that have no counterpart.
 
     Raises:
-        ValueError: an argument asks for what there is not.
+        ValueError: an argument asks for something without a counterpart.
     """
     for name, argument in arguments.items():
         if name in values and argument.refuses(values[name]):
@@ -36,7 +36,7 @@ def refusing(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
 @functools.cache
 def refused_class(name: str, instead: str) -> type[Any]:
-    """A class that can be imported, and not made: that is an error that says what to use ``instead``."""
+    """A class that can be imported, but not instantiated: the error says what to use ``instead``."""
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"{name} has no counterpart: {instead}")

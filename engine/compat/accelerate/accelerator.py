@@ -241,7 +241,7 @@ class Accelerator(Engine):
 
     @contextlib.contextmanager
     def no_sync(self, *models: nn.Module) -> Iterator[None]:
-        """Reduce no gradients in this block, as :meth:`engine.Engine.no_sync`; nor at the end of a window of :meth:`accumulate` inside it."""
+        """Reduce no gradients in this block, as in :meth:`engine.Engine.no_sync`, even at the end of a window of :meth:`accumulate` inside it."""
         before = self._unreduced
         self._unreduced = [*before, *(models or self.models)]
         try:
@@ -252,7 +252,7 @@ class Accelerator(Engine):
 
     @contextlib.contextmanager
     def trigger_sync_in_backward(self, model: Any) -> Iterator[None]:
-        """The backward pass in this block reduces the gradients of a model under DDP, also those of earlier passes that did not."""
+        """Let the backward pass in this block reduce a model's gradients under DDP, also the gradients of earlier passes that did not."""
         if not isinstance(model, DistributedDataParallel):
             yield
             return
@@ -266,7 +266,7 @@ class Accelerator(Engine):
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Under Accelerate's rule: ranks may run out of batches at different times. Under exact rules they never do."""
+        """Let ranks run out of batches at different times, under Accelerate's rule. Under exact rules they never do."""
         replicated = str(self.distributed_type).startswith("MULTI_")
         if self.use_distributed and not replicated:
             message = "join_uneven_inputs is only supported for multi-GPU training with DDP, and has no effect"
@@ -346,7 +346,7 @@ class Accelerator(Engine):
     def init_trackers(self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: Any = None) -> None:
         options = init_kwargs or {}
         self.trackers = [
-            tracker.started_tracker(project_name, self, config or {}, options.get(tracker.name, {}))
+            tracker.started_tracker(project_name, self.logging_dir, config or {}, options.get(tracker.name, {}))
             for tracker in self.log_with
         ]
 

@@ -44,7 +44,7 @@ def handlers_by_name(handlers: list[Any]) -> dict[str, Any]:
 
 
 def flag_of(name: str) -> bool:
-    """Whether a launcher has set this variable."""
+    """Whether a launcher has set the variable ``name`` to a true value."""
     return flag(os.environ.get(name, ""))
 
 
@@ -92,10 +92,10 @@ def engine_settings(arguments: Mapping[str, Any], ddp: Any) -> tuple[dict[str, A
 
 
 def accumulation(arguments: Mapping[str, Any], num_steps: int) -> Any:
-    """The :class:`GradientAccumulationPlugin` that is given, or one with the engine's ``num_steps``.
+    """The user's :class:`GradientAccumulationPlugin`, or one with the engine's ``num_steps``.
 
     Raises:
-        ValueError: it contradicts another argument.
+        ValueError: the plugin contradicts another argument.
     """
     plugin = arguments["gradient_accumulation_plugin"]
     if plugin is None:
@@ -110,7 +110,7 @@ def accumulation(arguments: Mapping[str, Any], num_steps: int) -> Any:
 
 
 def _plugins(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The plugins that are given, or that the launcher's variables ask for."""
+    """The plugins in the arguments, or the ones that the launcher's variables ask for."""
     if flag_of("ACCELERATE_USE_PARALLELISM_CONFIG") and arguments["parallelism_config"] is None:
         raise ValueError(
             "ACCELERATE_USE_PARALLELISM_CONFIG: give Accelerator(parallelism_config=ParallelismConfig(...)) in the script"

@@ -8,15 +8,13 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
 from engine.compat.accelerate.padded_shards import BatchSamplerShard
 from engine.distributed.collectives import broadcast_object
-
-if TYPE_CHECKING:
-    from engine.compat.accelerate.accelerator import Accelerator
+from engine.engine import Engine
 
 
 class Checkpoints:
@@ -26,7 +24,7 @@ class Checkpoints:
         naming: ``project_dir``, ``automatic_checkpoint_naming``, ``total_limit`` and ``iteration`` of its checkpoints.
     """
 
-    def __init__(self, engine: Accelerator, naming: Any) -> None:
+    def __init__(self, engine: Engine, naming: Any) -> None:
         self.engine, self.naming = engine, naming
         self.before_save: OrderedDict[int, Any] = OrderedDict()
         self.before_load: OrderedDict[int, Any] = OrderedDict()
@@ -49,7 +47,7 @@ class Checkpoints:
         return loader
 
     def forget(self) -> None:
-        """Keep no positions of these loaders any more."""
+        """Stop keeping the positions of loaders in checkpoints."""
         self._following.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,7 +105,7 @@ class Checkpoints:
         return path
 
     def _next(self) -> Path:
-        """The next folder's name. Older ones are removed as ``total_limit`` says."""
+        """The next folder's name. Removes the oldest checkpoints beyond ``total_limit``."""
         engine, project = self.engine, self.naming
         folder = self._project() / f"checkpoint_{project.iteration}"
         if broadcast_object(engine.group, folder.exists()):

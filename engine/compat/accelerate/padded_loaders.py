@@ -24,10 +24,10 @@ from engine.utils.tree import batch_size, leaves, map_tensors, move
 
 
 class Loader:
-    """A prepared loader that says where it stands; all else is that of the loader in it.
+    """A prepared loader that says where it stands; all else is the wrapped loader's.
 
     Args:
-        reading: of the loaders that are being read, the innermost last; this one is in it during a pass.
+        reading: the loaders that are being read, the innermost last; this one is among them during a pass.
         rng_types: generators that start each pass with the main process's state.
     """
 
@@ -79,7 +79,7 @@ class Loader:
 
     @property
     def remainder(self) -> int:
-        """Nothing is padded: there is nothing to cut off."""
+        """Samples of the last global batch to keep; 0: all, because nothing is padded."""
         return 0
 
     @property
@@ -173,7 +173,7 @@ class PaddedLoader(Loader):
         return {"epoch": self.iteration + ended, "given": 0, "torch": None, "generator": drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass continue there."""
+        """Let the next pass continue from :meth:`state_dict`."""
         self.iteration, self._start, self._resumes = state["epoch"], state["given"], state["torch"] is not None
         if self._resumes:
             self._opening = state["torch"]
@@ -260,7 +260,7 @@ def padded(
     Args:
         processes: their number, and this one's index.
         device: of the batches; ``None``: they stay where they are.
-        split_batches, even_batches: as of :class:`engine.compat.accelerate.padded_shards.BatchSamplerShard`.
+        split_batches, even_batches: see :class:`engine.compat.accelerate.padded_shards.BatchSamplerShard`.
         dispatch: the main process reads, and ``slice_fn(batch, slice, process_index=, num_processes=)`` cuts.
         seedable: a shuffle depends on ``seed`` and the epoch.
 

@@ -64,7 +64,7 @@ class BatchSamplerShard(BatchSampler):
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """One process's samples of a stream; arguments as of :class:`BatchSamplerShard`."""
+    """One process's samples of a stream; for the arguments see :class:`BatchSamplerShard`."""
 
     even_batches = True
 

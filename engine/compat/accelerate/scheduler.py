@@ -10,7 +10,7 @@ from engine.step.wrappers import PreparedScheduler
 
 
 class AcceleratedScheduler:
-    """A prepared scheduler of an ``engine``; all else is that of the scheduler in it. It steps ``times`` for each step of the optimizer (0: the
+    """A prepared scheduler of an ``engine``; all else is the wrapped scheduler's. It steps ``times`` for each step of the optimizer (0: the
     script decides when). ``follows``: whether Accelerate's rule holds."""
 
     def __init__(self, prepared: PreparedScheduler, engine: Engine, times: int, follows: bool) -> None:

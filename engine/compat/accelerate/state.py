@@ -16,7 +16,7 @@ from engine.engine import Engine
 
 
 class _Shared:
-    """All objects of a class have the same attributes."""
+    """Base of classes whose objects share their attributes."""
 
     _shared_state: ClassVar[dict[str, Any]]
 

@@ -6,13 +6,10 @@ import functools
 import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from callbacks import loggers
 from engine.compat.accelerate.state import PartialState
-
-if TYPE_CHECKING:
-    from engine.compat.accelerate.accelerator import Accelerator
 
 
 class GeneralTracker:
@@ -31,8 +28,9 @@ class GeneralTracker:
     def finish(self) -> None: ...
 
     def started_tracker(
-        self, project: str, engine: Accelerator, config: dict[str, Any], options: dict[str, Any]
+        self, project: str, logging_dir: str | Path | None, config: dict[str, Any], options: dict[str, Any]
     ) -> GeneralTracker:
+        """Start the tracker of a ``project``, and store the ``config`` in it."""
         self.start()
         if config:
             self.store_init_configuration(config)
@@ -46,13 +44,13 @@ class LoggerTracker(GeneralTracker):
         self.name = name
 
     def started_tracker(
-        self, project: str, engine: Accelerator, config: dict[str, Any], options: dict[str, Any]
+        self, project: str, logging_dir: str | Path | None, config: dict[str, Any], options: dict[str, Any]
     ) -> LoggerTracker:
-        if self.name == "tensorboard" and engine.logging_dir is None:
+        if self.name == "tensorboard" and logging_dir is None:
             raise ValueError("log_with='tensorboard' needs a folder: give Accelerator(project_dir=...)")
-        folder = Path(engine.logging_dir or ".") / project
+        folder = Path(logging_dir or ".") / project
         self.logger = loggers.logger_for(self.name, project, **options)
-        self._loop = loggers.LoggedLoop([self.logger], folder, config, is_main_process=engine.is_main_process)
+        self._loop = loggers.LoggedLoop([self.logger], folder, config, is_main_process=PartialState().is_main_process)
         return self
 
     @property

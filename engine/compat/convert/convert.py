@@ -177,7 +177,7 @@ def _read(path: Path, source_name: str, trust_pickle: bool) -> _Content:
 
 
 def _tensors(kind: str, state: Mapping[str, Any], source_name: str) -> _Content:
-    """The tensors of a ``state_dict``; those that share memory once."""
+    """The tensors of a ``state_dict``; tensors that share memory once."""
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
         raise ValueError(
@@ -225,7 +225,7 @@ def _of_lightning(loaded: Mapping[str, Any], source_name: str) -> _Content:
 
 
 def _lightning(loaded: Mapping[str, Any], content: _Content) -> _Content:
-    """Add the other entries of a Lightning checkpoint."""
+    """Add the entries of a Lightning checkpoint besides its weights."""
     content.step = int(loaded.get("global_step", 0))
     current = loaded.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {}).get("current", {})
     content.epoch = int(current.get("processed", loaded.get("epoch", 0)))

@@ -72,7 +72,7 @@ def _only_order(shapes: Sequence[tuple[int, ...] | None], model: Mapping[str, St
 
 
 def nested(values: Mapping[tuple[Any, ...], Any]) -> Any:
-    """The tree with leaves at these paths; keys 0, 1, ... make a list."""
+    """The tree with leaves at the given paths; keys 0, 1, ... make a list."""
     if () in values:
         return values[()]
     inner: dict[Any, dict[tuple[Any, ...], Any]] = {}

@@ -151,7 +151,7 @@ class DistributedFiles:
         return tensors
 
     def value(self, name: str) -> Any:
-        """The entries that are not tensors."""
+        """The value of an entry that is not a tensor."""
         return self._load(name, ())
 
     def _load(self, name: str, offsets: tuple[int, ...]) -> Any:
@@ -228,11 +228,11 @@ class _Foreign(Exception):
 
 
 _FACTOR, _FREE = 16, 1_000_000
-"""A file may stand for this many times the values that it holds, and for so many besides."""
+"""A file may stand for ``_FACTOR`` times the values that it holds, plus ``_FREE``."""
 _LARGE = 1 << 26
-"""Bytes: more are not made of nothing."""
+"""The largest number in a pickle with a ``bytearray``: a larger one may be its size in bytes."""
 _DEEPEST = 200
-"""Values in values in values: more than this cannot be written as JSON."""
+"""Levels of values inside values: more cannot be written as JSON."""
 
 
 def check_bounds(where: object, tree: Any) -> None:

@@ -91,7 +91,7 @@ class AdaptedModule(LightningModule, Adapter):
     prepare_data_per_node = property(lambda self: self.original.prepare_data_per_node)
 
     def refresh(self) -> None:
-        """Take what the module has now: at the start of each run."""
+        """Take the module's :data:`_SHARED` attributes, hyperparameters and overrides as they are now, at the start of each run."""
         self.__dict__.update({name: vars(self.original)[name] for name in _SHARED})
         _take_hyperparameters(self)
         base = lightnings(type(self.original), "LightningModule")

@@ -18,7 +18,7 @@ from engine.step.precision import Precision
 
 @dataclass(frozen=True)
 class MachinesBeforeRun:
-    """The processes and machines that are asked for."""
+    """The processes and machines that the settings ask for."""
 
     local_world_size: int
     num_nodes: int
@@ -32,7 +32,7 @@ class GroupBeforeRun:
 
 
 class _Early:
-    """Attributes that only a run has are errors that say so."""
+    """Base of objects before a run: attributes that only a run has are errors that say so."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"no run has started: {name} is not known yet")
@@ -75,5 +75,5 @@ class BeforeRun(_Early):
 
     @cached_property
     def engine(self) -> EngineBeforeRun:
-        """Made when somebody asks, because a device that is not here is an error."""
+        """The engine's place, created at its first use, because a device that is not here is an error."""
         return EngineBeforeRun(self.settings, self._environment)

@@ -20,7 +20,7 @@ class Callback(OwnCallback):
     """
 
     idle = False
-    """The trainer leaves it out: it was asked to do nothing."""
+    """Whether the trainer leaves the callback out, because it was asked to do nothing."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -46,7 +46,7 @@ def _translates(method: Any) -> bool:
 def _with_trainer(event: str, method: Callable[..., Any], bound: bool = False) -> Callable[..., Any]:
     """An event with Lightning's signature, which a run calls, or a subclass. What it returns has no meaning there.
 
-    ``bound``: it does not take the callback first.
+    ``bound``: the method does not take the callback first.
     """
 
     @functools.wraps(method)

@@ -49,7 +49,7 @@ LRSchedulerCallable = Callable[[Optimizer], LRSchedulerTypeUnion]
 
 
 def with_our_paths(value: Any) -> Any:
-    """A configuration or arguments with the paths of our classes where those of Lightning's stand.
+    """A configuration or arguments with the paths of our classes in the place of Lightning's.
 
     Raises:
         ValueError: a class has no counterpart; the message says what to use.

@@ -45,7 +45,7 @@ class TrainerStatus(StrEnum):
 
 
 def is_lightnings(kind: type) -> bool:
-    """A class is the installed Lightning's own."""
+    """Whether a class is the installed Lightning's own."""
     return kind.__module__.startswith(_PACKAGES)
 
 
@@ -54,7 +54,7 @@ class Adapter:
 
     original: Any
     user_classes: tuple[type, ...]
-    """The user's classes behind it, in their order."""
+    """The user's classes behind the object, in their order."""
 
     @classmethod
     def standing_for(cls, kind: type, **space: Any) -> type[Self]:
@@ -63,7 +63,7 @@ class Adapter:
         return type(kind.__name__, (cls,), {"__module__": kind.__module__, "user_classes": users, **space})
 
     def forward_overrides(self, base: type, names: Iterable[str]) -> None:
-        """Let this object have the methods of these names that ``original`` or its class has in place of those of Lightning's class ``base``."""
+        """Take the methods ``names`` from ``original``, where it or its class overrides Lightning's class ``base``."""
         for name in names:
             vars(self).pop(name, None)
             if overridden(self.original, name, base):

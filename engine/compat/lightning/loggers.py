@@ -52,7 +52,7 @@ class WrappedLogger(Logger):
         run.hooks.add("on_fit_end", type(self).__name__, self._keep_experiment)
 
     def _keep_experiment(self, run: Run, module: Any) -> None:
-        """For calls after the run: the tracker's object, if the tracker works."""
+        """Keep the tracker's object for calls after the run, if the tracker works."""
         try:
             self._experiment = self.ours.experiment
         except Exception:

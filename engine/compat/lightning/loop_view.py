@@ -107,7 +107,7 @@ class EpochLoopView(_Part):
 
 
 class DataSourceView(_Part):
-    """Where loaders come from. ``instance.train_dataloader()`` and ``instance.val_dataloader()`` give them, whoever has them."""
+    """Source of the loaders: ``instance.train_dataloader()`` and ``instance.val_dataloader()`` give them, wherever they come from."""
 
     def __init__(self, trainer: Any, kind: str) -> None:
         super().__init__(trainer)

@@ -82,12 +82,12 @@ class LightningModule(TrainModule):
 
 
 def parts_that_log(module: nn.Module, kind: type[T]) -> list[T]:
-    """The module and those in it, at any depth, of Lightning's ``kind``: each may call ``self.log`` and read ``self.trainer``."""
+    """The module and its submodules, at any depth, of Lightning's ``kind``: each may call ``self.log`` and read ``self.trainer``."""
     return [part for part in module.modules() if isinstance(part, kind)]
 
 
 def _with_lightnings_arguments(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The module's own hooks whose arguments are others in Lightning, with those; other hooks unchanged."""
+    """A module's own hook with Lightning's arguments, where they differ from ours; other hooks unchanged."""
     owner, _, event = name.rpartition(".")
     if event not in _TRANSLATED or not owner.startswith("[TrainModule]"):
         return hook

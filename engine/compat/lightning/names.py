@@ -191,7 +191,7 @@ CHECKPOINT = {
     "loops": _STORED,
     "pytorch-lightning_version": "this is not a checkpoint of Lightning",
 }
-"""Entries that Lightning's checkpoints have and these do not: why, and what to do."""
+"""Entries of Lightning's checkpoints that ours do not have: why, and what to do."""
 FILES = {
     "last.ckpt": "ModelCheckpoint writes no file of this name: resume with ckpt_path='last' (in Fit: resume='last'); ModelCheckpoint.last_model_path "
     "has the newest one's path"
@@ -216,7 +216,7 @@ OF_STRATEGIES = {
 }
 """Attributes of ``trainer.strategy`` that a view of it does not have: what to use instead."""
 OF_STRATEGY = "the strategy itself is self.run.engine.strategy"
-"""The answer about any other attribute of it."""
+"""The answer about any other attribute of ``trainer.strategy``."""
 
 _LOOP_CLASSES = "the loops are functions: override the module's or a callback's hooks"
 _LOGGERS = "give Lightning's own, or a Logger with log_metrics"

@@ -20,7 +20,7 @@ class CheckpointIO:
 
 
 def reader(plugins: Any) -> CheckpointIO | None:
-    """The one among ``Trainer``'s plugins.
+    """The :class:`CheckpointIO` among ``Trainer``'s plugins; ``None`` if there is none.
 
     Raises:
         ValueError: a plugin of another kind, or one that would write.

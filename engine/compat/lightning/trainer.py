@@ -137,7 +137,7 @@ class Trainer(TrainerView):
         return model, loaders, datamodule
 
     def attach_run(self, run: Run) -> None:
-        """A ``run`` starts; called by the module."""
+        """Enter a ``run`` that starts; called by the module."""
         if run.world_size > 1 and not self._arguments["use_distributed_sampler"]:
             argument = "use_distributed_sampler"
             raise ValueError(f"Trainer({argument}=False) has no counterpart on {run.world_size} ranks{hint('setting', argument)}")

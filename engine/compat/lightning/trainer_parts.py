@@ -23,9 +23,9 @@ class TrainerState:
 
     status: TrainerStatus
     fn: TrainerFn | None
-    """``None``: it has run nothing."""
+    """The method that was called; ``None`` before the first call."""
     stage: RunningStage | None
-    """``None``: nothing is under way."""
+    """The part of the call that is under way; ``None`` if nothing is."""
 
     @property
     def finished(self) -> bool:
@@ -39,7 +39,7 @@ class TrainerState:
 
 
 class AcceleratorConnector:
-    """Which devices a trainer asks for, as published packages read it of Lightning's private object of this name.
+    """Devices that a trainer asks for: published packages read Lightning's private object of this name.
 
     Args:
         accelerator, devices: ``Fit``'s settings.

@@ -22,7 +22,7 @@ _DEFAULTS = {
     "Checkpoint": named.ModelCheckpoint,
 }
 _MARKS = {"ProgressBar": "shows_progress", "Checkpoint": "is_checkpoint"}
-"""Attributes of callbacks that are of these kinds."""
+"""Kind of callback -> the attribute that marks it."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Translated:
     callbacks: list[Any]
     """The user's callbacks and Lightning's default ones; the ones that save checkpoints come last."""
     others: list[Any]
-    """A profiler, and what counts validations in batches."""
+    """A profiler, and the callback that counts validations in batches."""
 
 
 def translate(arguments: Mapping[str, Any]) -> Translated:
@@ -88,7 +88,7 @@ def _callbacks(arguments: Mapping[str, Any], settings: dict[str, Any]) -> list[A
 
 
 def _is_of(callback: Any, kind: str) -> bool:
-    """A callback of this library, under its own or Lightning's name, or of the installed Lightning is of a kind of :data:`_DEFAULTS`."""
+    """Whether a callback is of a kind of :data:`_DEFAULTS`: one of this library, under its own or Lightning's name, or of the installed Lightning."""
     is_marked = (
         isinstance(callback, own.ModelSummary) if kind == "ModelSummary" else getattr(callback, _MARKS[kind], False)
     )

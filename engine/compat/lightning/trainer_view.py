@@ -239,12 +239,12 @@ class TrainerView:
 
     @property
     def interrupted(self) -> bool:
-        """Ctrl-C or an error has reached this rank."""
+        """Whether Ctrl-C or an error has reached this rank."""
         return self._run.interrupted or self._run.exception is not None
 
     @property
     def received_sigterm(self) -> bool:
-        """SIGTERM has reached some rank."""
+        """Whether SIGTERM has reached some rank."""
         return bool(self._run.terminated)
 
     # -- what is under way ------------------------------------------------------------------------------------------------------

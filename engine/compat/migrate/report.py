@@ -42,7 +42,7 @@ class ClassReport:
 
 @dataclass(frozen=True)
 class Report:
-    """All that was found; ``files`` were read."""
+    """Uses, classes and unread files of a migration; ``files`` is the number of files that were read."""
 
     uses: list[Use]
     classes: list[ClassReport]

@@ -1,4 +1,4 @@
-"""A saved model that is built when the run starts, and of which each rank reads its own shards."""
+"""A saved model that is built when the run starts; each rank reads its own shards."""
 
 from __future__ import annotations
 

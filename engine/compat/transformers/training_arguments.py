@@ -183,7 +183,7 @@ def _numbers(file: Arguments) -> None:
 
 
 def _any(file: Arguments, *names: str) -> bool:
-    """Whether one of these is true; all of them count as handled."""
+    """Whether one of the arguments ``names`` is true; all of them count as handled."""
     flags = [flag(file.take_value(name, False)) for name in names]
     return any(flags)
 

@@ -52,7 +52,7 @@ class Plugin:
     renamed: ClassVar[Mapping[str, str]] = {}
 
     def to_section(self) -> dict[str, Any]:
-        """The given fields as in the file."""
+        """The fields that have a value, as in the file."""
         section = {name: _plain(value) for name, value in vars(self).items() if value is not None}
         if "auto_wrap_policy" in section:
             section |= _wrapping(section["auto_wrap_policy"])
@@ -150,7 +150,7 @@ class GradScalerKwargs(_Scaler):
         """Set a scaler that has not scaled a loss yet.
 
         Raises:
-            ValueError: it cannot be set.
+            ValueError: the scaler cannot be set.
         """
         if not self.enabled or not isinstance(scaler, torch.amp.GradScaler):
             raise ValueError(

@@ -18,7 +18,7 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
-    """Decorator: call ``function(batch_size, ...)`` with ever smaller batches until it fits into memory.
+    """Decorator: call ``function(batch_size, ...)`` with smaller and smaller batches until it fits into memory.
 
     Args:
         reduce_batch_size_fn: the next size; by default nine tenths.

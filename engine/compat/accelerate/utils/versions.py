@@ -14,7 +14,7 @@ _COMPARISONS = {
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Whether a version, or that of an installed package, compares so with another one: ``compare_versions("torch", ">=", "2.9")``."""
+    """Whether a version, or the version of an installed package, compares so with another: ``compare_versions("torch", ">=", "2.9")``."""
     version = library_or_version
     version = version if isinstance(version, Version) else Version(importlib.metadata.version(version))
     if operation not in _COMPARISONS:
