@@ -81,7 +81,7 @@ def _maker(name: object, where: str) -> Callable[..., Any]:
     if point is not None and strategy_names.is_there(point):
         factory: Callable[..., Any] = point.load()
         return factory
-    entries = {point_.name: point_ for point_ in entry_points(group=strategy_names.GROUP)}
+    entries = {entry.name: entry for entry in entry_points(group=strategy_names.GROUP)}
     if name in entries:
         user_factory = load(entries[str(name)])
         assert user_factory is not None  # only a module of ours may be absent
