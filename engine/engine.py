@@ -382,7 +382,7 @@ class Engine:
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Make the gradients readable before ``optimizer.step()``: divided by the loss scale and the window's weight."""
         chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        self._stepper.prepare(self._stepper.known if optimizer is None else [raw(o) for o in chosen])
+        self._stepper.prepare(self._stepper.optimizers if optimizer is None else [raw(o) for o in chosen])
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
@@ -457,7 +457,7 @@ class Engine:
         Raises:
             RuntimeError: gradients of the latest step were not reduced, because its loss did not depend on some parameters.
         """
-        self._stepper.settle()
+        self._stepper.await_verdicts()
         self.strategy.settle()
 
     @property
@@ -473,7 +473,7 @@ class Engine:
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the newest step was left out because a gradient was not finite. Waits for the device."""
-        self._stepper.settle()
+        self._stepper.await_verdicts()
         return self._stepper.skipped
 
     # -- checkpoints; the names are Accelerate's ------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ class EngineCheckpoints:
     ) -> Path | str:
         """Save as :meth:`engine.Engine.save_state` does; ``left_out``: prepared models whose weights somebody else saves."""
         stepper = self._prepared.stepper
-        stepper.settle()
+        stepper.await_verdicts()
         storage, name = split_path(output_dir)
         if self._folder is None or self._folder.storage.root != storage.root:
             self.wait()

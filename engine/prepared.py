@@ -36,7 +36,7 @@ class Prepared:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers, as the user made them."""
-        return self.stepper.known
+        return self.stepper.optimizers
 
     @property
     def window(self) -> Window:

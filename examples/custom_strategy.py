@@ -69,10 +69,10 @@ class LocalSGD(Strategy):
         dist.all_reduce(total)
         return total
 
-    def agree(self, found: Tensor) -> Tensor:
+    def agree(self, flag: Tensor) -> Tensor:
         """A step that is skipped on one rank is skipped on all, so that their step counts agree."""
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return found
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return flag
 
     def model_parts(self, module: nn.Module) -> dict[str, Any]:
         """For checkpoints: the state that the ranks share."""

@@ -66,7 +66,7 @@ def _same(value: object, usual: object) -> bool:
 
 
 def checking_arguments(*, but: Collection[str] = ()) -> Callable[[Init], Init]:
-    """Decorator of an ``__init__``, whose body gets the arguments, all ``but`` these, in the types of their annotations."""
+    """Decorator of an ``__init__``: its body gets all arguments, except for ``but``, in the types of their annotations."""
 
     def decorate(init: Init) -> Init:
         constructor = Constructor(init, but=but)

@@ -28,7 +28,7 @@ ANSWERS: dict[str, dict[str, str]] = {
     "setting": OTHERWISE | {name: f"here it is called {setting!r}" for name, setting in NAMES.items()},
     "strategy": {name: f"this name of Lightning's is {setting!r} here" for name, setting in STRATEGY_NAMES.items()},
 }
-"""What to use instead of a name, by the place that does not have it: a class, a call, or what the name is of."""
+"""Answers by place and name: what to use instead. A place is a class, a call, or a kind of name."""
 UNWRAPPED = ("TrainModule",)
 """Classes whose methods a step calls: their run explains their errors."""
 # Python 3.13 may add a guess of its own to the error, which is cut off.
@@ -37,7 +37,7 @@ _CALLS: dict[str, Callable[..., object]] = {}
 
 
 def find(place: str, name: str) -> str:
-    """What to use instead of ``name``, which ``place`` does not have: a sentence, empty if no trainer is known to have it."""
+    """A sentence that says what to use instead of ``name``, which ``place`` does not have; empty if no trainer is known to have it."""
     return ANSWERS.get(place, {}).get(name, "")
 
 
@@ -56,27 +56,27 @@ def complete(cls: type[Any]) -> None:
 
 
 def explain_call(error: TypeError) -> None:
-    """Add a hint to Python's error about an argument that one of these calls does not have."""
+    """Add a hint to Python's error about an argument that a wrapped call does not have."""
     message = _UNEXPECTED.match(str(error))
     if message is None or message[1] not in _CALLS:
         return
     call, name = message.groups()
-    known = [parameter for parameter in inspect.signature(_CALLS[call]).parameters if parameter != "self"]
+    parameters = [parameter for parameter in inspect.signature(_CALLS[call]).parameters if parameter != "self"]
     sentence = ARGUMENTS[call].get(name)
     if sentence is not None:
         end = f"; {sentence}"
-    elif name in NAMES and NAMES[name] not in known:
+    elif name in NAMES and NAMES[name] not in parameters:
         end = f"; here it is a setting: Fit({NAMES[name]}=...)"
     elif name in OF_SETTINGS:
         end = f"; here it is a setting: Fit({name}=...)"
     else:
-        end = hint("setting", name, known)
+        end = hint("setting", name, parameters)
     error.args = (f"{message[0]}{end}",)
 
 
 def _explaining(call: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(call)
-    def explained(*args: P.args, **kwargs: P.kwargs) -> T:
+    def call_with_hint(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return call(*args, **kwargs)
         except BaseException as error:
@@ -88,7 +88,7 @@ def _explaining(call: Callable[P, T]) -> Callable[P, T]:
                 error.__traceback__ = error.__traceback__.tb_next
             raise
 
-    return explained
+    return call_with_hint
 
 
 class _RefusedAttribute:

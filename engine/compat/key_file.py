@@ -23,15 +23,15 @@ class Section:
         assert self._file is not None
         return self._file
 
-    def take(self, key: str, default: Any = None) -> Any:
+    def take_value(self, key: str, default: Any = None) -> Any:
         """The value of ``key``, which counts as handled; the default if it is missing or null."""
         self._known[key] = None
         value = self.values.get(key)
         return default if value is None else value
 
     def note(self, key: str, reason: str) -> None:
-        """Note that ``key`` has no meaning here, with the reason, if it is given."""
-        if (value := self.take(key)) is not None:
+        """Note that a key in the file has no meaning here, with the reason."""
+        if (value := self.take_value(key)) is not None:
             self.file.notes.append(f"{self._name(key)}: {value}: {reason}")
 
     def remark(self, text: str) -> None:
@@ -40,7 +40,7 @@ class Section:
 
     def refuse(self, key: str, reason: str) -> None:
         """Refuse ``key``, which would change the training and has no counterpart."""
-        value, name = self.take(key), self._name(key)
+        value, name = self.take_value(key), self._name(key)
         self.file.refused.append(f"{self.file.origin_of(name)}: {name}: {value}: {reason}")
 
     def refuse_others(
@@ -48,16 +48,18 @@ class Section:
         reasons: Mapping[str, str],
         neutral: Sequence[Any] = (None, False, 0, 1, "false", "none", "no", "", "auto"),
     ) -> None:
-        """Refuse each of these keys whose value has an effect."""
+        """Refuse the keys of ``reasons`` whose value has an effect."""
         for key, reason in reasons.items():
-            value = self.take(key)
-            if not any(type(value) is type(each) and value == each for each in neutral):  # 1 is neutral, true is not
+            value = self.take_value(key)
+            if not any(
+                type(value) is type(neutral_value) and value == neutral_value for neutral_value in neutral
+            ):  # 1 is neutral, true is not
                 self.refuse(key, reason)
 
     def drop_rest(self, *keys: str) -> None:
-        """Note these keys, which belong to an option that was not chosen."""
+        """Note the section's remaining keys, which belong to an option that was not chosen."""
         for key in keys:
-            self.take(key)
+            self.take_value(key)
 
     def unknown(self) -> None:
         """Refuse the keys that were not handled."""
@@ -91,20 +93,20 @@ class KeyFile(Section):
     def section(self, key: str, prefix: str) -> Section:
         """The mapping at ``key``; an empty one if there is none."""
         if key not in self._parts:
-            found = self.take(key, {})
-            if not isinstance(found, Mapping):
+            values = self.take_value(key, {})
+            if not isinstance(values, Mapping):
                 self.refuse(key, "must be a mapping")
-                found = {}
-            self._parts[key] = Section(found, key, prefix, self)
+                values = {}
+            self._parts[key] = Section(values, key, prefix, self)
         return self._parts[key]
 
     def drop(self, key: str) -> None:
         """Note a section that belongs to another choice, without reading it."""
-        if self.take(key):
+        if self.take_value(key):
             self.notes.append(f"{key}: does not apply to the rest of the file, and Accelerate does not read it either")
 
     def set(self, name: str, value: Any) -> None:
-        """Our setting ``name``."""
+        """Set our setting ``name``."""
         self.settings[name] = value
 
     def origin_of(self, name: str) -> str:
@@ -112,9 +114,9 @@ class KeyFile(Section):
         return self._origins.get(name, self._origin)
 
     def finish(self, sections: Sequence[str]) -> None:
-        """Refuse what is left."""
+        """Refuse the keys that were not handled, of the file and its sections."""
         for key in sections:
-            self.take(key)
+            self.take_value(key)
         for part in (self, *self._parts.values()):
             part.unknown()
 

@@ -1,4 +1,4 @@
-"""What users of all other trainers try, and what is used here instead: the tables of each trainer as one."""
+"""Names of all other trainers, and what is used here instead: the tables of each trainer as one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OTHERWISE = {
     **accelerate.OTHERWISE,
     **transformers.OTHERWISE,
 }
-"""What to do instead of an argument that is no setting."""
+"""Arguments that are no setting -> what to do instead."""
 ARGUMENTS = _merged((lightning.CALLS, accelerate.CALLS))
 """Arguments of other trainers, by our call: what to do instead."""
 ATTRIBUTES = _merged((LIGHTNING, accelerate.ATTRIBUTES))

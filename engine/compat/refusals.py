@@ -9,18 +9,18 @@ from typing import Any
 from engine.compat.table_rows import Argument
 
 
-def translated(call: str, given: Mapping[str, Any], arguments: Mapping[str, Argument]) -> dict[str, Any]:
+def translated(call: str, values: Mapping[str, Any], arguments: Mapping[str, Argument]) -> dict[str, Any]:
     """Another trainer's arguments of ``call`` by name, except those that have no counterpart.
 
     Raises:
-        ValueError: an argument asks for what there is not.
+        ValueError: an argument asks for something without a counterpart.
     """
     for name, argument in arguments.items():
-        if name in given and argument.refuses(given[name]):
+        if name in values and argument.refuses(values[name]):
             raise ValueError(
-                f"{call}({name}={given[name]!r}) has no counterpart: {argument.drop_in or argument.instead}"
+                f"{call}({name}={values[name]!r}) has no counterpart: {argument.drop_in or argument.instead}"
             )
-    return {name: value for name, value in given.items() if name not in arguments or not arguments[name].neutral}
+    return {name: value for name, value in values.items() if name not in arguments or not arguments[name].neutral}
 
 
 def refusing(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
@@ -36,7 +36,7 @@ def refusing(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
 @functools.cache
 def refused_class(name: str, instead: str) -> type[Any]:
-    """A class that can be imported, and not made: that is an error that says what to use ``instead``."""
+    """A class that can be imported, but not instantiated: the error says what to use ``instead``."""
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"{name} has no counterpart: {instead}")

@@ -14,13 +14,13 @@ class Argument:
     """An argument of another trainer's constructor."""
 
     usual: Any = None
-    """Its default there."""
+    """Default of the other trainer."""
     setting: str = ""
     """The setting, or the argument, of ours that means the same, with the same values."""
     neutral: tuple[Any, ...] = ()
     """Values under which nothing is asked for, if another one is an error; or :data:`ANY`. Empty: the drop-in class translates it."""
     instead: str = ""
-    """What to do here: the end of the errors of ``Fit``, of our class and of the drop-in class, and the line of ``fit migrate``."""
+    """Advice: the end of the errors of ``Fit``, of our class and of the drop-in class, and the line of ``fit migrate``."""
     drop_in: str = ""
     """The end of the drop-in class's error, if ``instead`` names what that class does not have."""
     with_validation: str = ""
@@ -30,7 +30,7 @@ class Argument:
 
     @property
     def answer(self) -> str:
-        """What our class says about the argument; empty if it has none of this name, or nothing to say."""
+        """The sentence about the argument: :attr:`instead`, or its name here; empty if it has neither."""
         return self.instead or (called(self.setting) if self.setting else "")
 
     def refuses(self, value: object) -> bool:

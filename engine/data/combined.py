@@ -19,7 +19,7 @@ from engine.utils.tree import batch_size
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 _END = object()
-"""A member that has ended gives this in a batch's place."""
+"""Stands for the batch of a member that has ended."""
 
 
 class CombinedLoader:
@@ -203,9 +203,13 @@ class CombinedFeed(Feed):
         return any(feed.feistel for feed in self.feeds)
 
     def length(self, limit: int | None) -> int | None:
-        counts = [feed.whole() for feed in self.feeds]
-        known = [count for count in counts if count is not None]
-        return len(self._deal(total(self.loader.mode, known), 1, limit)) if len(known) == len(counts) else None
+        counts = [feed.batches_in_pass() for feed in self.feeds]
+        known_counts = [count for count in counts if count is not None]
+        return (
+            len(self._deal(total(self.loader.mode, known_counts), 1, limit))
+            if len(known_counts) == len(counts)
+            else None
+        )
 
     def stride(self, window: int) -> int:
         return self.group.world_size * window
@@ -346,7 +350,7 @@ class MemberReader:
         self.count += batch is not _END
         return batch
 
-    def again(self) -> Any:
+    def first_batch_of_next_pass(self) -> Any:
         """The first batch of another pass."""
         self.iterator, self.passes, self.count = None, self.passes + 1, 0
         batch = self.next()
@@ -430,7 +434,7 @@ def _side_by_side(loader: CombinedLoader, readers: Sequence[MemberReader]) -> It
                 reader.over = True
                 if mode == "min_size" or all(r.over for r in readers):
                     return
-                batch = reader.again() if mode == "max_size_cycle" else None
+                batch = reader.first_batch_of_next_pass() if mode == "max_size_cycle" else None
             row.append(batch)
         yield loader.packed(row)
 
@@ -492,11 +496,11 @@ class CombinedReader(StreamReader):
             if saved["given"] and source is not None
         ]
         return all(
-            self._done(saved) or (saved["state"] is not None and source.accepts(saved["state"]))
+            self._is_finished(saved) or (saved["state"] is not None and source.accepts(saved["state"]))
             for saved, source in read
         )
 
-    def _done(self, saved: dict[str, Any]) -> bool:
+    def _is_finished(self, saved: dict[str, Any]) -> bool:
         return saved["over"] and self.loader.mode != "max_size_cycle"
 
     def set_epoch(self, epoch: int) -> None:

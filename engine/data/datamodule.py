@@ -63,10 +63,10 @@ class DataModule:
         """Create the datasets; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
 
     def teardown(self, stage: str) -> None:
-        """After the run, also after an error."""
+        """Called after the run, also after an error."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """An exception was raised during the run; it propagates afterwards. Other ranks may be gone: no collectives here."""
+        """Called when an exception was raised during the run; it propagates afterwards. Other ranks may be gone: no collectives here."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Return the batch, changed or not, before it goes to the device. This and the next two win over the module's."""
@@ -102,10 +102,12 @@ class DataModule:
     def save_hyperparameters(
         self, *args: Any, ignore: str | Iterable[str] | None = None, frame: FrameType | None = None, logger: bool = True
     ) -> None:
-        """Keep the arguments of ``__init__`` in :attr:`hparams`, and in every checkpoint; ``args``, ``ignore``, ``frame`` and ``logger`` as of
-        :class:`engine.TrainModule`."""
-        here = inspect.currentframe()
-        save(self, args, ignore, logger, frame or (here.f_back if here else None))
+        """Keep the arguments of ``__init__`` in :attr:`hparams`, and in every checkpoint.
+
+        ``args``, ``ignore``, ``frame`` and ``logger`` mean the same as in ``TrainModule.save_hyperparameters``.
+        """
+        current = inspect.currentframe()
+        save(self, args, ignore, logger, frame or (current.f_back if current else None))
 
     @property
     def hparams(self) -> HParams:

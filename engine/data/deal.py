@@ -50,8 +50,9 @@ class Deal:
         return -(-self.used // self.round)
 
     def windows(self, start: int = 0) -> Iterator[WindowRanges]:
-        """From position ``start`` (in units) on, each window: this rank's micro-batches as ranges of positions, and ``[micro-batch][rank]`` of all.
+        """Yield each window from position ``start`` (in units) on.
 
+        A window is this rank's micro-batches as ranges of positions, and the ranges of all ranks, ``[micro-batch][rank]``.
         For a full window only this rank's ranges are listed (the second list is empty): all its micro-batches are full.
         """
         full, offset, round_ = self.round * self.window, self.rank * self.batch, self.round
@@ -69,13 +70,13 @@ class Deal:
 
         Each round is a slice of the order, divided from rank 0 on: the ranks' outputs, joined round by round, are in the data's order.
         """
-        rounds, left = divmod(count, self.round)
-        part, larger = divmod(left, self.world_size)
+        rounds, remainder = divmod(count, self.round)
+        part, larger = divmod(remainder, self.world_size)
         last = base + rounds * self.round
         edges = [last + r * part + min(r, larger) for r in range(self.world_size + 1)]
         lows = [[base + j * self.round + r * self.batch for r in range(self.world_size)] for j in range(rounds)]
         dealt = [[range(low, low + self.batch) for low in row] for row in lows]
-        return [*dealt, list(map(range, edges, edges[1:]))] if left else dealt
+        return [*dealt, list(map(range, edges, edges[1:]))] if remainder else dealt
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,8 @@ class Shards:
 
     def __len__(self) -> int:
         """Micro-batches per rank in an epoch: as many as the rank with the most has, while others repeat some."""
-        most = -(-max(self._units_used()) // self.batch)
-        return most if self.limit is None else min(most, self.limit)
+        micro_batches = -(-max(self._units_used()) // self.batch)
+        return micro_batches if self.limit is None else min(micro_batches, self.limit)
 
     def windows(self, start: int = 0) -> Iterator[WindowRanges]:
         """The windows from position ``start`` on, like :meth:`Deal.windows`, with ranges of each rank's own units; every window lists all ranks.

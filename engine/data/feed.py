@@ -70,7 +70,7 @@ class Feed(ABC):
         return None
 
     def indices_at(self, epoch: int, start: int, count: int) -> list[int] | None:
-        """The dataset's indices of these units, in order, of ready batches their numbers; ``None`` when they cannot be known."""
+        """The dataset's indices of ``count`` units, in order (for ready batches their numbers); ``None`` when they cannot be known."""
         return None
 
     def stop_pass(self) -> None:

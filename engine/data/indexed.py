@@ -103,7 +103,7 @@ class IndexedFeed(Feed):
         return None
 
     @abstractmethod
-    def whole(self) -> int | None:
+    def batches_in_pass(self) -> int | None:
         """Batches in a pass of one process over everything; ``None`` when unknown."""
 
     @abstractmethod
@@ -198,7 +198,7 @@ class SampleFeed(LoaderFeed):
         self.stream.count = len(deal)
         return zip(self.fetch(order.pieces(deal.windows(start))), shares_of(deal, start), strict=True)
 
-    def whole(self) -> int | None:
+    def batches_in_pass(self) -> int | None:
         units = self.order.length()
         return None if units is None else units // self.batch if self.drop_last else -(-units // self.batch)
 
@@ -236,7 +236,7 @@ class BatchFeed(LoaderFeed):
         sizes = self._sizes(order)
         return zip(self.fetch(entries), self._shares(sizes, deal, start), strict=True)
 
-    def whole(self) -> int | None:
+    def batches_in_pass(self) -> int | None:
         return self.order.length()
 
     def cut(self, epoch: int) -> Cut:
@@ -314,7 +314,7 @@ class ListFeed(IndexedFeed):
             for index, share in zip(range(base + rank, base + full, ranks), shares(rows, rank), strict=True):
                 yield batches[index], share
 
-    def whole(self) -> int | None:
+    def batches_in_pass(self) -> int | None:
         return len(self.batches)
 
     def cut(self, epoch: int) -> Cut:

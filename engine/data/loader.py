@@ -126,8 +126,8 @@ class PreparedLoader:
         return self._feed.length(None)
 
     @property
-    def given(self) -> int:
-        """Micro-batches of the epoch that this rank was given so far, those before a resume included."""
+    def batches_given(self) -> int:
+        """Micro-batches of the epoch that this rank has received so far, including the ones before a resume."""
         return self._pass.start.position // self._feed.stride(1) + self._pass.yielded
 
     @property
@@ -244,11 +244,11 @@ class PreparedLoader:
             return start.state if start.position or start.state is not None else self.carried()
         if position == 0:
             return self._feed.start_state()
-        here, after_window = self.position, self._pass.after_window
-        if position is not None and position != here:
-            if not after_window or position != here - self._feed.stride(self._pass.window):
+        current, after_window = self.position, self._pass.after_window
+        if position is not None and position != current:
+            if not after_window or position != current - self._feed.stride(self._pass.window):
                 raise ValueError(
-                    f"state(position={position}): {type(self.loader).__name__} is at {here}; only the latest window's ends are known"
+                    f"state(position={position}): {type(self.loader).__name__} is at {current}; only the latest window's ends are known"
                 )
             after_window = False
         return self._feed.state(after_window)
@@ -279,15 +279,15 @@ class PreparedLoader:
         if num_batches < 0:
             raise ValueError(f"num_batches={num_batches} must be 0 or more")
         seed, dtype = self._seed, self._dtype
-        other = PreparedLoader(
+        loader = PreparedLoader(
             self.loader, group=self._group, window=self._window, seed=seed, dtype=dtype, place=self._moves
         )
-        other.reseed(seed, self.order)
-        other.limit, other.transfer, other.window_size = self.limit, self.transfer, self.window_size
+        loader.reseed(seed, self.order)
+        loader.limit, loader.transfer, loader.window_size = self.limit, self.transfer, self.window_size
         start = self._next or Place(self.epoch + 1)
-        other.resume(start.epoch, start.position + num_batches * self._feed.stride(1))
+        loader.resume(start.epoch, start.position + num_batches * self._feed.stride(1))
         self._next, self._pass = None, Pass(start, over=True)  # the other's first pass also counts as this loader's
-        return other
+        return loader
 
     @property
     def order(self) -> str | None:

@@ -120,13 +120,13 @@ class FeistelIndices:
         positions = range(self.count)[index]
         if isinstance(positions, range):
             return (
-                self.at(torch.arange(positions.start, positions.stop, positions.step, device="cpu")).tolist()
+                self.entries_at(torch.arange(positions.start, positions.stop, positions.step, device="cpu")).tolist()
                 if positions
                 else []
             )
-        return int(self.at(torch.tensor([positions], device="cpu")))
+        return int(self.entries_at(torch.tensor([positions], device="cpu")))
 
-    def at(self, positions: Tensor) -> Tensor:
+    def entries_at(self, positions: Tensor) -> Tensor:
         """The entries at ``positions``. Shapes ``[n]``, int64, on the CPU."""
         entries = self._network(positions)
         outside = (entries >= self.size).nonzero().squeeze(1)
@@ -151,7 +151,7 @@ class FeistelIndices:
     def _split(self, parts: list[range]) -> Iterator[list[int]]:
         if parts:
             positions = torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in parts])
-            yield from (piece.tolist() for piece in self.at(positions).split([len(part) for part in parts]))
+            yield from (piece.tolist() for piece in self.entries_at(positions).split([len(part) for part in parts]))
 
     def _network(self, numbers: Tensor) -> Tensor:
         high, low = numbers >> self._low_bits, numbers & self._masks[1]
@@ -316,7 +316,9 @@ class UserSamplerOrder(SampleOrder):
 
     def draw(self, epoch: int, at_most: int | None = None) -> StoredIndices:
         entering, self._entering = self._entering, None
-        indices = self._pass(epoch, at_most) if entering is None else self._again(entering, epoch, at_most)
+        indices = (
+            self._pass(epoch, at_most) if entering is None else self._order_at_saved_state(entering, epoch, at_most)
+        )
         return StoredIndices(indices if self.sharded or self.group.cpu is None else self._shared(indices))
 
     def state(self, over: bool) -> dict[str, Any] | None:
@@ -357,7 +359,7 @@ class UserSamplerOrder(SampleOrder):
             )
         return indices
 
-    def _again(self, state: dict[str, Any], epoch: int, at_most: int | None) -> list[Any]:
+    def _order_at_saved_state(self, state: dict[str, Any], epoch: int, at_most: int | None) -> list[Any]:
         """The order at which ``state`` was saved, or the one after it."""
         saved_epoch = state["epoch"]
         if self.replayed:
@@ -488,27 +490,27 @@ def _processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _apart(first: list[Any], other: list[Any]) -> bool:
+def _apart(first: list[Any], second: list[Any]) -> bool:
     """True if two orders have no index in common."""
 
     def flat(items: list[Any]) -> set[Any]:
         return {index for item in items for index in (item if isinstance(item, (list, tuple)) else (item,))}
 
     try:
-        return not flat(first) & flat(other)
+        return not flat(first) & flat(second)
     except TypeError:
         return False
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(first: Any, second: Any) -> bool:
     """True if two states are equal, tensors in them included."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return isinstance(first, Tensor) and isinstance(second, Tensor) and torch.equal(first, second)
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(_same(value, second[name]) for name, value in first.items())
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(map(_same, first, second))
+    return bool(first == second)
 
 
 # -- the random number generators that samplers keep as attributes ----------------------------------------------------------------------------
@@ -519,13 +521,13 @@ def nested_samplers(sampler: Any) -> list[Any]:
     samplers = [sampler]
     for part in samplers:
         for value in getattr(part, "__dict__", {}).values():
-            if isinstance(value, Sampler) and not any(value is known for known in samplers):
+            if isinstance(value, Sampler) and not any(value is listed for listed in samplers):
                 samplers.append(value)
     return samplers
 
 
 def generators_of(sampler: Any) -> list[Any]:
-    """The random number generators of a sampler, and of those inside it."""
+    """The random number generators of a sampler, and of the samplers inside it."""
     kinds = _generator_classes()
     return [
         value

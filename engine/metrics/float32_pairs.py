@@ -1,4 +1,4 @@
-"""Sums on a device without float64 (an Apple GPU): in pairs of float32, the second of which holds what the first has lost to rounding.
+"""Sums on a device without float64 (an Apple GPU): in pairs of float32, whose second number holds the rounding error of the first.
 
 Error-free sums and products are Knuth's and Dekker's, as in Ogita, Rump and Oishi, "Accurate sum and dot product" (2005). A pair
 has 48 bits; float64 has 53.
@@ -36,7 +36,7 @@ def folded(values: list[Any], weights: list[Any], reduce: str, device: torch.dev
 
 
 def _columns(items: list[Any], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The items rounded to float32, and what the rounding took. Shapes [n]."""
+    """The items rounded to float32, and their rounding errors. Shapes [n]."""
     plain = torch.tensor([0.0 if isinstance(i, Tensor) else float(i) for i in items], dtype=torch.float64)
     high = plain.float()
     low = _finite((plain - high.double()).float())
@@ -65,7 +65,7 @@ def _summed(high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _lost(a: Tensor, b: Tensor, product: Tensor) -> Tensor:
-    """What rounding took from ``a * b``."""
+    """The rounding error of ``a * b``: the exact product minus ``product``."""
     (a1, a2), (b1, b2) = _halves(a), _halves(b)
     return ((a1 * b1 - product) + a1 * b2 + a2 * b1) + a2 * b2
 

@@ -17,7 +17,7 @@ _FUNCTIONS = {"mean": "mean", "sum": "sum", "min": "min", "amin": "min", "max": 
 
 
 class Options(NamedTuple):
-    """What a name is logged with. Checkpoints have these values in this order; older ones only the first four."""
+    """Options of a logged name. Checkpoints have their values in this order; older checkpoints only the first four."""
 
     on_step: bool
     on_epoch: bool
@@ -28,8 +28,8 @@ class Options(NamedTuple):
     rank_zero_only: bool = False
 
 
-class Given(NamedTuple):
-    """The same as a call of ``log`` passes them, with those that change nothing."""
+class LogArguments(NamedTuple):
+    """Options as a call of ``log`` passes them, with their defaults not yet resolved."""
 
     prog_bar: bool
     logger: bool | None
@@ -44,7 +44,7 @@ class Given(NamedTuple):
     reduce: Any
 
 
-def options_of(name: str, given: Given, on_step: bool, on_epoch: bool, world_size: int) -> Options:
+def options_of(name: str, arguments: LogArguments, on_step: bool, on_epoch: bool, world_size: int) -> Options:
     """The options that a call of ``log`` asks for.
 
     Args:
@@ -53,46 +53,48 @@ def options_of(name: str, given: Given, on_step: bool, on_epoch: bool, world_siz
     Raises:
         ValueError: one cannot be honoured; the message names it.
     """
-    if given.enable_graph:
+    if arguments.enable_graph:
         raise ValueError(
             f"log({name!r}, enable_graph=True): a logged value is detached, since it is kept until the next log boundary; "
             "leave it out, and return what needs a gradient from the step"
         )
-    if given.sync_dist_group is not None and (ranks := given.sync_dist_group.size()) != world_size:
+    if arguments.sync_dist_group is not None and (ranks := arguments.sync_dist_group.size()) != world_size:
         raise ValueError(
             f"log({name!r}, sync_dist_group=...) is a group of {ranks} rank(s), but logged values are always over all {world_size}: "
             "leave it out, or reduce the value yourself and log the result with rank_zero_only=True"
         )
     return Options(
-        on_step if given.on_step is None else bool(given.on_step),
-        on_epoch if given.on_epoch is None else bool(given.on_epoch),
-        bool(given.prog_bar),
-        _reduction(name, given),
-        given.logger is not False,
-        bool(given.add_dataloader_idx),
-        bool(given.rank_zero_only),
+        on_step if arguments.on_step is None else bool(arguments.on_step),
+        on_epoch if arguments.on_epoch is None else bool(arguments.on_epoch),
+        bool(arguments.prog_bar),
+        _reduction(name, arguments),
+        arguments.logger is not False,
+        bool(arguments.add_dataloader_idx),
+        bool(arguments.rank_zero_only),
     )
 
 
-def _reduction(name: str, given: Given) -> str:
+def _reduction(name: str, arguments: LogArguments) -> str:
     """The reduction that ``reduce_fx`` or ``reduce`` names."""
-    keyword, asked = ("reduce_fx", given.reduce_fx) if given.reduce is None else ("reduce", given.reduce)
-    if given.reduce is not None and given.reduce_fx not in ("mean", given.reduce):
+    keyword, requested = (
+        ("reduce_fx", arguments.reduce_fx) if arguments.reduce is None else ("reduce", arguments.reduce)
+    )
+    if arguments.reduce is not None and arguments.reduce_fx not in ("mean", arguments.reduce):
         raise ValueError(
-            f"log({name!r}) got reduce_fx={given.reduce_fx!r} and reduce={given.reduce!r}, which are one option: give one of them"
+            f"log({name!r}) got reduce_fx={arguments.reduce_fx!r} and reduce={arguments.reduce!r}, which are one option: give one of them"
         )
-    if isinstance(asked, str):
-        found = "mean" if asked.lower() == "avg" else asked.lower()
-        if found in REDUCTIONS:
-            return found
+    if isinstance(requested, str):
+        reduction = "mean" if requested.lower() == "avg" else requested.lower()
+        if reduction in REDUCTIONS:
+            return reduction
         raise ValueError(
-            f"log({name!r}, {keyword}={asked!r}) is unknown{nearest(asked, REDUCTIONS)}; possible: {', '.join(REDUCTIONS)}"
+            f"log({name!r}, {keyword}={requested!r}) is unknown{nearest(requested, REDUCTIONS)}; possible: {', '.join(REDUCTIONS)}"
         )
-    for function, found in _FUNCTIONS.items():
-        if asked is not None and asked is getattr(sys.modules.get("torch"), function, None):
-            return found
+    for function, reduction in _FUNCTIONS.items():
+        if requested is not None and requested is getattr(sys.modules.get("torch"), function, None):
+            return reduction
     raise ValueError(
-        f"log({name!r}, {keyword}={asked!r}) is not possible: values are reduced over micro-batches and ranks by one of "
+        f"log({name!r}, {keyword}={requested!r}) is not possible: values are reduced over micro-batches and ranks by one of "
         f"{', '.join(REDUCTIONS)} (or torch's functions of these names); for another one log a torchmetrics object, or collect the values "
         "yourself and log the result at the epoch's end"
     )
@@ -110,28 +112,28 @@ def no_steps(name: str, on_epoch: bool) -> None:
     warn_once(f"{what}: only the epoch's value is reported")
 
 
-def check_metric(name: str, given: Given, metric: Any, module: nn.Module | None, world_size: int) -> None:
+def check_metric(name: str, arguments: LogArguments, metric: Any, module: nn.Module | None, world_size: int) -> None:
     """Check the options that only a torchmetrics object can contradict.
 
     Raises:
         ValueError: ``metric_attribute`` is another object's name, or one rank's value is asked for.
     """
-    if given.rank_zero_only and world_size > 1:
+    if arguments.rank_zero_only and world_size > 1:
         raise ValueError(
             f"log({name!r}, rank_zero_only=True) got a torchmetrics object, which is computed over all {world_size} ranks: leave it out, or "
             "log a number"
         )
-    path = given.metric_attribute
+    path = arguments.metric_attribute
     if path is None or module is None:
         return
     try:
-        found = module.get_submodule(path)
+        attribute = module.get_submodule(path)
     except AttributeError:
         raise ValueError(
             f"log({name!r}, metric_attribute={path!r}): {type(module).__name__} has no metric of this name; leave it out, a torchmetrics "
             "object is recognized"
         ) from None
-    if all(part is not metric for part in found.modules()):
+    if all(part is not metric for part in attribute.modules()):
         raise ValueError(
             f"log({name!r}, metric_attribute={path!r}) got another object than {type(module).__name__}.{path}: give that one, or leave it out"
         )

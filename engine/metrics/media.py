@@ -1,4 +1,4 @@
-"""What a module logs besides numbers: images, histograms, text, audio, figures, tables and files."""
+"""Media that a module logs besides numbers: images, histograms, text, audio, figures, tables and files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _tensor(who: str, value: Any) -> Tensor:
 
 
 def _array(value: Any) -> Any:
-    """What ``torch.as_tensor`` understands; of a PIL image, its pixels."""
+    """Pixels of a PIL image as an array; other values, which ``torch.as_tensor`` understands, unchanged."""
     if not hasattr(value, "getdata") or not hasattr(value, "mode"):
         return value
     import numpy

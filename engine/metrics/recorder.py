@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
-from engine.metrics.log_options import Given, Options, check_metric, no_steps, options_of
+from engine.metrics.log_options import LogArguments, Options, check_metric, no_steps, options_of
 from engine.metrics.rank_exchange import RankExchange
 from engine.metrics.reductions import FOLD, Column, Slot, combined, on_host, reduced, total_of, unzipped
 from engine.metrics.torchmetrics_states import Entry, add, entry
@@ -43,7 +43,7 @@ class Recorder:
         """The module whose metrics are known by name."""
         self.slots: dict[str, Slot] = {}
         self.taken: dict[str, Recorder] | None = None
-        """Whose names without a loader's number are whose, in an evaluation of several loaders, which share this."""
+        """Maps a metric's name without the loader's number to the recorder that logged it; all loaders of an evaluation share it."""
         self._logged: dict[int, Logged] = {}
         self._watches: dict[int, Watch] = {}
         self._exchange = RankExchange(group, speaks)
@@ -66,12 +66,12 @@ class Recorder:
             ValueError: several elements, or a name that was logged with other options before.
         """
         # sync_dist is not looked at: values are over all ranks either way.
-        given = (
+        arguments = (
             prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist_group,
             add_dataloader_idx, metric_attribute, rank_zero_only, reduce,
         )  # fmt: skip
-        if name not in self.slots or (slot := self.slots[name]).given != given:
-            slot = self._slot(name, given, value)
+        if name not in self.slots or (slot := self.slots[name]).value_arguments != arguments:
+            slot = self._slot(name, arguments, value)
         if type(value) is Tensor and value.shape == ():  # the usual case: called in every step
             # A view keeps the whole of what it is a part of and changes with it; so may a buffer, and what has changed before (see unzipped).
             lasts = value._base is None and value.grad_fn is not None and not value._version
@@ -108,26 +108,26 @@ class Recorder:
             self.size = samples(self.batch) or 1
         return self.size
 
-    def _slot(self, name: str, asked: tuple[Any, ...], value: Any) -> Slot:
+    def _slot(self, name: str, arguments: tuple[Any, ...], value: Any) -> Slot:
         """The slot of a name that is new, that has a torchmetrics object, or whose options are passed differently than before."""
         if not isinstance(name, str):
             raise TypeError(f"log() takes a name (str) first, got {name!r}")
         slot, computes = self.slots.get(name), _computes(value)
-        if slot is None or slot.asked != asked:
-            given = Given(*asked)
-            options = options_of(name, given, self.on_step, self.on_epoch, self.group.world_size)
+        if slot is None or slot.arguments != arguments:
+            log_arguments = LogArguments(*arguments)
+            options = options_of(name, log_arguments, self.on_step, self.on_epoch, self.group.world_size)
             if slot is None:
-                if given.on_step and not self.on_step:
+                if log_arguments.on_step and not self.on_step:
                     no_steps(name, options.on_epoch)
                 self._reserve(name, options)
                 slot = self._new(name, options)
             elif slot.options != options:
                 slot.refuse(options)
             if computes:
-                check_metric(name, given, value, self.module, self.data_group.world_size)
-            slot.asked = asked
+                check_metric(name, log_arguments, value, self.module, self.data_group.world_size)
+            slot.arguments = arguments
         if slot.metric is None:
-            slot.given = asked
+            slot.value_arguments = arguments
         elif not computes:
             raise ValueError(f"log({name!r}) got a number, and a torchmetrics object before: give each its own name")
         return slot
@@ -153,7 +153,7 @@ class Recorder:
                 self._attach(slot, value)
             assert slot.metric is not None
             slot.window = self.window
-            slot.metric.settle()
+            slot.metric.end_micro_batch()
             return None
         if isinstance(value, Mapping):
             raise TypeError(
@@ -162,7 +162,7 @@ class Recorder:
         return slot.number(value)
 
     def _attach(self, slot: Slot, metric: Any) -> None:
-        """A torchmetrics object is logged for the first time."""
+        """Note a torchmetrics object that is logged for the first time."""
         name = slot.name
         if callable(getattr(metric, "items", None)):
             raise TypeError(f"log({name!r}) got a MetricCollection: use log_dict(collection)")
@@ -170,7 +170,7 @@ class Recorder:
             before = "a number" if slot.metric is None else "another torchmetrics object"
             raise ValueError(f"log({name!r}) got a torchmetrics object, and {before} before: give each its own name")
         check(name, metric, self.data_group, slot.on_step)
-        slot.given, slot.metric = None, self._known(metric)
+        slot.value_arguments, slot.metric = None, self._record_of(metric)
         logged = slot.metric
         if not self.size and logged.path is None:
             metric.reset()  # it has only seen a repeated micro-batch
@@ -182,11 +182,13 @@ class Recorder:
             add(name, part, entries)
         slot.pending = []
 
-    def _known(self, metric: Any) -> Logged:
+    def _record_of(self, metric: Any) -> Logged:
         """The one record of a metric, which may have several names."""
         if id(metric) not in self._logged:
             modules = () if self.module is None else self.module.named_modules()
-            self._logged[id(metric)] = Logged(metric, next((path for path, found in modules if found is metric), None))
+            self._logged[id(metric)] = Logged(
+                metric, next((path for path, module in modules if module is metric), None)
+            )
         return self._logged[id(metric)]
 
     def _watch(self, part: Any) -> Watch:
@@ -267,7 +269,7 @@ class Recorder:
 
     @property
     def metrics(self) -> list[Any]:
-        """These, and the metrics that they consist of."""
+        """All logged torchmetrics objects, members of compositions and collections included."""
         return [part for logged in self._logged.values() for part in logged.parts]
 
     def close(self) -> None:
@@ -296,7 +298,7 @@ class Recorder:
         """This rank's part of the epoch so far (for torchmetrics objects see :mod:`engine.metrics.torchmetrics_states`)."""
         state = {}
         for name, slot in self.slots.items():
-            slot.settle()
+            slot.to_one_pair()
             if slot.total is not None:
                 state[name] = {"options": list(slot.options), "total": slot.total, "weight": slot.weight}
         return state
@@ -366,10 +368,10 @@ class Recorder:
             computed = partial(self._computed, objects, adopt)
             return combined(self._exchange.rows(names, ops, numbers, adopt, len(objects), computed))
         parts = zip(columns.items(), numbers[::2], numbers[1::2], strict=True)
-        found = {
+        numbers_by_name = {
             name: total / weight if op == "mean" else total for (name, (op, _, _)), total, weight in parts if weight
         }
-        return found | {
+        return numbers_by_name | {
             name: slot.metric.value(slot.name, seen)
             for name, (slot, seen) in objects.items()
             if slot.metric is not None
@@ -407,14 +409,14 @@ class ClosedRecorder:
     def __init__(self, when: str = "", instead: str = "") -> None:
         self._when, self._instead = when, instead
 
-    def record(self, name: str, *given: Any) -> None:
-        """Drop the value and options that were ``given`` for ``name``."""
+    def record(self, name: str, *arguments: Any) -> None:
+        """Drop the value and the options of ``name``."""
         if self._when:
             warn_once(f"log({name!r}) {self._when} is not reported: {self._instead}")
 
 
 Object = tuple[Slot, list[list[Entry]]]
-"""A name's torchmetrics object, and what it has seen in the requested step or epoch."""
+"""A name's torchmetrics object, and its states of the requested step or epoch."""
 
 
 def _step_name(slot: Slot) -> str:

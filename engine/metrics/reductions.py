@@ -30,23 +30,23 @@ def on_host(items: list[Any]) -> list[float]:
     for index, item in enumerate(items):
         if isinstance(item, Tensor):
             groups.setdefault((item.device, item.dtype), []).append(index)
-    found = list(items)
+    numbers = list(items)
     for (device, _), indices in groups.items():
         if device.type == "cpu" and len(indices) <= 8:  # reading them one by one is faster than three more operations
             for index in indices:
-                found[index] = items[index].item()
+                numbers[index] = items[index].item()
             continue
         column = torch.stack([items[i] if not items[i].ndim else items[i].reshape(()) for i in indices])
         for index, value in zip(indices, column.tolist(), strict=True):
-            found[index] = value
-    return list(map(float, found))
+            numbers[index] = value
+    return list(map(float, numbers))
 
 
 class Slot:
     """All values of one name: those of the current step, and those of the epoch."""
 
     __slots__ = (
-        "asked", "given", "metric", "name", "on_epoch", "on_step", "options", "pending", "reduce", "silent", "total",
+        "arguments", "metric", "name", "on_epoch", "on_step", "options", "pending", "reduce", "silent", "total", "value_arguments",
         "values", "weight", "window", "window_values",
     )  # fmt: skip
 
@@ -54,15 +54,15 @@ class Slot:
         self.name, self.options, self.reduce = name, options, options.reduce_fx
         self.on_step, self.on_epoch = options.on_step, options.on_epoch
         self.silent = silent
-        """This rank's values do not count: those of rank 0 alone were asked for."""
-        self.asked: Any = None
-        """The options of the latest call."""
-        self.given: Any = None
-        """The same, but for a torchmetrics object: the usual call needs only one comparison."""
+        """Whether this rank's values do not count, because only rank 0's were asked for."""
+        self.arguments: Any = None
+        """Arguments of the latest call of ``log``."""
+        self.value_arguments: Any = None
+        """Arguments of the latest call with a number: one comparison checks the next call. ``None`` for a torchmetrics object."""
         self.metric: Logged | None = None
         """The torchmetrics object that is logged under this name; such a name has no values."""
         self.pending: list[list[Entry]] = []
-        """The checkpoint's state of such an object, until the object is logged again."""
+        """State of a torchmetrics object in the checkpoint, until the object is logged again."""
         self.window = -1
         self.window_values: list[Weighted] = []
         self.clear()
@@ -115,8 +115,8 @@ class Slot:
             self.total, self.weight = total, weight
             self.values = []
 
-    def settle(self) -> None:
-        """As :meth:`fold`, to one pair in any case; a device without float64 is waited for."""
+    def to_one_pair(self) -> None:
+        """Reduce the epoch's values to one (value, weight) pair. Waits for the device if it has no float64."""
         self.fold()
         if self.values:
             values, weights = (on_host(items) for items in unzipped(self.values, self.name))
@@ -219,6 +219,7 @@ def combined(every: list[tuple[list[str], list[str], list[float]]]) -> dict[str,
 
 
 def total_of(numbers: list[float]) -> float:
+    """The sum, correctly rounded if all numbers are finite."""
     if len(numbers) == 1:
         return numbers[0]
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)  # fsum refuses inf - inf

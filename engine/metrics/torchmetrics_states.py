@@ -29,9 +29,10 @@ def entry(metric: Any) -> Entry:
     }, metric.update_count
 
 
-def copied(found: Entry) -> Entry:
+def copied(state_and_updates: Entry) -> Entry:
     """A copy with its own tensors: metrics add to their states in place."""
-    return map_tensors(torch.clone, dict(found[0])), found[1]
+    state, updates = state_and_updates
+    return map_tensors(torch.clone, dict(state)), updates
 
 
 def install(metric: Any, state: Mapping[str, Any], updates: int) -> None:
@@ -63,7 +64,7 @@ def merged(metric: Any, entries: Sequence[Entry]) -> Entry | None:
     updates = [count for _, count in entries]
     state: dict[str, Any] = {}
     for name, reduction in metric._reductions.items():
-        values = [found[name] for found, _ in entries]
+        values = [states[name] for states, _ in entries]
         if isinstance(values[0], list):
             state[name] = [item for value in values for item in value]
         elif reduction is dim_zero_cat:
@@ -98,27 +99,27 @@ def load_metric_states(module: nn.Module, rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def add(name: str, metric: Any, entries: Iterable[Entry]) -> None:
-    """Merge these states into ``metric``.
+    """Merge the states ``entries`` into ``metric``.
 
     Raises:
-        ValueError: they cannot be merged into one state.
+        ValueError: the states cannot be merged into one.
     """
-    found = [
+    all_entries = [
         entry(metric),
         *((map_tensors(lambda t: t.to(metric.device), dict(state)), updates) for state, updates in entries),
     ]
-    if sum(1 for _, updates in found if updates) > 1 and not can_add(metric):
+    if sum(1 for _, updates in all_entries if updates) > 1 and not can_add(metric):
         raise ValueError(
             f"the states that {type(metric).__name__} ({name!r}) had on several ranks cannot be merged: resume with as many ranks as "
             "it was saved with, or from a checkpoint of an epoch's end"
         )
-    both = merged(metric, found)
-    if both is not None:
-        install(metric, *both)
+    total = merged(metric, all_entries)
+    if total is not None:
+        install(metric, *total)
 
 
 def can_add(metric: Any) -> bool:
-    """Whether its states can be merged into one of the same form."""
+    """Whether states of a metric can be merged into one of the same form."""
     return all(
         reduction is not None or isinstance(metric._defaults[name], list)
         for name, reduction in metric._reductions.items()
@@ -126,7 +127,7 @@ def can_add(metric: Any) -> bool:
 
 
 def repeated() -> bool:
-    """Whether what metrics see now will be discarded: :func:`unchanged`."""
+    """Whether updates of metrics will be discarded, inside :func:`unchanged`."""
     return bool(_repeats)
 
 
@@ -134,9 +135,9 @@ _repeats: list[bool] = []
 
 
 @contextmanager
-def unchanged(module: nn.Module, others: Iterable[Any] = ()) -> Iterator[None]:
-    """Discard what metrics of ``module``, and ``others``, see in the block: a repeated micro-batch that only keeps the ranks matched."""
-    metrics = {id(m): m for m in (*(m for _, m in _metrics(module)), *others)}.values()
+def unchanged(module: nn.Module, more_metrics: Iterable[Any] = ()) -> Iterator[None]:
+    """Discard what metrics of ``module``, and ``more_metrics``, see in the block: a repeated micro-batch that only keeps the ranks matched."""
+    metrics = {id(m): m for m in (*(m for _, m in _metrics(module)), *more_metrics)}.values()
     before = [(m, *copied(entry(m))) for m in metrics]
     _repeats.append(True)
     try:

@@ -26,7 +26,7 @@ from engine.metrics.torchmetrics_states import (
 )
 
 Seen = list[list[Entry]]
-"""What a metric has seen: for each of its submetrics the entries that make up its state."""
+"""Entries that make up the state of a metric, for each of its submetrics."""
 
 
 class Logged:
@@ -36,9 +36,9 @@ class Logged:
         self.metric, self.path = metric, path
         """``path``: its name in the module; ``None`` when it is not in the module, and then only the ranks that log it know it."""
         self.parts: list[Any] = [m for m in metric.modules() if is_metric(m)] if isinstance(metric, nn.Module) else []
-        """It and the metrics that it consists of: a composition ``a + b`` has no states itself."""
+        """The metric and its parts: a composition ``a + b`` has no states itself."""
         self.aside: Seen = [[] for _ in self.parts]
-        """What it has seen for earlier loaders."""
+        """States from earlier loaders of this evaluation."""
         self.watches: dict[int, Watch] = {}
         """By submetric with states: the object that separates steps; empty when no step's value is needed."""
 
@@ -47,25 +47,27 @@ class Logged:
         if not self.watches:
             self.watches = {id(part): watcher(part) for part in self.parts if part._defaults}
 
-    def settle(self) -> None:
+    def end_micro_batch(self) -> None:
         """End the updates of this micro-batch."""
         for watch in self.watches.values():
-            watch.settle()
+            watch.finish_update()
 
     def step(self, window: int) -> Seen | None:
-        """What it has seen in the step ``window``; ``None``: nothing."""
-        self.settle()
-        found = {
+        """States of the step ``window``; ``None`` if the metric has seen nothing in it."""
+        self.end_micro_batch()
+        entries = {
             part: watch.entries for part, watch in self.watches.items() if watch.window == window and watch.entries
         }
-        return [found.get(id(part), []) if part._defaults else [entry(part)] for part in self.parts] if found else None
+        return (
+            [entries.get(id(part), []) if part._defaults else [entry(part)] for part in self.parts] if entries else None
+        )
 
     def all(self) -> Seen:
-        """What it has seen since its reset, or since the last loader."""
+        """States of everything since the metric's reset; of all loaders so far, once a loader has ended."""
         return self.aside if any(self.aside) else [[entry(part)] for part in self.parts]
 
     def set_aside(self) -> None:
-        """Keep what it has seen for a loader, and start the next."""
+        """Keep the states of a loader, and reset the metric for the next."""
         self.aside = [[entry(part)] for part in self.parts]
         self.metric.reset()
 
@@ -100,10 +102,10 @@ class Logged:
 class Watch:
     """Records what one metric sees in each step, through its ``forward`` or ``update``."""
 
-    def __init__(self, metric: Any, here: Callable[[], int], begins: bool) -> None:
-        self.metric, self.here = metric, here
-        """``here``: the current step."""
-        self.window, self.entries = here(), [copied(entry(metric))] if begins else []
+    def __init__(self, metric: Any, current_step: Callable[[], int], begins: bool) -> None:
+        self.metric, self.current_step = metric, current_step
+        """``current_step`` returns the number of the window that updates belong to."""
+        self.window, self.entries = current_step(), [copied(entry(metric))] if begins else []
         self.update = metric.update
         self.last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         metric.update = self.updated  # copies and pickles of a metric make their own ``update``
@@ -117,13 +119,13 @@ class Watch:
         if metric._enable_grad:  # forward's pass over this micro-batch alone
             self.last = None
             self.update(*args, **kwargs)
-            self._keep()
+            self._append_state()
             return
-        self.settle()
+        self.finish_update()
         self.update(*args, **kwargs)
         self.last = args, kwargs
 
-    def settle(self) -> None:
+    def finish_update(self) -> None:
         """Compute the latest micro-batch's own state, unless ``forward`` has done that."""
         if self.last is None:
             return
@@ -133,13 +135,13 @@ class Watch:
         try:
             install(metric, fresh(metric), 0)
             self.update(*args, **kwargs)
-            self._keep()
+            self._append_state()
         finally:
             install(metric, *before)
             metric._computed = computed
 
-    def _keep(self) -> None:
-        window = self.here()
+    def _append_state(self) -> None:
+        window = self.current_step()
         if self.window != window:
             self.window, self.entries = window, []
         self.entries.append(entry(self.metric))
@@ -217,12 +219,12 @@ def refuse(who: str, metric: Any, neutral: Mapping[str, Any]) -> None:
             )
 
 
-def put_back(every: Iterable[Logged]) -> None:
+def put_back(logged_metrics: Iterable[Logged]) -> None:
     """After several loaders merge what each metric has seen for all of them. One whose states cannot be merged keeps the last loader's."""
-    for logged in every:
+    for logged in logged_metrics:
         for part, entries in zip(logged.parts, logged.aside, strict=True):
             if can_add(part):
-                add("", part, [copied(found) for found in entries])
+                add("", part, [copied(saved) for saved in entries])
 
 
 Offer = dict[str, list[Any]]
@@ -234,35 +236,35 @@ def agree(group: Group, mine: Offer) -> tuple[Offer, dict[str, int]]:
     every: Offer = {}
     knows: dict[str, int] = {}
     for rank, offer in enumerate(gather_json(group, mine)):
-        for name, found in offer.items():
-            every.setdefault(name, found)
-            knows.setdefault(name, 0 if found[0] is not None else rank)
+        for name, description in offer.items():
+            every.setdefault(name, description)
+            knows.setdefault(name, 0 if description[0] is not None else rank)
     return every, knows
 
 
 def exchange(group: Group, mine: Mapping[str, Seen]) -> dict[str, Seen]:
-    """What all ranks' metrics have seen, by name, in the order of ranks; a collective.
+    """States of all ranks' metrics by name, in the order of ranks; a collective.
 
     States are sent in one tensor per dtype and device, over the backend of their device; a rank without any sends an empty one.
     """
     tree, tensors = pack(dict(mine))
     forms = {name: [str(t.dtype).removeprefix("torch."), t.device.type, list(t.shape)] for name, t in tensors.items()}
     every = gather_json(group, [tree, forms])
-    kinds = sorted({(dtype, device) for _, found in every for dtype, device, _ in found.values()})
+    kinds = sorted({(dtype, device) for _, shapes in every for dtype, device, _ in shapes.values()})
     flat = []
     for kind in kinds:
-        own = [tensors[name].reshape(-1) for name, (dtype, device, _) in forms.items() if (dtype, device) == kind]
+        parts = [tensors[name].reshape(-1) for name, (dtype, device, _) in forms.items() if (dtype, device) == kind]
         flat.append(
-            torch.cat(own) if own else torch.empty(0, dtype=getattr(torch, kind[0]), device=_device(kind[1], group))
+            torch.cat(parts) if parts else torch.empty(0, dtype=getattr(torch, kind[0]), device=_device(kind[1], group))
         )
-    rest = dict(zip(kinds, gather(group, flat), strict=True))
+    columns = dict(zip(kinds, gather(group, flat), strict=True))
     result: dict[str, Seen] = {}
-    for packed, found in every:
+    for packed, shapes in every:
         filled = {}
-        for name, (dtype, device, shape) in found.items():
-            column = rest[dtype, device]
+        for name, (dtype, device, shape) in shapes.items():
+            column = columns[dtype, device]
             size = math.prod(shape)
-            filled[name], rest[dtype, device] = column[:size].view(shape), column[size:]
+            filled[name], columns[dtype, device] = column[:size].view(shape), column[size:]
         for name, lists in unpack(packed, filled).items():
             into = result.setdefault(name, [[] for _ in lists])
             for part, entries in zip(into, lists, strict=True):

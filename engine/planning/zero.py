@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.planning.strategy_facts import KeptTensors, StrategyFacts, strategy_facts
-from engine.strategies.deepspeed.configuration import OFFLOAD, get, says
+from engine.strategies.deepspeed.configuration import OFFLOAD, get, is_set
 from engine.strategies.deepspeed.strategy import DeepSpeed
 
 PARAMETERS, GRADIENTS, STATE, COMMUNICATION = "parameters", "gradients", "optimizer_state", "communication"
@@ -55,7 +55,7 @@ def _refusal(strategy: DeepSpeed) -> str:
 def _overlaps(config: Mapping[str, Any]) -> bool:
     """Check whether DeepSpeed communicates while a pass runs; its default: at stage 3."""
     path = "zero_optimization.overlap_comm"
-    return bool(get(config, path)) if says(config, path) else get(config, "zero_optimization.stage") == 3
+    return bool(get(config, path)) if is_set(config, path) else get(config, "zero_optimization.stage") == 3
 
 
 def _own_tensors(strategy: DeepSpeed) -> Iterator[KeptTensors]:

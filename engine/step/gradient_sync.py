@@ -37,7 +37,7 @@ class GradientSync:
         return list(values)
 
     def drop_repeated(self, parameters: Sequence[Tensor]) -> None:
-        """At the end of a window in which some rank repeats a micro-batch, clear gradients that only repeats reach. All ranks call this."""
+        """Clear gradients that only repeated micro-batches reach, at the end of a window in which some rank repeats one. All ranks call this."""
 
     def sum(self, value: Tensor | float) -> Tensor | float:
         """The sum of a scalar over all ranks that saw different data."""
@@ -57,6 +57,6 @@ class GradientSync:
         """The norm of each parameter's gradient, by name. Shapes ``()``; all ranks call this together."""
         return {name: torch.nn.utils.get_total_norm([grad], norm_type) for name, grad in grads.items()}
 
-    def agree(self, found: Tensor) -> Tensor:
+    def agree(self, flag: Tensor) -> Tensor:
         """The maximum over all ranks of a flag (1.0: a gradient is not finite)."""
-        return found
+        return flag

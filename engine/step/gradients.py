@@ -43,6 +43,12 @@ def nonzero(count: Tensor | float) -> Tensor | float:
 
 
 def scalar(loss: Any) -> Tensor:
+    """The loss as a tensor of shape ``()``; of a sharded tensor, the full one.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: the loss has no graph, or several elements.
+    """
     if not isinstance(loss, Tensor):
         raise TypeError(f"a loss must be a scalar tensor or Loss(sum, count), got {type(loss).__name__}")
     if not loss.requires_grad:
@@ -78,7 +84,7 @@ def loss_in(outputs: Any, who: str) -> Any:
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The gradients, to read and change in place; for a sparse one its coalesced values, in a dense tensor that shares their memory."""
-    found = []
+    grads = []
     for parameter in parameters:
         grad = parameter.grad
         if grad is not None:
@@ -86,8 +92,8 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
                 if not grad.is_coalesced():
                     parameter.grad = grad = grad.coalesce()
                 grad = grad._values()
-            found.append(grad)
-    return found
+            grads.append(grad)
+    return grads
 
 
 def listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
@@ -149,7 +155,7 @@ def where_nonfinite(
     ]
 
 
-def joins(parameters: Iterable[Tensor]) -> Tensor:
+def zero_with_graph(parameters: Iterable[Tensor]) -> Tensor:
     """A zero with a graph to each of these parameters: its backward takes part in the other ranks' gradient reduction."""
     warn_once(
         "training_step returned None with several ranks: the micro-batch counts with a zero gradient. "
@@ -170,20 +176,20 @@ def check_held(before: Mapping[str, Tensor], now: Mapping[str, Tensor], optimize
     Raises:
         ValueError: some were replaced, and the optimizers still have the old ones.
     """
-    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    held_ids = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     lost = [
         name
         for name, old in before.items()
         if (new := now.get(name)) is not None
         and new is not old
         and new.requires_grad
-        and id(old) in held
-        and id(new) not in held
+        and id(old) in held_ids
+        and id(new) not in held_ids
     ]
     if lost:
-        shown = ", ".join(lost[:6]) + (f" and {len(lost) - 6} more" if len(lost) > 6 else "")
+        names = ", ".join(lost[:6]) + (f" and {len(lost) - 6} more" if len(lost) > 6 else "")
         raise ValueError(
-            f"parameters were replaced after their optimizer was created, which still has the old ones and would train nothing: {shown}. "
+            f"parameters were replaced after their optimizer was created, which still has the old ones and would train nothing: {names}. "
             "load_state_dict(assign=True) does that, and so does replacing a module: create the optimizer afterwards, give it the "
             "new parameters, or copy values in place (load_state_dict without assign)"
         )

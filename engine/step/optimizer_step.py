@@ -17,7 +17,7 @@ from engine.utils import accelerator, torch_private
 from engine.utils.parameters import parameters_of, uncompiled
 
 Optimizers = Sequence[Any]
-"""Prepared ones or plain ones."""
+"""Prepared optimizers or plain ones."""
 Then = Callable[[bool], None]
 """A function for the time when it is known whether a step was applied: in a run :meth:`engine.loop.optimization.Optimization.applied`."""
 
@@ -32,7 +32,7 @@ class Guard(Protocol):
         """
 
     def left_out(self) -> None:
-        """A step was left out because of :meth:`check`: called once that is known, on all ranks at the same step."""
+        """Called when a step was left out because of :meth:`check`, once that is known, on all ranks at the same step."""
 
 
 class Stepper:
@@ -40,14 +40,14 @@ class Stepper:
 
     A step is skipped when a gradient is not finite: always under fp16's scaler, otherwise if ``on_nonfinite`` says so. On the CPU the
     verdict is known at once. On a device, with optimizers that skip by themselves (fused ones), nothing waits for it: it is
-    read at the next step, after that step's kernels are queued, or by :meth:`settle`.
+    read at the next step, after that step's kernels are queued, or by :meth:`await_verdicts`.
     """
 
     def __init__(
         self, window: Window, gradient_sync: GradientSync, scaler: Scaler | None, on_nonfinite: str | None
     ) -> None:
         self.window, self.gradient_sync, self.scaler, self.on_nonfinite = window, gradient_sync, scaler, on_nonfinite
-        self.known: list[Optimizer] = []
+        self.optimizers: list[Optimizer] = []
         """Every optimizer of this engine."""
         self.norm: Tensor | None = None
         """The global norm of the latest step's gradients before clipping; ``None`` when it was not needed. Shape ``()``."""
@@ -67,8 +67,8 @@ class Stepper:
 
     def add(self, optimizer: Optimizer) -> None:
         """Add an optimizer, once."""
-        if not any(optimizer is known for known in self.known):
-            self.known.append(optimizer)
+        if not any(optimizer is stepped for stepped in self.optimizers):
+            self.optimizers.append(optimizer)
             self.window.add(optimizer)
             # Tries the device now: an answer in the first step would wait for it.
             _skips_itself(optimizer)
@@ -87,7 +87,7 @@ class Stepper:
     def leave(self) -> None:
         """Release all optimizers."""
         self.guard = None
-        self.known.clear()
+        self.optimizers.clear()
         self.window.leave()
 
     def check_closure(self) -> None:
@@ -104,27 +104,27 @@ class Stepper:
             if id(optimizer) in group.ready:
                 continue
             divisor = self._divisor(group)
-            found: Tensor | None = None
+            flag: Tensor | None = None
             if self.scaler is not None or divisor is not None:
                 group.altered = True
                 grads = gradients.gradients(parameters_of([optimizer]))
                 parts = self.gradient_sync.local(grads)
                 if self.scaler is not None:
-                    found = self.scaler.unscale(optimizer, divisor, None if parts is grads else parts)
+                    flag = self.scaler.unscale(optimizer, divisor, None if parts is grads else parts)
                 elif divisor is not None:
                     gradients.divide(parts, divisor)
-            group.ready[id(optimizer)] = found
+            group.ready[id(optimizer)] = flag
 
     def readable(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of these parameters, divided and unscaled."""
         ids = {id(p) for p in parameters}
-        self.prepare([o for o in self.known if any(id(p) in ids for p in parameters_of([o]))])
+        self.prepare([o for o in self.optimizers if any(id(p) in ids for p in parameters_of([o]))])
         return gradients.gradients(parameters)
 
     def named_norms(self, model: nn.Module, norm_type: float, optimizers: Sequence[Any]) -> dict[str, Tensor]:
         """The norm of each gradient of ``model``, divided and unscaled, by the parameter's name. Shapes ``()``, on the device.
 
-        ``optimizers``: only of their parameters; if empty, of all.
+        ``optimizers``: norms of their parameters only; if empty, of all parameters.
         """
         chosen = {id(p) for p in parameters_of(optimizers)}
         named = {
@@ -147,7 +147,7 @@ class Stepper:
         gradients.clip_values(self.gradient_sync.local(self.readable(parameters)), limit)
 
     def forget(self, optimizers: Sequence[Optimizer]) -> None:
-        """Note that the gradients of these optimizers were set to zero: their state is reset."""
+        """Reset the state of gradients of ``optimizers``, which were set to zero."""
         for optimizer in optimizers:
             self.window.state_of(optimizer).cleared()
 
@@ -176,7 +176,7 @@ class Stepper:
             then: called with whether the step was applied, as soon as that is known.
         """
         if self._pending:
-            self.settle()
+            self.await_verdicts()
         if self.before_next:
             self.call_before()
         groups, only = self.window.groups, self.window.only
@@ -197,13 +197,13 @@ class Stepper:
             if then is not None:
                 then(True)
             return
-        found = self._finish(optimizers, divisor, max_norm, max_value)
+        nonfinite = self._finish(optimizers, divisor, max_norm, max_value)
         guarded: Tensor | None = None
         if self.guard is not None:
             assert self.norm is not None
             guarded = self.gradient_sync.agree(self.guard.check(self.norm))
-            guarded = guarded if found is None else guarded * (1.0 - found)
-        self._apply(optimizers, found, guarded, then)
+            guarded = guarded if nonfinite is None else guarded * (1.0 - nonfinite)
+        self._apply(optimizers, nonfinite, guarded, then)
 
     def finish(
         self,
@@ -218,18 +218,18 @@ class Stepper:
         Args:
             inside: within an optimizer's step, after each evaluation of its closure: non-finite gradients are an error.
         """
-        found = self._finish(optimizers, self._divided(optimizers), max_norm, max_value)
+        nonfinite = self._finish(optimizers, self._divided(optimizers), max_norm, max_value)
         if not inside:
             for group, optimizer in ((self.window.state_of(o), o) for o in optimizers):
-                group.ready[id(optimizer)], group.altered = found, True
+                group.ready[id(optimizer)], group.altered = nonfinite, True
             return
         self.call_before()
         self.forget(optimizers)
-        if found is not None and bool(found):  # waits for the device, as such an optimizer does
+        if nonfinite is not None and bool(nonfinite):  # waits for the device, as such an optimizer does
             self._fail()
 
     def before_step(self, function: Callable[[], None]) -> None:
-        """As :meth:`engine.Engine.before_step`."""
+        """Call ``function`` once, before the next optimizer step; see :meth:`engine.Engine.before_step`."""
         if function not in self.before_next:
             self.before_next.append(function)
 
@@ -266,16 +266,16 @@ class Stepper:
         max_norm: float | None,
         max_value: float | None,
     ) -> Tensor | None:
-        """All passes over the gradients; return a flag (1.0: not finite) if it is needed."""
-        found: Tensor | None = None
+        """Run all passes over the gradients; return a flag (1.0: not finite) if it is needed."""
+        nonfinite: Tensor | None = None
         ready = [self.window.state_of(o).ready for o in optimizers]
         if self.scaler is not None or any(id(o) in done for o, done in zip(optimizers, ready, strict=True)):
             self.prepare(optimizers)
             flags = [f for f in (done[id(o)] for o, done in zip(optimizers, ready, strict=True)) if f is not None]
-            found, divisor = (torch.stack(flags).max() if flags else None), None
+            nonfinite, divisor = (torch.stack(flags).max() if flags else None), None
         grads = gradients.gradients(parameters_of(optimizers))
         parts = self.gradient_sync.local(grads)
-        checks = self.on_nonfinite is not None and self.scaler is None and found is None
+        checks = self.on_nonfinite is not None and self.scaler is None and nonfinite is None
         if max_norm is not None or checks or self.guard is not None:
             norm = self.gradient_sync.norm(grads)
             if max_norm is not None:
@@ -283,15 +283,19 @@ class Stepper:
             else:
                 self.norm = norm if divisor is None else norm / divisor
             if checks:
-                found = (~self.norm.isfinite()).float()
-        if divisor is not None and not self._fold(optimizers, divisor, found, max_value):
+                nonfinite = (~self.norm.isfinite()).float()
+        if divisor is not None and not self._fold(optimizers, divisor, nonfinite, max_value):
             gradients.divide(parts, divisor)
         if max_value is not None:
             gradients.clip_values(parts, max_value)
-        return None if found is None else self.gradient_sync.agree(found)
+        return None if nonfinite is None else self.gradient_sync.agree(nonfinite)
 
     def _fold(
-        self, optimizers: Sequence[Optimizer], divisor: Tensor | float, found: Tensor | None, max_value: float | None
+        self,
+        optimizers: Sequence[Optimizer],
+        divisor: Tensor | float,
+        nonfinite: Tensor | None,
+        max_value: float | None,
     ) -> bool:
         """Let a fused optimizer divide inside its kernel instead of in another pass."""
         if max_value is not None or not isinstance(divisor, Tensor) or not all(_skips_itself(o) for o in optimizers):
@@ -300,18 +304,18 @@ class Stepper:
             return False  # their factor is fp32
         for optimizer in optimizers:
             optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
-            if found is None:
+            if nonfinite is None:
                 optimizer.found_inf = torch.zeros((), device=divisor.device)  # type: ignore[attr-defined]
         return True
 
     def _apply(
-        self, optimizers: Sequence[Optimizer], found: Tensor | None, guarded: Tensor | None, then: Then | None
+        self, optimizers: Sequence[Optimizer], nonfinite: Tensor | None, guarded: Tensor | None, then: Then | None
     ) -> None:
-        """Step unless ``found`` (not finite) or ``guarded`` (left out by the guard) is 1.0."""
-        flag = found if guarded is None else guarded if found is None else found + guarded
+        """Step unless ``nonfinite`` or ``guarded`` (left out by the guard) is 1.0."""
+        flag = nonfinite if guarded is None else guarded if nonfinite is None else nonfinite + guarded
         on_device = flag is not None and accelerator.defers(flag.device) and all(_skips_itself(o) for o in optimizers)
         skip = flag is not None and not on_device and bool(flag)  # waits for the device if it is there
-        if skip and self.on_nonfinite == "raise" and self.scaler is None and bool(found):
+        if skip and self.on_nonfinite == "raise" and self.scaler is None and bool(nonfinite):
             self._fail()
         for optimizer in optimizers:
             if on_device:
@@ -324,8 +328,8 @@ class Stepper:
                 optimizer.__dict__.pop(name, None)
             self.window.state_of(optimizer).altered = False
         if self.scaler is not None:
-            assert found is not None
-            self.scaler.stepped(optimizers, found, self.known)
+            assert nonfinite is not None
+            self.scaler.stepped(optimizers, nonfinite, self.optimizers)
         thens = [] if then is None else [then]
         if on_device:
             assert flag is not None
@@ -337,7 +341,7 @@ class Stepper:
         else:
             self._decide(not skip, thens, skip and guarded is not None and bool(guarded))
 
-    def settle(self) -> None:
+    def await_verdicts(self) -> None:
         """Wait for the pending verdicts, and call their callbacks."""
         while self._pending:
             host, event, thens = self._pending.pop(0)
@@ -377,7 +381,7 @@ class Stepper:
 
 
 def _skips_itself(optimizer: Optimizer) -> bool:
-    """Whether its step accepts ``found_inf`` and ``grad_scale`` on the device, as torch's fused optimizers do.
+    """Whether an optimizer's step accepts ``found_inf`` and ``grad_scale`` on the device, as torch's fused optimizers do.
 
     Other packages' optimizers are taken at their word; torch sets the flag also where its kernel does not read the two.
     """

@@ -34,10 +34,10 @@ class Schedule:
     strict: bool = True
     """Whether a missing ``monitor`` is an error (otherwise the update is skipped)."""
     name: str | None = None
-    """Its name in learning rate loggers."""
+    """Name of the schedule in learning rate loggers."""
     reduce_on_plateau: bool = False
     numbered: bool = field(default=False, init=False)
-    """The scheduler takes the number of the epoch or step, as timm's do: ``step(epoch)``, ``step_update(num_updates)``."""
+    """Whether the scheduler takes the number of the epoch or step, as timm's do: ``step(epoch)``, ``step_update(num_updates)``."""
     step: Callable[[Any, Any], None] | None = field(default=None, init=False, repr=False)
     """The module's ``lr_scheduler_step``, if overridden: it steps the scheduler."""
 
@@ -66,11 +66,11 @@ class Schedule:
         """
         who, needed = type(self.scheduler).__name__, _needed(self.scheduler.step)
         if self.numbered:
-            own = "epoch" if getattr(self.scheduler, "t_in_epochs", self.interval == "epoch") else "step"
-            if own != self.interval:
+            unit = "epoch" if getattr(self.scheduler, "t_in_epochs", self.interval == "epoch") else "step"
+            if unit != self.interval:
                 raise ValueError(
-                    f"{who} counts in {'epochs' if own == 'epoch' else 'steps'} (t_in_epochs={own == 'epoch'}), and its interval is "
-                    f'{self.interval!r}, so it would have no effect: return {{"scheduler": ..., "interval": "{own}"}} for it'
+                    f"{who} counts in {'epochs' if unit == 'epoch' else 'steps'} (t_in_epochs={unit == 'epoch'}), and its interval is "
+                    f'{self.interval!r}, so it would have no effect: return {{"scheduler": ..., "interval": "{unit}"}} for it'
                 )
         elif needed and not (self.reduce_on_plateau and len(needed) == 1):
             raise ValueError(
@@ -79,7 +79,7 @@ class Schedule:
             )
 
     def advance(self, metrics: Mapping[str, float], number: int) -> None:
-        """One scheduler step.
+        """Step the scheduler once.
 
         Args:
             number: steps, or epochs, that the training has made.
@@ -104,10 +104,14 @@ class Schedule:
 
 
 def _needed(step: Any) -> list[str]:
-    """Its required arguments."""
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    every = inspect.signature(step).parameters.items()
-    return [name for name, each in every if each.default is inspect.Parameter.empty and each.kind not in several]
+    """Names of the arguments that a scheduler's ``step`` requires."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(step).parameters.items()
+    return [
+        name
+        for name, parameter in parameters
+        if parameter.default is inspect.Parameter.empty and parameter.kind not in variadic
+    ]
 
 
 class Modes:
@@ -149,9 +153,9 @@ class Modes:
         for optimizer in self.switched:
             optimizer.train()
             for parameter in parameters_of([optimizer]):
-                kept = optimizer.state.get(parameter, {}).pop(self.KEPT, None)
-                if kept is not None:
-                    parameter.copy_(kept)
+                weights = optimizer.state.get(parameter, {}).pop(self.KEPT, None)
+                if weights is not None:
+                    parameter.copy_(weights)
 
     @torch.no_grad()
     def _eval(self) -> None:
@@ -171,11 +175,11 @@ class OptimizerSet:
         self.fill([], [], automatic=True)
 
     def fill(self, optimizers: list[Any], schedules: list[Schedule], automatic: bool) -> None:
-        """Hold these from now on. Without ``automatic`` optimization the module steps the schedulers."""
+        """Set the optimizers and schedules. Without ``automatic`` optimization the module steps the schedulers."""
         self.optimizers, self.schedules = optimizers, schedules
         self.modes = Modes(optimizers)
-        """Their train and eval modes."""
-        self.step_schedules = [each for each in schedules if each.interval == "step"] if automatic else []
+        """Train and eval modes of the optimizers."""
+        self.step_schedules = [schedule for schedule in schedules if schedule.interval == "step"] if automatic else []
         """The schedules that advance with optimizer steps."""
 
 
@@ -184,13 +188,13 @@ def counters(optimizer: Any) -> set[str]:
     return set(optimizer.defaults) - set(inspect.signature(type(optimizer)).parameters)
 
 
-def configured(given: Any) -> tuple[list[Optimizer], list[Schedule]]:
+def configured(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
     """Lightning's forms of ``configure_optimizers``' result.
 
     Raises:
         TypeError, ValueError: another form, or an optimizer without parameters to train.
     """
-    optimizers, schedules = _parse(given)
+    optimizers, schedules = _parse(result)
     if len({id(o) for o in optimizers}) < len(optimizers):
         raise ValueError("configure_optimizers returned the same optimizer twice")
     for optimizer in optimizers:
@@ -201,63 +205,63 @@ def configured(given: Any) -> tuple[list[Optimizer], list[Schedule]]:
     return optimizers, schedules
 
 
-def _parse(given: Any) -> tuple[list[Optimizer], list[Schedule]]:
-    if given is None:
+def _parse(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
+    if result is None:
         return [], []
-    if isinstance(given, Mapping):
-        return _entry(given)
-    if not isinstance(given, (list, tuple)):
-        return [_optimizer(given)], []
-    if len(given) == 2 and isinstance(given[0], (list, tuple)):
-        schedulers = given[1] if isinstance(given[1], (list, tuple)) else [given[1]]
-        return [_optimizer(o) for o in given[0]], [_schedule(s) for s in schedulers]
-    if all(isinstance(part, Mapping) for part in given):
-        entries = [_entry(part) for part in given]
+    if isinstance(result, Mapping):
+        return _entry(result)
+    if not isinstance(result, (list, tuple)):
+        return [_optimizer(result)], []
+    if len(result) == 2 and isinstance(result[0], (list, tuple)):
+        schedulers = result[1] if isinstance(result[1], (list, tuple)) else [result[1]]
+        return [_optimizer(o) for o in result[0]], [_schedule(s) for s in schedulers]
+    if all(isinstance(part, Mapping) for part in result):
+        entries = [_entry(part) for part in result]
         return [o for os, _ in entries for o in os], [s for _, ss in entries for s in ss]
-    return [_optimizer(o) for o in given], []
+    return [_optimizer(o) for o in result], []
 
 
 def _entry(entry: Mapping[str, Any]) -> tuple[list[Optimizer], list[Schedule]]:
-    known = ("optimizer", "lr_scheduler", "monitor")
+    possible = ("optimizer", "lr_scheduler", "monitor")
     for key in entry:
-        if key not in known:
+        if key not in possible:
             raise ValueError(
-                f"configure_optimizers: unknown key {key!r}{nearest(key, known)}; possible: {', '.join(known)}"
+                f"configure_optimizers: unknown key {key!r}{nearest(key, possible)}; possible: {', '.join(possible)}"
             )
     if "optimizer" not in entry:
         raise ValueError('configure_optimizers: a dict needs the key "optimizer"')
     schedules = []
     if entry.get("lr_scheduler") is not None:
-        given = entry["lr_scheduler"]
-        if not isinstance(given, Mapping):
-            given = {"scheduler": given, "monitor": entry.get("monitor")}
-        schedules.append(_schedule(given))
+        scheduler = entry["lr_scheduler"]
+        if not isinstance(scheduler, Mapping):
+            scheduler = {"scheduler": scheduler, "monitor": entry.get("monitor")}
+        schedules.append(_schedule(scheduler))
     return [_optimizer(entry["optimizer"])], schedules
 
 
-def _optimizer(given: Any) -> Optimizer:
-    if not isinstance(given, Optimizer):
+def _optimizer(optimizer: Any) -> Optimizer:
+    if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"configure_optimizers returned {type(given).__name__}, not a torch.optim.Optimizer; possible: an optimizer, a list of them, "
+            f"configure_optimizers returned {type(optimizer).__name__}, not a torch.optim.Optimizer; possible: an optimizer, a list of them, "
             '([optimizers], [schedulers]), {"optimizer": ..., "lr_scheduler": ...}'
         )
-    return given
+    return optimizer
 
 
-def _schedule(given: Any) -> Schedule:
-    if isinstance(given, Mapping):
-        known = [f.name for f in fields(Schedule) if f.init]
-        for key in given:
-            if key not in known:
+def _schedule(entry: Any) -> Schedule:
+    if isinstance(entry, Mapping):
+        possible = [f.name for f in fields(Schedule) if f.init]
+        for key in entry:
+            if key not in possible:
                 raise ValueError(
-                    f"configure_optimizers: unknown key {key!r} in lr_scheduler{nearest(key, known)}; possible: {', '.join(known)}"
+                    f"configure_optimizers: unknown key {key!r} in lr_scheduler{nearest(key, possible)}; possible: {', '.join(possible)}"
                 )
-        if "scheduler" not in given:
+        if "scheduler" not in entry:
             raise ValueError('configure_optimizers: an lr_scheduler dict needs the key "scheduler"')
-        return Schedule(**given)
-    if not isinstance(given, LRScheduler) and not callable(getattr(given, "step", None)):
-        raise TypeError(f"configure_optimizers returned {type(given).__name__}, not a learning rate scheduler")
-    return Schedule(given)
+        return Schedule(**entry)
+    if not isinstance(entry, LRScheduler) and not callable(getattr(entry, "step", None)):
+        raise TypeError(f"configure_optimizers returned {type(entry).__name__}, not a learning rate scheduler")
+    return Schedule(entry)
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

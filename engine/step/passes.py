@@ -27,7 +27,7 @@ class Passes:
         self._window, self._group, self._scaler = window, group, scaler
 
     def by(self, loss: Tensor | Loss, function: Callable[[Tensor], Any]) -> Tensor:
-        """As :meth:`engine.Engine.backward_by`."""
+        """Run a user's backward pass with this micro-batch's weight; see :meth:`engine.Engine.backward_by`."""
         window = self._begin()
         root, divisor = window.weigh(loss, self._group.world_size, self._scaler is not None)
         value = root.detach().to(accelerator.wide(root.device)) / divisor
@@ -43,11 +43,11 @@ class Passes:
     def forward_backward(
         self, step: Callable[[Any, int], Any], batch: Any, backward: Callable[[Tensor | Loss], None], last: bool
     ) -> Any:
-        """As :meth:`engine.Engine.forward_backward`.
+        """Run the step of a micro-batch and its backward pass; see :meth:`engine.Engine.forward_backward`.
 
         Args:
-            backward: the engine's.
-            last: the micro-batch closes its window.
+            backward: ``Engine.backward``.
+            last: whether the micro-batch closes its window.
         """
         loss = step(batch, batch_size(batch) or 1)
         backward(loss)

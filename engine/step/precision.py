@@ -33,7 +33,7 @@ class Precision:
     """
 
     name: str
-    """The name that it was chosen by: ``"bf16-mixed"``."""
+    """Name of the precision: ``"bf16-mixed"``."""
     autocast: torch.dtype | None = None
     """The dtype that autocast computes in; ``None`` without autocast."""
     parameters: torch.dtype | None = None
@@ -47,7 +47,7 @@ class Precision:
         return self.name if self.fp8 in (None, FP8()) else f"{self.name} by {self.fp8}"
 
     def describe(self) -> str | dict[str, Any]:
-        """For a file: its name, with the settings of fp8 if there are any."""
+        """The name as written into a file, with the settings of fp8 if there are any."""
         return self.name if self.fp8 in (None, FP8()) else fields_of(self.fp8, self.name)
 
     @classmethod
@@ -72,18 +72,18 @@ class Precision:
             raise TypeError(f"precision={name!r} must be a name, an FP8 or a Precision object")
         key = _ALIASES.get(str(name), str(name))
         if key not in _PRECISIONS:
-            known = [*_PRECISIONS, *_ALIASES]
-            raise ValueError(f"precision={name!r} is unknown{nearest(name, known)}; possible: {', '.join(known)}")
+            names = [*_PRECISIONS, *_ALIASES]
+            raise ValueError(f"precision={name!r} is unknown{nearest(name, names)}; possible: {', '.join(names)}")
         return _PRECISIONS[key]
 
     def convert(self, model: nn.Module) -> None:
         """Give a model's parameters and buffers this format, in place."""
         if self.parameters is None:
             return
-        wanted = formats(self.parameters)
+        dtypes = formats(self.parameters)
 
         def convert(tensor: Tensor) -> Tensor:
-            return tensor.to(wanted.get(tensor.dtype, tensor.dtype))
+            return tensor.to(dtypes.get(tensor.dtype, tensor.dtype))
 
         convert.__qualname__ = (
             "Module.type"  # by such a name torchmetrics tells a change of format, which its sums do not follow
@@ -91,10 +91,10 @@ class Precision:
         model._apply(convert)
 
     def check(self, device: torch.device) -> None:
-        """Raise before the training if the device cannot compute like this.
+        """Check before the training that the device can compute in these formats.
 
         Raises:
-            ValueError: it lacks the dtype, autocast to it, or the loss scaler's kernels; the message has its name.
+            ValueError: the device lacks the dtype, autocast to it, or the loss scaler's kernels; the message has its name.
         """
         lacks = None
         if self.parameters is not None and not accelerator.computes_in(device, self.parameters):
@@ -170,24 +170,24 @@ class Scaler(torch.amp.GradScaler):
         inverse = self._scale.to(accelerator.wide(self._scale.device)).reciprocal()
         if divisor is not None:
             inverse = inverse / divisor
-        found = torch.zeros((), dtype=torch.float32, device=self._scale.device)
+        nonfinite = torch.zeros((), dtype=torch.float32, device=self._scale.device)
         if parts is not None:
-            return _unscale_parts(parts, inverse.float(), found)
-        devices = self._unscale_grads_(optimizer, inverse.float(), found, False)
-        for other in devices.values():
-            if other is not found:
-                found += other.to(found.device, non_blocking=True)
-        return found
+            return _unscale_parts(parts, inverse.float(), nonfinite)
+        devices = self._unscale_grads_(optimizer, inverse.float(), nonfinite, False)
+        for flag in devices.values():
+            if flag is not nonfinite:
+                nonfinite += flag.to(nonfinite.device, non_blocking=True)
+        return nonfinite
 
-    def stepped(self, optimizers: Iterable[Optimizer], found: Tensor, others: Iterable[Optimizer]) -> None:
-        """Note the outcome of these optimizers' step; adjust the scale as soon as no other one holds scaled gradients."""
-        own = set()
+    def stepped(self, optimizers: Iterable[Optimizer], nonfinite: Tensor, all_optimizers: Iterable[Optimizer]) -> None:
+        """Note the outcome of a step of ``optimizers``; adjust the scale as soon as no other optimizer holds scaled gradients."""
+        stepped_ids = set()
         for optimizer in optimizers:
-            own.add(id(optimizer))
-            self._found.append(found)
+            stepped_ids.add(id(optimizer))
+            self._found.append(nonfinite)
             grad = _first_grad(optimizer)
             self._used[id(optimizer)] = None if grad is None else (weakref.ref(grad), grad._version)
-        if any(self._waits(other) for other in others if id(other) not in own):
+        if any(self._waits(waiting) for waiting in all_optimizers if id(waiting) not in stepped_ids):
             return
         scale, tracker = self._check_scale_growth_tracker("update")
         worst = torch.stack([f.to(scale.device) for f in self._found]).max()
@@ -197,7 +197,7 @@ class Scaler(torch.amp.GradScaler):
         self._found.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """As ``GradScaler``'s, with copies of its two tensors: reading their numbers would wait for the device in the step of a save."""
+        """State of the scaler, with its two tensors copied on the device: reading their numbers would wait for the device during a save."""
         if self._scale is None:
             return super().state_dict()
         scale, tracker = self._check_scale_growth_tracker("state_dict")
@@ -214,22 +214,22 @@ class Scaler(torch.amp.GradScaler):
         super().load_state_dict({**state_dict, **numbers})
 
     def _waits(self, optimizer: Optimizer) -> bool:
-        """Whether it holds gradients that it has not stepped with (loops that call ``zero_grad`` first keep used ones)."""
+        """Whether the optimizer holds gradients that it has not stepped with (loops that call ``zero_grad`` first keep used ones)."""
         grad = _first_grad(optimizer)
         used = self._used.get(id(optimizer))
         return grad is not None and (used is None or used[0]() is not grad or used[1] != grad._version)
 
 
 @torch.no_grad()
-def _unscale_parts(parts: Iterable[Tensor], inverse: Tensor, found: Tensor) -> Tensor:
+def _unscale_parts(parts: Iterable[Tensor], inverse: Tensor, nonfinite: Tensor) -> Tensor:
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for part in parts:
         groups.setdefault((part.device, part.dtype), []).append(part)
     for (device, _), group in groups.items():
-        flag = found.to(device, copy=True)
+        flag = nonfinite.to(device, copy=True)
         torch_private.unscale(group, flag, inverse.to(device))
-        found = torch.maximum(found, flag.to(found.device))
-    return found
+        nonfinite = torch.maximum(nonfinite, flag.to(nonfinite.device))
+    return nonfinite
 
 
 def _first_grad(optimizer: Optimizer) -> Tensor | None:

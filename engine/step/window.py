@@ -23,13 +23,13 @@ class Share(NamedTuple):
     """The weight of one micro-batch."""
 
     size: int
-    """Samples in it; 0 for a repeated micro-batch that only keeps the collectives matched; -1: not determined yet, see the batch."""
+    """Samples in the micro-batch; 0 for a repeated one that only keeps the collectives matched; -1: not determined yet, see the batch."""
     divisor: float
-    """The divisor of its mean loss, such that the average over ranks of the window's sum is the mean over all samples."""
+    """Divisor of the micro-batch's mean loss, such that the average over ranks of the window's sum is the mean over all samples."""
     alone: float
-    """The same for a loop without accumulation: as if this micro-batch were its own window."""
+    """Divisor of the mean loss if the micro-batch were a window of its own, for loops without accumulation."""
     last: bool
-    """Whether it closes its window."""
+    """Whether the micro-batch is the last of its window."""
     repeats: bool = False
     """Whether some rank repeats a micro-batch in this window."""
     samples: int = -1
@@ -88,9 +88,9 @@ class GradientState:
         self.kind = 0
         """The kind of the losses that the ranks agreed on; 0: not known yet."""
         self.held = False
-        """The latest ``accumulate`` block did not close its window: no step and no clearing until the next one."""
+        """Whether the latest ``accumulate`` block left its window open: no step and no clearing until the next block."""
         self.used = False
-        """A step has used the gradients."""
+        """Whether a step has used the gradients."""
         self.open()
 
     def open(self) -> None:
@@ -101,18 +101,18 @@ class GradientState:
         self.dropped = 0.0
         """The fraction of the window whose micro-batches had no loss; known on one process only."""
         self.closed = False
-        """:attr:`total` is known: the next backward pass opens another window."""
+        """Whether :attr:`total` is known: the next backward pass then opens another window."""
         self.total: Tensor | float | None = None
-        """What the gradients are still to be divided by; ``None``: nothing."""
+        """Divisor that the gradients still need; ``None``: none."""
         self.ready: dict[int, Tensor | None] = {}
         """Optimizers (by id) whose gradients are divided and unscaled, with a flag (1.0: not finite) where one was needed."""
         self.altered = False
-        """Finishing has changed them, but the step has not come: another backward pass would mix two scales."""
+        """Whether gradients were divided, unscaled or clipped and their step has not come: another backward pass would mix two scales."""
         self.averaged = False
-        """They are averaged over the ranks explicitly (manual optimization)."""
+        """Whether the ranks average these gradients explicitly (manual optimization)."""
 
     def cleared(self) -> None:
-        """The gradients were set to zero."""
+        """Note that the gradients were set to zero."""
         self.open()
         self.used = False
 
@@ -188,13 +188,13 @@ class Window:
         self.accumulating = False
         """Whether the loop accumulates: the window's weights apply, not the micro-batch's alone."""
         self.held = False
-        """The latest ``accumulate`` block did not close its window, and no backward pass followed."""
+        """Whether the latest ``accumulate`` block left its window open, and no backward pass followed."""
         self.groups = [GradientState()]
         """One per optimizer that steps by itself."""
         self.only: GradientState | None = self.groups[0]
         """The only group; ``None`` when there are several."""
         self.lockstep = False
-        """Whether all ranks run their backward passes together, as those of prepared models."""
+        """Whether all ranks run their backward passes together, as they do for prepared models."""
         self.reference: float | None = None
         """fp16: a power of two that sums are divided by before backward, so that their gradients fit the format."""
         self.fed = False
@@ -202,7 +202,7 @@ class Window:
         self.complete = False
         """Whether the latest backward pass was of a window's last micro-batch."""
         self.scalars = False
-        """Whether there was a scalar loss: on this rank, and on any rank when the ranks last agreed."""
+        """Whether any loss was a scalar: on this rank, or on any rank at the ranks' last agreement."""
         self.items: Tensor | float | None = None
         """The ``count`` of the latest finished window over all ranks, until it is taken; of the first optimizer, if several step by themselves."""
         self.watching = False
@@ -228,7 +228,7 @@ class Window:
         self._newest.closed = True
 
     def join(self) -> None:
-        """All optimizers step together on one loss, from now on."""
+        """Let all optimizers step together on one loss, from now on."""
         self._joined = True
         self._together([optimizer for group in self.groups for optimizer in group.optimizers])
 
@@ -245,7 +245,7 @@ class Window:
         if self.only is not None:
             return self.only
         for group in self.groups:
-            if any(optimizer is own for own in group.optimizers):
+            if any(optimizer is member for member in group.optimizers):
                 return group
         raise RuntimeError(
             f"this {type(optimizer).__name__} was not prepared, but others were: call engine.prepare(optimizer) before backward"
@@ -264,7 +264,7 @@ class Window:
         return self.only is not None or self.groups.index(group) in self.reached(self._entered)
 
     def enter(self) -> None:
-        """A micro-batch of an accumulating loop begins; without a prepared loader, every :attr:`size`-th closes a window."""
+        """Begin a micro-batch of an accumulating loop; without a prepared loader, every :attr:`size`-th closes a window."""
         if self.share is ALONE or self.share.alone < 0:
             self._unfed += 1
             self.share = Share(1, float(self.size), -1.0, last=self._unfed % self.size == 0)
@@ -273,16 +273,16 @@ class Window:
             self._entered = [self.gradient_sync.traces(group.optimizers, self.models) for group in self.groups]
 
     def exit(self, models: Sequence[nn.Module]) -> None:
-        """An ``accumulate`` block about these models ends; without any, about all."""
+        """End an ``accumulate`` block about ``models``; an empty list stands for all models."""
         self.accumulating = False
-        self.held = held = not self.share.last
+        self.held = is_held = not self.share.last
         if self.only is not None:
-            self.only.held = held
+            self.only.held = is_held
         else:
-            own = {id(p) for model in models for p in model.parameters()}
+            parameter_ids = {id(p) for model in models for p in model.parameters()}
             for group in self.groups:
-                if not models or any(id(p) in own for p in parameters_of(group.optimizers)):
-                    group.held = held
+                if not models or any(id(p) in parameter_ids for p in parameters_of(group.optimizers)):
+                    group.held = is_held
         if self.share.alone < 0:
             self.share = ALONE
 
@@ -330,8 +330,8 @@ class Window:
 
     def _empty(self, group: GradientState) -> bool:
         """Whether something other than the optimizer's ``zero_grad`` set the gradients to ``None``."""
-        found = self.gradient_sync.traces(group.optimizers, self.models)
-        return bool(found) and all(grad is None for grad, _ in found)
+        versions = self.gradient_sync.traces(group.optimizers, self.models)
+        return bool(versions) and all(grad is None for grad, _ in versions)
 
     def _watch(self, always: bool = False) -> None:
         """Prepare to detect which groups the next backward pass reaches, if that matters."""
@@ -371,13 +371,13 @@ class Window:
 
     def _meet(self, count: float) -> None:
         """Agree on :attr:`reference`, once: this waits for the device. ``count``: -1 for a scalar loss, -2 for none."""
-        most = self.gradient_sync.largest([count])[0]
-        self._met = most > -2.0
-        if most >= 0.0:
-            self.reference = 2.0 ** math.ceil(math.log2(max(most, 1.0) * self.size))
+        largest_count = self.gradient_sync.largest([count])[0]
+        self._met = largest_count > -2.0
+        if largest_count >= 0.0:
+            self.reference = 2.0 ** math.ceil(math.log2(max(largest_count, 1.0) * self.size))
 
     def follow(self, weighted: bool) -> None:
-        """Another rank has this micro-batch's loss: take the same state as its window."""
+        """Take the same state as the window of the rank that has this micro-batch's loss."""
         if self._newest.closed:
             self._open()
         self.fed, self.complete = True, self.share.last
@@ -388,7 +388,7 @@ class Window:
                 group.scalars = self.scalars = True
 
     def drop(self, world_size: int, fp16: bool) -> None:
-        """The current micro-batch has no loss: its samples do not count (one process), or count with a zero gradient (several)."""
+        """Note that the current micro-batch has no loss: its samples do not count (one process), or count with a zero gradient (several)."""
         if self._newest.closed:
             self._open()
         self.complete = self.share.last
@@ -404,14 +404,14 @@ class Window:
         It weighs the loss at no cost: multiplying the loss itself would add a node to the graph (10 us a micro-batch).
         """
         key = (divisor, like.device, like.dtype)
-        found = self._seeds.get(key)
-        if found is None:
+        seed = self._seeds.get(key)
+        if seed is None:
             if len(self._seeds) > 256:
                 self._seeds.clear()
             # Divided in the format in which autograd divides for (loss / divisor).backward(): the same last bit.
-            one = torch.ones((), dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
-            found = self._seeds[key] = (one / divisor).to(like.device, non_blocking=True)
-        return found
+            numerator = torch.ones((), dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
+            seed = self._seeds[key] = (numerator / divisor).to(like.device, non_blocking=True)
+        return seed
 
     # -- groups that a backward pass has reached ---------------------------------------------------------------------------------
 
@@ -422,11 +422,11 @@ class Window:
         return [i for i, pair in enumerate(pairs) if any(a[0] is not b[0] or a[1] != b[1] for a, b in pair)]
 
     def attribute(self) -> None:
-        """After a backward pass: assign its loss to the groups whose parameters it has reached.
+        """Assign the loss of a backward pass, which is over, to the groups whose parameters it has reached.
 
         Raises:
             TypeError: one optimizer's gradients have both kinds of losses.
-            RuntimeError: it added to gradients that were divided, unscaled or clipped for a step that has not happened.
+            RuntimeError: the pass added to gradients that were divided, unscaled or clipped for a step that has not happened.
         """
         newest, several = self._newest, self.only is None
         before, self.watching, self._released, self._watched = self._watched, False, False, []
@@ -442,8 +442,10 @@ class Window:
                 group.held = False
             if not several:
                 continue
-            kept = group.count is None and not group.used and any(grad is not None for grad, _ in before[i])
-            if (newest.count is not None and (group.scalars or kept)) or (newest.scalars and group.count is not None):
+            holds_scalar = group.count is None and not group.used and any(grad is not None for grad, _ in before[i])
+            if (newest.count is not None and (group.scalars or holds_scalar)) or (
+                newest.scalars and group.count is not None
+            ):
                 raise TypeError(
                     "a scalar loss and a Loss(sum, count) have reached the parameters of one optimizer before its step: return one kind"
                 )

@@ -63,7 +63,7 @@ class PreparedOptimizer(Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the latest step was skipped because a gradient was not finite. Waits for the device."""
-        self._stepper.settle()
+        self._stepper.await_verdicts()
         return self._stepper.skipped
 
     def guard_by(self, guard: Guard | None) -> None:
@@ -116,12 +116,12 @@ class PreparedScheduler:
         return _itself, (self.scheduler,)
 
     def _group(self) -> GradientState:
-        """The state of its optimizer's gradients; some third-party schedulers do not say which optimizer is theirs."""
+        """The state of the gradients of the scheduler's optimizer; some third-party schedulers do not say which optimizer is theirs."""
         optimizer = getattr(self.scheduler, "optimizer", None)
         if isinstance(optimizer, PreparedOptimizer):
             optimizer = optimizer.optimizer
-        known = any(optimizer is own for own in self._stepper.known)
-        return self._window.state_of(optimizer) if known else self._window.groups[0]  # type: ignore[arg-type]
+        is_prepared = any(optimizer is stepped for stepped in self._stepper.optimizers)
+        return self._window.state_of(optimizer) if is_prepared else self._window.groups[0]  # type: ignore[arg-type]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         if self._window.is_open(self._group()):
@@ -142,7 +142,7 @@ class AutocastForward:
         self._open: list[Any] = []
 
     def attach(self, module: nn.Module) -> None:
-        """Hooks rather than a wrapper: class, parameter names and pickling stay as they are."""
+        """Attach hooks rather than a wrapper: class, parameter names and pickling stay as they are."""
         module.register_forward_pre_hook(self.enter)
         module.register_forward_hook(self.leave, always_call=True)
 

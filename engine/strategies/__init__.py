@@ -39,14 +39,14 @@ def get(name: str | Mapping[str, Any] | NamedOptions | Strategy, world_size: int
     """
     if isinstance(name, Strategy):
         return name
-    asked = check("strategy", name)
-    if isinstance(asked, str) and asked in _SHORT:
-        asked = check("strategy", _SHORT[asked])
-    if isinstance(asked, NamedOptions):
-        return _configured(asked)
-    if asked == "auto":
-        asked = "single" if world_size == 1 else "ddp"
-    built: Strategy = _maker(asked, "")()
+    requested = check("strategy", name)
+    if isinstance(requested, str) and requested in _SHORT:
+        requested = check("strategy", _SHORT[requested])
+    if isinstance(requested, NamedOptions):
+        return _configured(requested)
+    if requested == "auto":
+        requested = "single" if world_size == 1 else "ddp"
+    built: Strategy = _maker(requested, "")()
     return built
 
 
@@ -79,49 +79,49 @@ def _maker(name: object, where: str) -> Callable[..., Any]:
     """The factory of the strategy of this name; ``where`` starts the error message."""
     point = strategy_names.BUILT_IN.get(name) if isinstance(name, str) else None
     if point is not None and strategy_names.is_there(point):
-        ours: Callable[..., Any] = point.load()
-        return ours
-    others = {each.name: each for each in entry_points(group=strategy_names.GROUP)}
-    if name in others:
-        theirs = load(others[str(name)])
-        assert theirs is not None  # only a module of ours may be absent
-        return theirs
-    known = ["auto", *(n for n, p in strategy_names.BUILT_IN.items() if strategy_names.is_there(p)), *others]
-    possible = f"possible: {', '.join(known)}, or a Strategy object"
+        factory: Callable[..., Any] = point.load()
+        return factory
+    entries = {entry.name: entry for entry in entry_points(group=strategy_names.GROUP)}
+    if name in entries:
+        user_factory = load(entries[str(name)])
+        assert user_factory is not None  # only a module of ours may be absent
+        return user_factory
+    names = ["auto", *(n for n, p in strategy_names.BUILT_IN.items() if strategy_names.is_there(p)), *entries]
+    possible = f"possible: {', '.join(names)}, or a Strategy object"
     if point is not None:
         raise ValueError(
             f"{where}strategy={name!r} is not in this installation, which lacks {point.module}: install the whole package again; {possible}"
         )
-    raise ValueError(f"{where}strategy={name!r} is unknown{hint('strategy', str(name), known)}; {possible}")
+    raise ValueError(f"{where}strategy={name!r} is unknown{hint('strategy', str(name), names)}; {possible}")
 
 
-def _configured(asked: NamedOptions) -> Strategy:
-    make = _maker(asked.name, asked.error_prefix())
+def _configured(requested: NamedOptions) -> Strategy:
+    make = _maker(requested.name, requested.error_prefix())
     if not isinstance(make, type):
         # A name that includes settings of a class, such as deepspeed_stage_3.
         base = make()
         make = type(base)
         fixed = {
-            each.name: getattr(base, each.name)
-            for each in fields(base)
-            if each.init and getattr(base, each.name) != each.default
+            option.name: getattr(base, option.name)
+            for option in fields(base)
+            if option.init and getattr(base, option.name) != option.default
         }
         for key, value in fixed.items():
-            if asked.options.get(key, value) != value:
+            if requested.options.get(key, value) != value:
                 raise ValueError(
-                    f"{asked.error_prefix(key)}strategy.{key}={asked.options[key]!r} contradicts the name {asked.name!r}, "
+                    f"{requested.error_prefix(key)}strategy.{key}={requested.options[key]!r} contradicts the name {requested.name!r}, "
                     f"which stands for {key}={value!r}: give another name, such as {_class_name(make)!r}"
                 )
-        asked = replace(asked, options={**fixed, **asked.options})
-    built: Strategy = construct("strategy", asked, make)
+        requested = replace(requested, options={**fixed, **requested.options})
+    built: Strategy = construct("strategy", requested, make)
     return built
 
 
-def describe(strategy: Strategy, asked: Any) -> dict[str, Any]:
-    """A strategy as written into a file: its name (the ``asked`` one, unless that is ``"auto"`` or short) and its settings."""
-    name = asked.name if isinstance(asked, NamedOptions) else asked
-    ours = isinstance(name, str) and name != "auto" and name not in _SHORT
-    return fields_of(strategy, name if ours else _class_name(type(strategy)))
+def describe(strategy: Strategy, requested: Any) -> dict[str, Any]:
+    """A strategy as written into a file: its name (the ``requested`` one, unless that is ``"auto"`` or short) and its settings."""
+    name = requested.name if isinstance(requested, NamedOptions) else requested
+    is_full_name = isinstance(name, str) and name != "auto" and name not in _SHORT
+    return fields_of(strategy, name if is_full_name else _class_name(type(strategy)))
 
 
 def _class_name(make: type) -> str:

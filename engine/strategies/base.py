@@ -18,13 +18,13 @@ from engine.config.settings import Settings
 from engine.distributed.collectives import all_reduce, maximum_over_ranks
 from engine.distributed.group import Group
 from engine.step.gradient_sync import GradientSync
-from engine.step.gradients import joins
+from engine.step.gradients import zero_with_graph
 from engine.step.optimizer_step import Stepper
 from engine.step.passes import Passes
 from engine.step.precision import Precision, Scaler
 from engine.step.window import Window
 from engine.strategies import deferred_init
-from engine.strategies.tensor_class_states import flat, whole_again
+from engine.strategies.tensor_class_states import flat, unflat
 from engine.transforms.blocks import user_module
 from engine.transforms.compile import Transforms
 from engine.utils import accelerator
@@ -44,7 +44,7 @@ class Strategy(GradientSync):
     - ``model``, ``models``: what :meth:`setup` returned; ``module``: what the user gave to it.
     - ``parameters``, ``grads``: tensors of the model and their gradients, DTensors under strategies that shard.
     - ``optimizers``: plain ones; ``divisor``: what the sum of gradients is divided by; ``max_norm``, ``norm_type``, ``max_value``: clipping.
-    - ``enabled``: whether gradients are reduced; ``value``, ``found``: a number of this rank.
+    - ``enabled``: whether gradients are reduced; ``value``, ``flag``: a number of this rank.
     - ``scaler``: of fp16's losses, or ``None``; ``on_nonfinite``: as in :class:`engine.Engine`; ``transforms``: recomputation and compilation.
     - ``source``: an opened checkpoint; ``stored``: one of its tensors.
     """
@@ -54,24 +54,24 @@ class Strategy(GradientSync):
     matched_backward: bool = field(default=False, init=False, repr=False)
     """Whether every backward pass contains collectives, not only a window's last one."""
     fused: str | None = field(default=None, init=False, repr=False)
-    """What the strategy does in one call, so that nobody can call, or replace, a part of it alone; ``None``: nothing. Completes "which ..."."""
+    """Completes "a strategy which ..." in an error: the work of one call whose parts nobody can call or replace alone; ``None``: nothing."""
     group: Group = field(init=False, repr=False)
     data_group: Group = field(init=False, repr=False)
     owns_weights: bool = field(default=False, init=False, repr=False)
-    """Whether the strategy keeps master copies of the weights and their gradients, which the module does not have, and trains only the
-    parameters that are trained when it sets up the model."""
+    """Whether the strategy keeps master copies of the weights and their gradients, which the module does not have. Such a strategy trains
+    only the parameters that require a gradient when it sets up the model."""
     pipelined: bool = field(default=False, init=False, repr=False)
     """Whether forward and backward passes run together, by :class:`engine.strategies.pipelined_passes.PipelinedPasses`."""
     role: str = field(default="", init=False, repr=False)
-    """What this rank has of the model that others have not, ``"pipeline stage 1 of 4"``; empty where all ranks do the same."""
+    """Part of the model that only this rank has, ``"pipeline stage 1 of 4"``; empty if all ranks have the same."""
     speaks: bool = field(default=True, init=False, repr=False)
-    """Whether this rank's losses and logged values count: true for one of the ranks with the same data."""
+    """Whether losses and logged values of this rank count: true for one of the ranks with the same data."""
     random_stream: int = field(default=0, init=False, repr=False)
     """Ranks with the same number draw the same random numbers (of dropout, for example)."""
     parts_differ: bool = field(default=False, init=False, repr=False)
     """Whether ranks return tensors of different names in :meth:`model_parts` and :meth:`optimizer_parts`."""
     precision: Precision = field(default=Precision.parse("32-true"), init=False, repr=False)
-    """Set by the engine before ``connect``."""
+    """Number formats; set by the engine before ``connect``."""
     transform: Callable[[nn.Module], None] = field(default=lambda model: None, init=False, repr=False)
     """Recomputation and compilation, of :meth:`transform_by`: called once for each model, between cutting its modules and sharding it."""
     compiles_whole: str | None = field(default=None, init=False, repr=False)
@@ -116,7 +116,7 @@ class Strategy(GradientSync):
         return {"dp_replicate": self.group.world_size}
 
     def transform_by(self, transforms: Transforms) -> None:
-        """Called once, after ``connect``, with what is to be done to models; ``ValueError`` if this strategy does not allow it."""
+        """Called once, after ``connect``, with the transforms of models; ``ValueError`` if this strategy does not allow them."""
         transforms.check(self.compiles_whole, type(self).__name__)
         self.transform = transforms.apply
 
@@ -140,11 +140,11 @@ class Strategy(GradientSync):
         return Scaler(self.group.device) if self.precision.scaled else None
 
     def stepper(self, scaler: Scaler | None, on_nonfinite: str | None) -> Stepper:
-        """What finishes windows and steps optimizers."""
+        """Create the object that closes windows and steps optimizers."""
         return Stepper(self.window, self, scaler, on_nonfinite)
 
     def passes(self, scaler: Scaler | None) -> Passes:
-        """What runs backward passes that are not plain ones."""
+        """Create the object that runs backward passes of other code, with the window's weights."""
         return Passes(self.window, self.data_group, scaler)
 
     def train_with(self, loader: Any) -> None:
@@ -185,14 +185,14 @@ class Strategy(GradientSync):
             self.sync(models, True)
 
     def expect(self, models: Sequence[nn.Module], root: Tensor) -> None:
-        """The next backward pass starts at ``root``, which no forward pass has returned."""
+        """Prepare for a backward pass that starts at ``root``, which no forward pass has returned."""
 
     def backward_nothing(self, models: Sequence[nn.Module], last: bool) -> None:
-        """A micro-batch has no loss: take part in the other ranks' gradient reduction, if it is the window's ``last``."""
+        """Take part in the other ranks' gradient reduction for a micro-batch without a loss, if it is the window's ``last``."""
         trained = [p for model in models for p in model.parameters() if p.requires_grad]
         if not last or not trained:
             return
-        root = joins(trained)
+        root = zero_with_graph(trained)
         self.expect(models, root)
         root.backward()
 
@@ -210,14 +210,16 @@ class Strategy(GradientSync):
 
     @torch.no_grad()
     def share_buffers(self, module: nn.Module) -> None:
-        """Give every rank the buffers of the first rank with the same part of the model, which are the ones saved in checkpoints."""
-        spread(self.data_group, [b for b in module.buffers() if not b.is_meta and not hasattr(b, "placements")])
+        """Give every rank the buffers of the first rank with the same part of the model: checkpoints have that rank's buffers."""
+        broadcast_from_rank_0(
+            self.data_group, [b for b in module.buffers() if not b.is_meta and not hasattr(b, "placements")]
+        )
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Average gradients over the ranks now, for loops that decide when to step (manual optimization)."""
 
     def whole_shape(self, parameter: Tensor) -> torch.Size:
-        """The shape of a whole parameter, of which this rank may have a part. Not a collective, also inside :meth:`building`."""
+        """The shape of a whole parameter; this rank may have a part of it. Not a collective, also inside :meth:`building`."""
         return parameter.shape
 
     def flat_range(self, parameter: Tensor) -> tuple[int, int] | None:
@@ -252,20 +254,25 @@ class Strategy(GradientSync):
             ValueError: the parameters in a group are not those of the optimizer; the message names some.
         """
         numbered = numbered_state(optimizer, module, state)
-        for group, own in zip(numbered["param_groups"], optimizer.param_groups, strict=True):
-            if group.get("capturable") and all(parameter.device.type == "cpu" for parameter in own["params"]):
+        for group, optimizer_group in zip(numbered["param_groups"], optimizer.param_groups, strict=True):
+            if group.get("capturable") and all(
+                parameter.device.type == "cpu" for parameter in optimizer_group["params"]
+            ):
                 group["capturable"] = False  # saved on a GPU, where it means something
         numbers = [i for group in numbered["param_groups"] for i in group["params"]]
-        of = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+        parameters = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
         targets: dict[str, Tensor] = {}
         for i, entry in numbered["state"].items():
-            for key, stored in entry.items() if i in of else ():
+            for key, stored in entry.items() if i in parameters else ():
                 if isinstance(stored, Stored):
-                    there, made = optimizer.state.get(of[i], {}).get(key), self.part_like(stored, of[i])
-                    targets[stored.name] = there if _alike(there, made) else made
-        entries = {i: entry for i, entry in numbered["state"].items() if i in of}
+                    existing, part = (
+                        optimizer.state.get(parameters[i], {}).get(key),
+                        self.part_like(stored, parameters[i]),
+                    )
+                    targets[stored.name] = existing if _can_hold(existing, part) else part
+        entries = {i: entry for i, entry in numbered["state"].items() if i in parameters}
         read = source.read_optim({**numbered, "state": entries}, lambda stored: targets.get(stored.name, whole(stored)))
-        optimizer.load_state_dict({**read, "state": {i: whole_again(entry) for i, entry in read["state"].items()}})
+        optimizer.load_state_dict({**read, "state": {i: unflat(entry) for i, entry in read["state"].items()}})
 
     def part_like(self, stored: Stored, parameter: Tensor) -> Tensor:
         """An empty tensor for this rank's shard of an entry of a parameter's optimizer state."""
@@ -287,9 +294,9 @@ class Single(Strategy):
 
     def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
         if world_size is not None and world_size > 1 and (settings.devices != "auto" or settings.num_nodes > 1):
-            asked = f"devices={settings.devices!r}" if settings.num_nodes == 1 else f"num_nodes={settings.num_nodes}"
+            setting = f"devices={settings.devices!r}" if settings.num_nodes == 1 else f"num_nodes={settings.num_nodes}"
             raise ValueError(
-                f"strategy='single' and {asked}: one process cannot use {world_size} devices; use strategy='ddp' or 'auto'"
+                f"strategy='single' and {setting}: one process cannot use {world_size} devices; use strategy='ddp' or 'auto'"
             )
 
     def connect(self, group: Group) -> None:
@@ -300,7 +307,7 @@ class Single(Strategy):
         super().connect(group)
 
 
-def trained(model: nn.Module) -> Iterable[Any]:
+def trained_parameters(model: nn.Module) -> Iterable[Any]:
     """The parameters that receive gradients."""
     return (p for p in model.parameters() if p.requires_grad)
 
@@ -310,7 +317,7 @@ def class_name(model: nn.Module) -> str:
     return type(user_module(model)).__name__
 
 
-def spread(group: Group, tensors: Iterable[Tensor]) -> None:
+def broadcast_from_rank_0(group: Group, tensors: Iterable[Tensor]) -> None:
     """Broadcast rank 0's values, in place."""
     if group.world_size > 1:
         for tensor in tensors:
@@ -343,17 +350,17 @@ def named_state(optimizer: Any, module: nn.Module) -> dict[str, Any]:
 
 def numbered_state(optimizer: Any, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """Convert a result of :func:`named_state` or ``optimizer.state_dict`` for ``optimizer.load_state_dict``."""
-    names, own = _names(optimizer, module), optimizer.state_dict()["param_groups"]
+    names, optimizer_groups = _names(optimizer, module), optimizer.state_dict()["param_groups"]
     saved = [group["params"] for group in state["param_groups"]]
     if all(isinstance(i, int) for ids in saved for i in ids):
         return state
-    groups = [group["params"] for group in own]
+    groups = [group["params"] for group in optimizer_groups]
     if [{names[i] for i in ids} for ids in groups] != [set(ids) for ids in saved]:
-        here, there = {names[i] for ids in groups for i in ids}, {name for ids in saved for name in ids}
+        current, stored = {names[i] for ids in groups for i in ids}, {name for ids in saved for name in ids}
         raise ValueError(
             f"the saved state of {type(optimizer).__name__} has other parameters: {len(saved)} group(s) of {[len(ids) for ids in saved]}, "
-            f"the optimizer has {len(groups)} of {[len(ids) for ids in groups]}; only in the checkpoint: {sorted(map(str, there - here))[:5]}, "
-            f"only in the optimizer: {sorted(map(str, here - there))[:5]}; "
+            f"the optimizer has {len(groups)} of {[len(ids) for ids in groups]}; only in the checkpoint: {sorted(map(str, stored - current))[:5]}, "
+            f"only in the optimizer: {sorted(map(str, current - stored))[:5]}; "
             "start it fresh with Resume(path, optimizer=False), or load what fits with strict=False. Add groups that the training added "
             "again before the optimizer is loaded: in on_load_checkpoint of the callback or module, where run.epoch and run.step are known"
         )
@@ -362,15 +369,15 @@ def numbered_state(optimizer: Any, module: nn.Module, state: dict[str, Any]) -> 
     return {**state, "state": entries, "param_groups": merged}
 
 
-def _alike(there: Any, made: Tensor) -> bool:
+def _can_hold(existing: Any, target: Tensor) -> bool:
     """Whether an existing tensor can hold another's content."""
-    same = (
-        type(there) is type(made)
-        and there.shape == made.shape
-        and there.dtype == made.dtype
-        and there.device == made.device
+    same_form = (
+        type(existing) is type(target)
+        and existing.shape == target.shape
+        and existing.dtype == target.dtype
+        and existing.device == target.device
     )
-    return same and getattr(there, "placements", None) == getattr(made, "placements", None)
+    return same_form and getattr(existing, "placements", None) == getattr(target, "placements", None)
 
 
 def _names(optimizer: Any, module: nn.Module) -> dict[int, str | int]:

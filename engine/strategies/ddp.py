@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks, trained
+from engine.strategies.base import Strategy, broadcast_from_rank_0, class_name, sum_over_ranks, trained_parameters
 from engine.strategies.ddp_replica import Replica
 from engine.strategies.gradient_averaging import GradientAverage, ReachedParameters
 from engine.transforms.blocks import user_module
@@ -65,7 +65,7 @@ class DDP(Strategy):
             )
         if self.group.cpu is None:
             return model
-        if not any(True for _ in trained(model)) and (
+        if not any(True for _ in trained_parameters(model)) and (
             user_module(model) is model or not any(True for _ in model.parameters())
         ):
             # Nothing is reduced, and the user keeps the model itself. Fit's own wrappers are not kept.
@@ -113,14 +113,14 @@ class DDP(Strategy):
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def repoint(self, optimizer: Optimizer) -> None:
-        if not any(optimizer is known for known in self._optimizers):
+        if not any(optimizer is prepared for prepared in self._optimizers):
             self._optimizers.append(optimizer)
 
     def release(self) -> None:
         for watch in self._watches:
             watch.remove()
-        for known in (self._watches, self._optimizers, self._replicas):
-            known.clear()
+        for parts in (self._watches, self._optimizers, self._replicas):
+            parts.clear()
         self._reached.forget()
         self._average.forget()
 
@@ -166,7 +166,7 @@ class DDP(Strategy):
         self._reached.forget()
 
     def share_parameters(self, model: nn.Module) -> None:
-        spread(self.group, [t.detach() for t in (*model.parameters(), *model.buffers())])
+        broadcast_from_rank_0(self.group, [t.detach() for t in (*model.parameters(), *model.buffers())])
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         if self.group.world_size > 1:
@@ -178,7 +178,7 @@ class DDP(Strategy):
 
 def _still_frozen(model: nn.Module, inputs: Any) -> None:
     """A forward pre-hook of a model that was prepared without a trained parameter."""
-    if torch.is_grad_enabled() and any(True for _ in trained(model)):
+    if torch.is_grad_enabled() and any(True for _ in trained_parameters(model)):
         raise ValueError(
             f"{type(model).__name__} had no trained parameter when it was prepared, and has some now, which no rank would reduce: "
             "prepare it while one of its parameters is trained (requires_grad), and freeze it afterwards"

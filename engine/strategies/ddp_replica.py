@@ -19,7 +19,7 @@ from engine.distributed import stacks
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.step.gradients import check_held
-from engine.strategies.base import spread, trained
+from engine.strategies.base import broadcast_from_rank_0, trained_parameters
 from engine.strategies.gradient_averaging import average
 from engine.strategies.model_structure import TrainedParameters
 from engine.utils import torch_private
@@ -65,15 +65,15 @@ class Replica(DistributedDataParallel):
         self._reduced: Sequence[Tensor] = lent or self._seen.trained
         """Parameters of the reducer, in its order."""
         self._idle = not self._seen.trained
-        """Nothing is trained."""
+        """Whether nothing is trained."""
         self._open = False
-        """Some gradients are not reduced yet."""
+        """Whether some gradients are not reduced yet."""
         self._trained_before: list[Tensor] = []
         """Parameters that the open window has trained before its latest changes."""
         self._outdated = False
-        """The module must be wrapped again before the next reduction."""
+        """Whether the module must be wrapped again before the next reduction."""
         self._searches_once = False
-        """This reducer was made for one pass, in which it searches the graph for parameters without gradient."""
+        """Whether this reducer was made for one pass, in which it searches the graph for parameters without gradient."""
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce gradients by ``hook``, also after a change of the module."""
@@ -145,7 +145,7 @@ class Replica(DistributedDataParallel):
     # -- a change -----------------------------------------------------------------------------------------------------------------
 
     def leave_out(self) -> None:
-        """A micro-batch has no loss on this rank, and perhaps no forward pass: follow what the other ranks follow in theirs."""
+        """Follow the model's changes in a micro-batch without a loss, and perhaps without a forward pass, on this rank: other ranks do in theirs."""
         self._catch_up()
         if self._idle and self.require_backward_grad_sync:
             self._close_window()
@@ -158,7 +158,7 @@ class Replica(DistributedDataParallel):
             self._follow(inside=False)
 
     def _notice(self, used: bool) -> None:
-        """Take what the module consists of now. ``used``: a forward pass has computed with it already."""
+        """Record the modules and parameters of the module as they are now. ``used``: a forward pass has computed with them already."""
         before, self._seen = self._seen, TrainedParameters(self.module, self.parameters_to_ignore)
         now = self._seen
         check_held(before.named, now.named, self._optimizers)
@@ -173,16 +173,16 @@ class Replica(DistributedDataParallel):
             if used:  # too late to change them
                 self._compare([t for t in new if isinstance(t, nn.Parameter)])
             else:
-                spread(self._ranks, [t.detach() for t in new])
+                broadcast_from_rank_0(self._ranks, [t.detach() for t in new])
 
     def _follow(self, inside: bool) -> None:
         """Reduce what is trained now, from this pass on. ``inside``: its forward pass is over, and may not have used new parameters."""
-        now = self._seen.trained
-        same = _same(now, self._reduced)
-        if not same:
-            self._agree("now trains these parameters", now, inside)
+        trained = self._seen.trained
+        is_same = _same(trained, self._reduced)
+        if not is_same:
+            self._agree("now trains these parameters", trained, inside)
         self._average_left_over()
-        if same and not self._searches_once:  # changed and changed back
+        if is_same and not self._searches_once:  # changed and changed back
             self._outdated = False
             return
         self._searches_once = self._outdated = inside and not self._idle  # the next pass needs no search
@@ -210,7 +210,7 @@ class Replica(DistributedDataParallel):
             average(self._ranks, [p for p in before if id(p) not in now])
 
     def _close_window(self) -> None:
-        """The window's last pass is over. Where nothing is trained, no reduction follows that would average what is left."""
+        """Close the window after its last pass. Where nothing is trained, no reduction follows that would average what is left."""
         if self._open:
             if self._idle:
                 self._average_left_over()
@@ -232,7 +232,7 @@ class Replica(DistributedDataParallel):
         parameters = [self._reduced[int(number)] for number in numbers[1].split()]
         raise RuntimeError(
             f"the loss did not depend on these trained parameters, whose gradients strategy 'ddp' waits for: "
-            f"{_shown(self._seen.names(parameters))}. If a step may leave parameters out, use "
+            f"{_first_names(self._seen.names(parameters))}. If a step may leave parameters out, use "
             'strategy={"name": "ddp", "find_unused_parameters": True}; freeze those that are never trained (requires_grad_(False))'
         ) from None
 
@@ -242,7 +242,7 @@ class Replica(DistributedDataParallel):
         """Raise on all ranks unless all have made the same change. Waits for ranks that have made none, with a warning."""
         names = self._seen.names(parameters)
         form = [what, inside, *([name, list(p.shape), str(p.dtype)] for name, p in zip(names, parameters, strict=True))]
-        doing = f"waiting for the other ranks to make the same change of the model, which {what} on this rank: {_shown(names)}"
+        doing = f"waiting for the other ranks to make the same change of the model, which {what} on this rank: {_first_names(names)}"
         warning = threading.Timer(PATIENCE_S, logger.warning, [f"rank {self._ranks.rank} is {doing}"])
         warning.daemon = True
         warning.start()
@@ -261,18 +261,18 @@ class Replica(DistributedDataParallel):
     def _compare(self, new: Sequence[Tensor]) -> None:
         """Raise on all ranks if their values differ."""
         firsts = [t.detach().clone() for t in new]
-        spread(self._ranks, firsts)
+        broadcast_from_rank_0(self._ranks, firsts)
         if not all(gather_json(self._ranks, all(map(torch.equal, firsts, [t.detach() for t in new])))):
             raise ValueError(
                 "modules were added inside a forward pass (training_step), with different values on each rank: "
-                f"{_shown(self._seen.names(new))}. Add them before it, for example in on_train_batch_start, or with equal values on all ranks"
+                f"{_first_names(self._seen.names(new))}. Add them before it, for example in on_train_batch_start, or with equal values on all ranks"
             )
 
 
 @contextmanager
 def _one_trained(module: nn.Module) -> Iterator[Sequence[Tensor]]:
     """Train one parameter inside the block if none is trained, and yield it: torch builds no reducer otherwise."""
-    lent = [] if any(True for _ in trained(module)) else list(module.parameters())[:1]
+    lent = [] if any(True for _ in trained_parameters(module)) else list(module.parameters())[:1]
     for parameter in lent:
         parameter.requires_grad_(True)
     try:
@@ -283,28 +283,32 @@ def _one_trained(module: nn.Module) -> Iterator[Sequence[Tensor]]:
 
 
 def _start_again(state: Any) -> None:
-    """PowerSGD keeps matrices by bucket index, and bucket shapes have changed: reduce exactly until they are stable again."""
+    """Reduce exactly until bucket shapes are stable again: PowerSGD keeps matrices by bucket index, and the shapes have changed."""
     if type(state).__name__ == "PowerSGDState":
-        for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
-            kept.clear()
+        for matrices in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+            matrices.clear()
         state.iter = min(state.iter, state.start_powerSGD_iter - 2)
 
 
-def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
+def _same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return len(first) == len(second) and all(map(is_, first, second))
 
 
-def _shown(names: Sequence[str], most: int = 6) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _first_names(names: Sequence[str], limit: int = 6) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _differences(forms: Sequence[Sequence[Any]]) -> str:
     """Rank 0's change, and that of the first rank with another one."""
     rank = next(rank for rank, form in enumerate(forms) if form != forms[0])
     lines = []
-    for who, other in ((0, rank), (rank, 0)):
-        what, inside, *own = forms[who]
-        only = [f"{name} {shape} {dtype}" for name, shape, dtype in own if [name, shape, dtype] not in forms[other]]
+    for who, other_rank in ((0, rank), (rank, 0)):
+        what, inside, *parameters = forms[who]
+        only = [
+            f"{name} {shape} {dtype}"
+            for name, shape, dtype in parameters
+            if [name, shape, dtype] not in forms[other_rank]
+        ]
         when = "inside its forward pass" if inside else "before its forward pass"
-        lines.append(f"  rank {who} {what}, changed {when}; only here: {_shown(only) or 'nothing'}")
+        lines.append(f"  rank {who} {what}, changed {when}; only here: {_first_names(only) or 'nothing'}")
     return "\n".join(lines)

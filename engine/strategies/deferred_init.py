@@ -19,16 +19,16 @@ from engine.transforms.blocks import user_module
 def parameters_deferred() -> Iterator[None]:
     """Inside the block, parameters that modules register go to the meta device; shared ones stay shared, buffers keep their values."""
     register = nn.Module.register_parameter
-    known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+    deferred: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def register_deferred(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
-        kept = self._parameters[name]
-        if kept is None or kept.is_meta or type(kept) is not nn.Parameter:
+        parameter = self._parameters[name]
+        if parameter is None or parameter.is_meta or type(parameter) is not nn.Parameter:
             return
-        if kept not in known:
-            known[kept] = nn.Parameter(torch.empty_like(kept, device="meta"), kept.requires_grad)
-        self._parameters[name] = known[kept]
+        if parameter not in deferred:
+            deferred[parameter] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        self._parameters[name] = deferred[parameter]
 
     nn.Module.register_parameter = register_deferred  # type: ignore[method-assign]
     try:
@@ -48,7 +48,7 @@ def materialise(
     initialise: Callable[[nn.Module], None] | None,
     away: Container[Tensor] = (),
 ) -> dict[Tensor, Tensor]:
-    """Allocate and initialize on ``device`` what has no values.
+    """Allocate and initialize parameters and buffers without values on ``device``.
 
     Args:
         initialise: called with each submodule that got memory; ``None``: the memory stays uninitialized.
@@ -62,7 +62,7 @@ def materialise(
     """
     done: dict[Tensor, Tensor] = {}
     for inner in module.modules():
-        kept: dict[Tensor, Tensor] = {}
+        initialized: dict[Tensor, Tensor] = {}
         fresh = False
         for store in (inner._parameters, inner._buffers):
             for key, tensor in store.items():
@@ -72,12 +72,12 @@ def materialise(
                     done[tensor], fresh = _with_memory(tensor, device), True
                 elif initialise is not None:  # initialized already, perhaps by a module that shares it
                     real = done.get(tensor, tensor)
-                    kept[real] = real.detach().clone()
+                    initialized[real] = real.detach().clone()
                 store[key] = done.get(tensor, tensor)  # type: ignore[assignment]
         if fresh and initialise is not None:
             initialise(inner)
             with torch.no_grad():
-                for real, value in kept.items():
+                for real, value in initialized.items():
                     real.copy_(value)
     return done
 
@@ -92,11 +92,11 @@ def return_freed_memory() -> None:
 def initialiser(model: nn.Module) -> Callable[[nn.Module], None]:
     """How a model's modules are initialized: by its method ``init_weights(module)``, else by each module's ``reset_parameters()``."""
     owner: Any = user_module(model)
-    own: Any = getattr(type(owner), "init_weights", None)
+    method: Any = getattr(type(owner), "init_weights", None)
     # Hugging Face's has no argument, and initializes a whole model.
-    takes_module = own is not None and len(inspect.signature(own).parameters) == 2
-    found: Callable[[nn.Module], None] = owner.init_weights if takes_module else reset
-    return found
+    takes_module = method is not None and len(inspect.signature(method).parameters) == 2
+    initialise: Callable[[nn.Module], None] = owner.init_weights if takes_module else reset
+    return initialise
 
 
 def reset(module: nn.Module) -> None:
@@ -105,16 +105,16 @@ def reset(module: nn.Module) -> None:
     Raises:
         ValueError: the module has none.
     """
-    own: Any = getattr(module, "reset_parameters", None)
-    if own is None:
+    method: Any = getattr(module, "reset_parameters", None)
+    if method is None:
         names = [name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
         raise ValueError(
             f"{type(module).__name__} was built without memory and has no reset_parameters() to give {', '.join(names)} values: define it, or "
             "init_weights(self, module) in the TrainModule, which is called for each such module"
         )
-    own()
+    method()
 
 
 def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    made = torch.empty_like(tensor, device=device)
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    memory = torch.empty_like(tensor, device=device)
+    return nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory

@@ -23,7 +23,7 @@ def local(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def align(parameter: Any) -> None:
+def to_parameter_layout(parameter: Any) -> None:
     """Bring a gradient into its parameter's layout. Autograd leaves it as backward made it: not summed over ranks yet, or whole where the
     parameter is sharded."""
     grad = parameter.grad
@@ -31,7 +31,7 @@ def align(parameter: Any) -> None:
         parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
-def pieces(tensor: Tensor) -> int:
+def shard_count(tensor: Tensor) -> int:
     """How many ranks a tensor is sharded over."""
     if not isinstance(tensor, DTensor):
         return 1
@@ -61,7 +61,7 @@ def norms(
 
     Args:
         lists: of sharded tensors and whole ones; an empty one if other ranks have these.
-        holders: how many ranks have a shard of a tensor, including copies: each shard is on ``holders(t) / pieces(t)`` of them.
+        holders: how many ranks have a shard of a tensor, including copies: each shard is on ``holders(t) / shard_count(t)`` of them.
         device: of the result when this rank has no tensor.
     """
     dtype, largest = torch.float32, norm_type == float("inf")
@@ -72,18 +72,18 @@ def norms(
             part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if part.numel():
                 dtype = torch.promote_types(dtype, part.dtype.to_real())
-                by_copies.setdefault(holders(tensor) / pieces(tensor), []).append(part)
+                by_copies.setdefault(holders(tensor) / shard_count(tensor), []).append(part)
         total = torch.zeros((), dtype=accelerator.wide(device), device=device)
         for copies, parts in by_copies.items():
-            found = torch.nn.utils.get_total_norm(parts, norm_type).to(total)
-            total = torch.maximum(total, found) if largest else total + found**norm_type / copies
+            part_norm = torch.nn.utils.get_total_norm(parts, norm_type).to(total)
+            total = torch.maximum(total, part_norm) if largest else total + part_norm**norm_type / copies
         totals.append(total)
-    whole: Tensor = all_reduce(group, torch.stack(totals), "max" if largest else "sum")
-    return whole.to(dtype) if largest else (whole ** (1.0 / norm_type)).to(dtype)
+    norms_of_lists: Tensor = all_reduce(group, torch.stack(totals), "max" if largest else "sum")
+    return norms_of_lists.to(dtype) if largest else (norms_of_lists ** (1.0 / norm_type)).to(dtype)
 
 
 @torch.no_grad()
-def whole(group: Group, tree: Any, keep: bool) -> Any:
+def full_state(group: Group, tree: Any, keep: bool) -> Any:
     """``tree`` with full tensors on the CPU; every rank calls this, those without ``keep`` get ``{}``. One tensor at a time is gathered.
 
     A tensor that occurs several times is gathered once, and stays shared.
@@ -95,23 +95,23 @@ def whole(group: Group, tree: Any, keep: bool) -> Any:
             return tensor.detach()
         if id(tensor) not in gathered:
             # Offloaded shards are on the CPU, and are communicated through the mesh's device.
-            there: Any = tensor.detach().to(group.device)
-            placements = list(there.placements)
+            local: Any = tensor.detach().to(group.device)
+            placements = list(local.placements)
             for axis, placement in enumerate(placements):
                 if is_strided_shard(placement):  # sharded last: gathered first, separately
                     placements[axis] = Replicate()
-                    there = there.redistribute(placements=placements)
-            there = there.full_tensor()
-            gathered[id(tensor)] = there.cpu() if keep else None
+                    local = local.redistribute(placements=placements)
+            local = local.full_tensor()
+            gathered[id(tensor)] = local.cpu() if keep else None
         return gathered[id(tensor)]
 
-    found = map_tensors(gather, tree)
-    return found if keep else {}
+    full_tree = map_tensors(gather, tree)
+    return full_tree if keep else {}
 
 
 @torch.no_grad()
-def part(value: Any, like: Any) -> Any:
-    """The full tensor ``value``, which every rank has, sharded like ``like``; unchanged if the shape differs or ``like`` is not sharded."""
+def shard_like(value: Any, like: Any) -> Any:
+    """Shard the full tensor ``value``, which every rank has, like ``like``; unchanged if the shape differs or ``like`` is not sharded."""
     if (
         not isinstance(like, DTensor)
         or not isinstance(value, Tensor)
@@ -134,4 +134,5 @@ def part(value: Any, like: Any) -> Any:
 
 
 def is_sharded(tensor: Any) -> bool:
+    """Whether a tensor lies on several ranks, as a ``DTensor``."""
     return isinstance(tensor, DTensor)

@@ -24,7 +24,7 @@ from engine.config.settings import Settings
 from engine.distributed.collectives import all_reduce, gather_json
 from engine.distributed.group import Group
 from engine.strategies import deferred_init, dtensors
-from engine.strategies.base import Strategy, class_name, spread, sum_over_ranks
+from engine.strategies.base import Strategy, broadcast_from_rank_0, class_name, sum_over_ranks
 from engine.strategies.mesh import degrees, make_mesh
 from engine.strategies.model_structure import ShardedStructure
 from engine.strategies.parameter_replacements import ParameterReplacements
@@ -82,9 +82,9 @@ class FSDP(Strategy):
     _watches: list[RemovableHandle] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        who, least = type(self).__name__, self.min_size
-        if not isinstance(least, int) or isinstance(least, bool) or least < 0:
-            raise ValueError(f"{who}(min_size={least!r}) must be an int of at least 0")
+        who, min_size = type(self).__name__, self.min_size
+        if not isinstance(min_size, int) or isinstance(min_size, bool) or min_size < 0:
+            raise ValueError(f"{who}(min_size={min_size!r}) must be an int of at least 0")
         keep = self.reshard_after_forward
         if keep is not None and (not isinstance(keep, int) or keep < 0):
             raise ValueError(f"{who}(reshard_after_forward={keep!r}) must be True, False, None, or a number of ranks")
@@ -138,18 +138,18 @@ class FSDP(Strategy):
     def setup(self, model: nn.Module) -> nn.Module:
         if self.group.cpu is None:
             return model
-        made = f"{', '.join(f'{name}={size}' for name, size in self._sizes.items())}, precision={self.precision}"
+        sharding = f"{', '.join(f'{name}={size}' for name, size in self._sizes.items())}, precision={self.precision}"
         before = vars(model).get("_sharded_as")
         if before is not None:
-            if before != made:
+            if before != sharding:
                 raise ValueError(
-                    f"{class_name(model)} was sharded with {before}, but {made} is requested now: load a checkpoint into a new module"
+                    f"{class_name(model)} was sharded with {before}, but {sharding} is requested now: load a checkpoint into a new module"
                 )
             self.sync([model], True)
         else:
             self._check(model)
             self._shard(model)
-            model._sharded_as = made  # type: ignore[assignment]
+            model._sharded_as = sharding  # type: ignore[assignment]
         structure: ShardedStructure = vars(model).get("_structure") or ShardedStructure(model, type(self).__name__)
         structure.check()
         self._watches.append(structure.watch())
@@ -181,7 +181,7 @@ class FSDP(Strategy):
         chosen = (
             [] if self.blocks is None else [self.blocks] if isinstance(self.blocks, (str, type)) else list(self.blocks)
         )
-        units = blocks.units(model, chosen, self.min_size)
+        units = blocks.blocks_of(model, chosen, self.min_size)
         for root in roots:
             inside = {id(m) for m in root.modules() if m is not root}
             parts = [m for m in units if id(m) in inside]
@@ -226,15 +226,15 @@ class FSDP(Strategy):
         Raises:
             ValueError: their dtypes differ.
         """
-        own = {
+        parameters = {
             name: p
             for name, p in module.named_parameters()
             if p.requires_grad and p not in ignored and not dtensors.is_sharded(p)
         }
-        types = dict.fromkeys(p.dtype for p in own.values())  # a set's order differs between processes
+        types = dict.fromkeys(p.dtype for p in parameters.values())  # a set's order differs between processes
         if len(types) > 1:
-            most = max(types, key=lambda dtype: sum(p.dtype == dtype for p in own.values()))
-            names = [name for name, p in own.items() if p.dtype != most]
+            most_common = max(types, key=lambda dtype: sum(p.dtype == dtype for p in parameters.values()))
+            names = [name for name, p in parameters.items() if p.dtype != most_common]
             raise ValueError(
                 f"{type(module).__name__} is a block of FSDP whose parameters have several types, {', '.join(sorted(map(str, types)))}, and FSDP "
                 f"takes one: leave {', '.join(names[:5])} whole with FSDP(ignore=...), or convert them"
@@ -259,7 +259,7 @@ class FSDP(Strategy):
                     parameters[i] = new
                     if old in optimizer.state:
                         state = optimizer.state.pop(old)
-                        optimizer.state[new] = {key: dtensors.part(value, new) for key, value in state.items()}
+                        optimizer.state[new] = {key: dtensors.shard_like(value, new) for key, value in state.items()}
             if type(optimizer).__module__.startswith("torchao.optim") and any(
                 dtensors.is_sharded(p) for p in parameters
             ):
@@ -275,7 +275,7 @@ class FSDP(Strategy):
                 torch_private.forget_amp_scaling(optimizer)
 
     def share_parameters(self, model: nn.Module) -> None:
-        spread(self.group, [t.detach() for t in (*model.parameters(), *model.buffers())])
+        broadcast_from_rank_0(self.group, [t.detach() for t in (*model.parameters(), *model.buffers())])
 
     # -- gradients --------------------------------------------------------------------------------------------------------------
 
@@ -331,19 +331,19 @@ class FSDP(Strategy):
     def norms(self, grads: Mapping[str, Tensor], norm_type: float = 2.0) -> dict[str, Tensor]:
         if self.group.world_size == 1:
             return super().norms(grads, norm_type)
-        known = gather_json(self.group, list(grads)) if self.parts_differ else [list(grads)]
-        names = list(dict.fromkeys(itertools.chain.from_iterable(known)))
+        names_by_rank = gather_json(self.group, list(grads)) if self.parts_differ else [list(grads)]
+        names = list(dict.fromkeys(itertools.chain.from_iterable(names_by_rank)))
         device = torch.device("cpu") if self.cpu_offload else self.group.device
         groups = [[grads[name]] if name in grads else [] for name in names]
-        found = dtensors.norms(self.group, groups, norm_type, self._holders, device)
-        return dict(zip(names, found.unbind(), strict=True))
+        totals = dtensors.norms(self.group, groups, norm_type, self._holders, device)
+        return dict(zip(names, totals.unbind(), strict=True))
 
     def _holders(self, grad: Tensor) -> int:
         """How many ranks have a shard of this gradient, or a copy."""
         return self.group.world_size
 
-    def agree(self, found: Tensor) -> Tensor:
-        largest: Tensor = all_reduce(self.group, found, "max")
+    def agree(self, flag: Tensor) -> Tensor:
+        largest: Tensor = all_reduce(self.group, flag, "max")
         return largest
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
@@ -362,11 +362,11 @@ class FSDP(Strategy):
         super().load_optimizer(optimizer, module, state, source)
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        return self._whole(own_state(module))
+        return self._full_state(own_state(module))
 
-    def _whole(self, tree: dict[str, Any]) -> dict[str, Any]:
-        whole: dict[str, Any] = dtensors.whole(self.group, tree, self.group.is_main)
-        return whole
+    def _full_state(self, tree: dict[str, Any]) -> dict[str, Any]:
+        full: dict[str, Any] = dtensors.full_state(self.group, tree, self.group.is_main)
+        return full
 
 
 def _gather_unused(root: nn.Module) -> None:

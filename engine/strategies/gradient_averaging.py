@@ -31,13 +31,13 @@ def _average_of_dtype(ranks: Group, parameters: Sequence[Tensor]) -> None:
     """Sum the gradients and, behind them, how many ranks have each: always the same layout, whatever a rank lacks."""
     lacking = [p for p in parameters if p.grad is None]
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    there = grads[0].new_ones(len(grads))
+    counts = grads[0].new_ones(len(grads))
     for index in [index for index, p in enumerate(parameters) if p.grad is None]:
-        there[index] = 0
-    flat = torch.cat([*(g.flatten() for g in grads), there])
+        counts[index] = 0
+    flat = torch.cat([*(g.flatten() for g in grads), counts])
     dist.all_reduce(flat)
-    *pieces, there = flat.split([*(g.numel() for g in grads), len(grads)])
-    anywhere = [x != 0 for x in there.tolist()] if lacking else [True] * len(grads)
+    *pieces, counts = flat.split([*(g.numel() for g in grads), len(grads)])
+    anywhere = [x != 0 for x in counts.tolist()] if lacking else [True] * len(grads)
     for parameter, grad, piece, some in zip(parameters, grads, pieces, anywhere, strict=True):
         if some:
             grad.copy_(piece.view_as(grad).div_(ranks.world_size))
@@ -68,18 +68,20 @@ class GradientAverage:
         average(ranks, trained)
 
     def _agree(self, ranks: Group, parameters: Sequence[Tensor], trained: Sequence[Tensor]) -> None:
-        """A rank that has changed what it trains waits until all others have."""
-        known = {id(p): index for index, p in enumerate(parameters)}
-        form = [[known[id(p)], *p.shape] for p in trained]
-        if self._agreed.get(key := tuple(known)) == form:
+        """Compare the trained parameters over the ranks: a rank that has changed them waits until all others have."""
+        numbers = {id(p): index for index, p in enumerate(parameters)}
+        form = [[numbers[id(p)], *p.shape] for p in trained]
+        if self._agreed.get(key := tuple(numbers)) == form:
             return
         with stacks.doing(
             "waiting for the other ranks to step an optimizer whose trained parameters have changed on this one"
         ):
             forms = gather_json(ranks, form)
-        for rank, other in enumerate(forms):
-            if other != forms[0]:
-                only = [row for row in forms[0] if row not in other] or [row for row in other if row not in forms[0]]
+        for rank, other_form in enumerate(forms):
+            if other_form != forms[0]:
+                only = [row for row in forms[0] if row not in other_form] or [
+                    row for row in other_form if row not in forms[0]
+                ]
                 index, *shape = only[0]
                 raise ValueError(
                     f"manual optimization: ranks 0 and {rank} step an optimizer with different trained parameters: one of them does not train "
@@ -100,7 +102,7 @@ class ReachedParameters:
         self.forget()
 
     def forget(self) -> None:
-        """The window ends without a step."""
+        """End the window without a step."""
         self._remove()
         self._without: set[int] | None = None
         """Parameters (by id) without gradient at the start of the window; ``None``: it has not started."""
@@ -124,8 +126,8 @@ class ReachedParameters:
         self._remove()
         self._over, without = True, self._without
         # A model that this rank has not called in the window, as in manual optimization, keeps its gradients.
-        known = [without is None or id(p) in self._reached or id(p) not in without for p in parameters]
-        anywhere = torch.tensor(known, dtype=torch.uint8, device=ranks.device)
+        reached_here = [without is None or id(p) in self._reached or id(p) not in without for p in parameters]
+        anywhere = torch.tensor(reached_here, dtype=torch.uint8, device=ranks.device)
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
         for parameter, reached in zip(parameters, anywhere.tolist(), strict=True):
             if not reached:

@@ -12,29 +12,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from engine.distributed.group import Group
 
 
-def degrees(given: Mapping[str, int], world_size: int, who: str) -> dict[str, int]:
+def degrees(sizes: Mapping[str, int], world_size: int, who: str) -> dict[str, int]:
     """Sizes of the axes, in the order given; one may be -1 and is inferred from ``world_size`` (0: not known yet).
 
     Raises:
         ValueError: a size below 1, several -1, or a product that is not ``world_size``; the message starts with ``who``.
     """
-    shown = ", ".join(f"{name}={size!r}" for name, size in given.items())
-    for name, size in given.items():
+    sizes_text = ", ".join(f"{name}={size!r}" for name, size in sizes.items())
+    for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
             raise ValueError(f"{who}({name}={size!r}) must be an int of at least 1, or -1 for all remaining ranks")
-    rest = [name for name, size in given.items() if size == -1]
-    if len(rest) > 1:
-        raise ValueError(f"{who}({shown}): only one axis can be -1 (inferred); {' and '.join(rest)} are")
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise ValueError(f"{who}({sizes_text}): only one axis can be -1 (inferred); {' and '.join(open_axes)} are")
     if not world_size:
-        return dict(given)
-    taken = prod(size for size in given.values() if size != -1)
-    left, over = divmod(world_size, taken)
-    if over or (not rest and left != 1):
-        what = f"a multiple of {taken}" if rest else f"{taken}"
+        return dict(sizes)
+    product = prod(size for size in sizes.values() if size != -1)
+    inferred, over = divmod(world_size, product)
+    if over or (not open_axes and inferred != 1):
+        what = f"a multiple of {product}" if open_axes else f"{product}"
         raise ValueError(
-            f"{who}({shown}) needs {what} processes, this job has {world_size}: the product of the sizes must equal it; one may be -1 (inferred)"
+            f"{who}({sizes_text}) needs {what} processes, this job has {world_size}: the product of the sizes must equal it; one may be -1 (inferred)"
         )
-    return {name: left if size == -1 else size for name, size in given.items()}
+    return {name: inferred if size == -1 else size for name, size in sizes.items()}
 
 
 def make_mesh(group: Group, sizes: Mapping[str, int]) -> DeviceMesh:
@@ -44,8 +44,8 @@ def make_mesh(group: Group, sizes: Mapping[str, int]) -> DeviceMesh:
     ``dp_replicate``, because ``fully_shard`` replicates on two axes only.
     """
     needed = "dp_shard" if sizes.get("dp_replicate", 1) > 1 or group.world_size == 1 else None
-    kept = {name: size for name, size in sizes.items() if size > 1 or name == needed}
-    kind, names, shape = group.device.type, tuple(kept), tuple(kept.values())
+    axes = {name: size for name, size in sizes.items() if size > 1 or name == needed}
+    kind, names, shape = group.device.type, tuple(axes), tuple(axes.values())
     return group.made_once(("mesh", kind, names, shape), lambda: _mesh(group, names, shape))
 
 

@@ -77,9 +77,9 @@ class MeshParallel(FSDP):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.schedule not in SCHEDULES:
-            known = ", ".join(SCHEDULES)
+            names = ", ".join(SCHEDULES)
             raise ValueError(
-                f"MeshParallel(schedule={self.schedule!r}) is unknown{nearest(self.schedule, SCHEDULES)}; possible: {known}"
+                f"MeshParallel(schedule={self.schedule!r}) is unknown{nearest(self.schedule, SCHEDULES)}; possible: {names}"
             )
         count = self.num_microbatches
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
@@ -146,10 +146,10 @@ class MeshParallel(FSDP):
         self.data_group = data_group(group, self._sizes)
         stage = group.rank // (group.world_size // pp)
         self.random_stream = self.data_group.rank * pp + stage
-        _, each, backwards = SCHEDULES[self.schedule]
-        own = (stage, 2 * pp - 1 - stage if backwards else pp + stage)[:each]
-        numbers = " and ".join(str(number + 1) for number in own)
-        self.role = f"pipeline stage{'s' * (each > 1)} {numbers} of {each * pp}" if pp > 1 else ""
+        _, stages_per_rank, backwards = SCHEDULES[self.schedule]
+        stages = (stage, 2 * pp - 1 - stage if backwards else pp + stage)[:stages_per_rank]
+        numbers = " and ".join(str(number + 1) for number in stages)
+        self.role = f"pipeline stage{'s' * (stages_per_rank > 1)} {numbers} of {stages_per_rank * pp}" if pp > 1 else ""
         self.loss_stage = 0 if backwards else pp - 1
         self.has_loss = stage == self.loss_stage
         self.speaks = self.has_loss and group.rank % tp == 0
@@ -189,9 +189,9 @@ class MeshParallel(FSDP):
             self._shard_parts(model, [model] if stages is None else list(stages.pipeline.modules.values()))
         else:
             self._replacements.materialise(model)
-            for own in model.parameters():
-                if dtensors.is_sharded(own) and own.requires_grad:
-                    own.register_post_accumulate_grad_hook(dtensors.align)
+            for parameter in model.parameters():
+                if dtensors.is_sharded(parameter) and parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(dtensors.to_parameter_layout)
         if stages is not None:
             stages.follow_replacements(model)
 
@@ -230,7 +230,7 @@ class MeshParallel(FSDP):
         return None if self._stages is None else self._stages.pipeline
 
     def _shard_copy(self, plan: tensor_parallel.Plan | None, copied: nn.Module) -> None:
-        """Tensor parallel of a copy of the model without values; ``plan`` as of :func:`engine.strategies.tensor_parallel.plan_for`."""
+        """Tensor parallel of a copy of the model without values; ``plan``: see :func:`engine.strategies.tensor_parallel.plan_for`."""
         mesh = self.mesh()
         if plan is None:
             tensor_parallel.plan_for(copied, None, mesh, self.sequence_parallel)
@@ -255,12 +255,12 @@ class MeshParallel(FSDP):
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
-    def _whole(self, tree: dict[str, Any]) -> dict[str, Any]:
+    def _full_state(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Save on the first rank of each stage."""
-        whole: dict[str, Any] = dtensors.whole(
+        full: dict[str, Any] = dtensors.full_state(
             self.group, tree, self.group.rank % (self.group.world_size // self._sizes["pp"]) == 0
         )
-        return whole
+        return full
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         state = super().model_state(module)
@@ -268,7 +268,7 @@ class MeshParallel(FSDP):
 
     def model_parts(self, module: nn.Module) -> dict[str, Any]:
         state = super().model_parts(module)
-        return state if self._stages is None else self._stages.own(state)
+        return state if self._stages is None else self._stages.own_state(state)
 
     def optimizer_parts(self, optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
         state = super().optimizer_parts(optimizer, module)

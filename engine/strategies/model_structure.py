@@ -44,17 +44,17 @@ class TrainedParameters:
         return TrainedParameters, (nn.Module(),)  # a copy of the model is another model, which nobody compares
 
     def unchanged(self) -> bool:
-        """Whether the model still consists of these, and trains the same parameters."""
+        """Whether the model still consists of the recorded modules, and trains the same parameters."""
         # Called twice a step. Without `all`, `any` and `from_iterable`: each of them is one call more.
         return False not in map(is_, self._expected, chain(*self._views, map(_requires_grad, self._parameters)))
 
     def newer_than(self, before: TrainedParameters) -> list[Tensor]:
         """Parameters that ``before`` does not have, and the buffers of modules that it does not have."""
-        known, there = {id(p) for p in before.named.values()}, {id(m) for m in before.modules}
-        parameters = [p for p in dict.fromkeys(self.named.values()) if id(p) not in known]
+        parameter_ids, module_ids = {id(p) for p in before.named.values()}, {id(m) for m in before.modules}
+        parameters = [p for p in dict.fromkeys(self.named.values()) if id(p) not in parameter_ids]
         return [
             *parameters,
-            *(b for m in self.modules if id(m) not in there for b in m._buffers.values() if b is not None),
+            *(b for m in self.modules if id(m) not in module_ids for b in m._buffers.values() if b is not None),
         ]
 
     def names(self, parameters: Sequence[Tensor]) -> list[str]:
@@ -103,10 +103,10 @@ class ShardedStructure:
             if p[1].requires_grad and (name not in self._names or id(p[0]) not in self._known)
         ]
         if new:
-            shown = ", ".join(new[:6]) + (f" and {len(new) - 6} more" if len(new) > 6 else "")
+            names = ", ".join(new[:6]) + (f" and {len(new) - 6} more" if len(new) > 6 else "")
             raise ValueError(
                 f"{self._who} sharded {type(self._model).__name__} before these parameters were added, and no rank would reduce their "
-                f"gradients: {shown}. Add modules in __init__ or configure_model and freeze them until they are needed "
+                f"gradients: {names}. Add modules in __init__ or configure_model and freeze them until they are needed "
                 "(requires_grad), or use strategy='ddp', which follows such changes"
             )
         self._record()

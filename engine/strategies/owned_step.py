@@ -37,7 +37,7 @@ class OwnsStep(GradientSync):
 
 
 class OwnedStepper(Stepper):
-    """For strategies that own the step: gradients are divided, clipped, checked and applied in one call."""
+    """Stepper of strategies that own the step: gradients are divided, clipped, checked and applied in one call."""
 
     def __init__(self, window: Window, strategy: OwnsStep, scaler: Scaler | None, on_nonfinite: str | None) -> None:
         super().__init__(window, strategy, scaler, on_nonfinite)
@@ -79,7 +79,7 @@ class OwnedStepper(Stepper):
         max_value: float | None = None,
         then: Then | None = None,
     ) -> None:
-        """As :meth:`Stepper.step`."""
+        """Clip, check and apply the gradients by the strategy's own step; see :meth:`Stepper.step`."""
         self.call_before()
         divisor = self._divisor(self.window.state_of(optimizers[0]))
         self.norm, applied = self.strategy.step(optimizers, divisor, max_norm, max_value, self.on_nonfinite is not None)

@@ -9,7 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from engine.distributed.group import Group
 from engine.strategies import deferred_init, dtensors
-from engine.strategies.base import spread
+from engine.strategies.base import broadcast_from_rank_0
 
 
 class ParameterReplacements:
@@ -35,14 +35,14 @@ class ParameterReplacements:
         device = self._group.device
         if deferred_init.is_deferred(module, self._elsewhere):
             deferred_init.return_freed_memory()
-            made = deferred_init.materialise(module, device, self._initialise, self._elsewhere)
-            self._newer.update({old: new for old, new in made.items() if isinstance(old, nn.Parameter)})
+            replaced = deferred_init.materialise(module, device, self._initialise, self._elsewhere)
+            self._newer.update({old: new for old, new in replaced.items() if isinstance(old, nn.Parameter)})
         tensors = (*module.parameters(), *module.buffers())
         new = [t for t in tensors if not dtensors.is_sharded(t) and not t.is_meta and t not in self._placed]
         for tensor in new:
             tensor.data = tensor.data.to(device)
             self._placed[tensor] = True
-        spread(self._group, [t.detach() for t in new])
+        broadcast_from_rank_0(self._group, [t.detach() for t in new])
 
     def record(self, module: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
         """Record that the module's parameters have replaced ``before``, which are emptied: an optimizer may still have them."""

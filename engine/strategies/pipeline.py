@@ -54,8 +54,8 @@ class Pipeline:
         self.model, self.group, self.device, self.precision = model, group, device, precision
         self.num_microbatches = num_microbatches
         self.rank, self.size = group.rank(), group.size()
-        self.schedule, each, self._v = SCHEDULES[schedule]
-        self.num_stages = each * self.size
+        self.schedule, stages_per_rank, self._v = SCHEDULES[schedule]
+        self.num_stages = stages_per_rank * self.size
         self.modules: dict[int, Stage] = {}
         """This rank's stages, by their index."""
         self.weighted: bool | None = None
@@ -76,10 +76,11 @@ class Pipeline:
         return 2 * self.size - 1 - stage if self._v and stage >= self.size else stage % self.size
 
     def kinds(self) -> list[Any]:
-        """What each rank's stages are made of, by the rank on this axis; equal ones compute alike."""
-        made = self.shapes.kinds()
+        """Structure of the stages by rank on this axis; ranks with equal values compute alike."""
+        stage_kinds = self.shapes.kinds()
         return [
-            tuple(kind for index, kind in enumerate(made) if self.owner(index) == rank) for rank in range(self.size)
+            tuple(kind for index, kind in enumerate(stage_kinds) if self.owner(index) == rank)
+            for rank in range(self.size)
         ]
 
     @property
@@ -120,17 +121,17 @@ class Pipeline:
         rows = -(-count // self.num_microbatches)
         padded = _rows(batch, count, torch.arange(rows * self.num_microbatches).clamp(max=count - 1))
         inputs = self._captured(step, padded)
-        found = torch.zeros(3, dtype=accelerator.wide(self.device), device=self.device)
+        totals = torch.zeros(3, dtype=accelerator.wide(self.device), device=self.device)
 
         def loss_of(output: Any, index: Tensor) -> Tensor:
             low = int(index) * rows
-            kept = max(0, min(rows, count - low))
-            if not kept:  # padding samples
+            samples = max(0, min(rows, count - low))
+            if not samples:  # padding samples
                 return _first(output).sum() * 0.0
-            self._output = (_rows(self._whole(output), rows, torch.arange(kept)),)
+            self._output = (_rows(self._full_output(output), rows, torch.arange(samples)),)
             try:
                 with self.precision.context(self.device):
-                    loss = step(_rows(batch, count, torch.arange(low, low + kept)), kept)
+                    loss = step(_rows(batch, count, torch.arange(low, low + samples)), samples)
             finally:
                 self._output = None
             if loss is None:
@@ -143,8 +144,8 @@ class Pipeline:
                 raise TypeError(
                     "training_step returned a scalar loss in one micro-batch and Loss(sum, count) in another of one run: return one kind"
                 )
-            _note(found, loss, kept / count)
-            return root(loss, kept / count)
+            _note(totals, loss, samples / count)
+            return root(loss, samples / count)
 
         self._loss_of = loss_of
         schedule = self._scheduled(inputs, rows)
@@ -154,8 +155,8 @@ class Pipeline:
             arguments = inputs if 0 in self.modules else ()
             schedule.step(*arguments, target=torch.arange(self.num_microbatches))
         self._loss_of = None
-        dist.broadcast(found, group_src=self.owner(self.num_stages - 1), group=self.group)
-        return found
+        dist.broadcast(totals, group_src=self.owner(self.num_stages - 1), group=self.group)
+        return totals
 
     def _captured(self, step: Step, batch: Any) -> tuple[Tensor, ...]:
         """The model's inputs: ``step`` is run up to its call of the model."""
@@ -188,9 +189,9 @@ class Pipeline:
             (output,), self._output = self._output, ()
             return output
         if kwargs or not args or not all(isinstance(a, Tensor) for a in args):
-            given = [type(a).__name__ for a in args] + [f"{name}=" for name in kwargs]
+            argument_texts = [type(a).__name__ for a in args] + [f"{name}=" for name in kwargs]
             raise TypeError(
-                f"pipeline parallel: the model takes positional tensors only, but was called with ({', '.join(given)})"
+                f"pipeline parallel: the model takes positional tensors only, but was called with ({', '.join(argument_texts)})"
             )
         if self._inputs is not None:
             self._inputs.extend(args)
@@ -202,10 +203,10 @@ class Pipeline:
         return self._evaluate(args)
 
     def _expect(self, inputs: tuple[Tensor, ...]) -> list[Spec]:
-        """What this rank's stages get and hand on, for inputs like these; that of all stages."""
-        specs = self.shapes.of(inputs)
+        """Set the shapes that this rank's stages expect for inputs like these; return the ones of all stages."""
+        specs = self.shapes.specs_for(inputs)
         for index, module in self.modules.items():
-            module.given, module.expected = specs[index], specs[index + 1]
+            module.input_specs, module.output_specs = specs[index], specs[index + 1]
         self._returned = specs[-1]
         return specs
 
@@ -217,7 +218,7 @@ class Pipeline:
             stages = []
             for index, module in self.modules.items():
                 examples = [
-                    tuple(each.empty("meta").requires_grad_(each.requires_grad) for each in specs[i])
+                    tuple(tensor.empty("meta").requires_grad_(tensor.requires_grad) for tensor in specs[i])
                     for i in (index, index + 1)
                 ]
                 stages.append(
@@ -231,9 +232,9 @@ class Pipeline:
                         group=self.group,
                     )
                 )
-            made = getattr(importlib.import_module("torch.distributed.pipelining.schedules"), self.schedule)
-            single = "stage" in inspect.signature(made).parameters
-            self._schedules[key] = made(
+            schedule = getattr(importlib.import_module("torch.distributed.pipelining.schedules"), self.schedule)
+            single = "stage" in inspect.signature(schedule).parameters
+            self._schedules[key] = schedule(
                 stages[0] if single else stages, self.num_microbatches, loss_fn=self._loss, scale_grads=False
             )
         return self._schedules[key]
@@ -249,32 +250,32 @@ class Pipeline:
         specs = self._expect(inputs)
         passed: Any = inputs
         for index in range(self.num_stages):
-            here, before = self.owner(index), self.owner(index - 1) if index else self.owner(0)
-            if self.rank == here and before != here:
-                passed = tuple(each.empty(self.device) for each in specs[index])
+            owner, previous_owner = self.owner(index), self.owner(index - 1) if index else self.owner(0)
+            if self.rank == owner and previous_owner != owner:
+                passed = tuple(tensor_spec.empty(self.device) for tensor_spec in specs[index])
                 for tensor in passed:
-                    dist.recv(tensor, group_src=before, group=self.group)
-            elif self.rank == before != here:
+                    dist.recv(tensor, group_src=previous_owner, group=self.group)
+            elif self.rank == previous_owner != owner:
                 for tensor in passed:
-                    dist.send(tensor.contiguous(), group_dst=here, group=self.group)
-            if self.rank == here:
+                    dist.send(tensor.contiguous(), group_dst=owner, group=self.group)
+            if self.rank == owner:
                 passed = self.modules[index](*passed)
                 passed = passed if isinstance(passed, tuple) else (passed,)
         if not self.last:
-            passed = tuple(each.empty(self.device) for each in specs[-1])
+            passed = tuple(tensor_spec.empty(self.device) for tensor_spec in specs[-1])
         for module in self.modules.values():
             if isinstance(module, FSDPModule):
                 module.reshard()  # it does so by itself only after a backward pass
         passed = tuple(t.contiguous() for t in passed)
         for tensor in passed:
             dist.broadcast(tensor, group_src=self.owner(self.num_stages - 1), group=self.group)
-        return self._whole(passed)
+        return self._full_output(passed)
 
-    def _whole(self, output: Any) -> Any:
+    def _full_output(self, output: Any) -> Any:
         """The last stage's output, of this rank's parts, as the model returns it."""
         parts = output if isinstance(output, tuple) else (output,)
-        found = tuple(each.whole(part) for each, part in zip(self._returned, parts, strict=True))
-        return found if len(found) > 1 else found[0]
+        outputs = tuple(spec.with_layout(part) for spec, part in zip(self._returned, parts, strict=True))
+        return outputs if len(outputs) > 1 else outputs[0]
 
 
 def _generators(device: torch.device) -> dict[str, Any]:
@@ -312,7 +313,7 @@ def _rows(tree: Any, count: int, index: Tensor) -> Any:
 
 
 def _divided(item: Any) -> Any:
-    """For :func:`map_tensors`: objects whose samples are not rows of tensors would go whole into each chunk."""
+    """Refuse an object whose samples are not rows of tensors: :func:`map_tensors` would put all of it into each chunk."""
     container = isinstance(item, (Mapping, Sequence, type)) or dataclasses.is_dataclass(item)
     if isinstance(item, PackedSequence) or (not container and callable(getattr(item, "to", None))):
         raise TypeError(
@@ -327,11 +328,11 @@ def _first(tree: Any) -> Tensor:
     return tree if isinstance(tree, Tensor) else _first(tree[0])
 
 
-def _note(found: Tensor, loss: Tensor | Loss, fraction: float) -> None:
+def _note(totals: Tensor, loss: Tensor | Loss, fraction: float) -> None:
     if isinstance(loss, Loss):
-        found[0] = 1.0
-        found[1] += whole(loss.sum.detach())
-        found[2] += whole(loss.count) if isinstance(loss.count, Tensor) else loss.count
+        totals[0] = 1.0
+        totals[1] += whole(loss.sum.detach())
+        totals[2] += whole(loss.count) if isinstance(loss.count, Tensor) else loss.count
     else:
-        found[1] += whole(loss.detach()) * fraction
-        found[2] += fraction
+        totals[1] += whole(loss.detach()) * fraction
+        totals[2] += fraction

@@ -50,9 +50,9 @@ class StageParameters:
                 )
         for parameter, ranks in owners.items():
             if len(ranks) > 1:
-                found = _column(group, pipeline.size, sorted(ranks))
-                if found is not None and parameter.requires_grad:
-                    self.tied.append((parameter, found, len(ranks)))
+                column = _column(group, pipeline.size, sorted(ranks))
+                if column is not None and parameter.requires_grad:
+                    self.tied.append((parameter, column, len(ranks)))
         self._elsewhere = [
             part for index, stage in enumerate(parts) if pipeline.owner(index) != pipeline.rank for part in stage
         ]
@@ -60,10 +60,10 @@ class StageParameters:
         for stage in parts:
             for part in stage:
                 self.replacements.materialise(part)
-                others = {self.replacements.current(p) for p, ranks in owners.items() if pipeline.rank not in ranks}
+                elsewhere = {self.replacements.current(p) for p, ranks in owners.items() if pipeline.rank not in ranks}
                 for module in part.modules():
                     for key, sent in module._parameters.items():
-                        if sent is not None and sent in others:
+                        if sent is not None and sent in elsewhere:
                             module._parameters[key] = self.replacements.send_away(sent)
         self.replacements.materialise(model)
 
@@ -81,28 +81,28 @@ class StageParameters:
         Raises:
             TypeError: the loss has another kind than before.
         """
-        kept = [self._set_aside(index, parameter) for index, (parameter, _, _) in enumerate(self.tied)]
-        found = self.pipeline.train(step, root, batch)
+        set_aside = [self._set_aside(index, parameter) for index, (parameter, _, _) in enumerate(self.tied)]
+        totals = self.pipeline.train(step, root, batch)
         if self.pipeline.weighted is None:
-            self.pipeline.weighted = bool(found[0])
+            self.pipeline.weighted = bool(totals[0])
         for stage in self.pipeline.modules.values():
-            for own in stage.parameters():
-                if last and dtensors.is_sharded(own):
-                    dtensors.align(own)  # schedules that split backward do not call hooks
+            for stage_parameter in stage.parameters():
+                if last and dtensors.is_sharded(stage_parameter):
+                    dtensors.to_parameter_layout(stage_parameter)  # schedules that split backward do not call hooks
         for index, (parameter, group, _) in enumerate(self.tied):
             if last and parameter.grad is not None:
                 dist.all_reduce(dtensors.local([parameter.grad])[0], group=group)
-            before = kept[index]
+            before = set_aside[index]
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before + parameter.grad
             if last and parameter.grad is not None:
                 self._joined[index] = (weakref.ref(parameter.grad), parameter.grad._version)
-        return Loss(found[1], found[2]) if self.pipeline.weighted else found[1].float()
+        return Loss(totals[1], totals[2]) if self.pipeline.weighted else totals[1].float()
 
     def _set_aside(self, index: int, parameter: Tensor) -> Tensor | None:
-        """A gradient that is summed over the stages already and not used by a step: it must not be summed again."""
-        grad, known = parameter.grad, self._joined.get(index)
-        if grad is None or known is None or known[0]() is not grad or known[1] != grad._version:
+        """Set aside a gradient that is summed over the stages already and not used by a step: it must not be summed again."""
+        grad, joined = parameter.grad, self._joined.get(index)
+        if grad is None or joined is None or joined[0]() is not grad or joined[1] != grad._version:
             return None
         parameter.grad = None
         return grad
@@ -117,19 +117,19 @@ class StageParameters:
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
-    def own(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The model's state that this rank saves: all but what only other ranks' stages have."""
-        here = {id(t) for stage in self.pipeline.modules.values() for t in (*stage.parameters(), *stage.buffers())}
-        there = {id(t) for part in self._elsewhere for t in (*part.parameters(), *part.buffers())} - here
-        return {name: value for name, value in state.items() if id(value) not in there}
+    def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The model's state that this rank saves: all of it, except for tensors that only other ranks' stages have."""
+        own_ids = {id(t) for stage in self.pipeline.modules.values() for t in (*stage.parameters(), *stage.buffers())}
+        other_ids = {id(t) for part in self._elsewhere for t in (*part.parameters(), *part.buffers())} - own_ids
+        return {name: value for name, value in state.items() if id(value) not in other_ids}
 
     def joined_model(self, group: Group, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """All stages' parameters and buffers, in the model's order, on rank 0."""
-        own = {id(t) for stage in self.pipeline.modules.values() for t in (*stage.parameters(), *stage.buffers())}
-        here = module.state_dict(keep_vars=True)
-        rows = self._gathered(group, {name: value for name, value in state.items() if id(here[name]) in own})
+        own_ids = {id(t) for stage in self.pipeline.modules.values() for t in (*stage.parameters(), *stage.buffers())}
+        tensors = module.state_dict(keep_vars=True)
+        rows = self._gathered(group, {name: value for name, value in state.items() if id(tensors[name]) in own_ids})
         merged = {name: value for row in rows for name, value in row.items()}
-        return {name: merged.get(name, state.get(name)) for name in here} if group.is_main else {}
+        return {name: merged.get(name, state.get(name)) for name in tensors} if group.is_main else {}
 
     def with_all_names(self, optimizer: Optimizer, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """An optimizer's state with the parameters of all stages in its groups."""
@@ -144,20 +144,20 @@ class StageParameters:
         names = self._named(optimizer, module)
         saved = [group["params"] for group in state["param_groups"]]
         if [set(n) for n in names] != [set(n) for n in saved]:
-            here, there = {n for g in names for n in g}, {n for g in saved for n in g}
+            in_optimizer, in_checkpoint = {n for g in names for n in g}, {n for g in saved for n in g}
             raise ValueError(
                 f"the saved state of {type(optimizer).__name__} is for other parameters: only in the checkpoint: "
-                f"{sorted(map(str, there - here))[:5]}, only in the optimizer: {sorted(map(str, here - there))[:5]}"
+                f"{sorted(map(str, in_checkpoint - in_optimizer))[:5]}, only in the optimizer: {sorted(map(str, in_optimizer - in_checkpoint))[:5]}"
             )
-        own = [
+        names_by_group = [
             [n for p, n in zip(g, ns, strict=True) if not self.replacements.is_elsewhere(p)]
             for g, ns in zip(self._groups[optimizer], names, strict=True)
         ]
-        groups = [{**g, "params": n} for g, n in zip(state["param_groups"], own, strict=True)]
-        kept = {n for ns in own for n in ns}
+        groups = [{**g, "params": n} for g, n in zip(state["param_groups"], names_by_group, strict=True)]
+        own_names = {n for ns in names_by_group for n in ns}
         return {
             **state,
-            "state": {n: entry for n, entry in state["state"].items() if n in kept},
+            "state": {n: entry for n, entry in state["state"].items() if n in own_names},
             "param_groups": groups,
         }
 
@@ -165,16 +165,16 @@ class StageParameters:
         names = {id(p): name for name, p in module.named_parameters()}
         return [[names[id(p)] for p in group] for group in self._groups[optimizer]]
 
-    def _gathered(self, group: Group, own: dict[str, Any]) -> list[dict[str, Any]]:
+    def _gathered(self, group: Group, values: dict[str, Any]) -> list[dict[str, Any]]:
         """Gather the values of each stage's first rank on rank 0. Objects are pickled: the ranks of one job trust each other.
 
         Tensors are sent from the host: a pickled device tensor would open a context on the sender's device in rank 0's process.
         """
-        each = group.world_size // self.pipeline.size
-        rows = [own]
-        for leader in range(each, group.world_size, each):
+        ranks_per_stage = group.world_size // self.pipeline.size
+        rows = [values]
+        for leader in range(ranks_per_stage, group.world_size, ranks_per_stage):
             if group.rank == leader:
-                dist.send_object_list([on_host(own)], 0, group=group.cpu)
+                dist.send_object_list([on_host(values)], 0, group=group.cpu)
             elif group.is_main:
                 row: list[Any] = [None]
                 dist.recv_object_list(row, leader, group=group.cpu)
@@ -183,5 +183,5 @@ class StageParameters:
 
 
 def _column(group: Group, stages: int, ranks: list[int]) -> Any:
-    """The process group of these ranks of the pipeline axis with this rank's other coordinates; ``None`` for other ranks. A collective."""
+    """The process group of ``ranks`` on the pipeline axis, with this rank's other coordinates; ``None`` for other ranks. A collective."""
     return group.part_for_device(torch.arange(group.world_size).reshape(stages, -1)[ranks].t().tolist())

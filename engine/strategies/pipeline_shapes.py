@@ -1,4 +1,4 @@
-"""What a pipeline's stages hand to each other, inferred without values and without asking other ranks."""
+"""Shapes of the tensors between a pipeline's stages, inferred without values and without asking other ranks."""
 
 from __future__ import annotations
 
@@ -30,42 +30,43 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class StageTensor:
     """A tensor that one stage hands to the next. Ranks exchange plain tensors: of a ``DTensor`` this rank's part."""
 
     shape: tuple[int, ...]
-    """Of this rank's part."""
+    """Shape of this rank's part."""
     dtype: torch.dtype
     requires_grad: bool
     layout: Layout | None = None
-    """Of a ``DTensor``, which the next stage gets again."""
+    """Layout of a ``DTensor``: the next stage gets one with the same. ``None`` for a plain tensor."""
 
     def empty(self, device: torch.device | str) -> Tensor:
         """Memory for this rank's part."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
-    def whole(self, local: Tensor) -> Tensor:
+    def with_layout(self, local: Tensor) -> Tensor:
         """The tensor as the next stage takes it, with its graph."""
-        lies = self.layout
-        if lies is None:
+        layout = self.layout
+        if layout is None:
             return local
         return DTensor.from_local(
-            local, lies.mesh, lies.placements, run_check=False, shape=lies.shape, stride=lies.stride
+            local, layout.mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride
         )
 
 
-Spec = tuple[Passed, ...]
+Spec = tuple[StageTensor, ...]
 """All that one stage hands to the next."""
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, with its graph, once it is there, and not as a view."""
-    found: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return _Handed.apply(found) if torch_private.is_in_flight(found) or found._base is not None else found
+    """This rank's part of a tensor, with its graph: after any collective that still computes it, and never a view."""
+    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return _SendableTensor.apply(part) if torch_private.is_in_flight(part) or part._base is not None else part
 
 
-class _Handed(torch.autograd.Function):
-    """Sending does not wait for a tensor's collective, as operations do. Of a view FSDP warns, whose hooks a change in place would lose."""
+class _SendableTensor(torch.autograd.Function):
+    """Makes a tensor ready to send: sending does not wait for its collective, as operations do, and FSDP warns of views, whose hooks a change
+    in place would lose."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
@@ -88,10 +89,10 @@ class Shapes:
     """A copy of a model and its stages whose tensors have no values.
 
     Args:
-        model: on the rank that asks.
+        model: the model, on the rank that asks.
         parts: the modules of all stages.
-        device: of the real stages.
-        precision: of the real stages.
+        device: the device of the real stages.
+        precision: the precision of the real stages.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Shapes:
         precision: Precision,
     ) -> None:
         self._name, self._device, self._precision = type(model).__name__, device, precision
-        self._found: dict[Any, list[Spec]] = {}
+        self._specs: dict[Any, list[Spec]] = {}
         memo: dict[int, Any] = {}
         with torch_private.fake_mode() as self._fake:
             for tensor in (*model.parameters(), *model.buffers()):
@@ -115,19 +116,19 @@ class Shapes:
 
     def change(self, function: Callable[[nn.Module], None]) -> None:
         """Do to the copy what was done to the model, such as tensor parallelism, which changes shapes."""
-        with self._apart():
+        with self._without_values():
             function(self._model)
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
+    def _without_values(self) -> Iterator[None]:
         """Inside the block tensors have no values; who counts operations or watches memory does not see it, and it draws no random numbers."""
         with isolated(), torch_private.without_modes(), self._fake:
             yield
 
     def kinds(self) -> list[Any]:
-        """What each stage is made of; equal ones compute alike."""
+        """Structure of each stage: modules, and shapes of their parameters. Equal stages compute alike."""
         parameters = [{id(p) for part in stage for p in part.parameters()} for stage in self._stages]
-        uses = Counter(key for own in parameters for key in own)
+        uses = Counter(key for ids in parameters for key in ids)
         return [
             tuple(
                 (
@@ -144,18 +145,18 @@ class Shapes:
             for stage in self._stages
         ]
 
-    def of(self, inputs: tuple[Tensor, ...]) -> list[Spec]:
-        """The inputs of each stage for inputs of the first like these, and the output of the last.
+    def specs_for(self, inputs: tuple[Tensor, ...]) -> list[Spec]:
+        """The inputs of each stage, and the output of the last, if the first stage gets inputs like ``inputs``.
 
         Raises:
             ValueError: a stage cannot run without values.
             TypeError: a stage returns something else than tensors.
         """
         key = tuple((tuple(t.shape), t.dtype) for t in inputs)
-        if key not in self._found:
-            with self._apart(), self._precision.context(self._device), torch.enable_grad():
+        if key not in self._specs:
+            with self._without_values(), self._precision.context(self._device), torch.enable_grad():
                 passed: Any = tuple(torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in inputs)
-                found = [_spec(passed)]
+                specs = [_spec(passed)]
                 for index, stage in enumerate(self._stages):
                     try:
                         passed = through(stage, passed)
@@ -164,9 +165,9 @@ class Shapes:
                             f"pipeline parallel: stage {index} of {self._name} failed on the meta device:  {error}"
                         ) from error
                     passed = passed if isinstance(passed, tuple) else (passed,)
-                    found.append(_spec(passed))
-            self._found[key] = found
-        return self._found[key]
+                    specs.append(_spec(passed))
+            self._specs[key] = specs
+        return self._specs[key]
 
 
 def _spec(tensors: tuple[Any, ...]) -> Spec:
@@ -175,7 +176,7 @@ def _spec(tensors: tuple[Any, ...]) -> Spec:
             raise TypeError(
                 f"pipeline parallel: a stage returned {type(tensor).__name__}; it must return a tensor or a tuple of tensors"
             )
-    return tuple(Passed(tuple(local(t).shape), t.dtype, t.requires_grad, _layout(t)) for t in tensors)
+    return tuple(StageTensor(tuple(local(t).shape), t.dtype, t.requires_grad, _layout(t)) for t in tensors)
 
 
 def _layout(tensor: Tensor) -> Layout | None:
@@ -186,16 +187,16 @@ def _layout(tensor: Tensor) -> Layout | None:
 
 def _shell(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
     """A copy of a module around the copies in ``memo``; attributes that are not modules, parameters or buffers are shared."""
-    known: nn.Module | None = memo.get(id(module))
-    if known is not None:
-        return known
-    made = copy.copy(module)
+    shared: nn.Module | None = memo.get(id(module))
+    if shared is not None:
+        return shared
+    shell = copy.copy(module)
     for name, value in vars(module).items():
         if isinstance(value, dict):  # hooks of the copy are its own
-            vars(made)[name] = value.copy()
-    for store in (made._parameters, made._buffers):
+            vars(shell)[name] = value.copy()
+    for store in (shell._parameters, shell._buffers):
         for key, tensor in store.items():
             store[key] = memo.get(id(tensor), tensor)
     for key, child in module._modules.items():
-        made._modules[key] = None if child is None else _shell(child, memo)
-    return made
+        shell._modules[key] = None if child is None else _shell(child, memo)
+    return shell

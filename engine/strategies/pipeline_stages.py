@@ -20,24 +20,26 @@ class Stage(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self._precision, self._device = precision, device
-        self.given: Spec = ()
-        """What the stage before hands over."""
-        self.expected: Spec = ()
+        self.input_specs: Spec = ()
+        """The tensors that the previous stage hands over."""
+        self.output_specs: Spec = ()
         """The output that the next stage expects."""
 
     def forward(self, *inputs: Any) -> Any:
         with self._precision.context(self._device):
-            outputs = through(self.parts, tuple(each.whole(t) for each, t in zip(self.given, inputs, strict=True)))
-        found = tuple(local(t) for t in (outputs if isinstance(outputs, tuple) else (outputs,)))
-        if [tuple(t.shape) for t in found] != [each.shape for each in self.expected]:
+            outputs = through(
+                self.parts, tuple(spec.with_layout(t) for spec, t in zip(self.input_specs, inputs, strict=True))
+            )
+        results = tuple(local(t) for t in (outputs if isinstance(outputs, tuple) else (outputs,)))
+        if [tuple(t.shape) for t in results] != [spec.shape for spec in self.output_specs]:
             raise ValueError(
-                f"pipeline parallel: a stage returned {[list(t.shape) for t in found]}, not {[list(each.shape) for each in self.expected]} as "
+                f"pipeline parallel: a stage returned {[list(t.shape) for t in results]}, not {[list(spec.shape) for spec in self.output_specs]} as "
                 "inferred: its output's shape must follow from its inputs' shapes"
             )
         # Under FSDP's mixed precision an embedding is in the half format, unlike under autocast alone.
         cast = tuple(
-            (t if t.dtype == each.dtype else t.to(each.dtype)).contiguous()
-            for t, each in zip(found, self.expected, strict=True)
+            (t if t.dtype == spec.dtype else t.to(spec.dtype)).contiguous()
+            for t, spec in zip(results, self.output_specs, strict=True)
         )
         return cast if isinstance(outputs, tuple) else cast[0]
 
@@ -100,19 +102,19 @@ def _balanced(weights: list[int], count: int) -> list[int]:
     for weight in weights:
         ends.append(ends[-1] + weight)
 
-    def fits(limit: int) -> list[int] | None:
+    def starts_within(limit: int) -> list[int] | None:
         starts, low = [0], 0
         for index in range(1, len(weights)):
-            left = count - len(starts)
-            if ends[index + 1] - ends[low] > limit or len(weights) - index == left:
-                if not left:
+            stages_left = count - len(starts)
+            if ends[index + 1] - ends[low] > limit or len(weights) - index == stages_left:
+                if not stages_left:
                     return None
                 starts.append(index)
                 low = index
         return starts if len(starts) == count else None
 
     limits = sorted({ends[j] - ends[i] for i in range(len(ends)) for j in range(i + 1, len(ends))})
-    return next(found for limit in limits if (found := fits(limit)) is not None)
+    return next(starts for limit in limits if (starts := starts_within(limit)) is not None)
 
 
 def _weight(part: nn.Module) -> int:

@@ -20,7 +20,7 @@ class Pipelines(Protocol):
 
     data_group: Group
     has_loss: bool
-    """Whether this rank computes the loss, rather than another one with the same data."""
+    """Whether this rank computes the loss; the other ranks with the same data receive it."""
 
     def run_pipeline(
         self, step: Callable[[Any, int], Any], root: Callable[[Any, float], Tensor], batch: Any, last: bool
@@ -38,7 +38,7 @@ class Pipelines(Protocol):
 
 
 class PipelinedPasses(Passes):
-    """For strategies whose forward and backward passes run together, in parts of the micro-batch."""
+    """Passes of strategies whose forward and backward run together, in parts of the micro-batch."""
 
     def __init__(self, window: Window, strategy: Pipelines, scaler: Scaler | None) -> None:
         super().__init__(window, strategy.data_group, scaler)
@@ -48,7 +48,7 @@ class PipelinedPasses(Passes):
     def forward_backward(
         self, step: Callable[[Any, int], Any], batch: Any, backward: Callable[[Tensor | Loss], None], last: bool
     ) -> Any:
-        """As :meth:`Passes.forward_backward`."""
+        """Run forward and backward of a micro-batch as the pipeline schedules them; see :meth:`Passes.forward_backward`."""
         window, strategy, scaler = self._begin(), self._strategy, self._scaler
         if scaler is not None:
             scaler.seed(
@@ -67,9 +67,9 @@ class PipelinedPasses(Passes):
             seed = window.seed(divisor, start)
             return start * (seed if scaler is None else scaler.seed(seed))
 
-        found = strategy.run_pipeline(step, root, batch, last)
+        loss_of_batch = strategy.run_pipeline(step, root, batch, last)
         if not strategy.has_loss:
-            window.follow(isinstance(found, Loss))
+            window.follow(isinstance(loss_of_batch, Loss))
         if window.watching:
             window.attribute()
-        return found
+        return loss_of_batch

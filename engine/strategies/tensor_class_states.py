@@ -42,7 +42,7 @@ def _flat(key: str, value: Any) -> Any:
     return {
         MADE_OF: name,
         **{part: getattr(value, part) for part in parts},
-        "context": [_plain(each) for each in context],
+        "context": [_plain(entry) for entry in context],
     }
 
 
@@ -59,21 +59,21 @@ def _plain(value: Any) -> Any:
     )
 
 
-def _made(parts: dict[str, Any]) -> Tensor:
+def _unflat(parts: dict[str, Any]) -> Tensor:
     name = parts[MADE_OF]
     if name not in CLASSES:
         raise ValueError(f"a checkpoint has an optimizer's state of class {name!r}; possible: {', '.join(CLASSES)}")
-    made: Any = getattr(import_module(CLASSES[name]), name)
-    context = [getattr(torch, each["dtype"]) if isinstance(each, dict) else each for each in parts["context"]]
+    cls: Any = getattr(import_module(CLASSES[name]), name)
+    context = [getattr(torch, entry["dtype"]) if isinstance(entry, dict) else entry for entry in parts["context"]]
     tensors = {key: value for key, value in parts.items() if isinstance(value, Tensor)}
-    found: Tensor = made.__tensor_unflatten__(tensors, context)
-    return found
+    tensor: Tensor = cls.__tensor_unflatten__(tensors, context)
+    return tensor
 
 
-def whole_again(entry: Any) -> Any:
+def unflat(entry: Any) -> Any:
     """The inverse of :func:`flat`."""
     if not isinstance(entry, dict):
         return entry
     return {
-        key: _made(value) if isinstance(value, dict) and MADE_OF in value else value for key, value in entry.items()
+        key: _unflat(value) if isinstance(value, dict) and MADE_OF in value else value for key, value in entry.items()
     }

@@ -38,7 +38,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 """Styles by the names that Hugging Face models use in their plans."""
 
 
-def plan_for(model: nn.Module, given: Plan | None, mesh: DeviceMesh, sequence_parallel: bool) -> Plan | None:
+def plan_for(model: nn.Module, strategy_plan: Plan | None, mesh: DeviceMesh, sequence_parallel: bool) -> Plan | None:
     """The plan: the strategy's, else the one that the model's ``parallelize(mesh)`` returns, else a Hugging Face model's own.
 
     Returns:
@@ -47,16 +47,16 @@ def plan_for(model: nn.Module, given: Plan | None, mesh: DeviceMesh, sequence_pa
     Raises:
         ValueError: there is no plan, or sequence parallel was requested and the plan has no style for it.
     """
-    plan, whose = given, "MeshParallel(plan=...)"
+    plan, source = strategy_plan, "MeshParallel(plan=...)"
     if plan is None:
         owner = user_module(model)
         if callable(getattr(type(owner), "parallelize", None)):
-            whose = f"{type(owner).__name__}.parallelize"
-            plan = _asked(owner, mesh, sequence_parallel)
+            source = f"{type(owner).__name__}.parallelize"
+            plan = _call_parallelize(owner, mesh, sequence_parallel)
             if plan is None:
                 return None
         else:
-            plan, whose = _tp_plan_of(model), "the model's own plan"
+            plan, source = _tp_plan_of(model), "the model's own plan"
     if not isinstance(plan, Mapping) or not plan:
         raise ValueError(
             f"tensor parallel needs a plan for {class_name(model)}: give MeshParallel(plan={{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}}) "
@@ -66,12 +66,12 @@ def plan_for(model: nn.Module, given: Plan | None, mesh: DeviceMesh, sequence_pa
         isinstance(s, SequenceParallel) or s == "sequence_parallel" for s in plan.values()
     ):
         raise ValueError(
-            f"sequence_parallel=True, but {whose} has no SequenceParallel style: give one to each norm and dropout between the blocks"
+            f"sequence_parallel=True, but {source} has no SequenceParallel style: give one to each norm and dropout between the blocks"
         )
     return plan
 
 
-def _asked(owner: Any, mesh: DeviceMesh, sequence_parallel: bool) -> Any:
+def _call_parallelize(owner: Any, mesh: DeviceMesh, sequence_parallel: bool) -> Any:
     parallelize = owner.parallelize
     if "sequence_parallel" in inspect.signature(parallelize).parameters:
         return parallelize(mesh, sequence_parallel=sequence_parallel)
@@ -97,14 +97,14 @@ def fitting(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module, Parallel
     named = [(name.removeprefix("module."), m) for name, m in model.named_modules() if m is not model]
     chosen: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
-        found = [name for name, _ in named if fnmatchcase(name, pattern.removeprefix("module."))]
-        if not found:
+        matches = [name for name, _ in named if fnmatchcase(name, pattern.removeprefix("module."))]
+        if not matches:
             names = [name for name, _ in named]
             raise ValueError(
                 f"the tensor parallel plan has {pattern!r}, but {class_name(model)} has no such module{nearest(pattern, names)}; "
                 f"there are {', '.join(names[:8])}, ..."
             )
-        chosen.update(dict.fromkeys(found, _style(pattern, style)))
+        chosen.update(dict.fromkeys(matches, _style(pattern, style)))
     return [(name, m, chosen[name]) for name, m in named if name in chosen]
 
 
@@ -156,10 +156,10 @@ def _shard_module(model: nn.Module, name: str, module: nn.Module, style: Paralle
     replaced = {id(old): after[key] for key, old in before.items() if after[key] is not old}
     for key, old in before.items():
         after[key].requires_grad_(old.requires_grad)  # torch's styles set requires_grad on every parameter
-    for other in model.modules():  # tied parameters stay tied
-        for key, parameter in other._parameters.items():
+    for inner in model.modules():  # tied parameters stay tied
+        for key, parameter in inner._parameters.items():
             if parameter is not None and id(parameter) in replaced:
-                other._parameters[key] = replaced[id(parameter)]
+                inner._parameters[key] = replaced[id(parameter)]
 
 
 def _let_go(module: nn.Module) -> None:
@@ -170,7 +170,7 @@ def _let_go(module: nn.Module) -> None:
                 continue
             local = parameter.detach().to_local()
             if local.untyped_storage().nbytes() > local.numel() * local.element_size():
-                own = DTensor.from_local(
+                copied_shard = DTensor.from_local(
                     local.clone(),
                     parameter.device_mesh,
                     parameter.placements,
@@ -178,7 +178,7 @@ def _let_go(module: nn.Module) -> None:
                     shape=parameter.shape,
                     stride=parameter.stride(),
                 )
-                inner._parameters[key] = nn.Parameter(own, parameter.requires_grad)
+                inner._parameters[key] = nn.Parameter(copied_shard, parameter.requires_grad)
 
 
 def _check_even(name: str, module: nn.Module, style: ParallelStyle, ranks: int) -> None:
@@ -206,8 +206,8 @@ def _check_tied(model: nn.Module, plan: Plan) -> None:
     planned = {id(inner) for _, m, _ in entries for inner in m.modules()}
     for name, module in model.named_modules():
         if id(module) not in planned and any(hasattr(p, "placements") for p in module._parameters.values()):
-            own = list(module._parameters.values())
-            shared = next(n for n, m, _ in entries if any(p is q for p in m.parameters() for q in own))
+            parameters = list(module._parameters.values())
+            shared = next(n for n, m, _ in entries if any(p is q for p in m.parameters() for q in parameters))
             raise ValueError(
                 f"tensor parallel: {name.removeprefix('module.')!r} shares a parameter with {shared!r}, which the plan shards: give it its "
                 "own style ('embedding_rowwise' and 'colwise' shard an embedding and its output layer alike)"

@@ -55,8 +55,8 @@ class Synchronised(BatchNorm):
         self.num_batches_tracked.add_(1)
         momentum: Any = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked.to(mean.dtype)
         unbiased = var * (total / (total - 1.0).clamp(min=1.0))
-        for kept, new in ((self.running_mean, mean), (self.running_var, unbiased)):
-            kept.copy_((1.0 - momentum) * kept + momentum * new)
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running.copy_((1.0 - momentum) * running + momentum * new)
 
 
 class Layers:
@@ -75,15 +75,15 @@ class Layers:
         for name, module in model.named_modules() if self._ranks is not None else ():
             if not isinstance(module, BatchNorm) or isinstance(module, nn.SyncBatchNorm):
                 continue
-            own: type[nn.Module] = type(module)
+            cls: type[nn.Module] = type(module)
             if not isinstance(module, Synchronised):
-                if own.forward is not BatchNorm.forward or "forward" in vars(module):
+                if cls.forward is not BatchNorm.forward or "forward" in vars(module):
                     raise ValueError(
-                        f"sync_batchnorm=True: {name or 'the model'} ({own.__name__}) is a batch norm with its own forward pass, which would "
+                        f"sync_batchnorm=True: {name or 'the model'} ({cls.__name__}) is a batch norm with its own forward pass, which would "
                         "not be synchronised: use nn.BatchNorm1d, 2d or 3d there, or synchronise it yourself and leave the setting out"
                     )
-                module.__class__ = _synchronised(own)  # type: ignore[assignment]
-                self._changed.append((module, own))
+                module.__class__ = _synchronised(cls)  # type: ignore[assignment]
+                self._changed.append((module, cls))
             module.ranks = self._ranks  # type: ignore[assignment]
         return model
 
@@ -101,11 +101,11 @@ class Layers:
 
     def restore(self) -> None:
         """Restore the plain layers, except those whose class was changed again (by sharding)."""
-        for module, own in self._changed:
+        for module, cls in self._changed:
             if isinstance(module, Synchronised):
                 module.ranks = None
-                if type(module) is _synchronised(own):
-                    module.__class__ = own  # type: ignore[assignment]
+                if type(module) is _synchronised(cls):
+                    module.__class__ = cls  # type: ignore[assignment]
                     del module.ranks
         self._changed.clear()
 
@@ -113,13 +113,13 @@ class Layers:
 _made: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _synchronised(own: type[nn.Module]) -> type[nn.Module]:
+def _synchronised(cls: type[nn.Module]) -> type[nn.Module]:
     """A subclass of both, so that ``isinstance`` and the check of the input's dims still work."""
-    if own not in _made:
-        _made[own] = type(
-            own.__name__, (Synchronised, own), {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    if cls not in _made:
+        _made[cls] = type(
+            cls.__name__, (Synchronised, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         )
-    return _made[own]
+    return _made[cls]
 
 
 class _Normalise(torch.autograd.Function):
@@ -137,11 +137,11 @@ class _Normalise(torch.autograd.Function):
             var, mean = torch.var_mean(wide, _dims(x), correction=0)
         else:
             var = mean = wide.new_zeros(channels)
-        own = torch.cat([mean, var, wide.new_full((1,), number)])
-        rows = [torch.empty_like(own) for _ in range(ranks.group.world_size)]
-        dist.all_gather(rows, own, group=ranks.group.wide)
-        every = torch.stack(rows)
-        means, variances, numbers = every[:, :channels], every[:, channels:-1], every[:, -1:]
+        row = torch.cat([mean, var, wide.new_full((1,), number)])
+        rows = [torch.empty_like(row) for _ in range(ranks.group.world_size)]
+        dist.all_gather(rows, row, group=ranks.group.wide)
+        statistics = torch.stack(rows)
+        means, variances, numbers = statistics[:, :channels], statistics[:, channels:-1], statistics[:, -1:]
         total = numbers.sum().clamp(min=1.0)
         mean = (means * numbers).sum(0) / total
         var = ((variances + (means - mean).square()) * numbers).sum(0) / total
@@ -168,8 +168,8 @@ class _Normalise(torch.autograd.Function):
         gain = scale if weight is None else scale * weight.to(scale.dtype)
         if not ctx.number:  # the statistics do not depend on these samples
             return (wide * gain.view(shape)).to(x.dtype), grad_weight, grad_bias, None, None
-        own = wide - sums[:channels].view(shape) - centred * (scale.square() * sums[channels:]).view(shape)
-        return (own * gain.view(shape)).to(x.dtype), grad_weight, grad_bias, None, None
+        grad_x = wide - sums[:channels].view(shape) - centred * (scale.square() * sums[channels:]).view(shape)
+        return (grad_x * gain.view(shape)).to(x.dtype), grad_weight, grad_bias, None, None
 
 
 @without_dynamo

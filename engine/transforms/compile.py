@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from engine.config.kinds import Compile, Recompute
-from engine.transforms.blocks import units, user_module
+from engine.transforms.blocks import blocks_of, user_module
 from engine.transforms.recompute import recompute
 
 
@@ -46,7 +46,7 @@ def compile_model(model: nn.Module, setting: Compile) -> None:
             child.compile(**options)
         inner.compile(**options)
         return
-    blocks = units(model, [], 0)
+    blocks = blocks_of(model, [], 0)
     if not blocks:
         raise ValueError(
             f"compile='blocks': {type(inner).__name__} has no repeated blocks; define blocks(self), or use compile=True"

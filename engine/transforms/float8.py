@@ -100,9 +100,9 @@ class Layers:
         emulate, chosen = _emulated(fp8, self._group), _chosen(model, fp8)
         config = dataclasses.replace(torchao.Float8LinearConfig.from_recipe_name(fp8.recipe), emulate=emulate)
         for linear in chosen:
-            made, before = torchao.convert_to_float8_training(linear, config=config), set(vars(linear))
-            added = [name for name in vars(made) if name not in before]
-            vars(linear).update({name: vars(made)[name] for name in added})
+            converted, before = torchao.convert_to_float8_training(linear, config=config), set(vars(linear))
+            added = [name for name in vars(converted) if name not in before]
+            vars(linear).update({name: vars(converted)[name] for name in added})
             linear.__class__ = _layer_class()
             self._changed.append((linear, added))
         if chosen and emulate:
@@ -157,9 +157,9 @@ class Scales:
 
     def __init__(self, root: nn.Module, fp8: FP8) -> None:
         low = _layer_class()
-        found = [m.weight for m in root.modules() if isinstance(m, low) and _sharded(m.weight)]
-        self.weights = [w for w in found if hasattr(w.to_local(), "fsdp_pre_all_gather")]
-        if fp8.all_gather and len(self.weights) < len(found):
+        weights = [m.weight for m in root.modules() if isinstance(m, low) and _sharded(m.weight)]
+        self.weights = [w for w in weights if hasattr(w.to_local(), "fsdp_pre_all_gather")]
+        if fp8.all_gather and len(self.weights) < len(weights):
             raise ValueError(
                 "FP8(all_gather=True): weights that tensor parallel has sharded, and on the CPU those that are alone in an "
                 "FSDP block, are gathered in bf16; leave all_gather out"
@@ -253,7 +253,7 @@ def _chosen(model: nn.Module, fp8: FP8) -> list[nn.Linear]:
         id(p) for m in model.modules() if not isinstance(m, nn.Linear) for p in m._parameters.values() if p is not None
     }
     for pattern in fp8.ignore:
-        if not any(_fits(name, pattern) for name, _ in named):
+        if not any(_matches_layer(name, pattern) for name, _ in named):
             names = [name for name, _ in named]
             raise ValueError(
                 f"FP8(ignore=...) has {pattern!r}, but {_name(model)} has no such linear layer{nearest(pattern, names)}"
@@ -265,7 +265,7 @@ def _chosen(model: nn.Module, fp8: FP8) -> list[nn.Linear]:
         elif (
             type(linear) is not nn.Linear
             or "weight" not in linear._parameters
-            or any(_fits(name, p) for p in fp8.ignore)
+            or any(_matches_layer(name, p) for p in fp8.ignore)
         ):
             continue
         elif id(linear.weight) in read:
@@ -286,7 +286,7 @@ def _chosen(model: nn.Module, fp8: FP8) -> list[nn.Linear]:
     return chosen
 
 
-def _fits(name: str, pattern: str) -> bool:
+def _matches_layer(name: str, pattern: str) -> bool:
     """Whether a pattern matches the layer or one of its parents."""
     parts, pattern = name.split("."), pattern.removeprefix("module.")
     return any(fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))

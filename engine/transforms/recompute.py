@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from engine.config.kinds import Recompute
 from engine.metrics.torchmetrics_states import unchanged
-from engine.transforms.blocks import units, user_module
+from engine.transforms.blocks import blocks_of, user_module
 
 State = dict[nn.Module, dict[str, Tensor | None]]
 Seen = list[tuple[nn.Module, dict[str, tuple[Tensor, int]]]]
@@ -50,7 +50,7 @@ def recompute(model: nn.Module, setting: Recompute) -> None:
             del module.forward
     if setting is None:
         return
-    blocks = list(reversed(units(model, [], 0)))  # in the model's order
+    blocks = list(reversed(blocks_of(model, [], 0)))  # in the model's order
     if not blocks:
         raise ValueError(
             f"activation_checkpointing={setting!r}: {type(user_module(model)).__name__} has no repeated blocks; define blocks(self) that returns "
@@ -67,7 +67,7 @@ def _recomputed(block: nn.Module, selective: bool, buffers: RecomputedBuffers, *
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():  # the compiled graph updates buffers once
         context: dict[str, Any] = (
-            {"context_fn": partial(create_selective_checkpoint_contexts, _kept())} if selective else {}
+            {"context_fn": partial(create_selective_checkpoint_contexts, _saved_operations())} if selective else {}
         )
         return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
     first = buffers.before(block)
@@ -80,7 +80,7 @@ def _contexts(first: FirstPass, selective: bool) -> tuple[AbstractContextManager
     """The contexts of the two passes."""
     if not selective:
         return nullcontext(), first
-    once, first.inner = create_selective_checkpoint_contexts(_kept())
+    once, first.inner = create_selective_checkpoint_contexts(_saved_operations())
     return _uncached(once), first
 
 
@@ -96,14 +96,14 @@ def _uncached(recording: AbstractContextManager[Any]) -> Iterator[None]:
         torch.set_autocast_cache_enabled(caches)
 
 
-def _kept() -> list[Any]:
-    found = []
+def _saved_operations() -> list[Any]:
+    operations = []
     for name in _KEPT:
         packet, overload = name.split(".")
         operation = getattr(torch.ops.aten, packet, None)
         if operation is not None:
-            found.append(getattr(operation, overload))
-    return found
+            operations.append(getattr(operation, overload))
+    return operations
 
 
 class RecomputedBuffers:

@@ -591,7 +591,7 @@ def test_places_and_neighbours_of_a_large_one_are_even() -> None:
     """
     size = 2**24 + 5
     for seed, start in ((1, 0), (2, 2**23), (3, size - 2**16)):
-        values = FeistelIndices(size, seed, 0).at(torch.arange(start, start + 2**16))
+        values = FeistelIndices(size, seed, 0).entries_at(torch.arange(start, start + 2**16))
         for numbers in (values, (values[1:] - values[:-1]) % size, (values[1::2] ^ values[::2]) % 2**24):
             counts = torch.bincount(numbers * 256 // size if int(numbers.max()) < size else numbers, minlength=256)[
                 :256

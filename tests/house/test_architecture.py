@@ -36,7 +36,7 @@ LIMITS = {
     "walk calls": 613,
     "walk frames": 5,
     "walk window": 63,
-    "any by type": 4,
+    "any by type": 3,
     "annexes": 0,
 }
 REPORTED = ("planted_faults", "sizes", "thin_files")

@@ -84,7 +84,7 @@ def test_an_epoch_of_many_folds(narrow: None, reduce: str) -> None:
     }[reduce]()
     wanted = {"mean": expected, "sum": math.fsum(numbers), "min": min(numbers), "max": max(numbers)}[reduce]
     assert found == pytest.approx(wanted, rel=1e-12)
-    slot.settle()  # for a checkpoint: one pair of numbers, from which another run goes on
+    slot.to_one_pair()  # for a checkpoint: one pair of numbers, from which another run goes on
     other = Slot("loss", slot.options)
     other.total, other.weight = slot.total, slot.weight
     other.values = [(torch.tensor(5.0), 2)]

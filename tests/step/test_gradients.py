@@ -306,7 +306,7 @@ def test_joins_reaches_every_trained_parameter() -> None:
     model = torch.nn.Linear(2, 1)
     model.bias.requires_grad_(False)
     with pytest.warns(UserWarning, match="returned None with several ranks"):
-        gradients.joins(model.parameters()).backward()
+        gradients.zero_with_graph(model.parameters()).backward()
     assert model.weight.grad is not None
     assert model.weight.grad.tolist() == [[0.0, 0.0]]
     assert model.bias.grad is None

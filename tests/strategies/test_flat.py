@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from callbacks import ModelCheckpoint
 from engine import TrainModule
-from engine.strategies.tensor_class_states import flat, whole_again
+from engine.strategies.tensor_class_states import flat, unflat
 
 optim = pytest.importorskip("torchao.optim")
 
@@ -55,9 +55,9 @@ def test_parts_and_back() -> None:
     parts = flat(state)
     assert sorted(parts["exp_avg"]) == ["codes", "context", "qmap", "scale", "tensor_class"]
     assert all(type(value) in (Tensor, str, list) for value in parts["exp_avg"].values())
-    back = whole_again(parts)
+    back = unflat(parts)
     assert type(back["exp_avg"]) is OptimState8bit
     assert back["exp_avg"].dtype == state["exp_avg"].dtype
     assert torch.equal(back["exp_avg"].codes, state["exp_avg"].codes)
     with pytest.raises(ValueError, match=r"of class 'os\.system'; possible: OptimState8bit"):
-        whole_again({"exp_avg": {"tensor_class": "os.system", "context": []}})
+        unflat({"exp_avg": {"tensor_class": "os.system", "context": []}})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from engine.transforms.blocks import matching, repeated, shared, units
+from engine.transforms.blocks import blocks_of, matching, repeated, shared
 
 
 class Block(nn.Module):
@@ -44,7 +44,7 @@ class Holding(nn.Module):
 
 def names(model: nn.Module, *chosen: Any, min_size: int = 0) -> list[str]:
     known = {id(m): name for name, m in model.named_modules()}
-    return [known[id(m)] for m in units(model, chosen, min_size)]
+    return [known[id(m)] for m in blocks_of(model, chosen, min_size)]
 
 
 def test_by_default_the_repeated_blocks() -> None:
@@ -94,7 +94,7 @@ def test_by_the_models_own_word() -> None:
     assert names(Telling(), "Block") == ["layers.1", "layers.0"]
     for told in ([nn.Linear(1, 1)], [3]):
         with pytest.raises(ValueError, match=r"Telling.blocks\(\) returned .*: return modules of the model"):
-            units(Telling(told), [], 0)
+            blocks_of(Telling(told), [], 0)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_by_the_models_own_word() -> None:
 )
 def test_wrong_choices(choice: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        units(Net(), [choice], 0)
+        blocks_of(Net(), [choice], 0)
 
 
 def test_shared_parameters() -> None:
@@ -115,7 +115,7 @@ def test_shared_parameters() -> None:
     model.head.weight = model.embed.weight
     model.layers[1].norm.weight = model.layers[0].norm.weight
     model.layers[1].norm.bias = model.layers[2].bias
-    with_rest, between = shared(model, units(model, [], 0))
+    with_rest, between = shared(model, blocks_of(model, [], 0))
     assert with_rest == {model.layers[2].bias}
     assert between == {model.layers[0].norm.weight}
 

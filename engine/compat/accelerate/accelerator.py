@@ -67,16 +67,18 @@ class Accelerator(Engine):
         dynamo_plugin: Any = None, deepspeed_plugins: Any = None, parallelism_config: Any = None, *,
         rules: Literal["exact", "accelerate"] = "exact",
     ) -> None:  # fmt: skip
-        self._given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         handlers = self.handlers = translation.handlers_by_name(kwargs_handlers or [])
         process_group = handlers.get("InitProcessGroupKwargs") or settings.InitProcessGroupKwargs()
-        found, facts = translation.engine_settings(self._given, handlers.get("DistributedDataParallelKwargs"))
-        super().__init__(group=PartialState(cpu, **vars(process_group)).group, **found)
+        engine_arguments, facts = translation.engine_settings(
+            self._arguments, handlers.get("DistributedDataParallelKwargs")
+        )
+        super().__init__(group=PartialState(cpu, **vars(process_group)).group, **engine_arguments)
         self.rules = rules
         if "GradScalerKwargs" in handlers and self.scaler is not None:
             handlers["GradScalerKwargs"].tune(self.scaler)
         self._describe(facts)
-        self._plugin, self.step = translation.accumulation(self._given, self.accumulate_grad_batches), 0
+        self._plugin, self.step = translation.accumulation(self._arguments, self.accumulate_grad_batches), 0
         self._unreduced: list[nn.Module] = []
         """The models of the :meth:`no_sync` blocks that are open."""
         self.gradient_state = GradientState(self._plugin)
@@ -84,24 +86,24 @@ class Accelerator(Engine):
         self.checkpoints = Checkpoints(self, self.project_configuration)
 
     def _describe(self, facts: dict[str, Any]) -> None:
-        """What scripts read and change: the state, and settings that only count later."""
-        given, kind = self._given, facts.pop("kind")
+        """Set the attributes that scripts read and change: the state, and settings that only count later."""
+        arguments, kind = self._arguments, facts.pop("kind")
         if kind != "NO" and (self.num_processes > 1 or kind == "DEEPSPEED"):
             facts["distributed_type"] = settings.DistributedType[kind]
-        self.state = AcceleratorState(cpu=given["cpu"], **facts)
-        self.dataloader_config = given["dataloader_config"] or settings.DataLoaderConfiguration()
-        if given["split_batches"] is not None:
-            self.dataloader_config.split_batches = given["split_batches"]
-        self.project_configuration = given["project_config"] or settings.ProjectConfiguration()
-        if given["project_dir"] is not None and self.project_dir is None:
-            self.project_configuration.set_directories(str(given["project_dir"]))
-        self.device_placement = given["device_placement"]
-        self.step_scheduler_with_optimizer = given["step_scheduler_with_optimizer"]
-        self.rng_types = ["generator"] if given["rng_types"] is None else given["rng_types"]
-        self.log_with = trackers_for(given["log_with"], self.logging_dir)
+        self.state = AcceleratorState(cpu=arguments["cpu"], **facts)
+        self.dataloader_config = arguments["dataloader_config"] or settings.DataLoaderConfiguration()
+        if arguments["split_batches"] is not None:
+            self.dataloader_config.split_batches = arguments["split_batches"]
+        self.project_configuration = arguments["project_config"] or settings.ProjectConfiguration()
+        if arguments["project_dir"] is not None and self.project_dir is None:
+            self.project_configuration.set_directories(str(arguments["project_dir"]))
+        self.device_placement = arguments["device_placement"]
+        self.step_scheduler_with_optimizer = arguments["step_scheduler_with_optimizer"]
+        self.rng_types = ["generator"] if arguments["rng_types"] is None else arguments["rng_types"]
+        self.log_with = trackers_for(arguments["log_with"], self.logging_dir)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, ({name: value for name, value in self._given.items() if name != "log_with"},)
+        return _unpickled, ({name: value for name, value in self._arguments.items() if name != "log_with"},)
 
     def __deepcopy__(self, memo: Any) -> Accelerator:
         return self
@@ -138,17 +140,17 @@ class Accelerator(Engine):
     # -- objects made ready -----------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
-        """As :meth:`engine.Engine.prepare`; ``device_placement``: for each object, ``False`` leaves a loader's batches where they are."""
+        """Prepare objects; see :meth:`engine.Engine.prepare`. ``device_placement``: ``False`` leaves the batches of that loader where they are."""
         if device_placement is None:
             return super().prepare(*args)
         if len(device_placement) != len(args):
             raise ValueError(f"device_placement has {len(device_placement)} entries for {len(args)} objects")
-        done = []
+        prepared = []
         for item, place in zip(args, device_placement, strict=True):
             is_model, is_loader = (isinstance(item, kind) for kind in (nn.Module, DataLoader))
-            own = self.prepare_model if is_model else self.prepare_data_loader if is_loader else None
-            done.append(super().prepare(item) if own is None else own(item, place))
-        return done[0] if len(done) == 1 else tuple(done)
+            prepare_item = self.prepare_model if is_model else self.prepare_data_loader if is_loader else None
+            prepared.append(super().prepare(item) if prepare_item is None else prepare_item(item, place))
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:  # type: ignore[override]
         place = self.device_placement if device_placement is None else device_placement
@@ -197,13 +199,13 @@ class Accelerator(Engine):
                 "dispatch_batches: every process reads its own samples, unless Accelerator(rules='accelerate') is given"
             )
         if not self.prepared.loaders:  # the seed may have been set after the Accelerator was made
-            own = torch.initial_seed() if config.data_seed is None else config.data_seed
-            self.seed = broadcast_object(self.group, own)
+            seed = torch.initial_seed() if config.data_seed is None else config.data_seed
+            self.seed = broadcast_object(self.group, seed)
         if config.split_batches:
             data_loader = split_over(data_loader, self.num_processes)
-        others = [kind for kind in self.rng_types if str(kind) != "generator"]
+        other_types = [kind for kind in self.rng_types if str(kind) != "generator"]
         prepared = super().prepare_data_loader(data_loader, place=place)
-        return Loader(prepared, self.group, self.gradient_state.dataloader_references, others)
+        return Loader(prepared, self.group, self.gradient_state.dataloader_references, other_types)
 
     skip_first_batches = staticmethod(loaders.skip_first_batches)  # type: ignore[assignment]
 
@@ -221,7 +223,7 @@ class Accelerator(Engine):
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """As :meth:`engine.Engine.accumulate`; under Accelerate's rule each loss is divided by the full window."""
+        """One micro-batch of a window; see :meth:`engine.Engine.accumulate`. Under Accelerate's rule each loss is divided by the full window."""
         state, steps = self.gradient_state, self.gradient_accumulation_steps
         self.step = 0 if self._plugin.sync_with_dataloader and state.end_of_dataloader else self.step + 1
         if self.rules == "accelerate":
@@ -239,7 +241,7 @@ class Accelerator(Engine):
 
     @contextlib.contextmanager
     def no_sync(self, *models: nn.Module) -> Iterator[None]:
-        """Reduce no gradients in this block, as :meth:`engine.Engine.no_sync`; nor at the end of a window of :meth:`accumulate` inside it."""
+        """Reduce no gradients in this block, as in :meth:`engine.Engine.no_sync`, even at the end of a window of :meth:`accumulate` inside it."""
         before = self._unreduced
         self._unreduced = [*before, *(models or self.models)]
         try:
@@ -250,7 +252,7 @@ class Accelerator(Engine):
 
     @contextlib.contextmanager
     def trigger_sync_in_backward(self, model: Any) -> Iterator[None]:
-        """The backward pass in this block reduces the gradients of a model under DDP, also those of earlier passes that did not."""
+        """Let the backward pass in this block reduce a model's gradients under DDP, also the gradients of earlier passes that did not."""
         if not isinstance(model, DistributedDataParallel):
             yield
             return
@@ -264,11 +266,11 @@ class Accelerator(Engine):
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Under Accelerate's rule: ranks may run out of batches at different times. Under exact rules they never do."""
+        """Let ranks run out of batches at different times, under Accelerate's rule. Under exact rules they never do."""
         replicated = str(self.distributed_type).startswith("MULTI_")
         if self.use_distributed and not replicated:
-            said = "join_uneven_inputs is only supported for multi-GPU training with DDP, and has no effect"
-            warnings.warn(said, stacklevel=3)
+            message = "join_uneven_inputs is only supported for multi-GPU training with DDP, and has no effect"
+            warnings.warn(message, stacklevel=3)
         if self.rules == "exact" or not replicated:
             yield
             return
@@ -285,13 +287,16 @@ class Accelerator(Engine):
         return torch.autocast(self.device.type, dtype, enabled=handler.enabled, cache_enabled=handler.cache_enabled)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As :meth:`engine.Engine.gather_for_metrics`; under Accelerate's rule without the samples that fill up the last global batch."""
-        found, state = super().gather_for_metrics(input_data, use_gather_object), self.gradient_state
+        """Gather all ranks' values; see :meth:`engine.Engine.gather_for_metrics`.
+
+        Under Accelerate's rule without the samples that fill up the last global batch.
+        """
+        gathered, state = super().gather_for_metrics(input_data, use_gather_object), self.gradient_state
         if self.rules == "exact" or not state.end_of_dataloader or state.remainder <= 0:
-            return found
-        if isinstance(found, list) and not leaves(found):
-            return found[: state.remainder]
-        return map_tensors(lambda tensor: tensor[: state.remainder], found)
+            return gathered
+        if isinstance(gathered, list) and not leaves(gathered):
+            return gathered[: state.remainder]
+        return map_tensors(lambda tensor: tensor[: state.remainder], gathered)
 
     @contextlib.contextmanager
     def profile(self, profile_handler: Any = None) -> Iterator[Any]:
@@ -310,13 +315,13 @@ class Accelerator(Engine):
         return self.checkpoints.hook(self.checkpoints.before_load, hook)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """As :meth:`engine.Engine.save_state`; without a folder the next one under ``automatic_checkpoint_naming``."""
+        """Save a checkpoint; see :meth:`engine.Engine.save_state`. Without a folder: the next one under ``automatic_checkpoint_naming``."""
         if not safe_serialization:
             raise ValueError("safe_serialization=False: checkpoints are always safetensors and JSON; leave it out")
         return self.checkpoints.save(output_dir, **options)
 
     def load_state(self, input_dir: Any = None, load_kwargs: None = None, *, strict: bool = True) -> dict[str, Any]:
-        """As :meth:`engine.Engine.load_state`. Loaders start their epoch again, unless ``use_stateful_dataloader`` is set."""
+        """Load a checkpoint; see :meth:`engine.Engine.load_state`. Loaders start their epoch again, unless ``use_stateful_dataloader`` is set."""
         if load_kwargs:
             raise ValueError("load_kwargs: nothing is unpickled, and tensors go where they belong; leave it out")
         return self.checkpoints.load(input_dir, strict, self.dataloader_config.use_stateful_dataloader)
@@ -332,23 +337,24 @@ class Accelerator(Engine):
         return super().get_state_dict(model)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        each = self.project_configuration.save_on_each_node
-        if self.is_local_main_process if each else self.is_main_process:
+        on_each_node = self.project_configuration.save_on_each_node
+        if self.is_local_main_process if on_each_node else self.is_main_process:
             (save_file if safe_serialization else torch.save)(obj, f)
 
     # -- trackers ---------------------------------------------------------------------------------------------------------------
 
     def init_trackers(self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: Any = None) -> None:
-        given = init_kwargs or {}
+        options = init_kwargs or {}
         self.trackers = [
-            each.begun(project_name, self, config or {}, given.get(each.name, {})) for each in self.log_with
+            tracker.started_tracker(project_name, self.logging_dir, config or {}, options.get(tracker.name, {}))
+            for tracker in self.log_with
         ]
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        known = {each.name: each for each in self.trackers}
-        if name not in known:
-            raise ValueError(f"{name!r} is not a tracker of this Accelerator; there are: {[*known]}")
-        return known[name].tracker if unwrap else known[name]
+        trackers = {tracker.name: tracker for tracker in self.trackers}
+        if name not in trackers:
+            raise ValueError(f"{name!r} is not a tracker of this Accelerator; there are: {[*trackers]}")
+        return trackers[name].tracker if unwrap else trackers[name]
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         for tracker in self.trackers:
@@ -360,8 +366,8 @@ class Accelerator(Engine):
             tracker.finish()
 
 
-def _again(given: dict[str, Any]) -> Accelerator:
+def _unpickled(arguments: dict[str, Any]) -> Accelerator:
     """An Accelerator from a pickle. In a process that is not a rank of the job there is none."""
     if os.environ.get("WORLD_SIZE", "1") != "1" and not dist.is_initialized():
         raise RuntimeError("an Accelerator of several processes was unpickled in a process that is not one of them")
-    return Accelerator(**given)
+    return Accelerator(**arguments)

@@ -26,131 +26,140 @@ _HANDLERS = [
 ]
 
 
-def handlers_by_name(given: list[Any]) -> dict[str, Any]:
+def handlers_by_name(handlers: list[Any]) -> dict[str, Any]:
     """The ``kwargs_handlers`` by the names of their classes.
 
     Raises:
         ValueError: one has no counterpart, or two are of one class.
     """
-    found: dict[str, Any] = {}
-    for handler in given:
+    by_name: dict[str, Any] = {}
+    for handler in handlers:
         name = type(handler).__name__
-        if name not in _HANDLERS or name in found:
+        if name not in _HANDLERS or name in by_name:
             raise ValueError(
                 f"kwargs_handlers: {name} is given twice, or has no counterpart; there are {', '.join(_HANDLERS)}"
             )
-        found[name] = handler
-    return found
+        by_name[name] = handler
+    return by_name
 
 
 def flag_of(name: str) -> bool:
-    """Whether a launcher has set this variable."""
+    """Whether a launcher has set the variable ``name`` to a true value."""
     return flag(os.environ.get(name, ""))
 
 
-def engine_settings(given: Mapping[str, Any], ddp: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments for the engine, and what :class:`AcceleratorState` shows.
+def engine_settings(arguments: Mapping[str, Any], ddp: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments for the engine, and the facts that :class:`AcceleratorState` shows.
 
     Args:
-        given: ``Accelerator``'s arguments by name.
+        arguments: ``Accelerator``'s arguments by name.
         ddp: the :class:`DistributedDataParallelKwargs` among the handlers, or ``None``.
 
     Raises:
         ValueError: an argument or a launcher's variable has no counterpart; the message says which and why.
     """
-    plugins = {"fsdp_plugin": None, "deepspeed_plugin": None, "megatron_lm_plugin": None, **_plugins(given)}
+    plugins = {"fsdp_plugin": None, "deepspeed_plugin": None, "megatron_lm_plugin": None, **_plugins(arguments)}
     chosen = [plugin for plugin in plugins.values() if plugin is not None]
     if len(chosen) > 1:
-        raise ValueError(f"{', '.join(type(each).__name__ for each in chosen)}: give one of them")
+        raise ValueError(f"{', '.join(type(chosen_plugin).__name__ for chosen_plugin in chosen)}: give one of them")
     kind = chosen[0].kind if chosen else "NO"
-    mixed = given["mixed_precision"] or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
-    values: dict[str, Any] = {"distributed_type": kind, "mixed_precision": str(mixed), "dynamo_config": _dynamo(given)}
-    values |= {each.section: {**_launched(each.kind), **each.to_section()} for each in chosen}
-    mesh = given["parallelism_config"]
+    mixed = arguments["mixed_precision"] or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
+    values: dict[str, Any] = {
+        "distributed_type": kind,
+        "mixed_precision": str(mixed),
+        "dynamo_config": _dynamo(arguments),
+    }
+    values |= {
+        chosen_plugin.section: {**_launched(chosen_plugin.kind), **chosen_plugin.to_section()}
+        for chosen_plugin in chosen
+    }
+    mesh = arguments["parallelism_config"]
     if mesh is not None:
         values |= {"distributed_type": "FSDP", mesh.section: mesh.to_section()}
-    if (steps := given["gradient_accumulation_steps"]) == 1:
+    if (steps := arguments["gradient_accumulation_steps"]) == 1:
         steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")  # else a plugin's
     file = convert({**values, "gradient_accumulation_steps": steps}, "Accelerator")
-    found = {name: value for name, value in file.settings.items() if name not in ("devices", "accelerator")}
-    if found.pop("gradient_clip_val", None) is not None:
+    engine_arguments = {name: value for name, value in file.settings.items() if name not in ("devices", "accelerator")}
+    if engine_arguments.pop("gradient_clip_val", None) is not None:
         file.refused.append(
             "gradient_clipping: call accelerator.clip_grad_norm_(model.parameters(), ...) before optimizer.step()"
         )
     if file.refused:
         raise ValueError("; ".join(file.refused))
     if ddp is not None and kind == "NO" and mesh is None:
-        found["strategy"] = ddp.to_strategy()
-    return found, {"mixed_precision": str(mixed), "kind": values["distributed_type"], **plugins}
+        engine_arguments["strategy"] = ddp.to_strategy()
+    return engine_arguments, {"mixed_precision": str(mixed), "kind": values["distributed_type"], **plugins}
 
 
-def accumulation(given: Mapping[str, Any], num_steps: int) -> Any:
-    """The :class:`GradientAccumulationPlugin` that is given, or one with the engine's ``num_steps``.
+def accumulation(arguments: Mapping[str, Any], num_steps: int) -> Any:
+    """The user's :class:`GradientAccumulationPlugin`, or one with the engine's ``num_steps``.
 
     Raises:
-        ValueError: it contradicts another argument.
+        ValueError: the plugin contradicts another argument.
     """
-    plugin = given["gradient_accumulation_plugin"]
+    plugin = arguments["gradient_accumulation_plugin"]
     if plugin is None:
         return settings.GradientAccumulationPlugin(num_steps=num_steps)
-    if given["gradient_accumulation_steps"] != 1:
+    if arguments["gradient_accumulation_steps"] != 1:
         raise ValueError("gradient_accumulation_steps and gradient_accumulation_plugin: give one of them")
-    if given["rules"] == "exact" and not plugin.sync_with_dataloader:
+    if arguments["rules"] == "exact" and not plugin.sync_with_dataloader:
         raise ValueError(
             "sync_with_dataloader=False: windows end with an epoch, unless Accelerator(rules='accelerate') is given"
         )
     return plugin
 
 
-def _plugins(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The plugins that are given, or that the launcher's variables ask for."""
-    if flag_of("ACCELERATE_USE_PARALLELISM_CONFIG") and given["parallelism_config"] is None:
+def _plugins(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The plugins in the arguments, or the ones that the launcher's variables ask for."""
+    if flag_of("ACCELERATE_USE_PARALLELISM_CONFIG") and arguments["parallelism_config"] is None:
         raise ValueError(
             "ACCELERATE_USE_PARALLELISM_CONFIG: give Accelerator(parallelism_config=ParallelismConfig(...)) in the script"
         )
-    if given["torch_tp_plugin"] is not None:
+    if arguments["torch_tp_plugin"] is not None:
         raise ValueError(
-            f"torch_tp_plugin: give parallelism_config=ParallelismConfig(tp_size={given['torch_tp_plugin'].tp_size})"
+            f"torch_tp_plugin: give parallelism_config=ParallelismConfig(tp_size={arguments['torch_tp_plugin'].tp_size})"
         )
-    if isinstance(given["deepspeed_plugin"] or given["deepspeed_plugins"], dict):
+    if isinstance(arguments["deepspeed_plugin"] or arguments["deepspeed_plugins"], dict):
         raise ValueError(
             "deepspeed_plugin: several configurations in one job are several Engines here; give one DeepSpeedPlugin"
         )
-    found = {
-        "fsdp_plugin": given["fsdp_plugin"],
-        "deepspeed_plugin": given["deepspeed_plugin"] or given["deepspeed_plugins"],
-        "megatron_lm_plugin": given["megatron_lm_plugin"],
+    plugins = {
+        "fsdp_plugin": arguments["fsdp_plugin"],
+        "deepspeed_plugin": arguments["deepspeed_plugin"] or arguments["deepspeed_plugins"],
+        "megatron_lm_plugin": arguments["megatron_lm_plugin"],
     }
-    for name, kind in zip(found, _KINDS, strict=True):
-        if found[name] is None and flag_of(f"ACCELERATE_USE_{kind}"):
-            found[name] = _KINDS[kind]()
-    return found
+    for name, kind in zip(plugins, _KINDS, strict=True):
+        if plugins[name] is None and flag_of(f"ACCELERATE_USE_{kind}"):
+            plugins[name] = _KINDS[kind]()
+    return plugins
 
 
 def _launched(kind: str) -> dict[str, Any]:
-    """What ``accelerate launch`` has put into variables, under the keys of its configuration file."""
+    """Environment variables of ``accelerate launch``, under the keys of its configuration file."""
     prefix = {"FSDP": "FSDP_", "DEEPSPEED": "ACCELERATE_DEEPSPEED_", "MEGATRON_LM": "MEGATRON_LM_"}[kind]
-    said = {name.removeprefix(prefix).lower(): text for name, text in os.environ.items() if name.startswith(prefix)}
+    variables = {
+        name.removeprefix(prefix).lower(): text for name, text in os.environ.items() if name.startswith(prefix)
+    }
     if kind != "DEEPSPEED":
         renamed = {"transformer_cls_to_wrap": "transformer_layer_cls_to_wrap"}
-        return {prefix.lower() + renamed.get(name, name): text for name, text in said.items() if text != "None"}
+        return {prefix.lower() + renamed.get(name, name): text for name, text in variables.items() if text != "None"}
     renamed = {
         "config_file": "deepspeed_config_file",
         "zero3_init": "zero3_init_flag",
         "moe_layer_cls_names": "deepspeed_moe_layer_cls_names",
     }
     if clip := os.environ.get("ACCELERATE_GRADIENT_CLIPPING"):
-        said["gradient_clipping"] = clip
-    return {renamed.get(name, name): text for name, text in said.items()}
+        variables["gradient_clipping"] = clip
+    return {renamed.get(name, name): text for name, text in variables.items()}
 
 
-def _dynamo(given: Mapping[str, Any]) -> dict[str, Any]:
-    if given["dynamo_plugin"] is not None and given["dynamo_backend"] is not None:
+def _dynamo(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    if arguments["dynamo_plugin"] is not None and arguments["dynamo_backend"] is not None:
         raise ValueError("dynamo_plugin and dynamo_backend: give one of them")
-    if given["dynamo_plugin"] is not None:
-        section: dict[str, Any] = given["dynamo_plugin"].to_section()
+    if arguments["dynamo_plugin"] is not None:
+        section: dict[str, Any] = arguments["dynamo_plugin"].to_section()
         return section
-    if given["dynamo_backend"] is not None:
-        return {"dynamo_backend": str(given["dynamo_backend"])}
+    if arguments["dynamo_backend"] is not None:
+        return {"dynamo_backend": str(arguments["dynamo_backend"])}
     prefix = "ACCELERATE_DYNAMO_"
     return {f"dynamo_{n.removeprefix(prefix).lower()}": text for n, text in os.environ.items() if n.startswith(prefix)}

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from engine.compat.accelerate.padded_shards import BatchSamplerShard
 from engine.distributed.collectives import broadcast_object
+from engine.engine import Engine
 
 
 class Checkpoints:
@@ -23,7 +24,7 @@ class Checkpoints:
         naming: ``project_dir``, ``automatic_checkpoint_naming``, ``total_limit`` and ``iteration`` of its checkpoints.
     """
 
-    def __init__(self, engine: Any, naming: Any) -> None:
+    def __init__(self, engine: Engine, naming: Any) -> None:
         self.engine, self.naming = engine, naming
         self.before_save: OrderedDict[int, Any] = OrderedDict()
         self.before_load: OrderedDict[int, Any] = OrderedDict()
@@ -46,7 +47,7 @@ class Checkpoints:
         return loader
 
     def forget(self) -> None:
-        """Keep no positions of these loaders any more."""
+        """Stop keeping the positions of loaders in checkpoints."""
         self._following.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,8 +61,10 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def evened(self, even_batches: bool) -> Iterator[None]:
-        """In this block ``even_batches`` decides whether the last global batch of data with indices is filled up."""
-        shards = [each.batch_sampler for each in self._following if isinstance(each.batch_sampler, BatchSamplerShard)]
+        """Let ``even_batches`` decide in this block whether the last global batch of data with indices is filled up."""
+        shards = [
+            loader.batch_sampler for loader in self._following if isinstance(loader.batch_sampler, BatchSamplerShard)
+        ]
         if len(shards) < len(self._following):
             warnings.warn("even_batches is only supported for map-style datasets; streams are filled up", stacklevel=5)
         before = [shard.even_batches for shard in shards]
@@ -76,39 +79,41 @@ class Checkpoints:
     # -- saving and loading -----------------------------------------------------------------------------------------------------
 
     def save(self, output_dir: Any, wait: bool = True, facts: dict[str, Any] | None = None) -> Any:
-        """As :meth:`engine.Engine.save_state`; the folder's name is given, or the next one."""
+        """Save a checkpoint into ``output_dir``, or the next numbered folder; see :meth:`engine.Engine.save_state`."""
         engine, project = self.engine, self.naming
         folder = Path(self._next() if project.automatic_checkpoint_naming else output_dir)
-        beside, left_out = folder.with_name(f".{folder.name}.hooks"), []
+        hooks_folder, left_out = folder.with_name(f".{folder.name}.hooks"), []
         if self.before_save:
             weights = [engine.get_state_dict(model) for model in engine.models]
             remaining = list(weights)
-            beside.mkdir(parents=True, exist_ok=True)
+            hooks_folder.mkdir(parents=True, exist_ok=True)
             for hook in self.before_save.values():
-                hook(list(engine.models), remaining, str(beside))
-            kept = {id(each) for each in remaining}
-            gone = broadcast_object(engine.group, [i for i, each in enumerate(weights) if id(each) not in kept])
-            left_out = [engine.models[i] for i in gone]
+                hook(list(engine.models), remaining, str(hooks_folder))
+            kept_ids = {id(state_dict) for state_dict in remaining}
+            removed = broadcast_object(
+                engine.group, [i for i, state_dict in enumerate(weights) if id(state_dict) not in kept_ids]
+            )
+            left_out = [engine.models[i] for i in removed]
         path = engine.loop_checkpoints.save(folder, wait or bool(self.before_save), facts or {}, left_out)
         if self.before_save:  # what the hooks have written is moved in beside what is listed in the manifest
             engine.wait_for_everyone()
             if engine.is_main_process:
-                shutil.copytree(beside, path, dirs_exist_ok=True)
-                shutil.rmtree(beside)
+                shutil.copytree(hooks_folder, path, dirs_exist_ok=True)
+                shutil.rmtree(hooks_folder)
             engine.wait_for_everyone()
         project.iteration += 1
         return path
 
     def _next(self) -> Path:
-        """The next folder's name. Older ones are removed as ``total_limit`` says."""
+        """The next folder's name. Removes the oldest checkpoints beyond ``total_limit``."""
         engine, project = self.engine, self.naming
         folder = self._project() / f"checkpoint_{project.iteration}"
         if broadcast_object(engine.group, folder.exists()):
             raise ValueError(f"{folder} exists: set the project's iteration to the number to go on with")
         older = self._numbered()
         if project.total_limit is not None and engine.is_main_process:
-            for each in older[: max(0, len(older) + 1 - project.total_limit)]:
-                shutil.rmtree(each)
+            for old_checkpoint in older[: max(0, len(older) + 1 - project.total_limit)]:
+                shutil.rmtree(old_checkpoint)
         return folder
 
     def _project(self) -> Path:
@@ -118,13 +123,13 @@ class Checkpoints:
 
     def _numbered(self) -> list[Path]:
         """The checkpoints with numbers, oldest first."""
-        found = [
-            each for each in self._project().glob("checkpoint_*") if each.name.removeprefix("checkpoint_").isdecimal()
+        checkpoints = [
+            path for path in self._project().glob("checkpoint_*") if path.name.removeprefix("checkpoint_").isdecimal()
         ]
-        return sorted(found, key=lambda each: int(each.name.removeprefix("checkpoint_")))
+        return sorted(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint_")))
 
     def load(self, input_dir: Any, strict: bool, within_epochs: bool) -> dict[str, Any]:
-        """As :meth:`engine.Engine.load_state`; not ``within_epochs``: loaders start the epoch in which they were again."""
+        """Load a checkpoint; see :meth:`engine.Engine.load_state`. Without ``within_epochs`` each loader starts its epoch again."""
         engine = self.engine
         if input_dir is None:
             named = self._numbered() if self.naming.automatic_checkpoint_naming else []
@@ -136,7 +141,9 @@ class Checkpoints:
         remaining = list(engine.models)
         for hook in self.before_load.values():
             hook(remaining, str(input_dir))
-        left_out = [model for model in engine.models if not any(model is each for each in remaining)]
+        left_out = [
+            model for model in engine.models if not any(model is remaining_model for remaining_model in remaining)
+        ]
         manifest = engine.loop_checkpoints.load(input_dir, strict, left_out)
         if not within_epochs:
             for loader in engine.prepared.loaders:

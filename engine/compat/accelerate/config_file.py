@@ -34,8 +34,8 @@ def default_path(environ: Mapping[str, str]) -> Path:
     """The default path of Accelerate's file."""
     cache = Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     folder = Path(environ.get("HF_HOME") or cache / "huggingface").expanduser() / "accelerate"
-    found = [folder / name for name in ("default_config.yaml", "default_config.json") if (folder / name).is_file()]
-    return found[0] if found else folder / "default_config.yaml"
+    files = [folder / name for name in ("default_config.yaml", "default_config.json") if (folder / name).is_file()]
+    return files[0] if files else folder / "default_config.yaml"
 
 
 def read(path: Path) -> KeyFile:
@@ -66,8 +66,8 @@ def convert(values: Mapping[str, Any], origin: str, origins: Mapping[str, str] |
         origin: where they come from; ``origins``: of single keys.
     """
     file = KeyFile(values, origin, origins or {})
-    kind = str(file.take("distributed_type"))
-    if file.take("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+    kind = str(file.take_value("distributed_type"))
+    if file.take_value("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         file.refuse("compute_environment", "jobs of a cloud service are not started from here")
     if kind not in MACHINES:
         file.refuse("distributed_type", f"has no counterpart; possible: {', '.join(MACHINES)}")
@@ -82,21 +82,26 @@ def convert(values: Mapping[str, Any], origin: str, origins: Mapping[str, str] |
 
 def _processes(file: KeyFile, kind: str) -> None:
     """Devices and machines. The launcher sets what differs between machines."""
-    cpu = flag(file.take("use_cpu", False)) or kind == "MULTI_CPU"
+    cpu = flag(file.take_value("use_cpu", False)) or kind == "MULTI_CPU"
     file.set("accelerator", "cpu" if cpu else MACHINES.get(kind, "auto"))
-    count, machines = file.take("num_processes", 1 if kind == "NO" else -1), int(file.take("num_machines", 1))
+    count, machines = (
+        file.take_value("num_processes", 1 if kind == "NO" else -1),
+        int(file.take_value("num_machines", 1)),
+    )
     if kind == "NO" and count not in (1, -1):
         file.note("num_processes", "Accelerate starts one process for distributed_type: NO")
         count = 1
     ids = _gpu_ids(file)
-    each = max(int(count) // machines, 1)
-    if ids is not None and count != -1 and len(ids) != each:
-        file.refuse("gpu_ids", f"names {len(ids)} devices for {each} processes on a machine; make the numbers equal")
-    port, address = file.take("main_process_port"), file.take("main_process_ip")
-    file.take("machine_rank")
+    per_machine = max(int(count) // machines, 1)
+    if ids is not None and count != -1 and len(ids) != per_machine:
+        file.refuse(
+            "gpu_ids", f"names {len(ids)} devices for {per_machine} processes on a machine; make the numbers equal"
+        )
+    port, address = file.take_value("main_process_port"), file.take_value("main_process_ip")
+    file.take_value("machine_rank")
     words = ["fit launch"]
     if count != -1:
-        words.append(f"--nproc {each}")
+        words.append(f"--nproc {per_machine}")
     else:
         file.note("num_processes", "is given to the launcher: fit launch --nproc N")
     if machines > 1:
@@ -106,9 +111,9 @@ def _processes(file: KeyFile, kind: str) -> None:
         )
         file.note("machine_rank", "is found at the rendezvous; the same line is run on every machine")
         if count != -1:
-            file.notes.append(f"num_processes: {count}: the launcher's, {each} on each machine")
+            file.notes.append(f"num_processes: {count}: the launcher's, {per_machine} on each machine")
     elif count != -1:
-        file.set("devices", ids if ids is not None else each)
+        file.set("devices", ids if ids is not None else per_machine)
         if address or port:
             file.notes.append(
                 f"main_process_ip: {address}, main_process_port: {port}: on one machine a free port is found"
@@ -119,20 +124,20 @@ def _processes(file: KeyFile, kind: str) -> None:
 
 
 def _gpu_ids(file: KeyFile) -> list[int] | None:
-    given = file.take("gpu_ids")
-    if given is None or given == "all" or file.settings.get("accelerator") == "cpu":
+    value = file.take_value("gpu_ids")
+    if value is None or value == "all" or file.settings.get("accelerator") == "cpu":
         return None
     try:
-        return [int(part) for part in str(given).split(",")]
+        return [int(part) for part in str(value).split(",")]
     except ValueError:
         file.refuse("gpu_ids", "is not a list of device indices")
         return None
 
 
 def _precision(file: KeyFile) -> None:
-    name = file.take("mixed_precision")
+    name = file.take_value("mixed_precision")
     if "fp16" in file.values and name is None:
-        name = "fp16" if flag(file.take("fp16")) else None
+        name = "fp16" if flag(file.take_value("fp16")) else None
     if name is not None and str(name).lower() not in ("no", "fp16", "bf16", "fp8") and name is not False:
         file.refuse("mixed_precision", "is unknown; possible: no, fp16, bf16, fp8")
         return
@@ -162,10 +167,10 @@ _OTHER_BACKENDS = (
 
 
 def _fp8(part: Any) -> Any:
-    backend = str(part.take("backend", "AO")).upper()
+    backend = str(part.take_value("backend", "AO")).upper()
     options: dict[str, Any] = {"name": "fp8-mixed"}
     if backend == "AO":
-        gather = part.take("enable_fsdp_float8_all_gather")
+        gather = part.take_value("enable_fsdp_float8_all_gather")
         if gather is not None:
             options["all_gather"] = flag(gather)
         part.note("pad_inner_dim", "layers whose sizes are not divisible by 16 stay in bf16, as in Accelerate")
@@ -180,51 +185,51 @@ def _fp8(part: Any) -> Any:
 
 def _compile(file: KeyFile) -> None:
     if "dynamo_backend" in file.values:  # the form before dynamo_config
-        backend = str(file.take("dynamo_backend")).lower()
+        backend = str(file.take_value("dynamo_backend")).lower()
         part = None
     else:
         part = file.section("dynamo_config", "dynamo_")
-        backend = str(part.take("backend", "no")).lower()
+        backend = str(part.take_value("backend", "no")).lower()
     if backend in ("no", "false"):
         file.drop("dynamo_config")
         return
     options: dict[str, Any] = {"backend": backend, "dynamic": False}
     if part is not None:
-        options["dynamic"] = flag(part.take("use_dynamic", False))
-        if (mode := part.take("mode")) not in (None, "default"):
+        options["dynamic"] = flag(part.take_value("use_dynamic", False))
+        if (mode := part.take_value("mode")) not in (None, "default"):
             options["mode"] = mode
-        if flag(part.take("use_fullgraph", False)):
+        if flag(part.take_value("use_fullgraph", False)):
             options["fullgraph"] = True
-        if flag(part.take("use_regional_compilation", False)):
+        if flag(part.take_value("use_regional_compilation", False)):
             options["blocks"] = True
     file.set("compile", options)
 
 
 def _rest(file: KeyFile) -> None:
-    steps = file.take("gradient_accumulation_steps")
+    steps = file.take_value("gradient_accumulation_steps")
     if steps not in (None, "auto"):
         file.set("accumulate_grad_batches", int(steps))
-    if flag(file.take("debug", False)):
+    if flag(file.take_value("debug", False)):
         file.set("debug", True)
     for key in ("rdzv_backend", "same_network"):
-        if int(file.take("num_machines", 1)) > 1:
+        if int(file.take_value("num_machines", 1)) > 1:
             file.note(key, "the rendezvous of 'fit launch' needs no choice")
-        file.take(key)
-    if flag(file.take("enable_cpu_affinity", False)):
+        file.take_value(key)
+    if flag(file.take_value("enable_cpu_affinity", False)):
         file.notes.append(
             "enable_cpu_affinity: true: bind processes with the launcher or with numactl; it changes no result"
         )
-    if file.take("main_training_function", "main") != "main":
+    if file.take_value("main_training_function", "main") != "main":
         file.notes.append("main_training_function: for TPUs only")
-    if file.take("downcast_bf16", False) not in (False, "no", "false"):
+    if file.take_value("downcast_bf16", False) not in (False, "no", "false"):
         file.notes.append("downcast_bf16: for TPUs only")
     for key in _CLOUD:
-        value = file.take(key)
+        value = file.take_value(key)
         if value not in (None, False, "", [], [""]):
             file.refuse(key, "is for TPUs, which are not supported")
     mpi = file.section("mpirun_config", "mpirun_")
     if mpi.values:
-        host = mpi.take("hostfile")
+        host = mpi.take_value("hostfile")
         file.notes.append(
             f"mpirun_config: start the processes with mpirun --hostfile {host} -n N python script.py; they are recognised"
         )

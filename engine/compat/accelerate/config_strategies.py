@@ -22,10 +22,13 @@ def convert(file: KeyFile, kind: str) -> None:
     for name in sections.values():
         if name != sections.get(kind):
             file.drop(name)
-    made: Callable[[KeyFile], Any] = {"FSDP": _fsdp, "DEEPSPEED": _deepspeed, "MEGATRON_LM": _megatron, "TP": _tp}.get(
-        kind, lambda file: _ddp(kind)
-    )
-    strategy = made(file)
+    translate: Callable[[KeyFile], Any] = {
+        "FSDP": _fsdp,
+        "DEEPSPEED": _deepspeed,
+        "MEGATRON_LM": _megatron,
+        "TP": _tp,
+    }.get(kind, lambda file: _ddp(kind))
+    strategy = translate(file)
     file.set("strategy", strategy if not isinstance(strategy, dict) or len(strategy) > 1 else strategy["name"])
     if kind != "FSDP":
         file.drop("parallelism_config")
@@ -40,10 +43,10 @@ _SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_
 
 def _fsdp(file: KeyFile) -> Any:
     part = file.section("fsdp_config", "fsdp_")
-    version = int(part.take("version", 1))
+    version = int(part.take_value("version", 1))
     options: dict[str, Any] = {"name": "fsdp"}
     if version == 2:
-        options["reshard_after_forward"] = flag(part.take("reshard_after_forward", True))
+        options["reshard_after_forward"] = flag(part.take_value("reshard_after_forward", True))
         part.note("sharding_strategy", "is FSDP 1's; Accelerate does not use it in version 2 either")
         part.refuse_others({"forward_prefetch": "FSDP 2 has none"})
     elif version == 1:
@@ -52,7 +55,7 @@ def _fsdp(file: KeyFile) -> Any:
             options = {"name": "ddp"}
         if sharding in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
             options["reshard_after_forward"] = False
-        if sharding.startswith("HYBRID") and (machines := int(file.take("num_machines", 1))) > 1:
+        if sharding.startswith("HYBRID") and (machines := int(file.take_value("num_machines", 1))) > 1:
             options["dp_replicate"] = machines
         part.note("forward_prefetch", "FSDP 2 fetches ahead by itself")
         part.remark(
@@ -60,7 +63,7 @@ def _fsdp(file: KeyFile) -> Any:
         )
     else:
         part.refuse("version", "has no counterpart; possible: 1, 2")
-    if flag(part.take("offload_params", False)):
+    if flag(part.take_value("offload_params", False)):
         if options["name"] == "ddp":
             part.refuse("offload_params", "NO_SHARD means data parallel here, which cannot offload")
         options["cpu_offload"] = True
@@ -72,7 +75,7 @@ def _fsdp(file: KeyFile) -> Any:
             part.remark(
                 f"Accelerate reduces FSDP's gradients in {half}; here fp32 is used, unless strategy.reduce_dtype: {half} is added"
             )
-    if flag(part.take("activation_checkpointing", False)):
+    if flag(part.take_value("activation_checkpointing", False)):
         file.set("activation_checkpointing", "full")
     part.refuse_others(
         {
@@ -92,7 +95,7 @@ def _fsdp(file: KeyFile) -> Any:
 
 def _mixed(part: Section, options: dict[str, Any], half: str | None) -> None:
     """A plugin's ``mixed_precision_policy``: a name, or torch's policy of either version as a mapping; ``half``: the job's format."""
-    policy = part.take("mixed_precision_policy")
+    policy = part.take_value("mixed_precision_policy")
     if policy is None:
         return
     asks = (
@@ -111,9 +114,9 @@ def _mixed(part: Section, options: dict[str, Any], half: str | None) -> None:
 
 
 def _sharding(part: Section) -> str:
-    found = {}
+    names = {}
     for key in ("sharding_strategy", "reshard_after_forward"):
-        value = part.take(key)
+        value = part.take_value(key)
         text = str(value).upper()
         if value is None:
             continue
@@ -122,19 +125,19 @@ def _sharding(part: Section) -> str:
         if text not in _SHARDING:
             part.refuse(key, f"is not a sharding strategy of FSDP 1; possible: {', '.join(_SHARDING)}")
             continue
-        found[key] = text
-    if len(set(found.values())) > 1:
+        names[key] = text
+    if len(set(names.values())) > 1:
         part.refuse(
             "reshard_after_forward",
-            f"contradicts fsdp_sharding_strategy: {found['sharding_strategy']}; keep one of them",
+            f"contradicts fsdp_sharding_strategy: {names['sharding_strategy']}; keep one of them",
         )
-    return next(iter(found.values()), "FULL_SHARD")
+    return next(iter(names.values()), "FULL_SHARD")
 
 
 def _blocks(part: Section, options: dict[str, Any]) -> None:
-    policy = str(part.take("auto_wrap_policy", "NO_WRAP")).upper()
-    classes = part.take("transformer_layer_cls_to_wrap")
-    least = part.take("min_num_params")
+    policy = str(part.take_value("auto_wrap_policy", "NO_WRAP")).upper()
+    classes = part.take_value("transformer_layer_cls_to_wrap")
+    min_num_params = part.take_value("min_num_params")
     if policy == "TRANSFORMER_BASED_WRAP":
         if classes:
             names = classes if isinstance(classes, list) else [name.strip() for name in str(classes).split(",")]
@@ -144,7 +147,7 @@ def _blocks(part: Section, options: dict[str, Any]) -> None:
                 "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP without classes: blocks are the model's repeated ones, or its blocks()"
             )
     elif policy == "SIZE_BASED_WRAP":
-        options["min_size"] = 100_000_000 if least is None else int(float(least))
+        options["min_size"] = 100_000_000 if min_num_params is None else int(float(min_num_params))
     elif policy == "NO_WRAP":
         part.note(
             "auto_wrap_policy",
@@ -169,8 +172,11 @@ def _parallelism(file: KeyFile, options: dict[str, Any]) -> Any:
         "sp_seq_length_is_variable",
         "sp_attn_implementation",
     )
-    tp = int(part.take("tp_size", 1))
-    options |= {"dp_replicate": int(part.take("dp_replicate_size", 1)), "dp_shard": int(part.take("dp_shard_size", 1))}
+    tp = int(part.take_value("tp_size", 1))
+    options |= {
+        "dp_replicate": int(part.take_value("dp_replicate_size", 1)),
+        "dp_shard": int(part.take_value("dp_shard_size", 1)),
+    }
     if tp > 1:
         options |= {"name": "mesh", "tp": tp}
         part.remark("tensor parallel follows the model's own plan (Hugging Face), its parallelize(), or strategy.plan")
@@ -180,7 +186,7 @@ def _parallelism(file: KeyFile, options: dict[str, Any]) -> Any:
 def _deepspeed(file: KeyFile) -> Any:
     part = file.section("deepspeed_config", "deepspeed_")
     options: dict[str, Any] = {"name": "deepspeed"}
-    config = part.take("config_file")
+    config = part.take_value("config_file")
     if config not in (None, "none"):
         options["config"] = config if isinstance(config, Mapping) else str(config)
         _precision_of(file, part, config)
@@ -192,12 +198,12 @@ def _deepspeed(file: KeyFile) -> Any:
             "gradient_accumulation_steps",
             "gradient_clipping",
         ):
-            if part.take(key) not in (None, "none", "auto"):
+            if part.take_value(key) not in (None, "none", "auto"):
                 part.refuse(key, "is given besides deepspeed_config_file; write it only there")
     else:
-        options["stage"] = int(part.take("zero_stage", 2))
+        options["stage"] = int(part.take_value("zero_stage", 2))
         _offload(part, options)
-        steps, clip = part.take("gradient_accumulation_steps"), part.take("gradient_clipping")
+        steps, clip = part.take_value("gradient_accumulation_steps"), part.take_value("gradient_clipping")
         if steps not in (None, "auto"):
             file.set("accumulate_grad_batches", int(steps))
         if clip not in (None, "auto", "none"):
@@ -216,12 +222,12 @@ def _deepspeed(file: KeyFile) -> Any:
 
 def _offload(part: Section, options: dict[str, Any]) -> None:
     paths = []
-    for theirs, ours in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_parameters")):
-        device, path = str(part.take(f"{theirs}_device", "none")).lower(), part.take(f"{theirs}_nvme_path")
+    for key, name in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_parameters")):
+        device, path = str(part.take_value(f"{key}_device", "none")).lower(), part.take_value(f"{key}_nvme_path")
         if device not in ("none", "cpu", "nvme"):
-            part.refuse(f"{theirs}_device", "is unknown; possible: none, cpu, nvme")
+            part.refuse(f"{key}_device", "is unknown; possible: none, cpu, nvme")
         elif device != "none":
-            options[ours] = device
+            options[name] = device
             if device == "nvme":
                 paths.append("/nvme" if path in (None, "none") else str(path))
     if paths:
@@ -236,19 +242,23 @@ def _offload(part: Section, options: dict[str, Any]) -> None:
 def _precision_of(file: KeyFile, part: Section, config: Any) -> None:
     """Read the precision from DeepSpeed's configuration (a mapping or a file), if Accelerate's does not have it."""
     if isinstance(config, Mapping):
-        found: Any = config
+        content: Any = config
     elif not Path(str(config)).is_file():
         part.refuse("config_file", f"the file does not exist (current directory: {Path.cwd()})")
         return
     else:
         try:
-            found = json.loads(read_file(Path(str(config))))
+            content = json.loads(read_file(Path(str(config))))
         except ValueError as error:
             part.refuse("config_file", f"is not valid JSON: {error}")
             return
-    on = [kind for kind in ("bf16", "fp16") if isinstance(found.get(kind), dict) and found[kind].get("enabled") is True]
-    if on and "precision" not in file.settings:
-        file.set("precision", {"bf16": "bf16-mixed", "fp16": "16-mixed"}[on[0]])
+    enabled = [
+        kind
+        for kind in ("bf16", "fp16")
+        if isinstance(content.get(kind), dict) and content[kind].get("enabled") is True
+    ]
+    if enabled and "precision" not in file.settings:
+        file.set("precision", {"bf16": "bf16-mixed", "fp16": "16-mixed"}[enabled[0]])
 
 
 _MEGATRON = {
@@ -275,21 +285,21 @@ def _megatron(file: KeyFile) -> Any:
     part = file.section("megatron_lm_config", "megatron_lm_")
     options: dict[str, Any] = {
         "name": "mesh",
-        "tp": int(part.take("tp_degree", 1)),
-        "pp": int(part.take("pp_degree", 1)),
+        "tp": int(part.take_value("tp_degree", 1)),
+        "pp": int(part.take_value("pp_degree", 1)),
     }
     options |= {"dp_replicate": -1, "dp_shard": 1}
-    if (parts := part.take("num_micro_batches")) is not None and options["pp"] > 1:
+    if (parts := part.take_value("num_micro_batches")) is not None and options["pp"] > 1:
         options["num_microbatches"] = int(parts)
-    if flag(part.take("sequence_parallelism", False)):
+    if flag(part.take_value("sequence_parallelism", False)):
         options["sequence_parallel"] = True
-    clip = float(part.take("gradient_clipping", 1.0))
+    clip = float(part.take_value("gradient_clipping", 1.0))
     if clip:
         file.set("gradient_clip_val", clip)
-    granularity = part.take("recompute_granularity")
+    granularity = part.take_value("recompute_granularity")
     if granularity in ("full", "selective"):
         file.set("activation_checkpointing", granularity)
-    elif flag(part.take("recompute_activations", False)):
+    elif flag(part.take_value("recompute_activations", False)):
         file.set("activation_checkpointing", "selective")
     part.drop_rest("recompute_activations")
     part.note(
@@ -309,4 +319,4 @@ def _megatron(file: KeyFile) -> Any:
 def _tp(file: KeyFile) -> Any:
     part = file.section("tp_config", "tp_")
     part.remark("tensor parallel follows the model's own plan (Hugging Face), its parallelize(), or strategy.plan")
-    return {"name": "mesh", "tp": int(part.take("size", 1)), "dp_replicate": -1, "dp_shard": 1}
+    return {"name": "mesh", "tp": int(part.take_value("size", 1)), "dp_replicate": -1, "dp_shard": 1}

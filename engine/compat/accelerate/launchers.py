@@ -10,7 +10,7 @@ from typing import Any
 from engine.launch import functions
 
 _NEUTRAL = (None, 0, 1, "", "static", "127.0.0.1")
-"""Values of other arguments under which nothing is asked for."""
+"""Values of other arguments that ask for nothing."""
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], mixed_precision: str) -> Any:
@@ -21,10 +21,14 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], mixed_precision: 
 def notebook_launcher(
     function: Any, args: Any = (), num_processes: int | None = None, mixed_precision: str = "no", use_port: Any = None, **others: Any
 ) -> list[Any]:  # fmt: skip
-    """:func:`engine.launch.notebook`, which finds a free port; ``ValueError``: several machines, restarts, or another argument."""
-    if wanted := {name: value for name, value in others.items() if value not in _NEUTRAL}:
-        said = "has no counterpart; use fit launch for several machines and restarts"
-        raise ValueError(f"notebook_launcher({wanted}) {said}")
+    """Run a function on several ranks; see :func:`engine.launch.notebook`, which finds a free port.
+
+    Raises:
+        ValueError: several machines, restarts, or an argument without a counterpart.
+    """
+    if refused := {name: value for name, value in others.items() if value not in _NEUTRAL}:
+        reason = "has no counterpart; use fit launch for several machines and restarts"
+        raise ValueError(f"notebook_launcher({refused}) {reason}")
     return functions.notebook(partial(_call, function, tuple(args), mixed_precision), num_processes=num_processes)
 
 

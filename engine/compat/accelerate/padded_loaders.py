@@ -24,10 +24,10 @@ from engine.utils.tree import batch_size, leaves, map_tensors, move
 
 
 class Loader:
-    """A prepared loader that says where it stands; all else is that of the loader in it.
+    """A prepared loader that says where it stands; all else is the wrapped loader's.
 
     Args:
-        reading: of the loaders that are being read, the innermost last; this one is in it during a pass.
+        reading: the loaders that are being read, the innermost last; this one is among them during a pass.
         rng_types: generators that start each pass with the main process's state.
     """
 
@@ -35,7 +35,7 @@ class Loader:
 
     def __init__(self, loader: Any, group: Group, reading: list[Any], rng_types: Iterable[Any] = ()) -> None:
         self.base_dataloader, self.group, self.reading, self.rng_types = loader, group, reading, list(rng_types)
-        self._given = 0
+        self._batches_given = 0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "base_dataloader":
@@ -47,11 +47,11 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         share_states(self.group, self.rng_types, self.synchronized_generator)
-        self._given, batches = self._first(), self._batches()
+        self._batches_given, batches = self._first(), self._batches()
         self.reading.append(self)
         try:
             for batch in batches:
-                self._given += 1
+                self._batches_given += 1
                 yield batch
         finally:
             batches.close()
@@ -75,11 +75,11 @@ class Loader:
             raise RuntimeError(
                 "end_of_dataloader of data without a length: Accelerator(rules='accelerate') reads a batch ahead to know it"
             )
-        return bool(self._given == self.base_dataloader.length)
+        return bool(self._batches_given == self.base_dataloader.length)
 
     @property
     def remainder(self) -> int:
-        """Nothing is padded: there is nothing to cut off."""
+        """Samples of the last global batch to keep; 0: all, because nothing is padded."""
         return 0
 
     @property
@@ -117,8 +117,8 @@ class PaddedLoader(Loader):
     @property
     def total_batch_size(self) -> int:
         sampler = self.batch_sampler or self.sampler
-        each, split = int(sampler.batch_size), getattr(sampler, "split_batches", False)
-        return each if split else each * int(getattr(sampler, "num_processes", 1))
+        shard_size, split = int(sampler.batch_size), getattr(sampler, "split_batches", False)
+        return shard_size if split else shard_size * int(getattr(sampler, "num_processes", 1))
 
     def __len__(self) -> int:
         return len(self.base_dataloader) - self.skip_batches
@@ -129,9 +129,9 @@ class PaddedLoader(Loader):
     def set_epoch(self, epoch: int) -> None:
         """Use the order of this epoch in the next pass."""
         self.iteration = epoch
-        for each in (self.batch_sampler, _sampler(self.base_dataloader), self.dataset):
-            if hasattr(each, "set_epoch"):
-                each.set_epoch(epoch)
+        for part in (self.batch_sampler, _sampler(self.base_dataloader), self.dataset):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
 
     def _batches(self) -> Any:
         self.end_of_dataloader, self.remainder = False, -1
@@ -165,7 +165,7 @@ class PaddedLoader(Loader):
         if inside and not ended:
             return {
                 "epoch": self.iteration,
-                "given": self._given,
+                "given": self._batches_given,
                 "torch": self._opening,
                 "generator": self._drawn_from,
             }
@@ -173,7 +173,7 @@ class PaddedLoader(Loader):
         return {"epoch": self.iteration + ended, "given": 0, "torch": None, "generator": drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass continue there."""
+        """Let the next pass continue from :meth:`state_dict`."""
         self.iteration, self._start, self._resumes = state["epoch"], state["given"], state["torch"] is not None
         if self._resumes:
             self._opening = state["torch"]
@@ -185,9 +185,9 @@ class PaddedLoader(Loader):
         self._start = 0
 
     def skipping(self, num_batches: int) -> Any:
-        other = copy.copy(self)
-        other.skip_batches, other._start = num_batches, 0
-        return other
+        loader = copy.copy(self)
+        loader.skip_batches, loader._start = num_batches, 0
+        return loader
 
 
 class DispatchedLoader(PaddedLoader):
@@ -198,19 +198,19 @@ class DispatchedLoader(PaddedLoader):
         self.split_batches, self.slice_fn = split_batches, slice_fn or _sliced
 
     def __len__(self) -> int:
-        each = 1 if self.split_batches else self.group.world_size
-        whole, more = divmod(len(self.base_dataloader), each)
-        return whole + (more > 0 and not self.drop_last)
+        batches_per_step = 1 if self.split_batches else self.group.world_size
+        steps, more = divmod(len(self.base_dataloader), batches_per_step)
+        return steps + (more > 0 and not self.drop_last)
 
     def _rounds(self) -> Iterator[tuple[Any, bool]]:
         """Global batches, and whether each is the last; on the main process."""
-        batches, each = iter(self.base_dataloader), 1 if self.split_batches else self.group.world_size
+        batches, batches_per_step = iter(self.base_dataloader), 1 if self.split_batches else self.group.world_size
         if not self.group.is_main:
             return
-        following: list[Any] = list(itertools.islice(batches, each))
-        while following and (len(following) == each or not self.drop_last):
-            current, following = following, list(itertools.islice(batches, each))
-            last = not following or (len(following) < each and self.drop_last)
+        following: list[Any] = list(itertools.islice(batches, batches_per_step))
+        while following and (len(following) == batches_per_step or not self.drop_last):
+            current, following = following, list(itertools.islice(batches, batches_per_step))
+            last = not following or (len(following) < batches_per_step and self.drop_last)
             try:
                 yield joined(current), last
             except RuntimeError as error:
@@ -223,19 +223,19 @@ class DispatchedLoader(PaddedLoader):
         while sent := broadcast_object(group, next(rounds, None)):
             batch, last = sent
             size, n = int(batch_size(batch) or 0), group.world_size
-            each, more = divmod(size, n)
+            rows, more = divmod(size, n)
             first = _sliced(batch, slice(0, n)) if first is None else first
             if last and more and not self.drop_last:
-                batch, each = joined([batch, first]), each + 1
-            own = slice(group.rank * each, (group.rank + 1) * each)
-            mine = self.slice_fn(batch, own, process_index=group.rank, num_processes=n)
+                batch, rows = joined([batch, first]), rows + 1
+            rank_rows = slice(group.rank * rows, (group.rank + 1) * rows)
+            rank_batch = self.slice_fn(batch, rank_rows, process_index=group.rank, num_processes=n)
             if last:
                 self.remainder = size
-            yield move(mine, group.device)
+            yield move(rank_batch, group.device)
 
 
 def _sampler(loader: Any) -> Any:
-    """What determines the order of the samples of a plain loader."""
+    """The sampler that determines the order of the samples of a plain loader; ``None`` if there is none."""
     batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     return getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
 
@@ -260,7 +260,7 @@ def padded(
     Args:
         processes: their number, and this one's index.
         device: of the batches; ``None``: they stay where they are.
-        split_batches, even_batches: as of :class:`engine.compat.accelerate.padded_shards.BatchSamplerShard`.
+        split_batches, even_batches: see :class:`engine.compat.accelerate.padded_shards.BatchSamplerShard`.
         dispatch: the main process reads, and ``slice_fn(batch, slice, process_index=, num_processes=)`` cuts.
         seedable: a shuffle depends on ``seed`` and the epoch.
 
@@ -290,21 +290,21 @@ def _stream_shard(loader: Any, n: int, rank: int, split: bool) -> Any:
     if not split and getattr(data, "n_shards", 0) >= n and hasattr(data, "shard"):  # of the package datasets
         return altered(loader, dataset=data.shard(num_shards=n, index=rank))
     shard = IterableDatasetShard(data, loader.batch_size, loader.drop_last, n, rank, split)
-    each = loader.batch_size // n if split else loader.batch_size
-    sampler = BatchSampler(loader.sampler, each, loader.drop_last)
-    return altered(loader, dataset=shard, batch_size=each, batch_sampler=sampler)
+    process_batch = loader.batch_size // n if split else loader.batch_size
+    sampler = BatchSampler(loader.sampler, process_batch, loader.drop_last)
+    return altered(loader, dataset=shard, batch_size=process_batch, batch_sampler=sampler)
 
 
 def _seeded(batches: Any, seedable: bool, seed: int | None, shared: bool) -> Any:
     """The batch sampler, with a copy of its sampler whose random numbers can be set, where that is needed."""
     sampler: Any = getattr(batches, "sampler", None)
     if isinstance(sampler, RandomSampler) and seedable:
-        given = {
+        options = {
             "replacement": sampler.replacement,
             "num_samples": sampler._num_samples,
             "generator": sampler.generator,
         }
-        sampler = SeedableRandomSampler(sampler.data_source, data_seed=seed, **given)
+        sampler = SeedableRandomSampler(sampler.data_source, data_seed=seed, **options)
     elif shared and not seedable and getattr(sampler, "generator", 0) is None:
         sampler = copy.copy(sampler)
         sampler.generator = torch.Generator()
@@ -318,8 +318,11 @@ def _seeded(batches: Any, seedable: bool, seed: int | None, shared: bool) -> Any
 
 def joined(trees: Sequence[Any], dim: int = 0) -> Any:
     """Trees of one structure as one, their tensors joined along ``dim``."""
-    rest = [iter(leaves(tree)) for tree in trees[1:]]
-    return map_tensors(lambda tensor: torch.cat([tensor, *(next(each) for each in rest)], dim=dim), trees[0])
+    other_leaves = [iter(leaves(tree)) for tree in trees[1:]]
+    return map_tensors(
+        lambda tensor: torch.cat([tensor, *(next(leaves_of_tree) for leaves_of_tree in other_leaves)], dim=dim),
+        trees[0],
+    )
 
 
 def _sliced(batch: Any, part: slice, **processes: Any) -> Any:
@@ -337,5 +340,7 @@ def split_over(loader: Any, num_processes: int) -> Any:
         raise ValueError(
             f"split_batches=True: batch_size={size} of the DataLoader must be a multiple of {num_processes} processes"
         )
-    each = size // num_processes
-    return altered(loader, batch_size=each, batch_sampler=BatchSampler(loader.sampler, each, loader.drop_last))
+    process_batch = size // num_processes
+    return altered(
+        loader, batch_size=process_batch, batch_sampler=BatchSampler(loader.sampler, process_batch, loader.drop_last)
+    )

@@ -43,16 +43,16 @@ class BatchSamplerShard(BatchSampler):
 
     def __len__(self) -> int:
         whole, more = divmod(len(self.batch_sampler), 1 if self.split_batches else self.num_processes)
-        here = self.even_batches or self.process_index < more
-        return whole + (more > 0 and not self.drop_last and here)
+        has_remainder = self.even_batches or self.process_index < more
+        return whole + (more > 0 and not self.drop_last and has_remainder)
 
     def __iter__(self) -> Iterator[Any]:
         if self.batch_size is None or not (self.even_batches or self.split_batches):  # batches as they are
             dealt = _dealt(self.batch_sampler, self.num_processes, self)
-            yield from (own for (own,) in dealt)
+            yield from (batch for (batch,) in dealt)
         else:
-            whole = self.batch_size * (1 if self.split_batches else self.num_processes)
-            yield from _dealt(self._samples(), whole, self)
+            size = self.batch_size * (1 if self.split_batches else self.num_processes)
+            yield from _dealt(self._samples(), size, self)
 
     def _samples(self) -> Iterator[Any]:
         short = False
@@ -64,7 +64,7 @@ class BatchSamplerShard(BatchSampler):
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """One process's samples of a stream; arguments as of :class:`BatchSamplerShard`."""
+    """One process's samples of a stream; for the arguments see :class:`BatchSamplerShard`."""
 
     even_batches = True
 
@@ -121,8 +121,8 @@ class SeedableRandomSampler(RandomSampler):
 
 def _dealt(items: Iterable[Any], whole: int, shard: Any) -> Iterator[list[Any]]:
     """This process's part of each ``whole`` items; the last ones are dropped, filled up from the first or given out as they are."""
-    each, stream = whole // shard.num_processes, iter(items)
-    own = slice(shard.process_index * each, (shard.process_index + 1) * each)
+    size, stream = whole // shard.num_processes, iter(items)
+    rank_slice = slice(shard.process_index * size, (shard.process_index + 1) * size)
     first: list[Any] = []
     while current := list(itertools.islice(stream, whole)):
         first = first or current
@@ -130,5 +130,5 @@ def _dealt(items: Iterable[Any], whole: int, shard: Any) -> Iterator[list[Any]]:
             return
         if len(current) < whole and shard.even_batches:
             current += itertools.islice(itertools.cycle(first[:]), whole - len(current))
-        if mine := current[own]:
-            yield mine
+        if part := current[rank_slice]:
+            yield part

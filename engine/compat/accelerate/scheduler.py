@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from engine.compat.accelerate.state import GradientState
+from engine.engine import Engine
 from engine.step.wrappers import PreparedScheduler
 
 
 class AcceleratedScheduler:
-    """A prepared scheduler of an ``engine``; all else is that of the scheduler in it. It steps ``times`` for each step of the optimizer (0: the
+    """A prepared scheduler of an ``engine``; all else is the wrapped scheduler's. It steps ``times`` for each step of the optimizer (0: the
     script decides when). ``follows``: whether Accelerate's rule holds."""
 
-    def __init__(self, prepared: PreparedScheduler, engine: Any, times: int, follows: bool) -> None:
+    def __init__(self, prepared: PreparedScheduler, engine: Engine, times: int, follows: bool) -> None:
         self._prepared, self._engine, self._times, self._follows = prepared, engine, times, follows
         self.scheduler, self.gradient_state = prepared.scheduler, GradientState()
 

@@ -16,7 +16,7 @@ from engine.engine import Engine
 
 
 class _Shared:
-    """All objects of a class have the same attributes."""
+    """Base of classes whose objects share their attributes."""
 
     _shared_state: ClassVar[dict[str, Any]]
 
@@ -55,9 +55,9 @@ class PartialState(_Shared):
             )
 
     def _join(self, cpu: bool, timeout: timedelta | None = None, backend: str | None = None, **others: Any) -> None:
-        if left := [name for name, value in others.items() if value is not None]:
+        if unsupported := [name for name, value in others.items() if value is not None]:
             raise ValueError(
-                f"{', '.join(left)}: the launcher's variables say how processes join (fit env); leave it out"
+                f"{', '.join(unsupported)}: the launcher's variables say how processes join (fit env); leave it out"
             )
         group = join_here(
             own_environment(), "cpu" if cpu else "auto", timeout=timeout or timedelta(minutes=30), debug=False
@@ -81,7 +81,7 @@ class PartialState(_Shared):
     def on_local_process(self, function: Any = None, local_process_index: int = 0) -> Any:
         return only(function, lambda: self.group.local_rank == local_process_index)
 
-    def destroy_process_group(self, group: Any = None) -> None:
+    def destroy_process_group(self, group: torch.distributed.ProcessGroup | None = None) -> None:
         self.group.close()
 
 

@@ -27,7 +27,10 @@ class GeneralTracker:
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None: ...
     def finish(self) -> None: ...
 
-    def begun(self, project: str, engine: Any, config: dict[str, Any], options: dict[str, Any]) -> GeneralTracker:
+    def started_tracker(
+        self, project: str, logging_dir: str | Path | None, config: dict[str, Any], options: dict[str, Any]
+    ) -> GeneralTracker:
+        """Start the tracker of a ``project``, and store the ``config`` in it."""
         self.start()
         if config:
             self.store_init_configuration(config)
@@ -40,12 +43,14 @@ class LoggerTracker(GeneralTracker):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def begun(self, project: str, engine: Any, config: dict[str, Any], options: dict[str, Any]) -> LoggerTracker:
-        if self.name == "tensorboard" and engine.logging_dir is None:
+    def started_tracker(
+        self, project: str, logging_dir: str | Path | None, config: dict[str, Any], options: dict[str, Any]
+    ) -> LoggerTracker:
+        if self.name == "tensorboard" and logging_dir is None:
             raise ValueError("log_with='tensorboard' needs a folder: give Accelerator(project_dir=...)")
-        folder = Path(engine.logging_dir or ".") / project
+        folder = Path(logging_dir or ".") / project
         self.logger = loggers.logger_for(self.name, project, **options)
-        self._loop = loggers.LoggedLoop([self.logger], folder, config, is_main_process=engine.is_main_process)
+        self._loop = loggers.LoggedLoop([self.logger], folder, config, is_main_process=PartialState().is_main_process)
         return self
 
     @property
@@ -54,8 +59,8 @@ class LoggerTracker(GeneralTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         if kwargs:
-            said = f"has no counterpart; use accelerator.get_tracker({self.name!r}, unwrap=True)"
-            raise TypeError(f"log_kwargs of {self.name}: {', '.join(kwargs)} {said}")
+            reason = f"has no counterpart; use accelerator.get_tracker({self.name!r}, unwrap=True)"
+            raise TypeError(f"log_kwargs of {self.name}: {', '.join(kwargs)} {reason}")
         self._loop(_flat(values), step)
 
     def finish(self) -> None:
@@ -64,26 +69,28 @@ class LoggerTracker(GeneralTracker):
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of nested dicts by ``name/inner``."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         inner = _flat(value) if isinstance(value, Mapping) else None
-        found |= {name: value} if inner is None else {f"{name}/{key}": each for key, each in inner.items()}
-    return found
+        flat |= {name: value} if inner is None else {f"{name}/{key}": inner_value for key, inner_value in inner.items()}
+    return flat
 
 
 def trackers_for(log_with: Any, logging_dir: Any) -> list[GeneralTracker]:
     """The trackers that ``log_with`` names; ``ValueError``: one has no counterpart."""
-    found: list[GeneralTracker] = []
-    for each in log_with if isinstance(log_with, (list, tuple)) else [log_with]:
-        name = str(each).lower()
-        if each is None:
+    trackers: list[GeneralTracker] = []
+    for entry in log_with if isinstance(log_with, (list, tuple)) else [log_with]:
+        name = str(entry).lower()
+        if entry is None:
             continue
-        if not isinstance(each, GeneralTracker) and name != "all" and name not in loggers.TRACKERS:
-            there = f"{', '.join(loggers.TRACKERS)}, and objects of subclasses of GeneralTracker"
-            raise ValueError(f"log_with={each!r} has no counterpart; there are {there}")
-        names = [known for known in loggers.TRACKERS if importlib.util.find_spec(known)] if name == "all" else [name]
-        found += [each] if isinstance(each, GeneralTracker) else map(LoggerTracker, names)
-    return found
+        if not isinstance(entry, GeneralTracker) and name != "all" and name not in loggers.TRACKERS:
+            possible = f"{', '.join(loggers.TRACKERS)}, and objects of subclasses of GeneralTracker"
+            raise ValueError(f"log_with={entry!r} has no counterpart; there are {possible}")
+        names = (
+            [package for package in loggers.TRACKERS if importlib.util.find_spec(package)] if name == "all" else [name]
+        )
+        trackers += [entry] if isinstance(entry, GeneralTracker) else map(LoggerTracker, names)
+    return trackers
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,7 +98,7 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        here = not self.main_process_only or PartialState().is_main_process
-        return function(self, *args, **kwargs) if here else None
+        runs = not self.main_process_only or PartialState().is_main_process
+        return function(self, *args, **kwargs) if runs else None
 
     return run

@@ -61,7 +61,7 @@ _LIGHTNING = frozenset(
 
 @dataclass
 class Converted:
-    """What :func:`convert` wrote."""
+    """Report of :func:`convert`: the checkpoint that it wrote."""
 
     path: str
     kind: str
@@ -74,7 +74,7 @@ class Converted:
     epoch: int
     hyperparameters: list[str]
     notes: list[str]
-    """What was left out or may be unexpected, and why."""
+    """Notes on parts of the input that were left out or may be unexpected, and why."""
 
 
 @dataclass
@@ -127,11 +127,11 @@ def convert(source: str | Path, out: str | Path, *, trust_pickle: bool = False) 
     if name in {*storage.manifests(), *storage.incomplete()} or ("://" not in str(out) and Path(out).exists()):
         raise FileExistsError(f"{out} exists already: choose another path")
     with local_copy(source) as path:
-        shown = without_query(source)
-        content = _read(path, shown, trust_pickle)
+        source_name = without_query(source)
+        content = _read(path, source_name, trust_pickle)
         draft = storage.begin(name)
         try:
-            converted = _write(draft, storage.path(name), content, shown)
+            converted = _write(draft, storage.path(name), content, source_name)
         except BaseException:
             draft.abandon()
             raise
@@ -141,65 +141,65 @@ def convert(source: str | Path, out: str | Path, *, trust_pickle: bool = False) 
 # -- reading --------------------------------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path, told: str, trust_pickle: bool) -> _Content:
-    """Read the file or directory; ``told`` is the user's name for it."""
+def _read(path: Path, source_name: str, trust_pickle: bool) -> _Content:
+    """Read the file or directory; ``source_name`` is the user's name for it."""
     if path.is_dir() and ((path / MANIFEST).is_file() or folder_at(path) is not None):
-        raise ValueError(f"{told} is a checkpoint of this library already: there is nothing to convert")
+        raise ValueError(f"{source_name} is a checkpoint of this library already: there is nothing to convert")
     safe = path.is_dir() and next(path.glob("*.safetensors"), None) is not None
     if path.is_file() and path.suffix == ".safetensors":
-        one = TensorFiles(path, [path])
-        return _Content("safetensors file", one, {name: name for name in one.stored})
+        tensor_file = TensorFiles(path, [path])
+        return _Content("safetensors file", tensor_file, {name: name for name in tensor_file.stored})
     if safe and not (path / METADATA).is_file():
         several = TensorFiles(path)
         return _Content("safetensors directory", several, {name: name for name in several.stored})
     if path.is_dir() and not (path / METADATA).is_file():
         raise ValueError(
-            f"{told} has neither {METADATA} nor .safetensors files: give a torch.save file, or a directory of one of these kinds"
+            f"{source_name} has neither {METADATA} nor .safetensors files: give a torch.save file, or a directory of one of these kinds"
         )
     if not trust_pickle:
-        raise ValueError(f"{told}{f' has a {METADATA} that' if path.is_dir() else ''} {PICKLE}")
+        raise ValueError(f"{source_name}{f' has a {METADATA} that' if path.is_dir() else ''} {PICKLE}")
     if path.is_dir():
         return _distributed(path)
     with held(path) as file:
-        loaded = load_pickle(file, told, mmap=True)
+        loaded = load_pickle(file, source_name, mmap=True)
     if not isinstance(loaded, Mapping):
         raise ValueError(
-            f"{told} holds a {type(loaded).__name__}: a dict of tensors by name is needed, or one with {', '.join(_MODELS)}"
+            f"{source_name} holds a {type(loaded).__name__}: a dict of tensors by name is needed, or one with {', '.join(_MODELS)}"
         )
     if "state_dict" in loaded and "pytorch-lightning_version" in loaded:
-        return _of_lightning(loaded, told)
+        return _of_lightning(loaded, source_name)
     key = next((key for key in _MODELS if isinstance(loaded.get(key), Mapping)), None)
-    content = _tensors("torch.save file", loaded if key is None else loaded[key], told)
+    content = _tensors("torch.save file", loaded if key is None else loaded[key], source_name)
     if key is not None:
-        states = [each for name, each in loaded.items() if name != key and _is_optimizer(each)]
+        states = [value for name, value in loaded.items() if name != key and _is_optimizer(value)]
         content.optim = [_by_names(state, content, f"optimizer {index}") for index, state in enumerate(states)]
     return content
 
 
-def _tensors(kind: str, state: Mapping[str, Any], told: str) -> _Content:
-    """The tensors of a ``state_dict``; those that share memory once."""
+def _tensors(kind: str, state: Mapping[str, Any], source_name: str) -> _Content:
+    """The tensors of a ``state_dict``; tensors that share memory once."""
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
         raise ValueError(
-            f"{told} has no tensors by name; its keys are {', '.join(map(str, list(state)[:8])) or 'none'}"
+            f"{source_name} has no tensors by name; its keys are {', '.join(map(str, list(state)[:8])) or 'none'}"
         )
     for name, tensor in tensors.items():
         if not storable(tensor):
             raise ValueError(
-                f"{told}: {name!r} ({tensor.dtype}, {tensor.layout}) cannot be stored: convert it to a dense tensor first"
+                f"{source_name}: {name!r} ({tensor.dtype}, {tensor.layout}) cannot be stored: convert it to a dense tensor first"
             )
     first: dict[Any, str] = {}
     aliases = {
-        name: known
+        name: first_name
         for name, tensor in tensors.items()
-        if (known := first.setdefault(same_memory(tensor), name)) != name
+        if (first_name := first.setdefault(same_memory(tensor), name)) != name
     }
-    rest = [str(name) for name in state if str(name) not in tensors]
+    left_out = [str(name) for name in state if str(name) not in tensors]
     notes = (
         [
-            f"left out, because it is not a tensor: {', '.join(rest[:5])}{f' and {len(rest) - 5} more' if len(rest) > 5 else ''}"
+            f"left out, because it is not a tensor: {', '.join(left_out[:5])}{f' and {len(left_out) - 5} more' if len(left_out) > 5 else ''}"
         ]
-        if rest
+        if left_out
         else []
     )
     return _Content(
@@ -207,15 +207,15 @@ def _tensors(kind: str, state: Mapping[str, Any], told: str) -> _Content:
     )
 
 
-def _of_lightning(loaded: Mapping[str, Any], told: str) -> _Content:
+def _of_lightning(loaded: Mapping[str, Any], source_name: str) -> _Content:
     """A Lightning checkpoint. Where its ``WeightAveraging`` was used, ``state_dict`` is the average, which was validated."""
     trained = loaded.get("current_model_state")
     if not isinstance(trained, Mapping):
-        return _lightning(loaded, _tensors("Lightning checkpoint", loaded["state_dict"], told))
-    average, rest = _tensors("Lightning checkpoint", loaded["state_dict"], told), dict(loaded)
+        return _lightning(loaded, _tensors("Lightning checkpoint", loaded["state_dict"], source_name))
+    average, other_entries = _tensors("Lightning checkpoint", loaded["state_dict"], source_name), dict(loaded)
     for name in ("current_model_state", "averaging_state"):
-        rest.pop(name, None)
-    content = _lightning(rest, _tensors("Lightning checkpoint", trained, told))
+        other_entries.pop(name, None)
+    content = _lightning(other_entries, _tensors("Lightning checkpoint", trained, source_name))
     names = {*average.names, *average.aliases}
     content.average = {str(name): value for name, value in loaded["state_dict"].items() if str(name) in names}
     content.notes.append(
@@ -225,7 +225,7 @@ def _of_lightning(loaded: Mapping[str, Any], told: str) -> _Content:
 
 
 def _lightning(loaded: Mapping[str, Any], content: _Content) -> _Content:
-    """Add the other entries of a Lightning checkpoint."""
+    """Add the entries of a Lightning checkpoint besides its weights."""
     content.step = int(loaded.get("global_step", 0))
     current = loaded.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {}).get("current", {})
     content.epoch = int(current.get("processed", loaded.get("epoch", 0)))
@@ -268,13 +268,13 @@ def _distributed(path: Path) -> _Content:
             f"{path}: no model is found among {', '.join(map(str, dict.fromkeys(p[0] for p in paths.values())))}"
         )
     content = _Content("torch.distributed.checkpoint directory", files, names)
-    rest: dict[Any, dict[tuple[Any, ...], str]] = {}
+    entries_by_top: dict[Any, dict[tuple[Any, ...], str]] = {}
     for name, p in paths.items():
         if name not in inner:
-            rest.setdefault(p[0], {})[p[1:]] = name
+            entries_by_top.setdefault(p[0], {})[p[1:]] = name
         elif name not in files.stored:
             content.notes.append(f"left out, because it is not a tensor: {name}")
-    for top, leaves in rest.items():
+    for top, leaves in entries_by_top.items():
         if any(p[:1] == ("param_groups",) for p in leaves):
             values = {
                 p: files.whole([name])[name] if name in files.stored else files.value(name)
@@ -308,18 +308,18 @@ def _by_names(state: Any, content: _Content, what: str) -> Any:
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if not all(isinstance(number, int) for number in numbers):
         return state
-    found = named(state, {name: Stored(name, *_kind(content, name)) for name in content.names})
-    if found is None:
+    by_names = named(state, {name: Stored(name, *_kind(content, name)) for name in content.names})
+    if by_names is None:
         content.notes.append(
             f"{what}: its parameters cannot be identified, so it keeps their numbers; these fit an optimizer created in the same way"
         )
         return state
-    return found
+    return by_names
 
 
 def _kind(content: _Content, name: str) -> tuple[torch.Size, torch.dtype]:
-    known = content.model.stored[content.names[name]]
-    return known.shape, known.dtype
+    stored = content.model.stored[content.names[name]]
+    return stored.shape, stored.dtype
 
 
 def _packs(value: Any, what: str, notes: list[str]) -> bool:
@@ -334,14 +334,14 @@ def _packs(value: Any, what: str, notes: list[str]) -> bool:
 # -- writing --------------------------------------------------------------------------------------------------------------------------
 
 
-def _write(draft: Draft, path: Path | str, content: _Content, told: str) -> Converted:
+def _write(draft: Draft, path: Path | str, content: _Content, source_name: str) -> Converted:
     """Fill the draft of the checkpoint at ``path``, a few of the model's tensors at a time, and seal it."""
     size = 0
     files: dict[str, Record] = {}
     for index, shard in enumerate(_shards(content)):
-        tensors = content.model.whole([content.names[each] for each in shard])
+        tensors = content.model.whole([content.names[name] for name in shard])
         files |= _write_tensors(
-            draft, f"model/rank={index:05d}.safetensors", {each: tensors[content.names[each]] for each in shard}
+            draft, f"model/rank={index:05d}.safetensors", {name: tensors[content.names[name]] for name in shard}
         )
         size += sum(tensor.nbytes for tensor in tensors.values())
     optim, states = pack({str(index): state for index, state in enumerate(content.optim)})
@@ -357,7 +357,7 @@ def _write(draft: Draft, path: Path | str, content: _Content, told: str) -> Conv
             k: v if isinstance(v, (str, int, float, bool, type(None))) else repr(v)[:200]
             for k, v in content.hparams.items()
         },
-        "converted_from": {"path": told, "kind": content.kind},
+        "converted_from": {"path": source_name, "kind": content.kind},
         "versions": {"torch": str(torch.__version__)},
     }
     if content.average:

@@ -26,25 +26,25 @@ def named(state: Mapping[str, Any], model: Mapping[str, Stored]) -> dict[str, An
     """
     groups = state["param_groups"]
     if all("param_names" in group for group in groups):
-        found = [list(group["param_names"]) for group in groups]
+        names_of_groups = [list(group["param_names"]) for group in groups]
     else:
         usable = {
             n: s
             for n, s in model.items()
             if (s.dtype.is_floating_point or s.dtype.is_complex) and n.rpartition(".")[2] not in _BUFFERS
         }
-        found = [
+        names_of_groups = [
             _only_order([_shape(state["state"].get(number)) for number in group["params"]], usable) for group in groups
         ]
-    every = [name for names in found for name in names]
-    whole = [len(names) == len(group["params"]) for names, group in zip(found, groups, strict=True)]
-    if not all(whole) or len(set(every)) != len(every) or not set(every) <= model.keys():
+    all_names = [name for names in names_of_groups for name in names]
+    is_complete = [len(names) == len(group["params"]) for names, group in zip(names_of_groups, groups, strict=True)]
+    if not all(is_complete) or len(set(all_names)) != len(all_names) or not set(all_names) <= model.keys():
         return None
-    name_of = dict(zip((number for group in groups for number in group["params"]), every, strict=True))
+    name_of = dict(zip((number for group in groups for number in group["params"]), all_names, strict=True))
     return {
         **state,
         "state": {name_of.get(number, number): entry for number, entry in state["state"].items()},
-        "param_groups": [{**group, "params": names} for group, names in zip(groups, found, strict=True)],
+        "param_groups": [{**group, "params": names} for group, names in zip(groups, names_of_groups, strict=True)],
     }
 
 
@@ -59,11 +59,11 @@ def _only_order(shapes: Sequence[tuple[int, ...] | None], model: Mapping[str, St
     names = list(model)
 
     def first_fit(shapes: Sequence[tuple[int, ...] | None], names: Sequence[str]) -> list[str]:
-        left = iter(names)
+        remaining = iter(names)
         return [
             name
             for shape in shapes
-            if (name := next((n for n in left if shape in (None, tuple(model[n].shape))), None)) is not None
+            if (name := next((n for n in remaining if shape in (None, tuple(model[n].shape))), None)) is not None
         ]
 
     forward, backward = first_fit(shapes, names), first_fit(shapes[::-1], names[::-1])[::-1]
@@ -72,13 +72,13 @@ def _only_order(shapes: Sequence[tuple[int, ...] | None], model: Mapping[str, St
 
 
 def nested(values: Mapping[tuple[Any, ...], Any]) -> Any:
-    """The tree with leaves at these paths; keys 0, 1, ... make a list."""
+    """The tree with leaves at the given paths; keys 0, 1, ... make a list."""
     if () in values:
         return values[()]
     inner: dict[Any, dict[tuple[Any, ...], Any]] = {}
     for path, value in values.items():
         inner.setdefault(path[0], {})[path[1:]] = value
-    tree = {key: nested(rest) for key, rest in inner.items()}
+    tree = {key: nested(entries) for key, entries in inner.items()}
     if tree and all(type(key) is int for key in tree) and sorted(tree) == list(range(len(tree))):
         return [tree[index] for index in range(len(tree))]
     return tree

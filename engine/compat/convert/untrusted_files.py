@@ -135,23 +135,23 @@ class DistributedFiles:
             self.stored[name] = Stored(name, size, dtype)
 
     def whole(self, names: Sequence[str]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name in names:
-            found[name] = torch.empty(self.stored[name].shape, dtype=self.stored[name].dtype)
+            tensors[name] = torch.empty(self.stored[name].shape, dtype=self.stored[name].dtype)
             for offsets, sizes in self._chunks[name]:
                 part = self._load(name, offsets)
                 if not isinstance(part, Tensor) or tuple(part.shape) != sizes:
                     raise DamagedCheckpoint(
                         f"{self.directory}: {name!r} at {list(offsets)} is not a tensor of shape {list(sizes)}"
                     )
-                target = found[name]
+                target = tensors[name]
                 for dim, (low, length) in enumerate(zip(offsets, sizes, strict=True)):
                     target = target.narrow(dim, low, length)
                 target.copy_(part)
-        return found
+        return tensors
 
     def value(self, name: str) -> Any:
-        """The entries that are not tensors."""
+        """The value of an entry that is not a tensor."""
         return self._load(name, ())
 
     def _load(self, name: str, offsets: tuple[int, ...]) -> Any:
@@ -228,11 +228,11 @@ class _Foreign(Exception):
 
 
 _FACTOR, _FREE = 16, 1_000_000
-"""A file may stand for this many times the values that it holds, and for so many besides."""
+"""A file may stand for ``_FACTOR`` times the values that it holds, plus ``_FREE``."""
 _LARGE = 1 << 26
-"""Bytes: more are not made of nothing."""
+"""The largest number in a pickle with a ``bytearray``: a larger one may be its size in bytes."""
 _DEEPEST = 200
-"""Values in values in values: more than this cannot be written as JSON."""
+"""Levels of values inside values: more cannot be written as JSON."""
 
 
 def check_bounds(where: object, tree: Any) -> None:
@@ -244,7 +244,7 @@ def check_bounds(where: object, tree: Any) -> None:
     """
     sizes: dict[int, tuple[int, int]] = {}  # values in each container, and how deep they are nested
     open_ones: set[int] = set()
-    held, pending = 0, [tree]
+    count, pending = 0, [tree]
     while pending:
         node = pending[-1]
         inner = _inner(node)
@@ -254,7 +254,7 @@ def check_bounds(where: object, tree: Any) -> None:
         elif id(node) in open_ones:
             open_ones.discard(id(node))
             pending.pop()
-            measured = [sizes.get(id(each), (1, 0)) for each in inner]
+            measured = [sizes.get(id(value), (1, 0)) for value in inner]
             sizes[id(node)] = (
                 1 + sum(size for size, _ in measured),
                 1 + max((depth for _, depth in measured), default=0),
@@ -265,13 +265,13 @@ def check_bounds(where: object, tree: Any) -> None:
                 )
         else:
             open_ones.add(id(node))
-            held += len(inner)
-            if any(id(each) in open_ones for each in inner):
+            count += len(inner)
+            if any(id(value) in open_ones for value in inner):
                 raise DamagedCheckpoint(f"{where} has a value that holds itself, and cannot be a checkpoint")
-            pending += [each for each in inner if id(each) not in sizes]
-    if sizes.get(id(tree), (0, 0))[0] > _FREE + _FACTOR * held:
+            pending += [value for value in inner if id(value) not in sizes]
+    if sizes.get(id(tree), (0, 0))[0] > _FREE + _FACTOR * count:
         raise DamagedCheckpoint(
-            f"{where} holds {held:,} values, which stand for more than {_FREE + _FACTOR * held:,} because some occur in others again and again: "
+            f"{where} holds {count:,} values, which stand for more than {_FREE + _FACTOR * count:,} because some occur in others again and again: "
             "it cannot be a checkpoint"
         )
 
@@ -371,16 +371,16 @@ def _check_tuples(where: object, file: Any) -> None:
             value = (stack[-1] if stack else None) if name == "DUP" else memo.get(int(argument or 0))
             stack.append(value or [1])
         else:
-            taken = []
+            operands = []
             for kind in reversed(operation.stack_before):
                 while kind is pickletools.stackslice and stack and stack[-1] is not None:
-                    taken.append(stack.pop())
+                    operands.append(stack.pop())
                 if kind is not pickletools.stackslice and stack:
-                    taken.append(stack.pop())
-            size = 1 + sum(value[0] for value in taken if value is not None)
-            if name in _GROWS and taken and taken[-1] is not None:
-                taken[-1][0] = size
-                stack.append(taken[-1])
+                    operands.append(stack.pop())
+            size = 1 + sum(value[0] for value in operands if value is not None)
+            if name in _GROWS and operands and operands[-1] is not None:
+                operands[-1][0] = size
+                stack.append(operands[-1])
                 continue
             stack += [None if kind is pickletools.markobject else [size] for kind in operation.stack_after]
             if name != "REDUCE" and "TUPLE" not in name:

@@ -15,6 +15,7 @@ from engine.compat.lightning.module import LightningDataModule, LightningModule,
 from engine.compat.lightning.names import BOUND
 from engine.compat.lightning.trainer_view import TrainerView
 from engine.data.datamodule import DataModule
+from engine.loop.run import Run
 from engine.module import TrainModule
 from engine.utils.log import logger
 from engine.utils.overrides import overridden
@@ -90,7 +91,7 @@ class AdaptedModule(LightningModule, Adapter):
     prepare_data_per_node = property(lambda self: self.original.prepare_data_per_node)
 
     def refresh(self) -> None:
-        """Take what the module has now: at the start of each run."""
+        """Take the module's :data:`_SHARED` attributes, hyperparameters and overrides as they are now, at the start of each run."""
         self.__dict__.update({name: vars(self.original)[name] for name in _SHARED})
         _take_hyperparameters(self)
         base = lightnings(type(self.original), "LightningModule")
@@ -101,8 +102,8 @@ class AdaptedModule(LightningModule, Adapter):
         return self.original(*args, **kwargs)
 
     def configure_callbacks(self) -> Any:
-        given = self.original.configure_callbacks()
-        return [adapt(each) for each in (given if isinstance(given, (list, tuple)) else [given])]
+        callbacks = self.original.configure_callbacks()
+        return [adapt(callback) for callback in (callbacks if isinstance(callbacks, (list, tuple)) else [callbacks])]
 
     def attach(self, context: Any) -> None:
         super().attach(context)
@@ -171,7 +172,7 @@ class AdaptedDataModule(LightningDataModule, Adapter):
     def _overrides(self, name: str) -> bool:
         return overridden(self.original, name, lightnings(type(self.original), "LightningDataModule"))
 
-    def attach(self, run: Any) -> None:
+    def attach(self, run: Run | None) -> None:
         super().attach(run)
         self.original.trainer = self.trainer
 
@@ -209,6 +210,6 @@ def _class_for(kind: Any) -> type[AdaptedModule]:
         if name[0] != "_" and callable(getattr(kind, name)) and not hasattr(LightningModule, name):
             logger.warning("%s.%s is not called: nothing here has this event", kind.__name__, name)
     if changed & {"on_save_checkpoint", "on_load_checkpoint"}:
-        said = "%s: on_save_checkpoint and on_load_checkpoint get a dict of their own entries, without weights and counters"
-        logger.warning(said, kind.__name__)
+        message = "%s: on_save_checkpoint and on_load_checkpoint get a dict of their own entries, without weights and counters"
+        logger.warning(message, kind.__name__)
     return AdaptedModule.standing_for(kind)

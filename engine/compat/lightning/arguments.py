@@ -103,7 +103,7 @@ OTHERWISE = {
         "resuming is an argument of run: fit.run(module, loader, resume='auto')",
     ),
 }
-"""What to do instead of arguments of ``Trainer`` and its calls that are no setting."""
+"""Arguments of ``Trainer`` and its calls that are no setting -> what to do instead."""
 _NO_PICKLE = "nothing in a checkpoint is unpickled, so this is always true: leave it out"
 _EVALUATION = {
     "model": called("module"),

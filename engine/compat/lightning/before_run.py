@@ -1,4 +1,4 @@
-"""What ``Trainer`` shows before its first run: what is known then, in the places where a run has it."""
+"""The run's place in ``Trainer`` before its first run: facts that are known then, in the places where a run has them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.step.precision import Precision
 
 @dataclass(frozen=True)
 class MachinesBeforeRun:
-    """The processes and machines that are asked for."""
+    """The processes and machines that the settings ask for."""
 
     local_world_size: int
     num_nodes: int
@@ -26,20 +26,20 @@ class MachinesBeforeRun:
 
 @dataclass(frozen=True)
 class GroupBeforeRun:
-    """As a run's process group has them."""
+    """Stands for a run's process group."""
 
     environment: MachinesBeforeRun
 
 
 class _Early:
-    """Attributes that only a run has are errors that say so."""
+    """Base of objects before a run: attributes that only a run has are errors that say so."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"no run has started: {name} is not known yet")
 
 
 class EngineBeforeRun(_Early):
-    """What is known of the devices and the precision."""
+    """Stands for a run's engine: the devices and the precision."""
 
     def __init__(self, settings: Settings, environment: Environment) -> None:
         devices = AcceleratorConnector(settings.accelerator, settings.devices)._parallel_devices
@@ -75,5 +75,5 @@ class BeforeRun(_Early):
 
     @cached_property
     def engine(self) -> EngineBeforeRun:
-        """Made when somebody asks, because a device that is not here is an error."""
+        """The engine's place, created at its first use, because a device that is not here is an error."""
         return EngineBeforeRun(self.settings, self._environment)

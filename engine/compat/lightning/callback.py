@@ -20,7 +20,7 @@ class Callback(OwnCallback):
     """
 
     idle = False
-    """The trainer leaves it out: it was asked to do nothing."""
+    """Whether the trainer leaves the callback out, because it was asked to do nothing."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -28,8 +28,8 @@ class Callback(OwnCallback):
             owner = next((base for base in cls.__mro__ if event in vars(base)), OwnCallback)
             method = vars(owner).get(event)
             if owner is not OwnCallback and method is not None and not _translates(method):
-                ours = issubclass(owner, OwnCallback) and not issubclass(owner, Callback)
-                setattr(cls, event, _with_run(method) if ours else _with_trainer(event, _function(method)))
+                is_own = issubclass(owner, OwnCallback) and not issubclass(owner, Callback)
+                setattr(cls, event, _with_run(method) if is_own else _with_trainer(event, _function(method)))
 
     def __setattr__(self, name: str, value: Any) -> None:
         hook = name in CALLED and callable(value) and not _translates(value)
@@ -46,13 +46,13 @@ def _translates(method: Any) -> bool:
 def _with_trainer(event: str, method: Callable[..., Any], bound: bool = False) -> Callable[..., Any]:
     """An event with Lightning's signature, which a run calls, or a subclass. What it returns has no meaning there.
 
-    ``bound``: it does not take the callback first.
+    ``bound``: the method does not take the callback first.
     """
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        owner, (run, module, *others) = ((), args) if bound else (args[:1], args[1:])
-        value = method(*owner, *lightning_arguments(event, run, module, tuple(others)), **kwargs)
+        owner, (run, module, *arguments) = ((), args) if bound else (args[:1], args[1:])
+        value = method(*owner, *lightning_arguments(event, run, module, tuple(arguments)), **kwargs)
         return value if event == "get_metrics" else None
 
     call.translates = True  # type: ignore[attr-defined]

@@ -189,14 +189,14 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
             if hasattr(type(self), name):
                 raise TypeError(f"{type(self).__name__} defines {name}, which is not called: {OF_CHECKPOINTS[name]}")
         if save_weights_only:
-            said = "ModelCheckpoint(save_weights_only=True): checkpoints are complete; 'fit checkpoint export' writes weights only"
-            logger.warning(said)
+            message = "ModelCheckpoint(save_weights_only=True): checkpoints are complete; 'fit checkpoint export' writes weights only"
+            logger.warning(message)
         count = WholeNumber(0, NEVER, none="never")
         every_n_train_steps = count.normal("ModelCheckpoint: every_n_train_steps", every_n_train_steps)
         every_n_epochs = count.normal("ModelCheckpoint: every_n_epochs", every_n_epochs)
-        default = all(each is None for each in (every_n_train_steps, train_time_interval, every_n_epochs))
+        default = all(interval is None for interval in (every_n_train_steps, train_time_interval, every_n_epochs))
         epochs = f"{1 if default else every_n_epochs} epochs" if default or every_n_epochs else None
-        every: list[Any] = [each for each in (every_n_train_steps, train_time_interval, epochs) if each]
+        every: list[Any] = [interval for interval in (every_n_train_steps, train_time_interval, epochs) if interval]
         if len(every) > 1:
             raise ValueError(f"ModelCheckpoint saves every {every[0]} and every {every[1]}: give one of them")
         name = "{epoch}-{step}" if filename is None else filename
@@ -205,20 +205,20 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         self._names_last, self._trains_last = save_last, save_on_train_epoch_end
         self._files: dict[int, Path] = {}
         folder = Path(dirpath) if isinstance(dirpath, PathLike) else dirpath
-        kept = (monitor, mode, save_top_k, bool(save_last) or self.idle, None, folder, name + self.FILE_EXTENSION)
+        options = (monitor, mode, save_top_k, bool(save_last) or self.idle, None, folder, name + self.FILE_EXTENSION)
         # Not asynchronous: a path is there when it is named.
-        own.ModelCheckpoint.__init__(self, next(iter(every), None), *kept, asynchronous=False)
+        own.ModelCheckpoint.__init__(self, next(iter(every), None), *options, asynchronous=False)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if self.pickles and "://" in str(trainer.run.checkpoint_path("x")):
-            said = "files are written beside checkpoints in a local folder: give one as dirpath"
-            raise ValueError(f"ModelCheckpoint.pickles = True: {said}")
+            reason = "files are written beside checkpoints in a local folder: give one as dirpath"
+            raise ValueError(f"ModelCheckpoint.pickles = True: {reason}")
         own.ModelCheckpoint.setup(self, trainer.run, pl_module, stage)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._trains_last and self.monitor is not None and trainer.run.val_loaders:
-            said = CALLBACKS["ModelCheckpoint"]["save_on_train_epoch_end"].with_validation
-            raise ValueError(f"ModelCheckpoint(save_on_train_epoch_end=True): {said}")
+            reason = CALLBACKS["ModelCheckpoint"]["save_on_train_epoch_end"].with_validation
+            raise ValueError(f"ModelCheckpoint(save_on_train_epoch_end=True): {reason}")
         own.ModelCheckpoint.on_train_start(self, trainer.run, pl_module)
         self._files = {}
 
@@ -242,9 +242,9 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
 
     @property
     def kth_value(self) -> torch.Tensor:
-        """Its score; infinitely bad while there is none."""
-        known = self.best_k_models.get(self.kth_best_model_path)
-        return torch.tensor(torch.inf if self.mode == "min" else -torch.inf) if known is None else known
+        """Score of the checkpoint at :attr:`kth_best_model_path`; infinitely bad while there is none."""
+        score = self.best_k_models.get(self.kth_best_model_path)
+        return torch.tensor(torch.inf if self.mode == "min" else -torch.inf) if score is None else score
 
     @property
     def last_model_path(self) -> str:
@@ -270,8 +270,8 @@ class EarlyStopping(Callback, own.EarlyStopping):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._trains_last and trainer.run.val_loaders:
-            said = CALLBACKS["EarlyStopping"]["check_on_train_epoch_end"].with_validation
-            raise ValueError(f"EarlyStopping(check_on_train_epoch_end=True): {said}")
+            reason = CALLBACKS["EarlyStopping"]["check_on_train_epoch_end"].with_validation
+            raise ValueError(f"EarlyStopping(check_on_train_epoch_end=True): {reason}")
         own.EarlyStopping.on_train_start(self, trainer.run, pl_module)
 
 

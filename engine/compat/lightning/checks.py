@@ -9,12 +9,16 @@ from engine.compat.lightning.names import REPLACED
 
 
 def refused_hook(name: str, function: Any) -> str:
-    """What to define instead of a method of this name; ``""`` if it is not a hook of an earlier version.
+    """The hook to define instead of a method of this name; ``""`` if it is not a hook of an earlier version.
 
     ``on_epoch_start`` and ``on_epoch_end`` took no argument in a module, and two in a callback: with any other number, a class calls its own method.
     """
     if name in ("on_epoch_start", "on_epoch_end"):
-        parameters = [each for each in inspect.signature(function).parameters.values() if each.default is each.empty]
+        parameters = [
+            parameter
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.default is parameter.empty
+        ]
         if len(parameters) not in (1, 3):  # with self
             return ""
     return REPLACED.get(name, "")

@@ -24,7 +24,7 @@ from engine.compat.lightning.plugins import reader
 
 
 def is_pickle(path: Any) -> bool:
-    """Whether ``path`` is a file, and none of this library's."""
+    """Whether ``path`` is a file, but not one of this library's."""
     return path is not None and "://" not in str(path) and Path(path).is_file() and not is_one_file(path)
 
 
@@ -75,11 +75,11 @@ def as_dict(path: str | Path, map_location: Any = None, weights: str | None = No
         FileNotFoundError, DamagedCheckpoint: there is none, or it is damaged.
         ValueError: there are no such ``weights``.
     """
-    with open_path(path, ("model", "state", *weights_folder(weights))) as found:
+    with open_path(path, ("model", "state", *weights_folder(weights))) as checkpoint:
         source, shared, counters = (
-            Source(found, weights),
-            found.tree(SHARED) or {},
-            found.manifest.get("counters") or {},
+            Source(checkpoint, weights),
+            checkpoint.tree(SHARED) or {},
+            checkpoint.manifest.get("counters") or {},
         )
         tensors = {name: whole(source.stored(name)) for name in source.names if name not in source.extra}
         source.read_model(tensors)
@@ -94,15 +94,15 @@ def as_dict(path: str | Path, map_location: Any = None, weights: str | None = No
 
 
 def write_checkpoint(file: Path, path: str | Path, weights: str | None = None) -> None:
-    """:func:`write` of the checkpoint at ``path``; ``weights``: as in :func:`as_dict`."""
-    with open_path(path, ("state",)) as found:
-        name = (found.tree(SHARED) or {}).get("hparams_name")
+    """Pickle the checkpoint at ``path`` into ``file``, see :func:`write`; ``weights``: as in :func:`as_dict`."""
+    with open_path(path, ("state",)) as checkpoint:
+        name = (checkpoint.tree(SHARED) or {}).get("hparams_name")
     content = as_dict(path, weights=weights)
     write(file, content["state_dict"], content["epoch"], content["global_step"], content["hyper_parameters"], name)
 
 
 def write(file: Path, weights: Mapping[str, Any], epoch: int, step: int, hparams: Any, hparams_name: Any) -> None:
-    """Pickle such a dict, with what Lightning expects in its own files; a ``file`` of this name is replaced when it is complete.
+    """Pickle the dict of :func:`as_dict`, with what Lightning expects in its own files; an existing ``file`` is replaced at the end.
 
     Args:
         hparams: the module's; ``hparams_name``: the constructor's argument that takes all of them, if there is one.

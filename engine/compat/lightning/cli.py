@@ -49,7 +49,7 @@ LRSchedulerCallable = Callable[[Optimizer], LRSchedulerTypeUnion]
 
 
 def with_our_paths(value: Any) -> Any:
-    """A configuration or arguments with the paths of our classes where those of Lightning's stand.
+    """A configuration or arguments with the paths of our classes in the place of Lightning's.
 
     Raises:
         ValueError: a class has no counterpart; the message says what to use.
@@ -83,7 +83,7 @@ class LightningArgumentParser(ArgumentParser):
         self.optimizers: dict[str, tuple[Any, str]] = {}
         """Class, or classes, and destination of the arguments of optimizers, by where they are."""
         self.lr_schedulers: dict[str, tuple[Any, str]] = {}
-        """The same of learning rate schedulers."""
+        """Class, or classes, and destination of the arguments of learning rate schedulers, by where they are."""
 
     def parse_args(self, args: Sequence[str] | None = None, *others: Any, **options: Any) -> Namespace:  # type: ignore[override]
         return super().parse_args(with_our_paths(sys.argv[1:] if args is None else [*args]), *others, **options)
@@ -128,7 +128,7 @@ class LightningArgumentParser(ArgumentParser):
     def add_lr_scheduler_args(
         self, lr_scheduler_class: Any = LRSchedulerTypeTuple, nested_key: str = "lr_scheduler", link_to: str = _AUTOMATIC
     ) -> None:  # fmt: skip
-        """The same for a learning rate scheduler."""
+        """The parameters of a learning rate scheduler as ``--nested_key.name``; see :meth:`add_optimizer_args`."""
         self.lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
         self._add(lr_scheduler_class, nested_key, "optimizer")
 
@@ -285,8 +285,8 @@ class LightningCLI:
         self.config = parser.parse_object(args) if as_object else parser.parse_args(args)
 
     def _of_command(self, config: Namespace) -> Namespace:
-        found: Namespace = config if self.subcommand is None else config[self.subcommand]
-        return found
+        config_of_command: Namespace = config if self.subcommand is None else config[self.subcommand]
+        return config_of_command
 
     def _get(self, config: Namespace, key: str, default: Any = None) -> Any:
         return self._of_command(config).get(key, default)
@@ -310,7 +310,9 @@ class LightningCLI:
         """The trainer; ``kwargs`` replace its arguments. Its callbacks: those of ``trainer_defaults``, of its arguments, of the parser."""
         parser = self.parser if self.subcommand is None else self._parsers[self.subcommand]
         options = {**self._get(self.config_init, "trainer", {}), **kwargs}
-        callbacks = [each for part in (self.trainer_defaults, options) for each in _listed(part.get("callbacks"))]
+        callbacks = [
+            callback for part in (self.trainer_defaults, options) for callback in _listed(part.get("callbacks"))
+        ]
         callbacks += [self._get(self.config_init, key) for key in parser.callback_keys]
         if self.save_config_callback and not options.get("fast_dev_run"):
             config = self._of_command(self.config)
@@ -330,37 +332,37 @@ class LightningCLI:
         parser = self.parser if self.subcommand is None else self._parsers[self.subcommand]
         if not self.auto_configure_optimizers:
             return
-        made = []
+        classes_and_arguments = []
         for name, register in (("optimizer", parser.optimizers), ("lr_scheduler", parser.lr_schedulers)):
             keys = [key for key, (_, destination) in register.items() if destination == _AUTOMATIC]
             if len(keys) > 1:
                 raise ValueError(
                     f"LightningCLI: {', '.join(keys)} are {name}s of one run: give link_to=..., and make them in configure_optimizers"
                 )
-            made.append(self._class_and_arguments(register[keys[0]][0], keys[0]) if keys else None)
-        asked, schedule = made
-        if asked is None:
+            classes_and_arguments.append(self._class_and_arguments(register[keys[0]][0], keys[0]) if keys else None)
+        optimizer_config, scheduler_config = classes_and_arguments
+        if optimizer_config is None:
             return
         if overrides(self.model, "configure_optimizers"):
             who = type(self.model).__name__
             logger.warning(
                 "%s.configure_optimizers is replaced by --optimizer (LightningCLI.configure_optimizers)", who
             )
-        optimizer = asked[0](self.model.parameters(), **asked[1])
-        scheduler = None if schedule is None else schedule[0](optimizer, **schedule[1])
-        give = partial(self.configure_optimizers, self.model, optimizer, scheduler)
-        self.model.configure_optimizers = give
+        optimizer = optimizer_config[0](self.model.parameters(), **optimizer_config[1])
+        scheduler = None if scheduler_config is None else scheduler_config[0](optimizer, **scheduler_config[1])
+        configure = partial(self.configure_optimizers, self.model, optimizer, scheduler)
+        self.model.configure_optimizers = configure
 
     def _class_and_arguments(self, kind: Any, key: str) -> tuple[Any, dict[str, Any]] | None:
-        found = self._get(self.config_init, key)
-        if found is None or not isinstance(kind, tuple):
-            return None if found is None else (kind, found.as_dict())
-        return pkgutil.resolve_name(found["class_path"]), (found.get("init_args") or Namespace()).as_dict()
+        value = self._get(self.config_init, key)
+        if value is None or not isinstance(kind, tuple):
+            return None if value is None else (kind, value.as_dict())
+        return pkgutil.resolve_name(value["class_path"]), (value.get("init_args") or Namespace()).as_dict()
 
     def _run(self, command: str) -> None:
-        taken = inspect.signature(getattr(self.trainer, command)).parameters.keys() - self.subcommands()[command]
-        found = self.config_init[command]
-        options = {name: found[name] for name in taken if name in found}
+        names = inspect.signature(getattr(self.trainer, command)).parameters.keys() - self.subcommands()[command]
+        config = self.config_init[command]
+        options = {name: config[name] for name in names if name in config}
         getattr(self, f"before_{command}", lambda: None)()
         call = getattr(self, command, getattr(self.trainer, command))
         call(self.model, datamodule=self.datamodule, **options)

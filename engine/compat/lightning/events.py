@@ -18,7 +18,7 @@ _OURS = ("on_before_log", "on_log", "on_media", "on_checkpoint_saved", "on_check
 EVENTS = tuple(
     name for name in vars(Callback) if (name.startswith("on_") or name in ("setup", "teardown")) and name not in _OURS
 )
-"""Those that Lightning has too."""
+"""Events that Lightning has too."""
 CALLED = (*EVENTS, "write_on_batch_end", "write_on_epoch_end", "get_metrics")
 """Methods of callbacks that are called with ``(trainer, pl_module, ...)``."""
 _PACKAGES = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
@@ -45,7 +45,7 @@ class TrainerStatus(StrEnum):
 
 
 def is_lightnings(kind: type) -> bool:
-    """A class is the installed Lightning's own."""
+    """Whether a class is the installed Lightning's own."""
     return kind.__module__.startswith(_PACKAGES)
 
 
@@ -54,7 +54,7 @@ class Adapter:
 
     original: Any
     user_classes: tuple[type, ...]
-    """The user's classes behind it, in their order."""
+    """The user's classes behind the object, in their order."""
 
     @classmethod
     def standing_for(cls, kind: type, **space: Any) -> type[Self]:
@@ -63,7 +63,7 @@ class Adapter:
         return type(kind.__name__, (cls,), {"__module__": kind.__module__, "user_classes": users, **space})
 
     def forward_overrides(self, base: type, names: Iterable[str]) -> None:
-        """Let this object have the methods of these names that ``original`` or its class has in place of those of Lightning's class ``base``."""
+        """Take the methods ``names`` from ``original``, where it or its class overrides Lightning's class ``base``."""
         for name in names:
             vars(self).pop(name, None)
             if overridden(self.original, name, base):
@@ -79,13 +79,13 @@ def original(value: Any) -> Any:
     return value.original if isinstance(value, Adapter) else value
 
 
-def lightning_arguments(event: str, run: Any, module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def lightning_arguments(event: str, run_or_trainer: Any, module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of an event here as Lightning's: ``(trainer, pl_module, ...)``. A subclass that calls its base gives Lightning's already."""
-    if event == "on_train_batch_end" and isinstance(run, Run):
-        arguments = (step_output(run, arguments[0]), *arguments[1:])
+    if event == "on_train_batch_end" and isinstance(run_or_trainer, Run):
+        arguments = (step_output(run_or_trainer, arguments[0]), *arguments[1:])
     elif event in WITH_STAGE and arguments:
         arguments = (TrainerFn(arguments[0]), *arguments[1:])
-    return getattr(run, "trainer", run), original(module), *arguments
+    return getattr(run_or_trainer, "trainer", run_or_trainer), original(module), *arguments
 
 
 def with_stage(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,7 +108,7 @@ def run_of(trainer: Any) -> Any:
 
 
 def step_output(run: Run, outputs: Any) -> dict[str, Any]:
-    """What ``training_step`` returned, as Lightning gives it to ``on_train_batch_end``: a dict whose ``"loss"`` is detached and, in automatic
+    """The result of ``training_step`` as Lightning gives it to ``on_train_batch_end``: a dict whose ``"loss"`` is detached and, in automatic
     optimization, divided by the window's number of micro-batches."""
     entries = dict(outputs) if isinstance(outputs, Mapping) else {} if outputs is None else {"loss": outputs}
     loss = entries.get("loss")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from engine.compat.lightning.before_run import BeforeRun
+from engine.loop.run import Run
 from engine.metrics.recorder import Recorder
 from engine.metrics.reductions import Slot, reduced, unzipped
 
@@ -21,44 +23,44 @@ class Values(dict[str, Any]):
         return dict, (dict(self),)  # copies are plain dicts
 
 
-def live(run: Any) -> dict[str, Any]:
+def live(run: Run | BeforeRun) -> dict[str, Any]:
     """Numbers, or tensors of shape () on the device, by name: ``x`` and ``x_step`` of the step under way or the latest one, as far as this rank
     knows them; ``x`` and ``x_epoch`` over all ranks.
 
     A collective in ``on_train_epoch_end`` with several ranks, and nowhere else.
     """
-    found = dict(run.metrics)
+    values = dict(run.metrics)
     training = run.logbook.training
     for slot, value in _of_steps(run, training):
-        found[slot.name] = value
+        values[slot.name] = value
         if slot.on_epoch:
-            found[f"{slot.name}_step"] = value
+            values[f"{slot.name}_step"] = value
     if run.recorder is training:
         if training.on_epoch:  # in on_train_epoch_end
-            found |= _forked(training.epoch_values(clear=False))
-        return found
+            values |= _forked(training.epoch_values(clear=False))
+        return values
     if run.logbook.evaluation is not None:
-        found |= _forked(run.logbook.evaluation.values)
+        values |= _forked(run.logbook.evaluation.values)
         for slot in run.recorder.slots.values():  # of the hook under way, on this rank
             if (value := _epoch(slot)) is not None:
-                found[slot.name] = value
-    return found
+                values[slot.name] = value
+    return values
 
 
-def live_shown(run: Any) -> dict[str, Any]:
-    """Those of them that were logged with ``prog_bar=True``."""
+def live_shown(run: Run | BeforeRun) -> dict[str, Any]:
+    """The values of :func:`live` that were logged with ``prog_bar=True``."""
     names = set(run.progress) | run.logbook.training.progress_names() | run.recorder.progress_names()
     names |= set() if run.logbook.evaluation is None else run.logbook.evaluation.shown
-    found = live(run)
-    forked = {name.removesuffix("_step") for name in found if name.endswith("_step")}
-    return {name: value for name, value in found.items() if name in names and name not in forked}
+    values = live(run)
+    forked = {name.removesuffix("_step") for name in values if name.endswith("_step")}
+    return {name: value for name, value in values.items() if name in names and name not in forked}
 
 
 def _forked(values: dict[str, float]) -> dict[str, float]:
     return {name.removesuffix("_epoch"): value for name, value in values.items()} | values
 
 
-def _of_steps(run: Any, recorder: Recorder) -> Iterator[tuple[Slot, Any]]:
+def _of_steps(run: Run | BeforeRun, recorder: Recorder) -> Iterator[tuple[Slot, Any]]:
     """The values of the latest steps, unless an evaluation or an epoch has reported a newer one of the same name."""
     for slot in recorder.slots.values():
         if not slot.on_step or slot.window <= run.logbook.epoch_windows.get(slot.name, -1):
@@ -87,7 +89,7 @@ def _value(reduce: str, values: list[Any], weights: list[Any]) -> Any:
     return total / weight if reduce == "mean" else total
 
 
-def withheld(run: Any) -> frozenset[str]:
+def withheld(run: Run | BeforeRun) -> frozenset[str]:
     """The names that were logged with ``logger=False``."""
     names: frozenset[str] = run.withheld | run.logbook.training.withheld_names() | run.recorder.withheld_names()
     return names

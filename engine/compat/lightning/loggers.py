@@ -14,6 +14,7 @@ from engine.compat.lightning.arguments import LOGGERS
 from engine.compat.lightning.names import CLASSES
 from engine.compat.refusals import refusing
 from engine.distributed.rank_work import rank_zero_experiment as rank_zero_experiment
+from engine.loop.run import Run
 from engine.utils.log import logger
 
 Folder = str | PathLike[str] | None
@@ -25,24 +26,24 @@ class WrappedLogger(Logger):
 
     of: Any
     ours: Any
-    """What ``Fit`` gets."""
+    """The logger of this library that ``Fit`` gets."""
     _run: Any = None
     _experiment: Any = None
 
-    def __init__(self, **given: Any) -> None:
-        self.save_dir, self.version = given.pop("save_dir", None), given.pop("version", None)
+    def __init__(self, **arguments: Any) -> None:
+        self.save_dir, self.version = arguments.pop("save_dir", None), arguments.pop("version", None)
         self._numbered = self.version is None
-        self.name = self.settle(given)
+        self.name = self.translate_arguments(arguments)
         if self.save_dir is not None:
             version = f"version_{self.version}" if isinstance(self.version, int) else self.version
             self.root_dir = str(Path(self.save_dir) / (self.name or "") / (version or ""))
-        self.ours = self.of(**given)
+        self.ours = self.of(**arguments)
 
-    def settle(self, given: dict[str, Any]) -> Any:
+    def translate_arguments(self, arguments: dict[str, Any]) -> Any:
         """Turn the arguments into ours; return the experiment's name."""
-        return given.pop("name", "lightning_logs")
+        return arguments.pop("name", "lightning_logs")
 
-    def joins(self, run: Any) -> None:
+    def attach_run(self, run: Run) -> None:
         self._run, self.log_dir = run, str(run.checkpoints.run_folder.path)
         folder = run.checkpoints.run_folder.path.name.removeprefix("version_")
         if self._numbered:
@@ -50,8 +51,8 @@ class WrappedLogger(Logger):
         self.save_dir = str(run.settings.root_dir.parent) if self.save_dir is None else self.save_dir
         run.hooks.add("on_fit_end", type(self).__name__, self._keep_experiment)
 
-    def _keep_experiment(self, run: Any, module: Any) -> None:
-        """For calls after the run: the tracker's object, if the tracker works."""
+    def _keep_experiment(self, run: Run, module: Any) -> None:
+        """Keep the tracker's object for calls after the run, if the tracker works."""
         try:
             self._experiment = self.ours.experiment
         except Exception:
@@ -98,9 +99,9 @@ class WandbLogger(WrappedLogger):
         add_file_policy: Literal["mutable", "immutable"] = "mutable", **kwargs: Any,
     ) -> None: ...  # fmt: skip
 
-    def settle(self, given: dict[str, Any]) -> Any:
-        given["mode"] = "offline" if given.pop("offline", False) else None
-        return given.get("project")
+    def translate_arguments(self, arguments: dict[str, Any]) -> Any:
+        arguments["mode"] = "offline" if arguments.pop("offline", False) else None
+        return arguments.get("project")
 
 
 class MLFlowLogger(WrappedLogger):
@@ -113,9 +114,9 @@ class MLFlowLogger(WrappedLogger):
         prefix: str = "", artifact_location: str | None = None, run_id: str | None = None, synchronous: bool | None = None,
     ) -> None: ...  # fmt: skip
 
-    def settle(self, given: dict[str, Any]) -> Any:
-        given["tracking_uri"] = given.get("tracking_uri") or self.save_dir or "./mlruns"
-        return given.setdefault("experiment_name", "lightning_logs")
+    def translate_arguments(self, arguments: dict[str, Any]) -> Any:
+        arguments["tracking_uri"] = arguments.get("tracking_uri") or self.save_dir or "./mlruns"
+        return arguments.setdefault("experiment_name", "lightning_logs")
 
 
 __getattr__ = refusing("engine.compat.lightning.loggers", CLASSES)

@@ -57,9 +57,9 @@ class FitLoopView(_Part):
     @property
     def _combined_loader(self) -> SimpleNamespace:
         """``flattened``: the training loaders, as they were given."""
-        given: Any = self._trainer.train_dataloader
-        given = list(given.values()) if isinstance(given, Mapping) else given
-        return SimpleNamespace(flattened=given if isinstance(given, list) else [given])
+        loaders: Any = self._trainer.train_dataloader
+        loaders = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
+        return SimpleNamespace(flattened=loaders if isinstance(loaders, list) else [loaders])
 
     def setup_data(self) -> None:
         """Make the training loader now, where ``num_training_batches`` is read before it is made; all ranks call this."""
@@ -89,11 +89,11 @@ class EpochLoopView(_Part):
     def batch_idx(self) -> int:
         """The number of this rank's newest micro-batch in the epoch; -1: there is none yet."""
         loader = self._run.train_loader
-        return -1 if loader is None else int(loader.given) - 1
+        return -1 if loader is None else int(loader.batches_given) - 1
 
     @property
     def total_batch_idx(self) -> int:
-        """The same, counted over the epochs."""
+        """The number of this rank's newest micro-batch, counted over the epochs."""
         state = self._run.state
         return int(state.batches - state.batch_idx) + self.batch_idx
 
@@ -101,13 +101,13 @@ class EpochLoopView(_Part):
     def batch_progress(self) -> SimpleNamespace:
         """``current`` (in the epoch) and ``total``: this rank's micro-batches that were read, and that are done; ``is_last_batch``."""
         state = self._run.state
-        found = _progress(state.batch_idx, state.batches, self.batch_idx + 1, self.total_batch_idx + 1)
-        found.is_last_batch = self._trainer.is_last_batch
-        return found
+        progress = _progress(state.batch_idx, state.batches, self.batch_idx + 1, self.total_batch_idx + 1)
+        progress.is_last_batch = self._trainer.is_last_batch
+        return progress
 
 
 class DataSourceView(_Part):
-    """Where loaders come from. ``instance.train_dataloader()`` and ``instance.val_dataloader()`` give them, whoever has them."""
+    """Source of the loaders: ``instance.train_dataloader()`` and ``instance.val_dataloader()`` give them, wherever they come from."""
 
     def __init__(self, trainer: Any, kind: str) -> None:
         super().__init__(trainer)

@@ -11,6 +11,7 @@ from engine.compat.lightning import ckpt
 from engine.compat.lightning.events import WITH_STAGE, lightning_arguments, with_stage
 from engine.data.datamodule import DataModule
 from engine.loop.run import Run
+from engine.metrics.recorder import ClosedRecorder, Recorder
 from engine.module import TrainModule, overrides
 from engine.step.wrappers import PreparedOptimizer as LightningOptimizer  # noqa: F401
 
@@ -49,7 +50,7 @@ class LightningModule(TrainModule):
 
     def attach(self, context: Any) -> None:
         if context is not None and self._trainer is not None:
-            self._trainer.joins(context)
+            self._trainer.attach_run(context)
         super().attach(context)
         if isinstance(context, Run) and context.module is self:
             context.hooks.wrap(_with_lightnings_arguments)
@@ -58,7 +59,7 @@ class LightningModule(TrainModule):
                 part.trainer = self.trainer
             TrainModule.attach(part, context)
 
-    def log_to(self, recorder: Any) -> None:
+    def log_to(self, recorder: Recorder | ClosedRecorder) -> None:
         super().log_to(recorder)
         for part in parts_that_log(self, LightningModule)[1:]:
             TrainModule.log_to(part, recorder)
@@ -68,8 +69,11 @@ class LightningModule(TrainModule):
         cls, checkpoint_path: Any, map_location: Any = None, hparams_file: None = None, strict: bool | None = None,
         weights_only: bool | None = None, **kwargs: Any,
     ) -> Self:  # fmt: skip
-        """As :meth:`engine.TrainModule.load_from_checkpoint`, of one-file checkpoints too (of pickles only tensors and plain values are read,
-        whatever ``weights_only`` is). ``hparams_file``: give the hyperparameters as arguments."""
+        """Build the module from a checkpoint; see :meth:`engine.TrainModule.load_from_checkpoint`. Reads one-file checkpoints, too.
+
+        ``weights_only`` changes nothing: of a pickle only tensors and plain values are read. ``hparams_file`` is an error: give the
+        hyperparameters as arguments.
+        """
         if hparams_file is not None:
             raise ValueError("load_from_checkpoint(hparams_file=...): give the hyperparameters as arguments")
         device = next(iter(map_location.values()), None) if isinstance(map_location, dict) else map_location
@@ -78,12 +82,12 @@ class LightningModule(TrainModule):
 
 
 def parts_that_log(module: nn.Module, kind: type[T]) -> list[T]:
-    """The module and those in it, at any depth, of Lightning's ``kind``: each may call ``self.log`` and read ``self.trainer``."""
+    """The module and its submodules, at any depth, of Lightning's ``kind``: each may call ``self.log`` and read ``self.trainer``."""
     return [part for part in module.modules() if isinstance(part, kind)]
 
 
 def _with_lightnings_arguments(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The module's own hooks whose arguments are others in Lightning, with those; other hooks unchanged."""
+    """A module's own hook with Lightning's arguments, where they differ from ours; other hooks unchanged."""
     owner, _, event = name.rpartition(".")
     if event not in _TRANSLATED or not owner.startswith("[TrainModule]"):
         return hook
@@ -108,7 +112,7 @@ class LightningDataModule(DataModule):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "trainer": None}
 
-    def attach(self, run: Any) -> None:
+    def attach(self, run: Run | None) -> None:
         super().attach(run)
         self.trainer = self.trainer if run is None else run.trainer
 

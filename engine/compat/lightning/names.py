@@ -19,7 +19,7 @@ _REFERENCE = "keep a reference to the object that you gave"
 _IN_A_RUN = "in a callback or a module, the run knows it: run.rank, run.local_rank, run.world_size, run.device"
 
 
-OF_SETTINGS = {each.name: f"use settings.{each.name}" for each in fields(Settings)}
+OF_SETTINGS = {setting.name: f"use settings.{setting.name}" for setting in fields(Settings)}
 
 
 _OF_TRAINERS = {
@@ -38,7 +38,7 @@ _OF_TRAINERS = {
 
 
 _OF_RUN = ("callbacks", "gc_every_n_steps", "loggers", "max_epochs", "max_steps", "val_every")
-"""What a run has under the same name."""
+"""Attributes that a run has under the same name."""
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "Fit": {
         **_OF_TRAINERS,
@@ -191,7 +191,7 @@ CHECKPOINT = {
     "loops": _STORED,
     "pytorch-lightning_version": "this is not a checkpoint of Lightning",
 }
-"""Entries that Lightning's checkpoints have and these do not: why, and what to do."""
+"""Entries of Lightning's checkpoints that ours do not have: why, and what to do."""
 FILES = {
     "last.ckpt": "ModelCheckpoint writes no file of this name: resume with ckpt_path='last' (in Fit: resume='last'); ModelCheckpoint.last_model_path "
     "has the newest one's path"
@@ -216,7 +216,7 @@ OF_STRATEGIES = {
 }
 """Attributes of ``trainer.strategy`` that a view of it does not have: what to use instead."""
 OF_STRATEGY = "the strategy itself is self.run.engine.strategy"
-"""The answer about any other attribute of it."""
+"""The answer about any other attribute of ``trainer.strategy``."""
 
 _LOOP_CLASSES = "the loops are functions: override the module's or a callback's hooks"
 _LOGGERS = "give Lightning's own, or a Logger with log_metrics"

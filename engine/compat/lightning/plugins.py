@@ -15,24 +15,24 @@ class CheckpointIO:
         """The file at ``path``, as Lightning's files are: ``state_dict``, ``hyper_parameters``, ..."""
         import torch  # here, because ``fit migrate`` checks Trainer's arguments without it
 
-        found: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=weights_only is not False)
-        return found
+        content: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=weights_only is not False)
+        return content
 
 
 def reader(plugins: Any) -> CheckpointIO | None:
-    """The one among ``Trainer``'s plugins.
+    """The :class:`CheckpointIO` among ``Trainer``'s plugins; ``None`` if there is none.
 
     Raises:
         ValueError: a plugin of another kind, or one that would write.
     """
-    found = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins] if plugins else []
-    others = [each for each in found if not isinstance(each, CheckpointIO)]
-    if others or len(found) > 1:
-        raise ValueError(f"Trainer(plugins={(others or found)!r}) has no counterpart{hint('setting', 'plugins')}")
-    for io, name in itertools.product(found, ("save_checkpoint", "remove_checkpoint", "teardown")):
+    readers = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins] if plugins else []
+    unknown = [plugin for plugin in readers if not isinstance(plugin, CheckpointIO)]
+    if unknown or len(readers) > 1:
+        raise ValueError(f"Trainer(plugins={(unknown or readers)!r}) has no counterpart{hint('setting', 'plugins')}")
+    for io, name in itertools.product(readers, ("save_checkpoint", "remove_checkpoint", "teardown")):
         if hasattr(io, name):
             raise ValueError(
                 f"Trainer(plugins=[{type(io).__name__}()]): nothing calls its {name}, because checkpoints have one format; leave it out, and "
                 "do what it does in a callback's on_checkpoint_saved"
             )
-    return found[0] if found else None
+    return readers[0] if readers else None

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from engine.compat.lightning.before_run import BeforeRun
 from engine.data.loader import PreparedLoader
 from engine.engine import Engine
 from engine.loop.loaders import is_loader
+from engine.loop.run import Run
 from engine.step.window import Window
 
 
@@ -42,22 +44,23 @@ class RankLoader:
         return PreparedLoader(self.loader, group=engine.data_group, window=Window(), seed=engine.seed, place=False)
 
 
-def shared_out(run: Any, kind: str) -> Any:
+def shared_out(run: Run | BeforeRun, kind: str) -> Any:
     """The ``"train"``, ``"validation"``, ``"test"`` or ``"predict"`` loaders of ``run`` in the form in which they were given: on one process
     themselves, on several a :class:`RankLoader` for each; ``None`` before they are known.
     """
     if kind not in run.loaders.sources:
         return None
-    given, prepared = run.loaders.sources[kind], run.loaders.prepared[kind]
+    sources, prepared = run.loaders.sources[kind], run.loaders.prepared[kind]
     if run.world_size == 1:
-        return given
+        return sources
+    assert isinstance(run, Run)  # nothing is loaded before it starts
 
-    def each(loader: Any, number: int) -> RankLoader:
-        known = prepared[number].loader if number < len(prepared) else None
-        return RankLoader(loader, prepared[number] if known is loader else None, run.engine)
+    def rank_loader(loader: Any, number: int) -> RankLoader:
+        prepared_from = prepared[number].loader if number < len(prepared) else None
+        return RankLoader(loader, prepared[number] if prepared_from is loader else None, run.engine)
 
-    if isinstance(given, Mapping):
-        return {name: each(loader, number) for number, (name, loader) in enumerate(given.items())}
-    if isinstance(given, (list, tuple)) and given and all(map(is_loader, given)):
-        return [each(loader, number) for number, loader in enumerate(given)]
-    return each(given, 0)
+    if isinstance(sources, Mapping):
+        return {name: rank_loader(loader, number) for number, (name, loader) in enumerate(sources.items())}
+    if isinstance(sources, (list, tuple)) and sources and all(map(is_loader, sources)):
+        return [rank_loader(loader, number) for number, loader in enumerate(sources)]
+    return rank_loader(sources, 0)

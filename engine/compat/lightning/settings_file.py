@@ -35,22 +35,22 @@ def read(path: Path) -> KeyFile:
     if not isinstance(inner, dict) or not inner.keys() & (_USUAL.keys() | _NOTED.keys()):
         raise ValueError(f"{origin}: has neither a 'trainer' nor its arguments, such as max_epochs")
     file = KeyFile(inner, origin, {} if inner is not values else yaml_text.origins_of_keys(node, origin, lines=True))
-    for name, said in _NOTED.items():
-        file.note(name, said)
-    given = {name: file.take(name, usual) for name, usual in _USUAL.items()}
-    given["check_val_every_n_epoch"] = inner.get("check_val_every_n_epoch", 1)  # null says something
-    if isinstance(given["strategy"], dict):
-        given["strategy"] = _strategy(file, given["strategy"])
+    for name, note in _NOTED.items():
+        file.note(name, note)
+    trainer_arguments = {name: file.take_value(name, usual) for name, usual in _USUAL.items()}
+    trainer_arguments["check_val_every_n_epoch"] = inner.get("check_val_every_n_epoch", 1)  # null says something
+    if isinstance(trainer_arguments["strategy"], dict):
+        trainer_arguments["strategy"] = _strategy(file, trainer_arguments["strategy"])
     refused = {name: argument.neutral for name, argument in TRAINER.items() if argument.neutral}
     for name, neutral in {**refused, "plugins": (None, [])}.items():
-        if given[name] not in neutral:
+        if trainer_arguments[name] not in neutral:
             file.refuse(name, "has no counterpart that a file of settings can name")
-            given[name] = neutral[0]
-    found, batches = arguments.settings(given)
+            trainer_arguments[name] = neutral[0]
+    settings, batches = arguments.settings(trainer_arguments)
     if batches is not None:
-        _in_batches(file, found, *batches)
-    file.settings.update({name: str(value) if isinstance(value, Path) else value for name, value in found.items()})
-    if given["default_root_dir"] is None:
+        _in_batches(file, settings, *batches)
+    file.settings.update({name: str(value) if isinstance(value, Path) else value for name, value in settings.items()})
+    if trainer_arguments["default_root_dir"] is None:
         del file.settings["root_dir"]
     file.finish(())
     return file
@@ -63,16 +63,16 @@ def _strategy(file: KeyFile, value: dict[str, Any]) -> Any:
         file.refuse("strategy", f"has no counterpart; there are {', '.join(strategies.CLASSES)}, and names")
         return "auto"
     name, translate = strategies.CLASSES[kind]
-    return {"name": name, **{key: each for key, each in translate(options).items() if each is not None}}
+    return {"name": name, **{key: option for key, option in translate(options).items() if option is not None}}
 
 
-def _in_batches(file: KeyFile, found: dict[str, Any], interval: int | float, epochs: int | None) -> None:
+def _in_batches(file: KeyFile, settings: dict[str, Any], interval: int | float, epochs: int | None) -> None:
     """Validations that Lightning counts in micro-batches, where that is the same as optimizer steps."""
-    window = found.get("accumulate_grad_batches", 1)
+    window = settings.get("accumulate_grad_batches", 1)
     if epochs is None and isinstance(interval, int) and isinstance(window, int) and interval % window == 0:
-        found["val_every"] = f"{interval // window} steps"
+        settings["val_every"] = f"{interval // window} steps"
     elif epochs == 1 and isinstance(interval, float):
-        found["val_every"] = f"{interval} epochs"
+        settings["val_every"] = f"{interval} epochs"
     else:
         file.refuse(
             "val_check_interval", "counts micro-batches of an epoch: give val_every in steps, or as a share of an epoch"

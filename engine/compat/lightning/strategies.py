@@ -19,9 +19,9 @@ from engine.strategies.fsdp import FSDP
 
 
 class AsBase(type):
-    """A class of Lightning's whose objects are those of its base here; ``given`` translates the arguments."""
+    """Metaclass of Lightning's names: a call creates an object of the base class. ``translate`` turns Lightning's arguments into ours."""
 
-    given: Callable[[Any], dict[str, Any]]
+    translate: Callable[[Any], dict[str, Any]]
 
     def __init__(cls, name: str, bases: tuple[type, ...], content: dict[str, Any]) -> None:
         super().__init__(name, bases, content)
@@ -32,18 +32,22 @@ class AsBase(type):
 
     def __call__(cls, **options: Any) -> Any:
         base = cls.__bases__[0]
-        return base(**checked(cls.__name__, hints(base), cls.given(options)))
+        return base(**checked(cls.__name__, hints(base), cls.translate(options)))
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, cls.__bases__[0])
 
 
 class DDPStrategy(DDP, metaclass=AsBase):
-    given = staticmethod(strategies.ddp)
+    """:class:`engine.DDP` with Lightning's arguments."""
+
+    translate = staticmethod(strategies.ddp)
 
 
 class FSDPStrategy(FSDP, metaclass=AsBase):
-    given = staticmethod(strategies.fsdp)
+    """:class:`engine.FSDP` with Lightning's arguments."""
+
+    translate = staticmethod(strategies.fsdp)
 
 
 class SingleDeviceStrategy(Single):
@@ -63,8 +67,8 @@ class SingleDeviceStrategy(Single):
         if self.device is None:
             return {"strategy": "single_device"}
         kind, index = self.device.type, self.device.index
-        same = arguments["accelerator"] in ("auto", kind) or (kind != "cpu" and arguments["accelerator"] == "gpu")
-        if not same or arguments["devices"] not in ("auto", 1, "1", index, [index]):
+        is_same = arguments["accelerator"] in ("auto", kind) or (kind != "cpu" and arguments["accelerator"] == "gpu")
+        if not is_same or arguments["devices"] not in ("auto", 1, "1", index, [index]):
             raise ValueError(
                 f"SingleDeviceStrategy(device='{self.device}') contradicts Trainer(accelerator={arguments['accelerator']!r}, "
                 f"devices={arguments['devices']!r}): leave these two out"

@@ -13,46 +13,48 @@ _HOOKS = {"fp16_compress_hook": "fp16", "bf16_compress_hook": "bf16", "powerSGD_
 _KEEPS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "_HYBRID_SHARD_ZERO2": False}
 
 
-def strategy(asked: str) -> Any:
+def strategy(name: str) -> Any:
     """The setting for a strategy of Lightning's name.
 
     Raises:
         ValueError: an unknown name.
     """
-    if asked not in STRATEGY_NAMES:
-        known = f"{', '.join(STRATEGY_NAMES)}, or an object of engine.compat.lightning.strategies"
+    if name not in STRATEGY_NAMES:
+        possible = f"{', '.join(STRATEGY_NAMES)}, or an object of engine.compat.lightning.strategies"
         raise ValueError(
-            f"Trainer(strategy={asked!r}) has no counterpart{nearest(str(asked), STRATEGY_NAMES)}; possible: {known}"
+            f"Trainer(strategy={name!r}) has no counterpart{nearest(str(name), STRATEGY_NAMES)}; possible: {possible}"
         )
-    return STRATEGY_NAMES[asked]
+    return STRATEGY_NAMES[name]
 
 
 def ddp(options: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of ``DDPStrategy`` as those of :class:`engine.DDP`; ``ddp_comm_hook`` is one of torch's."""
-    found = translated("DDPStrategy", options, STRATEGIES["DDPStrategy"])
-    hook = found.pop("ddp_comm_hook", None)
-    return {**found, "comm_hook": _HOOKS.get(getattr(hook, "__name__", ""), hook)}
+    arguments = translated("DDPStrategy", options, STRATEGIES["DDPStrategy"])
+    hook = arguments.pop("ddp_comm_hook", None)
+    return {**arguments, "comm_hook": _HOOKS.get(getattr(hook, "__name__", ""), hook)}
 
 
 def fsdp(options: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of ``FSDPStrategy`` as those of :class:`engine.FSDP`; ``auto_wrap_policy`` is a set of module classes, or one of torch's policies."""
-    found = translated("FSDPStrategy", options, STRATEGIES["FSDPStrategy"])
-    kind, policy, mesh = (found.pop(name, None) for name in ("sharding_strategy", "auto_wrap_policy", "device_mesh"))
-    kind, known = getattr(kind, "name", kind) or "FULL_SHARD", getattr(policy, "keywords", {})
+    arguments = translated("FSDPStrategy", options, STRATEGIES["FSDPStrategy"])
+    kind, policy, mesh = (
+        arguments.pop(name, None) for name in ("sharding_strategy", "auto_wrap_policy", "device_mesh")
+    )
+    kind, keywords = getattr(kind, "name", kind) or "FULL_SHARD", getattr(policy, "keywords", {})
     if kind not in _KEEPS or (mesh is None) != ("HYBRID" not in kind):
         raise ValueError(
             f"FSDPStrategy(sharding_strategy={kind!r}, device_mesh={mesh!r}) has no counterpart; possible: {', '.join(_KEEPS)}, HYBRID ones with "
             "device_mesh=(replicas, shards); instead of NO_SHARD strategy='ddp'"
         )
     if mesh is not None:
-        found["dp_replicate"], found["dp_shard"] = mesh
-    if "min_num_params" in known:
-        found["min_size"] = known["min_num_params"]
+        arguments["dp_replicate"], arguments["dp_shard"] = mesh
+    if "min_num_params" in keywords:
+        arguments["min_size"] = keywords["min_num_params"]
     elif policy is not None:
-        found["blocks"] = tuple(known.get("transformer_layer_cls", policy))
+        arguments["blocks"] = tuple(keywords.get("transformer_layer_cls", policy))
     if not _KEEPS[kind]:
-        found["reshard_after_forward"] = False
-    return {**found, "cpu_offload": bool(found.get("cpu_offload"))}
+        arguments["reshard_after_forward"] = False
+    return {**arguments, "cpu_offload": bool(arguments.get("cpu_offload"))}
 
 
 def single(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,4 +67,4 @@ CLASSES: dict[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] = 
     "FSDPStrategy": ("fsdp", fsdp),
     "SingleDeviceStrategy": ("single", single),
 }
-"""Of each class: the name here, and its arguments."""
+"""Lightning's class -> the name of the strategy here, and the function that translates its arguments."""

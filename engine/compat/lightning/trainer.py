@@ -35,7 +35,7 @@ class Trainer(TrainerView):
     """
 
     result: Result | None = None
-    """Of the latest training."""
+    """Result of the latest training."""
 
     # fmt: off
     @checking_arguments(but=("callbacks", "logger"))  # objects of other classes are adapted
@@ -57,20 +57,20 @@ class Trainer(TrainerView):
         reload_dataloaders_every_n_epochs: int = 0, default_root_dir: str | os.PathLike[str] | None = None,
         enable_autolog_hparams: bool = True, model_registry: str | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         # fmt: on
-        found = translate(given)
-        self._given, self._callbacks, self._loggers = given, found.callbacks, found.loggers
-        active = [*found.others, *(each for each in found.callbacks if not getattr(each, "idle", False))]
-        self._fit = Fit(**found.settings, callbacks=[*map(_logger, found.loggers), *map(adapt, active)])
+        translation = translate(arguments)
+        self._arguments, self._callbacks, self._loggers = arguments, translation.callbacks, translation.loggers
+        active = [*translation.others, *(callback for callback in translation.callbacks if not getattr(callback, "idle", False))]
+        self._fit = Fit(**translation.settings, callbacks=[*map(_logger, translation.loggers), *map(adapt, active)])
         self._module: Any = None
         self._trained: Run | None = None
         self._datamodule: Any = None
         super().__init__(BeforeRun(self._fit.settings))
 
     def __getattr__(self, name: str) -> Any:
-        given = self.__dict__.get("_given", {})
-        return given[name] if name in given else super().__getattr__(name)
+        arguments = self.__dict__.get("_arguments", {})
+        return arguments[name] if name in arguments else super().__getattr__(name)
 
     # -- runs ---------------------------------------------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class Trainer(TrainerView):
         """Train ``model``. ``ckpt_path``: resume from this checkpoint; ``"last"``: the newest, if there is one."""
         model, loaders, datamodule = self._enter(model, train_dataloaders, datamodule)
         ckpt.check_complete(ckpt_path)
-        with ckpt.readable("auto" if ckpt_path == "last" else ckpt_path, self._given["plugins"]) as resume:
+        with ckpt.readable("auto" if ckpt_path == "last" else ckpt_path, self._arguments["plugins"]) as resume:
             self.result = self._fit.run(model, loaders, val_dataloaders, datamodule=datamodule, resume=resume)
 
     def validate(
@@ -103,8 +103,8 @@ class Trainer(TrainerView):
     ) -> list[Any] | None:  # fmt: skip
         """The outputs of ``predict_step``, of all ranks in the data's order; one list per loader if there are several."""
         keep = return_predictions is not False
-        found = self._evaluate("predict", model, dataloaders, ckpt_path, datamodule, False, return_predictions=keep)
-        return found if keep else None
+        predictions = self._evaluate("predict", model, dataloaders, ckpt_path, datamodule, False, return_predictions=keep)
+        return predictions if keep else None
 
     def _evaluate(
         self, verb: str, model: Any, loaders: Any, ckpt_path: Any, datamodule: Any, verbose: bool, **options: Any
@@ -117,13 +117,13 @@ class Trainer(TrainerView):
         if ckpt_path == "best":
             ckpt_path = getattr(self.checkpoint_callback, "best_model_path", None) or "best"
         model, loaders, datamodule = self._enter(model, loaders, datamodule)
-        with ckpt.readable(ckpt_path, self._given["plugins"]) as checkpoint:
-            found = getattr(self._fit, verb)(model, loaders, datamodule=datamodule, checkpoint=checkpoint, **options)
+        with ckpt.readable(ckpt_path, self._arguments["plugins"]) as checkpoint:
+            results = getattr(self._fit, verb)(model, loaders, datamodule=datamodule, checkpoint=checkpoint, **options)
         if verbose and self.progress_bar_callback is None:
-            for number, metrics in enumerate(found):
-                shown = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
-                self.print(terminal_text(f"{verb} {number}: {shown}", one_line=True))
-        return found
+            for number, metrics in enumerate(results):
+                text = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
+                self.print(terminal_text(f"{verb} {number}: {text}", one_line=True))
+        return results
 
     def _enter(self, model: Any, loaders: Any, datamodule: Any) -> tuple[Any, Any, Any]:
         if datamodule is None and hasattr(loaders, "prepare_data") and hasattr(loaders, "setup"):
@@ -132,22 +132,22 @@ class Trainer(TrainerView):
         if not isinstance(model, LightningModule):
             raise TypeError(f"Trainer takes a LightningModule, got {type(model).__name__}; engine.Fit takes a TrainModule")
         self._module, self._datamodule = model, datamodule
-        for each in filter(None, (model, datamodule)):
-            each.trainer = self
+        for part in filter(None, (model, datamodule)):
+            part.trainer = self
         return model, loaders, datamodule
 
-    def joins(self, run: Any) -> None:
-        """A ``run`` starts; called by the module."""
-        if run.world_size > 1 and not self._given["use_distributed_sampler"]:
-            asked = "use_distributed_sampler"
-            raise ValueError(f"Trainer({asked}=False) has no counterpart on {run.world_size} ranks{hint('setting', asked)}")
+    def attach_run(self, run: Run) -> None:
+        """Enter a ``run`` that starts; called by the module."""
+        if run.world_size > 1 and not self._arguments["use_distributed_sampler"]:
+            argument = "use_distributed_sampler"
+            raise ValueError(f"Trainer({argument}=False) has no counterpart on {run.world_size} ranks{hint('setting', argument)}")
         if run.stage == "fit":
             self._continue(run)
             self._trained = run
         self._run, run.trainer = run, self
-        for given in self._loggers:
-            if isinstance(given, WrappedLogger):
-                given.joins(run)
+        for entry in self._loggers:
+            if isinstance(entry, WrappedLogger):
+                entry.attach_run(run)
 
     def _continue(self, run: Run) -> None:
         """Count on from the training before, as Lightning's loops do, whose counters are the trainer's; a resumed run takes the checkpoint's."""
@@ -197,7 +197,7 @@ class Trainer(TrainerView):
     logger = property(lambda self: next(iter(self._loggers), None), doc="The first of :attr:`loggers`, or ``None``.")
     model = lightning_module = property(lambda self: original(self._module), doc="The module.")
     datamodule = property(lambda self: original(self._datamodule), doc="The data module, or ``None``.")
-    default_root_dir = property(lambda self: str(self._given["default_root_dir"] or "."), doc="As given.")
+    default_root_dir = property(lambda self: str(self._arguments["default_root_dir"] or "."), doc="As given.")
 
     @property
     def _training(self) -> Run | BeforeRun:
@@ -213,8 +213,8 @@ class Trainer(TrainerView):
 
     @property
     def state(self) -> Any:
-        found = super().state
-        return found if self._stage or found.stopped else replace(found, status=TrainerStatus.FINISHED if found.fn else TrainerStatus.INITIALIZING)
+        state = super().state
+        return state if self._stage or state.stopped else replace(state, status=TrainerStatus.FINISHED if state.fn else TrainerStatus.INITIALIZING)
 
 
 def _logger(logger: Any) -> Any:

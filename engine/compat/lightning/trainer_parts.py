@@ -19,30 +19,30 @@ from engine.utils.extensions import attribute_error
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What is under way, in Lightning's words."""
+    """State of a trainer in Lightning's words."""
 
     status: TrainerStatus
     fn: TrainerFn | None
-    """``None``: it has run nothing."""
+    """The method that was called; ``None`` before the first call."""
     stage: RunningStage | None
-    """``None``: nothing is under way."""
+    """The part of the call that is under way; ``None`` if nothing is."""
 
     @property
     def finished(self) -> bool:
-        """Whether it has come to its end."""
+        """Whether the latest call has come to its end."""
         return self.status == "finished"
 
     @property
     def stopped(self) -> bool:
-        """Whether it has finished, or was interrupted."""
+        """Whether the latest call has finished, or was interrupted."""
         return self.status in ("finished", "interrupted")
 
 
 class AcceleratorConnector:
-    """Which devices a trainer asks for, as published packages read it of Lightning's private object of this name.
+    """Devices that a trainer asks for: published packages read Lightning's private object of this name.
 
     Args:
-        accelerator, devices: as of ``Fit``.
+        accelerator, devices: ``Fit``'s settings.
 
     Raises:
         ValueError, RuntimeError: there is no such device here.
@@ -58,7 +58,7 @@ class AcceleratorConnector:
 
 
 class StrategyView:
-    """What modules use of Lightning's ``trainer.strategy``; the strategy itself is ``run.engine.strategy``."""
+    """The part of Lightning's ``trainer.strategy`` that modules use; the strategy itself is ``run.engine.strategy``."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -74,7 +74,7 @@ class StrategyView:
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
+        """Whether this process is rank 0."""
         return self._engine.is_main_process
 
     @property

@@ -22,31 +22,31 @@ DEFAULT_CALLBACKS = {
 """Arguments that switch a default callback on or off, and the kind of callback."""
 
 
-def check_callbacks(given: Mapping[str, Any], kinds: Container[str]) -> None:
+def check_callbacks(arguments: Mapping[str, Any], kinds: Container[str]) -> None:
     """Check the arguments about profilers and default callbacks.
 
     Args:
-        kinds: those of :data:`DEFAULT_CALLBACKS` that are among the given callbacks.
+        kinds: the kinds in :data:`DEFAULT_CALLBACKS` that the user's callbacks include.
 
     Raises:
         ValueError: the profiler is not known, or two arguments contradict each other.
     """
-    profiler, bare = given["profiler"], given["barebones"]
+    profiler, bare = arguments["profiler"], arguments["barebones"]
     if isinstance(profiler, str) and profiler not in PROFILERS:
         raise ValueError(
             f"Trainer(profiler={profiler!r}): possible are {', '.join(PROFILERS)}, or one of these objects"
         )
     for name, kind in DEFAULT_CALLBACKS.items():
-        there, on = kind in kinds, given[name]
+        is_present, is_requested = kind in kinds, arguments[name]
         # A given summary stays although Lightning's default one is switched off.
-        if (there and on is False and kind != "ModelSummary") or (bare and (there or on)):
+        if (is_present and is_requested is False and kind != "ModelSummary") or (bare and (is_present or is_requested)):
             raise ValueError(
-                f"Trainer({name}={on}, barebones={bare}) contradicts the {kind} in callbacks, or the other: leave one out"
+                f"Trainer({name}={is_requested}, barebones={bare}) contradicts the {kind} in callbacks, or the other: leave one out"
             )
 
 
-def settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int | float, int | None] | None]:
-    """The ``given`` arguments, all but those about loggers, callbacks and profilers.
+def settings(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int | float, int | None] | None]:
+    """Settings for the ``arguments`` of ``Trainer``, except for its loggers, callbacks and profilers.
 
     Returns:
         The settings, and ``val_check_interval`` with ``check_val_every_n_epoch`` where these count micro-batches, which no setting says.
@@ -54,35 +54,37 @@ def settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int | floa
     Raises:
         ValueError: one has no counterpart, or contradicts another; the message names what to use.
     """
-    reader(given["plugins"])
+    reader(arguments["plugins"])
     for name, argument in TRAINER.items():
-        if name in given and argument.refuses(given[name]):
-            raise ValueError(f"Trainer({name}={given[name]!r}) has no counterpart; {argument.instead}")
-    same = {argument.setting: given[name] for name, argument in TRAINER.items() if argument.setting}
-    found = {name: value for name, value in same.items() if value is not None} | _limits(given)
-    found["root_dir"] = Path(given["default_root_dir"] or ".")
-    if given["devices"] != "auto":
-        found["devices"] = "auto" if given["devices"] in (-1, "-1") else given["devices"]
-    if given["strategy"] != "auto":
-        found["strategy"] = strategy(given["strategy"]) if isinstance(given["strategy"], str) else given["strategy"]
-    if given["barebones"]:
-        found |= {"log_every_n_steps": 0, "num_sanity_val_steps": 0}
-    every, batches = _validation(given)
-    return found | ({} if every is None else {"val_every": every}), batches
+        if name in arguments and argument.refuses(arguments[name]):
+            raise ValueError(f"Trainer({name}={arguments[name]!r}) has no counterpart; {argument.instead}")
+    with_own_name = {argument.setting: arguments[name] for name, argument in TRAINER.items() if argument.setting}
+    translated = {name: value for name, value in with_own_name.items() if value is not None} | _limits(arguments)
+    translated["root_dir"] = Path(arguments["default_root_dir"] or ".")
+    if arguments["devices"] != "auto":
+        translated["devices"] = "auto" if arguments["devices"] in (-1, "-1") else arguments["devices"]
+    if arguments["strategy"] != "auto":
+        translated["strategy"] = (
+            strategy(arguments["strategy"]) if isinstance(arguments["strategy"], str) else arguments["strategy"]
+        )
+    if arguments["barebones"]:
+        translated |= {"log_every_n_steps": 0, "num_sanity_val_steps": 0}
+    every, batches = _validation(arguments)
+    return translated | ({} if every is None else {"val_every": every}), batches
 
 
-def _limits(given: Mapping[str, Any]) -> dict[str, Any]:
-    epochs, steps, time = given["max_epochs"], given["max_steps"], given["max_time"]
+def _limits(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    epochs, steps, time = arguments["max_epochs"], arguments["max_steps"], arguments["max_time"]
     if epochs is None and steps == -1 and time is None:
         epochs = 1000
     time = timedelta(**time) if isinstance(time, Mapping) else time
-    asked = (("max_epochs", epochs), ("max_steps", steps), ("max_time", time))
-    return {name: value for name, value in asked if value not in (None, -1)} or {"max_steps": NEVER}
+    limits = (("max_epochs", epochs), ("max_steps", steps), ("max_time", time))
+    return {name: value for name, value in limits if value not in (None, -1)} or {"max_steps": NEVER}
 
 
-def _validation(given: Mapping[str, Any]) -> tuple[Any, tuple[int | float, int | None] | None]:
-    asked, epochs = given["val_check_interval"], given["check_val_every_n_epoch"]
-    interval: Any = timedelta(**asked) if isinstance(asked, Mapping) else asked
+def _validation(arguments: Mapping[str, Any]) -> tuple[Any, tuple[int | float, int | None] | None]:
+    value, epochs = arguments["val_check_interval"], arguments["check_val_every_n_epoch"]
+    interval: Any = timedelta(**value) if isinstance(value, Mapping) else value
     in_time = isinstance(interval, (str, timedelta))
     if (
         (in_time and epochs not in (None, 1))

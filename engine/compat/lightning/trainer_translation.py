@@ -22,7 +22,7 @@ _DEFAULTS = {
     "Checkpoint": named.ModelCheckpoint,
 }
 _MARKS = {"ProgressBar": "shows_progress", "Checkpoint": "is_checkpoint"}
-"""Attributes of callbacks that are of these kinds."""
+"""Kind of callback -> the attribute that marks it."""
 
 
 @dataclass
@@ -32,36 +32,36 @@ class Translated:
     settings: dict[str, Any]
     loggers: list[Any]
     callbacks: list[Any]
-    """Those given and Lightning's default ones; those that save checkpoints come last."""
+    """The user's callbacks and Lightning's default ones; the ones that save checkpoints come last."""
     others: list[Any]
-    """A profiler, and what counts validations in batches."""
+    """A profiler, and the callback that counts validations in batches."""
 
 
-def translate(given: Mapping[str, Any]) -> Translated:
-    """The ``given`` arguments of ``Trainer``; an error names one that has no counterpart or contradicts another, and what to use."""
-    if isinstance(given["strategy"], SingleDeviceStrategy):
-        given = {**given, **given["strategy"].trainer_arguments(given)}
-    settings, batches = config.settings(given)
-    loggers, profiler = _loggers(given), given["profiler"]
-    placed = next((each.root_dir for each in loggers if getattr(each, "root_dir", None) is not None), None)
+def translate(arguments: Mapping[str, Any]) -> Translated:
+    """Translate ``Trainer``'s arguments; an error names one that has no counterpart or contradicts another, and what to use."""
+    if isinstance(arguments["strategy"], SingleDeviceStrategy):
+        arguments = {**arguments, **arguments["strategy"].trainer_arguments(arguments)}
+    settings, batches = config.settings(arguments)
+    loggers, profiler = _loggers(arguments), arguments["profiler"]
+    placed = next((logger.root_dir for logger in loggers if getattr(logger, "root_dir", None) is not None), None)
     if loggers:
         settings["root_dir"] = placed or settings["root_dir"] / "lightning_logs"
-    callbacks = _callbacks(given, settings)
+    callbacks = _callbacks(arguments, settings)
     if isinstance(profiler, str):
         profiler = _PROFILERS[profiler]()
-    others = [] if profiler is None else [profiler]
-    others += [] if batches is None else [own.BatchValidation(*batches)]
-    return Translated(settings, loggers, callbacks, others)
+    other_callbacks = [] if profiler is None else [profiler]
+    other_callbacks += [] if batches is None else [own.BatchValidation(*batches)]
+    return Translated(settings, loggers, callbacks, other_callbacks)
 
 
-def _loggers(given: Mapping[str, Any]) -> list[Any]:
-    asked = given["logger"]
-    if given["barebones"] or given["fast_dev_run"] or asked is False:
+def _loggers(arguments: Mapping[str, Any]) -> list[Any]:
+    value = arguments["logger"]
+    if arguments["barebones"] or arguments["fast_dev_run"] or value is False:
         return []
-    if asked is None or asked is True:
-        there = any(map(importlib.util.find_spec, ("tensorboard", "tensorboardX")))
-        return [TensorBoardLogger(save_dir=None) if there else CSVLogger(save_dir=None)]
-    loggers = list(asked) if isinstance(asked, (list, tuple, set)) else [asked]
+    if value is None or value is True:
+        has_tensorboard = any(map(importlib.util.find_spec, ("tensorboard", "tensorboardX")))
+        return [TensorBoardLogger(save_dir=None) if has_tensorboard else CSVLogger(save_dir=None)]
+    loggers = list(value) if isinstance(value, (list, tuple, set)) else [value]
     for entry in loggers:
         if not hasattr(entry, "log_metrics"):
             raise wrong_type(
@@ -70,22 +70,26 @@ def _loggers(given: Mapping[str, Any]) -> list[Any]:
     return loggers
 
 
-def _callbacks(given: Mapping[str, Any], settings: dict[str, Any]) -> list[Any]:
-    asked, bare = given["callbacks"], given["barebones"]
-    mine = [] if asked is None else list(asked) if isinstance(asked, (list, tuple)) else [asked]
-    kinds = {kind for kind in _DEFAULTS if any(_is_of(callback, kind) for callback in mine)}
-    config.check_callbacks(given, kinds)
+def _callbacks(arguments: Mapping[str, Any], settings: dict[str, Any]) -> list[Any]:
+    value, bare = arguments["callbacks"], arguments["barebones"]
+    callbacks = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+    kinds = {kind for kind in _DEFAULTS if any(_is_of(callback, kind) for callback in callbacks)}
+    config.check_callbacks(arguments, kinds)
     for name, kind in config.DEFAULT_CALLBACKS.items():
-        if kind not in kinds and given[name] is not False and not bare:
-            mine.append(_DEFAULTS[kind]())
-    for each in (each for each in mine if isinstance(each, named.GradientAccumulationScheduler)):
-        if given["accumulate_grad_batches"] != 1:
+        if kind not in kinds and arguments[name] is not False and not bare:
+            callbacks.append(_DEFAULTS[kind]())
+    for scheduler in (
+        scheduler for scheduler in callbacks if isinstance(scheduler, named.GradientAccumulationScheduler)
+    ):
+        if arguments["accumulate_grad_batches"] != 1:
             raise ValueError("accumulate_grad_batches and a GradientAccumulationScheduler were given: leave one out")
-        settings["accumulate_grad_batches"] = each.scheduling
-    return sorted(mine, key=lambda callback: _is_of(callback, "Checkpoint"))
+        settings["accumulate_grad_batches"] = scheduler.scheduling
+    return sorted(callbacks, key=lambda callback: _is_of(callback, "Checkpoint"))
 
 
 def _is_of(callback: Any, kind: str) -> bool:
-    """A callback of this library, under its own or Lightning's name, or of the installed Lightning is of a kind of :data:`_DEFAULTS`."""
-    ours = isinstance(callback, own.ModelSummary) if kind == "ModelSummary" else getattr(callback, _MARKS[kind], False)
-    return bool(ours or isinstance(callback, getattr(named, kind)) or lightnings(type(callback), kind))
+    """Whether a callback is of a kind of :data:`_DEFAULTS`: one of this library, under its own or Lightning's name, or of the installed Lightning."""
+    is_marked = (
+        isinstance(callback, own.ModelSummary) if kind == "ModelSummary" else getattr(callback, _MARKS[kind], False)
+    )
+    return bool(is_marked or isinstance(callback, getattr(named, kind)) or lightnings(type(callback), kind))

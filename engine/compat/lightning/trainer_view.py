@@ -29,7 +29,7 @@ class TrainerView:
 
     _run: Run | BeforeRun
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Run | BeforeRun) -> None:
         object.__setattr__(self, "_run", run)
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -78,14 +78,14 @@ class TrainerView:
     @property
     def min_epochs(self) -> int | None:
         """``Fit``'s setting."""
-        found: int | None = self._run.settings.min_epochs
-        return found
+        epochs: int | None = self._run.settings.min_epochs
+        return epochs
 
     @property
     def min_steps(self) -> int | None:
         """``Fit``'s setting."""
-        found: int | None = self._run.settings.min_steps
-        return found
+        steps: int | None = self._run.settings.min_steps
+        return steps
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -110,14 +110,14 @@ class TrainerView:
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """The same for each validation loader."""
+        """Micro-batches of this rank in each validation loader, limits included; infinite: not known."""
         return self._lengths("fit", "sanity", "validate")
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
         """Batches of the check before the training, for each validation loader."""
-        most = self._run.settings.num_sanity_val_steps
-        return [length if most < 0 else min(length, most) for length in self._lengths("fit", "sanity")]
+        limit = self._run.settings.num_sanity_val_steps
+        return [length if limit < 0 else min(length, limit) for length in self._lengths("fit", "sanity")]
 
     @property
     def num_test_batches(self) -> list[int | float]:
@@ -130,7 +130,7 @@ class TrainerView:
         return self._lengths("predict")
 
     def _lengths(self, *stages: str) -> list[int | float]:
-        return [_length(each) for each in self._run.num_eval_batches] if self._run.stage in stages else []
+        return [_length(batches) for batches in self._run.num_eval_batches] if self._run.stage in stages else []
 
     @property
     def is_last_batch(self) -> bool:
@@ -146,7 +146,7 @@ class TrainerView:
             raise ValueError(
                 f"is_last_batch: {type(loader.loader).__name__} has no length; do what is due at an epoch's end in on_train_epoch_end"
             )
-        return bool(loader.given >= loader.length)
+        return bool(loader.batches_given >= loader.length)
 
     # -- settings ---------------------------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class TrainerView:
 
     @property
     def val_check_interval(self) -> int | float:
-        """From one validation to the next, a fraction of an epoch, or a number of micro-batches.
+        """The time from one validation to the next: a fraction of an epoch, or a number of micro-batches.
 
         Raises:
             ValueError: validations come by the clock, or never.
@@ -206,20 +206,20 @@ class TrainerView:
         epoch's end on: over all ranks. In ``on_train_epoch_end``, where the epoch's values are computed when they are read, all ranks read them
         together.
         """
-        found = live(self._run)
-        return Values({name: _tensor(value, self._run.device) for name, value in found.items()})
+        values = live(self._run)
+        return Values({name: _tensor(value, self._run.device) for name, value in values.items()})
 
     @property
     def logged_metrics(self) -> Values:
         """:attr:`callback_metrics` without ``x`` where there is ``x_step`` or ``x_epoch``, and without what loggers do not get."""
-        found = self.callback_metrics
-        forked = {name.removesuffix(end) for name in found for end in ("_step", "_epoch") if name.endswith(end)}
-        left = forked | withheld(self._run)
-        return Values({name: value for name, value in found.items() if name not in left})
+        metrics = self.callback_metrics
+        forked = {name.removesuffix(end) for name in metrics for end in ("_step", "_epoch") if name.endswith(end)}
+        hidden = forked | withheld(self._run)
+        return Values({name: value for name, value in metrics.items() if name not in hidden})
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """Those that were logged with ``prog_bar=True``, as numbers; waits for the device."""
+        """Latest values logged with ``prog_bar=True``, as floats; waits for the device."""
         return {name: float(value) for name, value in live_shown(self._run).items()}
 
     # -- stopping ---------------------------------------------------------------------------------------------------------------
@@ -239,19 +239,19 @@ class TrainerView:
 
     @property
     def interrupted(self) -> bool:
-        """Ctrl-C or an error has reached this rank."""
+        """Whether Ctrl-C or an error has reached this rank."""
         return self._run.interrupted or self._run.exception is not None
 
     @property
     def received_sigterm(self) -> bool:
-        """SIGTERM has reached some rank."""
+        """Whether SIGTERM has reached some rank."""
         return bool(self._run.terminated)
 
     # -- what is under way ------------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> TrainerState:
-        """What is under way."""
+        """The running call and its stage, in Lightning's words."""
         fn = "fit" if self._run.stage == "sanity" else str(self._run.stage)
         return TrainerState(
             TrainerStatus.INTERRUPTED if self.interrupted else TrainerStatus.RUNNING,
@@ -261,7 +261,7 @@ class TrainerView:
 
     @property
     def _stage(self) -> str:
-        """Of :class:`TrainerState`."""
+        """Lightning's ``TrainerState.stage`` as text, such as ``"train"`` or ``"sanity_check"``."""
         stage = str(self._run.stage)
         if stage == "fit":
             return "validate" if self._run.evaluating else "train"
@@ -300,7 +300,8 @@ class TrainerView:
         lambda self: shared_out(self._run, "predict"), doc="As they were given; see :func:`shared_out`."
     )
     callbacks = property(
-        lambda self: [original(each) for each in self._run.callbacks], doc="The run's callbacks, in their order."
+        lambda self: [original(callback) for callback in self._run.callbacks],
+        doc="The run's callbacks, in their order.",
     )
     loggers = property(lambda self: self._run.loggers, doc="The loggers among the callbacks.")
     logger = property(
@@ -362,8 +363,8 @@ class TrainerView:
     @property
     def log_dir(self) -> str:
         """The first logger's folder, or the run's."""
-        found = getattr(self.logger, "log_dir", None)
-        return str(self._run.folder) if found is None else str(found)
+        folder = getattr(self.logger, "log_dir", None)
+        return str(self._run.folder) if folder is None else str(folder)
 
     @property
     def ckpt_path(self) -> str | None:
@@ -388,8 +389,8 @@ class TrainerView:
                 "save_checkpoint(weights_only=True): checkpoints are complete; engine.Resume(path, weights_only=True) takes the weights alone, and "
                 "'fit checkpoint export' writes them"
             )
-        found: Path | str = self._run.save_checkpoint_at(filepath)
-        return found
+        place: Path | str = self._run.save_checkpoint_at(filepath)
+        return place
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print``, on rank 0 only."""
@@ -401,7 +402,7 @@ def _length(number: int | None) -> int | float:
     return math.inf if number is None else number
 
 
-def _device_ids(run: Any) -> list[int]:
+def _device_ids(run: Run | BeforeRun) -> list[int]:
     devices = run.settings.devices
     return list(devices if isinstance(devices, tuple) else range(run.engine.group.environment.local_world_size))
 

@@ -60,8 +60,8 @@ rank_zero_warn = rank_zero_deprecation = rank_zero_only(functools.partial(warnin
 
 def is_overridden(method_name: str, instance: Any, parent: type | None = None) -> bool:
     """Whether ``instance`` overrides this method of ``parent``, by default of our class."""
-    known = (kind for kind in (TrainModule, DataModule, Callback) if isinstance(instance, kind))
-    return overridden(instance, method_name, parent or next(known, object))
+    kinds = (kind for kind in (TrainModule, DataModule, Callback) if isinstance(instance, kind))
+    return overridden(instance, method_name, parent or next(kinds, object))
 
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Tensor]:
@@ -70,12 +70,12 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     :meth:`engine.Engine.grad_norms` is for gradients that are still sharded, scaled or not divided by their window.
     """
     kind = float(norm_type)
-    each = {n: p.grad.detach().norm(kind) for n, p in module.named_parameters() if p.grad is not None}
-    found = {f"grad_{kind}_norm{group_separator}{name}": norm for name, norm in each.items()}
-    return found | ({f"grad_{kind}_norm_total": torch.stack([*each.values()]).norm(kind)} if each else {})
+    norms = {n: p.grad.detach().norm(kind) for n, p in module.named_parameters() if p.grad is not None}
+    named_norms = {f"grad_{kind}_norm{group_separator}{name}": norm for name, norm in norms.items()}
+    return named_norms | ({f"grad_{kind}_norm_total": torch.stack([*norms.values()]).norm(kind)} if norms else {})
 
 
 def get_init_args(frame: Any) -> dict[str, Any]:
     """The arguments of the ``__init__`` that runs in ``frame``."""
-    names, _, rest, values = inspect.getargvalues(frame)
-    return {name: values[name] for name in names[1:]} | (values[rest] if rest else {})
+    names, _, keywords_name, values = inspect.getargvalues(frame)
+    return {name: values[name] for name in names[1:]} | (values[keywords_name] if keywords_name else {})

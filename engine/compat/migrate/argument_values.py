@@ -12,38 +12,41 @@ from engine.compat.lightning.arguments import CALLBACKS
 from engine.compat.lightning.trainer_settings import check_callbacks, settings
 from engine.compat.migrate.imports import ClassInfo
 from engine.compat.migrate.stand_ins import stand_in
-from engine.metrics.log_options import Given, options_of
+from engine.metrics.log_options import LogArguments, options_of
 
-_NOTHING_ASKED = Given(False, None, None, None, "mean", False, None, True, None, False, None)
+_NOTHING_ASKED = LogArguments(False, None, None, None, "mean", False, None, True, None, False, None)
 
 
 def literals(call: ast.Call, parameters: Signature) -> dict[str, Any]:
     """The arguments of a call that are literals, by name."""
     places = [
-        each.name
-        for each in parameters.parameters.values()
-        if each.name != "self" and each.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        parameter.name
+        for parameter in parameters.parameters.values()
+        if parameter.name != "self" and parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     ]
-    given = [*zip(places, call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
-    found: dict[str, Any] = {}
-    for name, value in given:
+    arguments = [
+        *zip(places, call.args, strict=False),
+        *((parameter.arg, parameter.value) for parameter in call.keywords),
+    ]
+    values: dict[str, Any] = {}
+    for name, value in arguments:
         if name is not None:
             try:
-                found[name] = ast.literal_eval(value)
+                values[name] = ast.literal_eval(value)
             except (ValueError, TypeError, SyntaxError, RecursionError):
                 continue
-    return found
+    return values
 
 
 def trainer_arguments(call: ast.Call, parameters: Signature) -> str:
     """Why ``Trainer`` of ``engine.interop.lightning`` refuses the values; empty when it does not."""
-    given = {name: each.default for name, each in parameters.parameters.items()}
-    given |= {name: value for name, value in literals(call, Signature()).items() if name in given}
+    arguments = {name: parameter.default for name, parameter in parameters.parameters.items()}
+    arguments |= {name: value for name, value in literals(call, Signature()).items() if name in arguments}
     # Callbacks and loggers are objects: they are not made here.
-    given |= {"callbacks": None, "logger": False, "enable_checkpointing": None}
+    arguments |= {"callbacks": None, "logger": False, "enable_checkpointing": None}
     try:
-        settings(given)
-        check_callbacks(given, ())
+        settings(arguments)
+        check_callbacks(arguments, ())
     except (ValueError, TypeError) as error:
         return str(error)
     return ""
@@ -51,10 +54,10 @@ def trainer_arguments(call: ast.Call, parameters: Signature) -> str:
 
 def log_options(call: ast.Call, parameters: Signature) -> str:
     """Why a run refuses the options of ``log`` or ``log_dict``; empty when it does not."""
-    found = literals(call, parameters)
-    given = {name: found[name] for name in Given._fields if name in found and name != "sync_dist_group"}
+    values = literals(call, parameters)
+    options = {name: values[name] for name in LogArguments._fields if name in values and name != "sync_dist_group"}
     try:
-        options_of(found.get("name", "..."), _NOTHING_ASKED._replace(**given), True, True, 1)
+        options_of(values.get("name", "..."), _NOTHING_ASKED._replace(**options), True, True, 1)
     except ValueError as error:
         return str(error)
     return ""
@@ -66,27 +69,33 @@ def constructor(call: ast.Call, classes: Sequence[Any]) -> str:
     The classes are stand-ins. What they stand for is imported, ours first, and the next only where one refuses the values: the callbacks that most
     projects make (checkpoints, early stopping, progress bars, learning rates) do not import torch.
     """
-    if not all(isinstance(each, type) and issubclass(each, stand_in("engine.Callback")) for each in classes):
+    if not all(
+        isinstance(candidate, type) and issubclass(candidate, stand_in("engine.Callback")) for candidate in classes
+    ):
         return ""
     try:
-        args = [ast.literal_eval(each) for each in call.args]
-        options = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords if each.arg is not None}
+        args = [ast.literal_eval(candidate) for candidate in call.args]
+        options = {
+            str(candidate.arg): ast.literal_eval(candidate.value)
+            for candidate in call.keywords
+            if candidate.arg is not None
+        }
     except (ValueError, TypeError, SyntaxError, RecursionError):
         return ""
     if len(options) < len(call.keywords):
         return ""
-    said = ""
+    refusal = ""
     for stand in sorted(classes, key=lambda cls: not cls.__module__.startswith("callbacks.")):
         cls = getattr(importlib.import_module(stand.__module__), stand.__name__)
         try:
             cls(*args, **options)
         except ValueError as error:
-            said = said or str(error)
+            refusal = refusal or str(error)
         except Exception:  # a package that is missing here, for example
             return ""
         else:
             return ""
-    return said
+    return refusal
 
 
 def after_validation(name: str, call: ast.Call, parameters: Signature) -> str:

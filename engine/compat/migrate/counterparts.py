@@ -41,18 +41,18 @@ class Counterpart:
 def counterpart(api: Api) -> Counterpart:
     """Find what stands for a class or a function of the libraries."""
     plain, where = plain_counterpart(api)
-    ours, place = translated(api)
+    drop_in, place = translated(api)
     if (
         api.library == "lightning"
         and api.path.startswith("callbacks.")
         and api.name in lightning.BOUND
-        and ours is not None
+        and drop_in is not None
     ):
-        return Counterpart(INTEROP, f"{place}, or {lightning.BOUND[api.name]}", None, ours, refused(ours))
+        return Counterpart(INTEROP, f"{place}, or {lightning.BOUND[api.name]}", None, drop_in, refused(drop_in))
     if plain is not None:
-        return Counterpart(AS_IS, where, plain, ours)
-    if ours is not None:
-        return Counterpart(INTEROP, place, None, ours, refused(ours))
+        return Counterpart(AS_IS, where, plain, drop_in)
+    if drop_in is not None:
+        return Counterpart(INTEROP, place, None, drop_in, refused(drop_in))
     part = api.path.split(".")[0]
     sentence = (
         "it is private there" if api.name.startswith("_") else f"{INTEROP_OF[api.library]} has nothing of this name"

@@ -96,24 +96,24 @@ class Walker(ast.NodeVisitor):
 
     def _arguments(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, Known]:
         """The arguments of a function that are known."""
-        known: dict[str, Known] = {}
+        values: dict[str, Known] = {}
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         for argument in arguments:
             if argument.annotation is not None and (thing := self._of_annotation(argument.annotation)) is not None:
-                known[argument.arg] = thing
+                values[argument.arg] = thing
             elif self._self is not None and argument.arg in PASSED:
-                known[argument.arg] = Known(things()[PASSED[argument.arg]])
+                values[argument.arg] = Known(things()[PASSED[argument.arg]])
         method = self._class is not None and self._class.methods.get(node.name) is node
         is_callback = self._class is not None and kind_of(self._class) == "callback"
         if method and is_callback and member(things()["callback"].plain, node.name):
             hook = [argument.arg for argument in node.args.args[1:3]]
             roles = ("trainer of a callback", "module")
-            known.update({name: Known(things()[role]) for name, role in zip(hook, roles, strict=False)})
+            values.update({name: Known(things()[role]) for name, role in zip(hook, roles, strict=False)})
         if method and self._self is not None and node.name in ("on_save_checkpoint", "on_load_checkpoint"):
-            known.update({argument.arg: Known(CHECKPOINT) for argument in node.args.args[1:][-1:]})
+            values.update({argument.arg: Known(CHECKPOINT) for argument in node.args.args[1:][-1:]})
         if method and self._class is not None and (first := first_argument(node)) is not None:
-            known[first] = self._self or Known(PLAIN, self._class)
-        return known
+            values[first] = self._self or Known(PLAIN, self._class)
+        return values
 
     def _of_annotation(self, annotation: ast.expr) -> Known | None:
         for alternative in _alternatives(annotation):
@@ -152,9 +152,9 @@ class Walker(ast.NodeVisitor):
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Name):
-            known = self._gives(value)
-            if known is not None:
-                self._known[target.id] = known
+            result = self._gives(value)
+            if result is not None:
+                self._known[target.id] = result
             else:
                 self._known.maps[0].pop(target.id, None)
 
@@ -163,11 +163,11 @@ class Walker(ast.NodeVisitor):
         if isinstance(node, ast.Name):
             return self._known.get(node.id)
         if isinstance(node, ast.Call):
-            made = self.names.meaning(node.func, self.source)
-            if isinstance(made, Api) and made.name in MADE:
-                return Known(things()[MADE[made.name]])
-            if isinstance(made, ClassInfo) and (thing := thing_of(made)) is not None:
-                return Known(thing, made)
+            meaning = self.names.meaning(node.func, self.source)
+            if isinstance(meaning, Api) and meaning.name in MADE:
+                return Known(things()[MADE[meaning.name]])
+            if isinstance(meaning, ClassInfo) and (thing := thing_of(meaning)) is not None:
+                return Known(thing, meaning)
             if isinstance(node.func, ast.Name) and node.func.id == "super" and self._self is not None:
                 return Known(self._self.thing, self._self.cls)
             return None
@@ -180,7 +180,7 @@ class Walker(ast.NodeVisitor):
 
     def _attribute(self, owner: Known, name: str) -> Known | None:
         """The value of an attribute of a thing, if it is known."""
-        if owner.cls is not None and name in owner.cls.own:
+        if owner.cls is not None and name in owner.cls.own_names:
             return self._set_attribute(owner.cls, name)
         if name in owner.thing.gives:
             return Known(things()[owner.thing.gives[name]])

@@ -53,53 +53,57 @@ class ClassInfo:
     @cached_property
     def family(self) -> list[ClassInfo]:
         """This class and those of the sources that it inherits from: the nearest :data:`_NEAREST`."""
-        found, known = [self], {self}
-        for each in found:  # grows while it is walked
-            bases = [base for base in each.bases if isinstance(base, ClassInfo) and base not in known]
-            found += dict.fromkeys(bases)
-            known.update(bases)
-            if len(found) >= _NEAREST:
+        classes, visited = [self], {self}
+        for cls in classes:  # grows while it is walked
+            bases = [base for base in cls.bases if isinstance(base, ClassInfo) and base not in visited]
+            classes += dict.fromkeys(bases)
+            visited.update(bases)
+            if len(classes) >= _NEAREST:
                 break
-        return found[:_NEAREST]
+        return classes[:_NEAREST]
 
     @cached_property
     def foreign(self) -> list[Api]:
         """The libraries' classes that it inherits from, directly or through others."""
-        near = dict.fromkeys(base for each in self.family for base in each.bases if isinstance(base, Api))
+        near = dict.fromkeys(base for cls in self.family for base in cls.bases if isinstance(base, Api))
         return list(near) or self.distant
 
     @cached_property
     def methods(self) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
-        return {each.name: each for each in statements(self.node.body) if isinstance(each, _FUNCTIONS)}
+        return {
+            statement.name: statement for statement in statements(self.node.body) if isinstance(statement, _FUNCTIONS)
+        }
 
     @cached_property
     def class_attributes(self) -> set[str]:
-        return {name for each in statements(self.node.body) for name in _targets(each)}
+        return {name for statement in statements(self.node.body) for name in _targets(statement)}
 
     @cached_property
     def set_on_self(self) -> dict[str, ast.expr | None]:
         """Attributes that its methods assign to their first argument, and what they are set to, where that is plain."""
-        found: dict[str, ast.expr | None] = {}
+        values: dict[str, ast.expr | None] = {}
         for method in self.methods.values():
             first = first_argument(method)
             declared = {
-                id(each.target) for each in ast.walk(method) if isinstance(each, ast.AnnAssign) and not each.value
+                id(annotation.target)
+                for annotation in ast.walk(method)
+                if isinstance(annotation, ast.AnnAssign) and not annotation.value
             }
             for node in ast.walk(method):
                 if id(node) in declared:
                     continue
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_named(node.value, first):
-                    found.setdefault(node.attr, None)
+                    values.setdefault(node.attr, None)
                 elif isinstance(node, ast.Assign):
                     for target in node.targets:
                         if isinstance(target, ast.Attribute) and is_named(target.value, first):
-                            found[target.attr] = node.value
-        return found
+                            values[target.attr] = node.value
+        return values
 
     @cached_property
-    def own(self) -> set[str]:
+    def own_names(self) -> set[str]:
         """Every name that this class or one of its bases in the sources defines."""
-        return {name for each in self.family for name in (*each.methods, *each.class_attributes, *each.set_on_self)}
+        return {name for cls in self.family for name in (*cls.methods, *cls.class_attributes, *cls.set_on_self)}
 
 
 Meaning: TypeAlias = "Api | ClassInfo | str | None"
@@ -111,11 +115,11 @@ class Names:
     """The names of all sources together."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        self.modules = {each.module: each for each in sources}
+        self.modules = {source.module: source for source in sources}
         self._namespaced = {
-            ".".join([*each.above[start:], each.module]): each.module
-            for each in sources
-            for start in range(len(each.above))
+            ".".join([*source.above[start:], source.module]): source.module
+            for source in sources
+            for start in range(len(source.above))
         }
         self._tables: dict[str, dict[str, ast.expr | str | ClassInfo]] = {}
         self._stars: dict[str, list[str]] = {}
@@ -124,34 +128,34 @@ class Names:
         self._looked_up: dict[tuple[str, str], Meaning] = {}
         for source in sources:
             self._tables[source.module], self._stars[source.module] = self._table(source)
-        for each in self.classes:
-            each.bases = [base for expression in each.node.bases for base in self._bases(expression, each.source)]
+        for cls in self.classes:
+            cls.bases = [base for expression in cls.node.bases for base in self._bases(expression, cls.source)]
         self._find_distant()
 
     @cached_property
     def of_node(self) -> dict[int, ClassInfo]:
         """The classes by the ``id`` of their nodes."""
-        return {id(each.node): each for each in self.classes}
+        return {id(cls.node): cls for cls in self.classes}
 
     @cached_property
     def own_of_trainers(self) -> set[str]:
         """Names that the sources' subclasses of ``Trainer`` define."""
-        trainers = (each for each in self.classes if any(base.name == "Trainer" for base in each.foreign))
-        return {name for each in trainers for name in each.own}
+        trainers = (cls for cls in self.classes if any(base.name == "Trainer" for base in cls.foreign))
+        return {name for cls in trainers for name in cls.own_names}
 
     def _find_distant(self) -> None:
         """Fill ``distant`` of all classes."""
         derived: dict[ClassInfo, list[ClassInfo]] = {}
-        for each in self.classes:
-            each.distant = [base for base in each.bases if isinstance(base, Api)]
-            for base in each.bases:
+        for cls in self.classes:
+            cls.distant = [base for base in cls.bases if isinstance(base, Api)]
+            for base in cls.bases:
                 if isinstance(base, ClassInfo):
-                    derived.setdefault(base, []).append(each)
-        reached = [each for each in self.classes if each.distant]
-        for each in reached:  # grows while it is walked
-            for inner in derived.get(each, ()):
+                    derived.setdefault(base, []).append(cls)
+        reached = [cls for cls in self.classes if cls.distant]
+        for cls in reached:  # grows while it is walked
+            for inner in derived.get(cls, ()):
                 if not inner.distant:
-                    inner.distant = each.distant
+                    inner.distant = cls.distant
                     reached.append(inner)
 
     def meaning(self, expression: ast.expr, source: Source, depth: int = 0) -> Meaning:
@@ -161,13 +165,13 @@ class Names:
         if isinstance(expression, ast.Name):
             return self._named(expression.id, source.module, depth + 1)
         if isinstance(expression, ast.Attribute):
-            found = self.meaning(expression.value, source, depth + 1)
-            if isinstance(found, Api):
-                return _api(found, expression.attr)
-            if isinstance(found, ClassInfo):
-                inner = self._nested.get((found.source.module, expression.attr), ())
-                return next((each for each in inner if each.name == f"{found.name}.{expression.attr}"), None)
-            return None if found is None else self._dotted(f"{found}.{expression.attr}", depth + 1)
+            owner = self.meaning(expression.value, source, depth + 1)
+            if isinstance(owner, Api):
+                return _api(owner, expression.attr)
+            if isinstance(owner, ClassInfo):
+                inner = self._nested.get((owner.source.module, expression.attr), ())
+                return next((cls for cls in inner if cls.name == f"{owner.name}.{expression.attr}"), None)
+            return None if owner is None else self._dotted(f"{owner}.{expression.attr}", depth + 1)
         if isinstance(expression, ast.Subscript):  # Base[T]
             return self.meaning(expression.value, source, depth + 1)
         if isinstance(expression, ast.Constant) and isinstance(expression.value, str):  # an annotation in quotes
@@ -184,9 +188,9 @@ class Names:
             choices = [expression.body, expression.orelse]
         elif isinstance(expression, ast.BoolOp):
             choices = expression.values
-        for each in choices:
-            found = self.meaning(each, source)
-            yield found if isinstance(found, (Api, ClassInfo)) else None
+        for choice in choices:
+            base = self.meaning(choice, source)
+            yield base if isinstance(base, (Api, ClassInfo)) else None
 
     def _table(self, source: Source) -> tuple[dict[str, ast.expr | str | ClassInfo], list[str]]:
         """The values of the names at the top of a module, and the modules of its star imports."""
@@ -217,13 +221,13 @@ class Names:
     ) -> None:
         for statement in statements(body):
             if isinstance(statement, ast.ClassDef):
-                found = ClassInfo(prefix + statement.name, source, statement)
-                self.classes.append(found)
-                self._nested.setdefault((source.module, statement.name), []).append(found)
+                cls = ClassInfo(prefix + statement.name, source, statement)
+                self.classes.append(cls)
+                self._nested.setdefault((source.module, statement.name), []).append(cls)
                 # A class that stands in for one that cannot be imported does not hide the import.
                 if not isinstance(table.get(statement.name), str) or prefix:
-                    table[statement.name if not prefix else found.name] = found
-                self._add_classes(statement.body, source, f"{found.name}.", table)
+                    table[statement.name if not prefix else cls.name] = cls
+                self._add_classes(statement.body, source, f"{cls.name}.", table)
             elif isinstance(statement, _FUNCTIONS):
                 self._add_classes(statement.body, source, f"{prefix}{statement.name}.", table)
 
@@ -236,19 +240,19 @@ class Names:
     def _look_up(self, name: str, module: str, depth: int) -> Meaning:
         if depth > _DEPTH or module not in self._tables:
             return None
-        found = self._tables[module].get(name)
-        if isinstance(found, ClassInfo):
-            return found
-        if isinstance(found, str):
+        entry = self._tables[module].get(name)
+        if isinstance(entry, ClassInfo):
+            return entry
+        if isinstance(entry, str):
             # A script's neighbours may be imported without their folder's name.
             folder = module if self.modules[module].is_package else module.rpartition(".")[0]
-            near = f"{folder}.{found}"
+            near = f"{folder}.{entry}"
             is_near = near.rpartition(".")[0] in self.modules or near in self.modules
-            if is_near and found.split(".")[0] not in self._packages and _library(found) is None:
+            if is_near and entry.split(".")[0] not in self._packages and _library(entry) is None:
                 return self._dotted(near, depth + 1)
-            return self._dotted(found, depth + 1)
-        if found is not None:
-            return self.meaning(found, self.modules[module], depth + 1)
+            return self._dotted(entry, depth + 1)
+        if entry is not None:
+            return self.meaning(entry, self.modules[module], depth + 1)
         if f"{module}.{name}" in self.modules:
             return f"{module}.{name}"
         for star in self._stars[module]:
@@ -273,10 +277,10 @@ class Names:
             if module in self.modules:
                 if length == len(parts):
                     return module
-                found = self._named(parts[length], module, depth + 1)
+                meaning = self._named(parts[length], module, depth + 1)
                 for name in parts[length + 1 :]:
-                    found = _api(found, name) if isinstance(found, Api) else None
-                return found
+                    meaning = _api(meaning, name) if isinstance(meaning, Api) else None
+                return meaning
         return _library(dotted) or dotted
 
 
@@ -284,11 +288,11 @@ def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """The statements of a body, with those in its ``if``, ``try`` and ``with`` blocks."""
     waiting = [*body][::-1]
     while waiting:  # not by recursion: each `elif` is one level deeper
-        each = waiting.pop()
-        yield each
-        if not isinstance(each, (ast.ClassDef, *_FUNCTIONS)):
-            parts = (getattr(each, part, ()) for part in ("body", "orelse", "finalbody"))
-            handlers = (handler.body for handler in getattr(each, "handlers", ()))
+        statement = waiting.pop()
+        yield statement
+        if not isinstance(statement, (ast.ClassDef, *_FUNCTIONS)):
+            parts = (getattr(statement, part, ()) for part in ("body", "orelse", "finalbody"))
+            handlers = (handler.body for handler in getattr(statement, "handlers", ()))
             waiting += [inner for part in (*parts, *handlers) for inner in part][::-1]
 
 
@@ -299,7 +303,7 @@ def is_named(node: ast.expr, name: str | None) -> bool:
 
 def first_argument(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
     """The name that a method gives to its object; ``None`` for a static method."""
-    if any(isinstance(each, ast.Name) and each.id == "staticmethod" for each in function.decorator_list):
+    if any(isinstance(decorator, ast.Name) and decorator.id == "staticmethod" for decorator in function.decorator_list):
         return None
     arguments = [*function.args.posonlyargs, *function.args.args]
     return arguments[0].arg if arguments else None

@@ -26,7 +26,7 @@ class Thing:
     """An object of the libraries as a source sees it."""
 
     label: str
-    """How the report calls it."""
+    """Name of the thing in the report."""
     plain: type | None = None
     """The class of ``engine`` in its place."""
     translated: type | None = None

@@ -42,7 +42,7 @@ class ClassReport:
 
 @dataclass(frozen=True)
 class Report:
-    """All that was found; ``files`` were read."""
+    """Uses, classes and unread files of a migration; ``files`` is the number of files that were read."""
 
     uses: list[Use]
     classes: list[ClassReport]
@@ -52,12 +52,14 @@ class Report:
     @property
     def works(self) -> bool:
         """Tell whether nothing needs a change, and everything was read."""
-        return not self.unread and all(each.verdict != CHANGE for each in self.uses)
+        return not self.unread and all(use.verdict != CHANGE for use in self.uses)
 
     def counts(self, kind: str, package: str | None = None) -> dict[str, int]:
         """The classes of a kind (of one package) by verdict."""
-        found = Counter(each.verdict for each in self.classes if each.kind == kind and package in (None, each.package))
-        return {verdict: found[verdict] for verdict in VERDICTS}
+        counter = Counter(
+            report.verdict for report in self.classes if report.kind == kind and package in (None, report.package)
+        )
+        return {verdict: counter[verdict] for verdict in VERDICTS}
 
 
 def migration(paths: Sequence[Path], exclude: Iterable[str] = ()) -> Report:
@@ -90,26 +92,26 @@ def _users(classes: Sequence[ClassInfo]) -> dict[ClassInfo, ClassInfo]:
     users: dict[ClassInfo, ClassInfo] = {}
     for cls in classes:
         bases = [cls] if kind_of(cls) else []
-        for each in bases:  # grows while it is walked; ancestors of one that has a user have one too
-            new = [base for base in each.bases if isinstance(base, ClassInfo) and base not in users]
+        for base_class in bases:  # grows while it is walked; ancestors of one that has a user have one too
+            new = [base for base in base_class.bases if isinstance(base, ClassInfo) and base not in users]
             users.update(dict.fromkeys(new, cls))
             bases += dict.fromkeys(new)
     return users
 
 
 def _classified(cls: ClassInfo, uses: dict[ClassInfo, list[Use]]) -> ClassReport:
-    own = uses.get(cls, [])
+    uses_of_class = uses.get(cls, [])
     inherited = [use for base in cls.family[1:] for use in uses.get(base, ())]
-    found = {use.verdict for use in (*own, *inherited)}
-    return ClassReport(cls, kind_of(cls), max({AS_IS, *found}, key=VERDICTS.index), own, inherited)
+    verdicts = {use.verdict for use in (*uses_of_class, *inherited)}
+    return ClassReport(cls, kind_of(cls), max({AS_IS, *verdicts}, key=VERDICTS.index), uses_of_class, inherited)
 
 
 def as_json(report: Report) -> dict[str, Any]:
     """The report as one JSON value."""
-    packages = sorted({each.package for each in report.classes})
+    packages = sorted({item.package for item in report.classes})
     return {
         "files": report.files,
-        "unread": [{"path": str(each.path), "line": each.line, "message": each.message} for each in report.unread],
+        "unread": [{"path": str(item.path), "line": item.line, "message": item.message} for item in report.unread],
         "summary": {
             package: {
                 kind: report.counts(kind, package) for kind in KINDS if any(report.counts(kind, package).values())
@@ -118,15 +120,15 @@ def as_json(report: Report) -> dict[str, Any]:
         },
         "classes": [
             {
-                "name": each.cls.name,
-                "kind": each.kind,
-                "package": each.package,
-                "path": str(each.cls.source.path),
-                **_placed(*each.cls.source.place(each.cls.node.lineno)),
-                "verdict": each.verdict,
-                "changes": [_use(use) for use in (*each.uses, *each.inherited) if use.verdict == CHANGE],
+                "name": item.cls.name,
+                "kind": item.kind,
+                "package": item.package,
+                "path": str(item.cls.source.path),
+                **_placed(*item.cls.source.place(item.cls.node.lineno)),
+                "verdict": item.verdict,
+                "changes": [_use(use) for use in (*item.uses, *item.inherited) if use.verdict == CHANGE],
             }
-            for each in report.classes
+            for item in report.classes
         ],
         "uses": [_use(use) for use in report.uses],
     }

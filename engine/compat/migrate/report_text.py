@@ -19,35 +19,35 @@ def lines(report: Report, *, changes_only: bool = False) -> Iterator[str]:
     for use in report.uses:
         if use.verdict == CHANGE or not changes_only:
             by_file.setdefault(use.source, []).append(use)
-    classes = {each.cls: each for each in report.classes}
+    classes = {item.cls: item for item in report.classes}
     for source, uses in by_file.items():
         yield f"{source.path}"
         by_owner: dict[ClassInfo | None, list[Use]] = {}
         for use in uses:
             by_owner.setdefault(use.owner, []).append(use)
-        for owner, own in by_owner.items():
+        for owner, uses_of_owner in by_owner.items():
             if owner is None:
                 yield "  outside classes"
             elif owner in classes:
                 yield f"  class {owner.name} ({_bases(classes[owner])}): {_SAID[classes[owner].verdict]}{_through(classes[owner])}"
             else:
                 yield f"  class {owner.name}"
-            yield from _of_class(own)
+            yield from _of_class(uses_of_owner)
         yield ""
-    for each in report.unread:
-        yield f"not read: {each.path}{f':{each.line}' if each.line else ''}: {each.message}"
+    for item in report.unread:
+        yield f"not read: {item.path}{f':{item.line}' if item.line else ''}: {item.message}"
     yield from _summary(report)
 
 
-def _bases(found: ClassReport) -> str:
-    return ", ".join(base.name for base in found.cls.foreign)
+def _bases(report: ClassReport) -> str:
+    return ", ".join(base.name for base in report.cls.foreign)
 
 
-def _through(found: ClassReport) -> str:
+def _through(report: ClassReport) -> str:
     """The base classes that a class owes its verdict to."""
-    if found.verdict in {use.verdict for use in found.uses}:
+    if report.verdict in {use.verdict for use in report.uses}:
         return ""
-    owners = dict.fromkeys(use.owner.name for use in found.inherited if use.verdict == found.verdict and use.owner)
+    owners = dict.fromkeys(use.owner.name for use in report.inherited if use.verdict == report.verdict and use.owner)
     return f" (inherited from {', '.join(owners)})" if owners else ""
 
 
@@ -76,7 +76,7 @@ def _lines(places: Iterable[str]) -> str:
 def _summary(report: Report) -> Iterator[str]:
     """One line for each kind of class in each package."""
     yield f"{'package':<24}{'classes':<24}{'count':>6}{'as is':>8}{'interop':>9}{'change':>8}"
-    for package in sorted({each.package for each in report.classes}):
+    for package in sorted({class_report.package for class_report in report.classes}):
         for kind, name in KINDS.items():
             counts = report.counts(kind, package)
             if any(counts.values()):

@@ -129,21 +129,23 @@ def misfit(node: ast.FunctionDef | ast.AsyncFunctionDef, owner: str, cls: type, 
             argument_count(with_parameters_of(node), f"{owner}.{name}", indexed=name != "training_step")
         elif base is not None and is_event and name in vars(stand_in(f"engine.{base}")):
             accepting(with_parameters_of(node), type(owner, (), {})(), name, stand_in(f"engine.{base}"))
-        elif not takes(node, call):
+        elif not accepts_call(node, call):
             return f"{owner}.{name} is called with ({', '.join(call.parameters)})"
     except TypeError as error:
         return str(error)
     return ""
 
 
-def takes(node: ast.FunctionDef | ast.AsyncFunctionDef, call: Signature) -> bool:
-    """Tell whether a method can be called with what ours of the same name is called with."""
+def accepts_call(node: ast.FunctionDef | ast.AsyncFunctionDef, call: Signature) -> bool:
+    """Whether a method can be called with the arguments that our method of the same name gets."""
     places = [*node.args.posonlyargs, *node.args.args]
-    most = len(places) - (0 if first_argument(node) is None else 1)
-    least = most - len(node.args.defaults)
-    ours = [parameter for parameter in call.parameters.values() if parameter.kind is Parameter.POSITIONAL_OR_KEYWORD]
-    required = sum(parameter.default is Parameter.empty for parameter in ours)
-    return least <= len(ours) and (node.args.vararg is not None or most >= required)
+    place_count = len(places) - (0 if first_argument(node) is None else 1)
+    required_count = place_count - len(node.args.defaults)
+    expected = [
+        parameter for parameter in call.parameters.values() if parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    required = sum(parameter.default is Parameter.empty for parameter in expected)
+    return required_count <= len(expected) and (node.args.vararg is not None or place_count >= required)
 
 
 def with_parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool = True) -> Callable[..., None]:

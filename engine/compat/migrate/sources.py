@@ -26,7 +26,7 @@ LARGEST_NOTEBOOK = 32 << 20
 _SHELL = re.compile(r"^([^\S\n]*)(?:[%!?]|\w+[^\S\n]*=[^\S\n]*[%!]|\w[\w.]*\?+[^\S\n]*$).*$", re.MULTILINE)
 """Lines of a notebook that are IPython's, not Python's. Each is matched alone: the time grows with the text, not with its square."""
 _LINE_END = re.compile(r"\r\n|\r|\n")
-"""Python's own, which are fewer than those of ``str.splitlines``."""
+"""Python's own line ends, fewer than those of ``str.splitlines``."""
 
 
 @dataclass(frozen=True, eq=False)  # a key of mappings: the hash of all cells for each use is quadratic

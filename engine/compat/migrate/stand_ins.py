@@ -39,10 +39,14 @@ class _Module(ModuleType):
         super().__init__(name)
         self._entry = entry
         self.__all__ = list(entry)
-        self._patterns = [each for each in entry if "*" in each]
+        self._patterns = [pattern for pattern in entry if "*" in pattern]
 
     def __getattr__(self, name: str) -> Any:
-        key = name if name in self._entry else next((each for each in self._patterns if fnmatch(name, each)), None)
+        key = (
+            name
+            if name in self._entry
+            else next((pattern for pattern in self._patterns if fnmatch(name, pattern)), None)
+        )
         if key is None:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         entry = self._entry[key]
@@ -58,8 +62,8 @@ class _Module(ModuleType):
 
 @functools.cache
 def _table() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
-    return found
+    table: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return table
 
 
 @functools.cache
@@ -105,7 +109,7 @@ def _function(name: str, call: list[list[Any]] | None) -> Callable[..., Any]:
 
     function.__name__ = function.__qualname__ = name
     function.__annotations__ = {}
-    function.__defaults__ = (None,) * sum(len(each) > 2 for each in call or ())
+    function.__defaults__ = (None,) * sum(len(parameter) > 2 for parameter in call or ())
     function.__signature__ = _signature(call)  # type: ignore[attr-defined]
     return function
 

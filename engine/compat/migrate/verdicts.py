@@ -199,11 +199,11 @@ def _of_attribute(question: Attribute) -> Iterator[Verdict]:
     elif thing.logs(name) and plain and plain.call and (reason := log_options(call, plain.call)):
         yield Verdict(f"{label}()", CHANGE, reason)
     else:
-        ours = "" if thing.plain is None else f"{thing.plain.__name__}.{name}"
+        method_name = "" if thing.plain is None else f"{thing.plain.__name__}.{name}"
         yield from _of_call(
             label,
             call,
-            [Callee(member is not None, None if member is None else member.call, ours) for member in members],
+            [Callee(member is not None, None if member is None else member.call, method_name) for member in members],
         )
 
 

@@ -1,4 +1,4 @@
-"""What ``fit checkpoint export`` writes beside a transformers model's weights: configuration, tokenizer, the description of an adapter."""
+"""Files of ``fit checkpoint export`` beside a transformers model's weights: configuration, tokenizer, the description of an adapter."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Publication:
             self._of_tokenizer = {} if self.tokenizer is None else _saved(self.tokenizer)
         model: Any = self.model
         if hasattr(model, "peft_config"):
-            known = adapter_names(model)
-            if known is None:
+            exported_names = adapter_names(model)
+            if exported_names is None:
                 warn_once(
                     f"fit checkpoint export cannot write the folder of a {type(model).__name__}'s adapter of this kind: use model.save_pretrained "
                     "inside fit.gathered(module)"
                 )
                 return {}
-            names = {f"{self.prefix}{name}": exported for name, exported in known.items()}
+            names = {f"{self.prefix}{name}": exported for name, exported in exported_names.items()}
             files = _saved(adapter_config(model))
             return published({**files, **self._of_tokenizer}, stem="adapter_model", names=names)
         config = copy.deepcopy(model.config)
@@ -75,16 +75,20 @@ def adapter_names(model: Any) -> dict[str, str] | None:
     adapter, config = next(iter(model.peft_config.items()))
     inner = model.state_dict(keep_vars=True)
     if config.is_prompt_learning:
-        own = [name for name in inner if name.startswith(f"prompt_encoder.{adapter}.")]
-        return {own[0]: "prompt_embeddings"} if own == [f"prompt_encoder.{adapter}.embedding.weight"] else None
+        prompt_names = [name for name in inner if name.startswith(f"prompt_encoder.{adapter}.")]
+        return (
+            {prompt_names[0]: "prompt_embeddings"}
+            if prompt_names == [f"prompt_encoder.{adapter}.embedding.weight"]
+            else None
+        )
     stand_ins: dict[str, Tensor] = {name: torch.empty(0) for name in inner}
     names = {id(tensor): name for name, tensor in stand_ins.items()}
-    found = get_peft_model_state_dict(model, stand_ins, adapter, save_embedding_layers=False)
-    if any(id(tensor) not in names for tensor in found.values()):
+    exported_tensors = get_peft_model_state_dict(model, stand_ins, adapter, save_embedding_layers=False)
+    if any(id(tensor) not in names for tensor in exported_tensors.values()):
         return None
-    known = {names[id(tensor)]: exported for exported, tensor in found.items()}
-    return known | {
-        name: name for name in trained_names(model) if name not in known
+    exported_names = {names[id(tensor)]: exported for exported, tensor in exported_tensors.items()}
+    return exported_names | {
+        name: name for name in trained_names(model) if name not in exported_names
     }  # layers that were unfrozen besides
 
 
@@ -105,7 +109,7 @@ def adapter_config(model: Any) -> Any:
 def _class_name(model: nn.Module) -> str:
     """The class as ``transformers`` knows it: FSDP makes subclasses."""
     name = type(model).__name__
-    return name.removeprefix("FSDP") if any("FSDPModule" in each.__name__ for each in type(model).__mro__) else name
+    return name.removeprefix("FSDP") if any("FSDPModule" in cls.__name__ for cls in type(model).__mro__) else name
 
 
 def _saved(thing: Any) -> dict[str, bytes]:

@@ -30,7 +30,7 @@ class CountedFunction:
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self.function, self._signature = function, inspect.signature(function)
         self.counts: deque[Tensor | None] = deque(maxlen=2)
-        """Of the latest calls that were not taken; ``None``: a mean over samples."""
+        """Label counts of the latest calls, until somebody takes them; ``None``: a mean over samples."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.function in _OF_SAMPLES:
@@ -38,23 +38,23 @@ class CountedFunction:
             return self.function(*args, **kwargs)
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+        arguments = {**bound.arguments, **bound.arguments.get("kwargs", {})}
         count = None
-        if (labels := self._labels(given)) is not None:
-            count = (labels != given.get("ignore_index", IGNORED)).sum()
+        if (labels := self._labels(arguments)) is not None:
+            count = (labels != arguments.get("ignore_index", IGNORED)).sum()
             to = bound.arguments if "num_items_in_batch" in bound.arguments else bound.arguments["kwargs"]
             to["num_items_in_batch"] = nonzero(count)
         self.counts.append(count)
         return self.function(*bound.args, **bound.kwargs)
 
-    def _labels(self, given: Mapping[str, Any]) -> Tensor | None:
-        labels: Tensor = given["labels"]
+    def _labels(self, arguments: Mapping[str, Any]) -> Tensor | None:
+        labels: Tensor = arguments["labels"]
         if self.function is loss_utils.ForCausalLMLoss:
-            shifted = given.get("shift_labels")
+            shifted = arguments.get("shift_labels")
             return labels[..., 1:] if shifted is None else shifted
         if self.function is loss_utils.ForSequenceClassificationLoss:
-            kind = given["config"].problem_type
-            integers = not labels.is_floating_point() and given["config"].num_labels > 1
+            kind = arguments["config"].problem_type
+            integers = not labels.is_floating_point() and arguments["config"].num_labels > 1
             return labels if kind == "single_label_classification" or (kind is None and integers) else None
         return labels
 
@@ -84,7 +84,7 @@ class CountedLoss:
         self._name, self._count, self._measured = type(base).__name__, count, ""
         self._function = _counted(base) if count is None else None
         self.of_tokens = self._function is not None and self._function.function in _OF_TOKENS[:2]
-        """Whether its exponential is a perplexity."""
+        """Whether the exponential of the loss is a perplexity."""
 
     def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> Loss | Tensor:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
@@ -139,31 +139,33 @@ def _counted(base: Any) -> CountedFunction | None:
     if function not in (*_COUNTED, *_OF_SAMPLES):
         return None
     base.loss_function = CountedFunction(function)
-    found: CountedFunction = base.loss_function
-    return found
+    counted: CountedFunction = base.loss_function
+    return counted
 
 
 def _measure(loss: Tensor, outputs: Mapping[str, Any], batch: Mapping[str, Any]) -> str:
     """Which mean a loss is: over ``"labels"``, ``"shifted"`` labels or ``"samples"``; empty if none of them."""
     logits, labels = outputs.get("logits"), batch.get("labels")
-    found: list[tuple[str, Tensor]] = []
+    candidates: list[tuple[str, Tensor]] = []
     if isinstance(logits, Tensor) and isinstance(labels, Tensor):
         logits = logits.float()
         if not labels.is_floating_point() and logits.ndim == labels.ndim + 1:
-            found = [("labels", F.cross_entropy(logits.flatten(0, -2), labels.flatten()))]
+            candidates = [("labels", F.cross_entropy(logits.flatten(0, -2), labels.flatten()))]
             if labels.ndim > 1:
                 shifted = F.cross_entropy(logits[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten())
-                found.append(("shifted", shifted))
+                candidates.append(("shifted", shifted))
         elif logits.numel() == labels.numel():
             targets = labels.float().reshape(logits.shape)
-            found = [("samples", mean(logits, targets)) for mean in (F.mse_loss, F.binary_cross_entropy_with_logits)]
+            candidates = [
+                ("samples", mean(logits, targets)) for mean in (F.mse_loss, F.binary_cross_entropy_with_logits)
+            ]
     elif {"start_logits", "end_logits"} <= outputs.keys() and {"start_positions", "end_positions"} <= batch.keys():
         ends = [(outputs[f"{end}_logits"].float(), batch[f"{end}_positions"].flatten()) for end in ("start", "end")]
         both = [
             F.cross_entropy(scores, place.clamp(0, scores.shape[1]), ignore_index=scores.shape[1])
             for scores, place in ends
         ]
-        found = [("samples", (both[0] + both[1]) / 2)]
-    apart = {abs(float(value - loss)): name for name, value in found}
-    least = min(apart, default=math.inf)
-    return apart[least] if least <= 1e-3 * max(1.0, abs(float(loss))) else ""
+        candidates = [("samples", (both[0] + both[1]) / 2)]
+    by_distance = {abs(float(value - loss)): name for name, value in candidates}
+    smallest = min(by_distance, default=math.inf)
+    return by_distance[smallest] if smallest <= 1e-3 * max(1.0, abs(float(loss))) else ""

@@ -93,7 +93,7 @@ class HFModule(TrainModule):
         """Whether ``state_dict()`` has the frozen model under an adapter as well, in spite of ``save_base=False``; set by ``Fit.state_dict``."""
         self._pretrained = model if isinstance(model, Pretrained) else None
         if not isinstance(model, Pretrained):
-            self._take(model)
+            self._set_model(model)
             self.built = True
 
     @classmethod
@@ -118,11 +118,11 @@ class HFModule(TrainModule):
         Raises:
             ValueError: ``model_args`` ask transformers to shard the model.
         """
-        if asked := sorted({"distributed_config", "tp_plan", "tp_size"} & set(model_args or ())):
-            raise ValueError(f"HFModule.from_pretrained(model_args={{{asked[0]!r}: ...}}): {SHARDING}")
+        if refused := sorted({"distributed_config", "tp_plan", "tp_size"} & set(model_args or ())):
+            raise ValueError(f"HFModule.from_pretrained(model_args={{{refused[0]!r}: ...}}): {SHARDING}")
         return cls(Pretrained(path, auto, peft, dict(model_args or {})), **options)
 
-    def _take(self, model: nn.Module) -> None:
+    def _set_model(self, model: nn.Module) -> None:
         if getattr(base_of(model).config, "distributed_config", None) and any(map(is_sharded, model.parameters())):
             raise ValueError(
                 f"{type(model).__name__} was sharded by transformers when it was loaded (distributed_config=, tp_plan=); {SHARDING}"
@@ -131,8 +131,8 @@ class HFModule(TrainModule):
         self._loss = CountedLoss(model, self.count)
         self._publication = Publication(model, self.tokenizer, "model.")
         if hasattr(model, "peft_config") and not self.save_base:
-            kept = {f"model.{name}" for name in adapter_names(model) or trained_names(model)}
-            self.register_state_dict_post_hook(partial(_keep, kept))
+            kept_names = {f"model.{name}" for name in adapter_names(model) or trained_names(model)}
+            self.register_state_dict_post_hook(partial(_remove_other_names, kept_names))
 
     # -- the model --------------------------------------------------------------------------------------------------------------
 
@@ -143,12 +143,12 @@ class HFModule(TrainModule):
 
     def configure_model(self) -> None:
         if self._pretrained is not None:
-            self._take(self._pretrained.build())
+            self._set_model(self._pretrained.build())
             self.built = True
 
     def init_weights(self, module: nn.Module) -> None:
         """Nothing for the parts of a saved model, whose values :meth:`read_weights` reads."""
-        if self._pretrained is None or not any(each is module for each in self.model.modules()):
+        if self._pretrained is None or not any(part is module for part in self.model.modules()):
             super().init_weights(module)
 
     def read_weights(self) -> None:
@@ -236,12 +236,12 @@ class HFModule(TrainModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def _total_steps(self) -> int:
-        found: int | None = self.run.total_steps if self.total_steps is None else self.total_steps
-        if found is None:
+        steps: int | None = self.run.total_steps if self.total_steps is None else self.total_steps
+        if steps is None:
             raise ValueError(
                 "the schedule needs the number of steps of the training, which is not known: give Fit(max_steps=), or HFModule(total_steps=)"
             )
-        return found
+        return steps
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.global_rank == 0:
@@ -258,11 +258,11 @@ def as_module(value: Any) -> Any:
     """
     if not isinstance(value, PreTrainedModel) and not (isinstance(value, nn.Module) and hasattr(value, "peft_config")):
         return value
-    made: list[HFModule] | None = vars(value).get("_as_module")
-    if made is None:
-        made = [HFModule(value)]
-        value._as_module = made  # type: ignore[assignment]  # in a list, so that it is not a submodule
-    return made[0]
+    wrappers: list[HFModule] | None = vars(value).get("_as_module")
+    if wrappers is None:
+        wrappers = [HFModule(value)]
+        value._as_module = wrappers  # type: ignore[assignment]  # in a list, so that it is not a submodule
+    return wrappers[0]
 
 
 class _Perplexity(MeanMetric):
@@ -272,10 +272,12 @@ class _Perplexity(MeanMetric):
         return torch.exp(super().compute())
 
 
-def _keep(kept: set[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Leave the names of the model that are not ``kept`` out of a ``state_dict``, unless the whole is asked for."""
+def _remove_other_names(
+    kept_names: set[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    """Leave the model's names that are not in ``kept_names`` out of a ``state_dict``, unless all of it is asked for."""
     if vars(module).get("complete_state"):
         return
     for name in list(state):
-        if name.startswith(f"{prefix}model.") and name.removeprefix(prefix) not in kept:
+        if name.startswith(f"{prefix}model.") and name.removeprefix(prefix) not in kept_names:
             del state[name]

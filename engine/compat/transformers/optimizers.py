@@ -40,16 +40,16 @@ def optimizer_class(name: str) -> type[Optimizer]:
     Raises:
         ValueError: there is none.
     """
-    known = {
-        each.lower(): found
-        for each, found in vars(torch.optim).items()
-        if isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer
+    classes = {
+        class_name.lower(): cls
+        for class_name, cls in vars(torch.optim).items()
+        if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
     }
-    if name.lower() not in known:
+    if name.lower() not in classes:
         raise ValueError(
-            f"optimizer={name!r} is unknown{nearest(name, known)}; possible: {', '.join(known)}, or a function of the parameter groups"
+            f"optimizer={name!r} is unknown{nearest(name, classes)}; possible: {', '.join(classes)}, or a function of the parameter groups"
         )
-    return known[name.lower()]
+    return classes[name.lower()]
 
 
 def make_optimizer(
@@ -94,12 +94,12 @@ def make_schedule(
     Raises:
         ValueError: the name is unknown, or the length of the training is not known.
     """
-    known = [kind.value for kind in SchedulerType if kind.value != "greedy"]  # that one has no schedule
-    if name not in known:
-        raise ValueError(f"scheduler={name!r} is unknown{nearest(name, known)}; possible: {', '.join(known)}, None")
+    names = [kind.value for kind in SchedulerType if kind.value != "greedy"]  # that one has no schedule
+    if name not in names:
+        raise ValueError(f"scheduler={name!r} is unknown{nearest(name, names)}; possible: {', '.join(names)}, None")
     if name == PLATEAU:
-        made = get_scheduler(name, optimizer, scheduler_specific_kwargs=dict(options))
-        return {"scheduler": made, "interval": "epoch", "monitor": monitor}
-    whole = None if name in _ENDLESS and not (isinstance(warmup, float) and warmup < 1) else total()
-    made = get_scheduler(name, optimizer, warmup_steps(warmup, whole), whole, dict(options) or None)
-    return {"scheduler": made, "interval": "step"}
+        schedule = get_scheduler(name, optimizer, scheduler_specific_kwargs=dict(options))
+        return {"scheduler": schedule, "interval": "epoch", "monitor": monitor}
+    total_steps = None if name in _ENDLESS and not (isinstance(warmup, float) and warmup < 1) else total()
+    schedule = get_scheduler(name, optimizer, warmup_steps(warmup, total_steps), total_steps, dict(options) or None)
+    return {"scheduler": schedule, "interval": "step"}

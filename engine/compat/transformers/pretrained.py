@@ -1,4 +1,4 @@
-"""A saved model that is built when the run starts, and of which each rank reads its own shards."""
+"""A saved model that is built when the run starts; each rank reads its own shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 @dataclass
 class Pretrained:
-    """What ``from_pretrained`` is to load."""
+    """A saved model, and how ``from_pretrained`` loads it."""
 
     path: str
     """A folder, or a name on the Hub."""
@@ -38,17 +38,17 @@ class Pretrained:
             return Path(self.path)
         from huggingface_hub import snapshot_download
 
-        wanted: dict[str, Any] = {"revision": self.options.get("revision"), "allow_patterns": list(_FILES)}
-        return Path(snapshot_download(self.path, local_files_only=not download, **wanted))
+        options: dict[str, Any] = {"revision": self.options.get("revision"), "allow_patterns": list(_FILES)}
+        return Path(snapshot_download(self.path, local_files_only=not download, **options))
 
     def build(self) -> Any:
         """The model; without values where the strategy builds models without them (call :meth:`read` when it is sharded)."""
         auto: Any = AutoModelForCausalLM if self.auto is None else self.auto
         self._unread = builds_without_values()
         if self._unread:
-            own = {name: value for name, value in self.options.items() if name != "revision"}
+            options = {name: value for name, value in self.options.items() if name != "revision"}
             make = getattr(auto, "from_config", None) or auto._from_config
-            model = make(AutoConfig.from_pretrained(self.folder()), **own)
+            model = make(AutoConfig.from_pretrained(self.folder()), **options)
             model.config.name_or_path = model.name_or_path = self.path
         else:
             model = auto.from_pretrained(self.path, **self.options)
@@ -83,13 +83,13 @@ class Pretrained:
         targets: dict[str, Any] = {}
         new: list[int] = []
         missing: list[int] = []
-        for key, own in names.items():
-            plain = [name.removeprefix("base_model.model.").replace(".base_layer.", ".") for name in own]
-            tried = [each for name in plain for each in (name, name.removeprefix(prefix), prefix + name)]
-            if (found := next((name for name in tried if name in saved.stored), None)) is not None:
-                targets[found] = tensors[key]
+        for key, names_of_tensor in names.items():
+            plain = [name.removeprefix("base_model.model.").replace(".base_layer.", ".") for name in names_of_tensor]
+            tried = [candidate for name in plain for candidate in (name, name.removeprefix(prefix), prefix + name)]
+            if (stored_name := next((name for name in tried if name in saved.stored), None)) is not None:
+                targets[stored_name] = tensors[key]
             else:
-                (new if ".lora_" in own[0] else missing).append(key)
+                (new if ".lora_" in names_of_tensor[0] else missing).append(key)
         if missing:
             lost = ", ".join(names[key][0] for key in missing[:5])
             raise ValueError(

@@ -41,8 +41,8 @@ class SavedWeights:
         shapes = {name: strategy.whole_shape(target) for name, target in targets.items()}
         for name, shape in shapes.items():
             if name not in self.stored or self.stored[name].shape != shape:
-                there = list(self.stored[name].shape) if name in self.stored else "not there"
-                raise ValueError(f"{self.folder}: {name!r} is {there}, and {list(shape)} was requested")
+                saved_shape = list(self.stored[name].shape) if name in self.stored else "not there"
+                raise ValueError(f"{self.folder}: {name!r} is {saved_shape}, and {list(shape)} was requested")
         flat = {name: span for name, target in targets.items() if (span := strategy.flat_range(target)) is not None}
         self._files.read_into({name: target for name, target in targets.items() if name not in flat})
         for name, (low, high) in flat.items():
@@ -84,10 +84,10 @@ def _files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         content = read_json(index)
-        known = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(known, dict) or not all(map(is_entry, known.values())):
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict) or not all(map(is_entry, weight_map.values())):
             raise DamagedCheckpoint(f"{index} has no weight_map with names of files in its folder")
-        names = sorted(set(known.values()))
+        names = sorted(set(weight_map.values()))
         return [folder / name for name in names]
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(

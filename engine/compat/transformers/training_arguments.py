@@ -75,74 +75,74 @@ def read(path: Path) -> Arguments:
         if key in harmless and value not in (*NONE, -1, harmless[key].usual):
             file.note(key, harmless[key].in_file)
         elif key in harmless or key.startswith(NAMED_AFTER):
-            file.take(key)
+            file.take_value(key)
     file.finish(())
     return file
 
 
 def _length(file: Arguments) -> None:
-    epochs, steps = float(file.take("num_train_epochs", 3.0)), int(file.take("max_steps", -1))
+    epochs, steps = float(file.take_value("num_train_epochs", 3.0)), int(file.take_value("max_steps", -1))
     if steps > 0:
         file.set("max_steps", steps)
     elif epochs == int(epochs):
         file.set("max_epochs", int(epochs))
     else:
         file.refuse("num_train_epochs", "is not whole: give max_steps instead")
-    file.set("root_dir", str(file.take("output_dir", "trainer_output")))
-    file.set("seed", int(file.take("seed", 42)))
-    if file.take("data_seed") not in (None, file.settings["seed"]):
+    file.set("root_dir", str(file.take_value("output_dir", "trainer_output")))
+    file.set("seed", int(file.take_value("seed", 42)))
+    if file.take_value("data_seed") not in (None, file.settings["seed"]):
         file.refuse("data_seed", f"the data order follows from seed: {file.settings['seed']}")
 
 
 def _every(file: Arguments, kind: str, key: str, default: Any) -> str | None:
     """A duration from ``<kind>_strategy`` and ``<key>``; ``None``: never."""
-    how = str(file.take(f"{kind}_strategy", "no" if kind == "eval" else "steps")).lower()
-    each = file.take(key, default)
+    how = str(file.take_value(f"{kind}_strategy", "no" if kind == "eval" else "steps")).lower()
+    interval = file.take_value(key, default)
     if how in ("no", "false"):
         return None
     if how == "epoch":
         return "1 epochs"
-    each = float(each if each else default)
-    if each < 1:
+    interval = float(interval if interval else default)
+    if interval < 1:
         if "max_steps" not in file.settings:
             file.refuse(key, "is a fraction of the training, whose steps are not known here: give a number of steps")
             return None
-        each = math.ceil(each * file.settings["max_steps"])
-    return f"{int(each)} steps"
+        interval = math.ceil(interval * file.settings["max_steps"])
+    return f"{int(interval)} steps"
 
 
 def _intervals(file: Arguments) -> None:
     if "evaluation_strategy" in file.values:  # the name before 4.46
-        file.values["eval_strategy"] = file.take("evaluation_strategy")
+        file.values["eval_strategy"] = file.take_value("evaluation_strategy")
     log = _every(file, "logging", "logging_steps", 500)
     file.set("log_every_n_steps", int(log.split()[0]) if log and log.endswith("steps") else 0)
-    file.set("val_every", _every(file, "eval", "eval_steps", file.take("logging_steps", 500)))
-    best = str(file.take("save_strategy", "steps")).lower() == "best"
+    file.set("val_every", _every(file, "eval", "eval_steps", file.take_value("logging_steps", 500)))
+    best = str(file.take_value("save_strategy", "steps")).lower() == "best"
     if best:
-        file.values["save_strategy"] = file.take("eval_strategy", "epoch")
-    every, most = _every(file, "save", "save_steps", 500), file.take("save_total_limit")
-    metric, greater = file.take("metric_for_best_model"), file.take("greater_is_better")
+        file.values["save_strategy"] = file.take_value("eval_strategy", "epoch")
+    every, limit = _every(file, "save", "save_steps", 500), file.take_value("save_total_limit")
+    metric, greater = file.take_value("metric_for_best_model"), file.take_value("greater_is_better")
     options: dict[str, Any] = {"every": every}
-    if flag(file.take("load_best_model_at_end", False)) or metric or best:
+    if flag(file.take_value("load_best_model_at_end", False)) or metric or best:
         name = str(metric or "loss").removeprefix("eval_")
         options["monitor"] = f"val/{name}"
         if greater if greater is not None else not name.endswith("loss"):
             options["mode"] = "max"
-    if flag(file.take("load_best_model_at_end", False)):
+    if flag(file.take_value("load_best_model_at_end", False)):
         file.set("reload_best", True)
-    if most is None:
+    if limit is None:
         options["save_top_k"] = -1
     elif "monitor" in options:
-        options["save_top_k"] = max(1, int(most) - 1)
-    elif int(most) != 1:
+        options["save_top_k"] = max(1, int(limit) - 1)
+    elif int(limit) != 1:
         file.refuse(
             "save_total_limit",
             "is 1 or all without a metric: give callbacks.ModelCheckpoint(keep_every=...) for older ones",
         )
     if every is not None:
         file.callbacks.append(f"ModelCheckpoint({', '.join(f'{name}={value!r}' for name, value in options.items())})")
-    told = file.take("report_to", "none")
-    for name in [told] if isinstance(told, str) else told:
+    names = file.take_value("report_to", "none")
+    for name in [names] if isinstance(names, str) else names:
         if name in LOGGERS:
             file.callbacks.append(f"{LOGGERS[name]}()")
         elif name != "none":
@@ -150,60 +150,60 @@ def _intervals(file: Arguments) -> None:
 
 
 def _numbers(file: Arguments) -> None:
-    file.set("accumulate_grad_batches", int(file.take("gradient_accumulation_steps", 1)))
-    clip = float(file.take("max_grad_norm", 1.0))
+    file.set("accumulate_grad_batches", int(file.take_value("gradient_accumulation_steps", 1)))
+    clip = float(file.take_value("max_grad_norm", 1.0))
     file.set("gradient_clip_val", clip or None)
-    halves = [name for name in ("bf16", "fp16") if flag(file.take(name, False))]
+    halves = [name for name in ("bf16", "fp16") if flag(file.take_value(name, False))]
     if len(halves) > 1:
         file.refuse("fp16", "contradicts bf16: true")
     elif halves:
         file.set("precision", {"bf16": "bf16-mixed", "fp16": "16-mixed"}[halves[0]])
-    if (tf32 := file.take("tf32")) is not None:
+    if (tf32 := file.take_value("tf32")) is not None:
         file.set("matmul_precision", "high" if flag(tf32) else "highest")
     if _any(file, "gradient_checkpointing", "activation_checkpointing"):
         file.set("activation_checkpointing", "full")
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
-        given = file.take(name)
-        if isinstance(given, Mapping) and given.keys() - {"use_reentrant"}:
+        checkpointing = file.take_value(name)
+        if isinstance(checkpointing, Mapping) and checkpointing.keys() - {"use_reentrant"}:
             file.refuse(name, "only use_reentrant is known, which has no effect here")
-    backend, mode = file.take("torch_compile_backend"), file.take("torch_compile_mode")
-    if flag(file.take("torch_compile", False)) or backend or mode:
+    backend, mode = file.take_value("torch_compile_backend"), file.take_value("torch_compile_mode")
+    if flag(file.take_value("torch_compile", False)) or backend or mode:
         options = {name: value for name, value in (("backend", backend), ("mode", mode)) if value}
         file.set("compile", options or True)
-    if flag(file.take("full_determinism", False)):
+    if flag(file.take_value("full_determinism", False)):
         file.set("deterministic", True)
     if _any(file, "use_cpu", "no_cuda"):
         file.set("accelerator", "cpu")
-    if not flag(file.take("average_tokens_across_devices", True)):
+    if not flag(file.take_value("average_tokens_across_devices", True)):
         file.refuse(
             "average_tokens_across_devices", "losses are always means over the tokens of all ranks: leave it out"
         )
-    if (wait := int(file.take("ddp_timeout", 1800))) != 1800:
+    if (wait := int(file.take_value("ddp_timeout", 1800))) != 1800:
         file.set("timeout", f"{wait} s")
 
 
 def _any(file: Arguments, *names: str) -> bool:
-    """Whether one of these is true; all of them count as handled."""
-    found = [flag(file.take(name, False)) for name in names]
-    return any(found)
+    """Whether one of the arguments ``names`` is true; all of them count as handled."""
+    flags = [flag(file.take_value(name, False)) for name in names]
+    return any(flags)
 
 
 def _strategy(file: Arguments) -> None:
-    sharding, deepspeed = file.take("fsdp"), file.take("deepspeed")
+    sharding, deepspeed = file.take_value("fsdp"), file.take_value("deepspeed")
     words = sharding.split() if isinstance(sharding, str) else [str(word) for word in sharding or ()]
-    config = file.take("fsdp_config")
+    config = file.take_value("fsdp_config")
     if deepspeed:
         file.set("strategy", {"name": "deepspeed", "config": deepspeed})
     elif words and words != ["False"]:
-        given = config if isinstance(config, Mapping) else {}
-        _fsdp(file, words, {str(key).removeprefix("fsdp_"): value for key, value in given.items()})
+        entries = config if isinstance(config, Mapping) else {}
+        _fsdp(file, words, {str(key).removeprefix("fsdp_"): value for key, value in entries.items()})
     fields = {
         "find_unused_parameters": "bool",
         "bucket_cap_mb": "number",
         "broadcast_buffers": "bool",
         "static_graph": "bool",
     }
-    options = {name: value for name in fields if (value := file.take(f"ddp_{name}")) is not None}
+    options = {name: value for name in fields if (value := file.take_value(f"ddp_{name}")) is not None}
     if options and "strategy" not in file.settings:
         file.set("strategy", {"name": "ddp", **options})
     elif options:
@@ -212,7 +212,7 @@ def _strategy(file: Arguments) -> None:
 
 def _fsdp(file: Arguments, words: list[str], config: dict[str, Any]) -> None:
     """Transformers' words and keys are Accelerate's, which are translated there."""
-    known = {
+    possible = {
         "full_shard",
         "shard_grad_op",
         "no_shard",
@@ -222,8 +222,8 @@ def _fsdp(file: Arguments, words: list[str], config: dict[str, Any]) -> None:
         "auto_wrap",
         "True",
     }
-    if strange := [word for word in words if word not in known]:
-        file.refuse("fsdp", f"{strange[0]!r} is unknown; possible: {', '.join(sorted(known))}")
+    if strange := [word for word in words if word not in possible]:
+        file.refuse("fsdp", f"{strange[0]!r} is unknown; possible: {', '.join(sorted(possible))}")
         return
     if any(flag(config.pop(name, False)) for name in ("xla", "xla_fsdp_v2")):
         file.refuse("fsdp_config", "xla is for TPUs, which are not supported")
@@ -248,31 +248,31 @@ def _fsdp(file: Arguments, words: list[str], config: dict[str, Any]) -> None:
 
 
 def _module(file: Arguments) -> None:
-    name = str(file.take("optim", "default_optim")).lower().removeprefix("optimizernames.")
+    name = str(file.take_value("optim", "default_optim")).lower().removeprefix("optimizernames.")
     options: dict[str, Any] = {}
     if name not in OPTIMIZERS:
         file.refuse("optim", f"give the optimizer's class, HFModule(optimizer=...); by name: {', '.join(OPTIMIZERS)}")
     chosen = OPTIMIZERS.get(name, "adamw")
     if chosen == "adamw_torch_fused":
         chosen, options["fused"] = "adamw", True
-    betas = float(file.take("adam_beta1", 0.9)), float(file.take("adam_beta2", 0.999))
-    epsilon = float(file.take("adam_epsilon", 1e-8))
+    betas = float(file.take_value("adam_beta1", 0.9)), float(file.take_value("adam_beta2", 0.999))
+    epsilon = float(file.take_value("adam_epsilon", 1e-8))
     if chosen == "adamw" and betas != (0.9, 0.999):
         options["betas"] = betas
     if chosen == "adamw" and epsilon != 1e-8:
         options["eps"] = epsilon
-    warmup: Any = file.take("warmup_steps", 0) or file.take("warmup_ratio", 0.0)
-    file.take("warmup_ratio")
-    schedule = str(file.take("lr_scheduler_type", "linear")).lower().removeprefix("schedulertype.")
+    warmup: Any = file.take_value("warmup_steps", 0) or file.take_value("warmup_ratio", 0.0)
+    file.take_value("warmup_ratio")
+    schedule = str(file.take_value("lr_scheduler_type", "linear")).lower().removeprefix("schedulertype.")
     file.module = {
         "optimizer": chosen,
-        "lr": float(file.take("learning_rate", 5e-5)),
-        "weight_decay": float(file.take("weight_decay", 0.0)),
+        "lr": float(file.take_value("learning_rate", 5e-5)),
+        "weight_decay": float(file.take_value("weight_decay", 0.0)),
         "scheduler": schedule,
         "warmup": int(warmup) if warmup >= 1 or not warmup else float(warmup),
         **({"optimizer_args": options} if options else {}),
     }
-    more = file.take("lr_scheduler_kwargs")
+    more = file.take_value("lr_scheduler_kwargs")
     if isinstance(more, Mapping):
         file.module |= {"scheduler_args": dict(more)} if more else {}
     elif more is not None:
@@ -280,10 +280,10 @@ def _module(file: Arguments) -> None:
 
 
 def _loader(file: Arguments) -> None:
-    order = str(file.take("train_sampling_strategy", "random")).lower()
+    order = str(file.take_value("train_sampling_strategy", "random")).lower()
     if order not in ("random", "sequential"):
         file.refuse("train_sampling_strategy", ARGUMENTS["group_by_length"].in_file)
-    file.loader = {"batch_size": int(file.take("per_device_train_batch_size", 8)), "shuffle": order == "random"}
+    file.loader = {"batch_size": int(file.take_value("per_device_train_batch_size", 8)), "shuffle": order == "random"}
     names = {
         "drop_last": False,
         "num_workers": 0,
@@ -293,13 +293,13 @@ def _loader(file: Arguments) -> None:
         "in_order": True,
     }
     for name, usual in names.items():
-        value = file.take(f"dataloader_{name}", usual)
+        value = file.take_value(f"dataloader_{name}", usual)
         if value != usual or (name == "pin_memory" and value):
             file.loader[name] = value
     if file.settings["val_every"] is not None:
         file.note("per_device_eval_batch_size", "the batch_size of the validation's DataLoader")
-    file.take("per_device_eval_batch_size")
-    more = file.take("accelerator_config")
+    file.take_value("per_device_eval_batch_size")
+    more = file.take_value("accelerator_config")
     if isinstance(more, Mapping):
         if flag(more.get("split_batches", False)):
             file.refuse(

@@ -113,7 +113,7 @@ OFFLOAD = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offl
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequiredValue:
     """A required value, and its origin."""
 
     value: Any
@@ -132,30 +132,30 @@ def read(config: Any) -> tuple[dict[str, Any], str]:
     if config is None:
         return {}, "DeepSpeed(...)"
     if isinstance(config, Mapping):
-        found, where = copy.deepcopy(dict(config)), "DeepSpeed(config={...})"
+        settings, where = copy.deepcopy(dict(config)), "DeepSpeed(config={...})"
     elif isinstance(config, (str, Path)):
         where = str(config)
-        found = _file(Path(config).expanduser())
+        settings = _file(Path(config).expanduser())
     else:
         raise TypeError(
             f"DeepSpeed(config={config!r:.80}) is of type {type(config).__name__}: give a path to a JSON file, or a dict"
         )
-    _check(found, where)
-    return found, where
+    _check(settings, where)
+    return settings, where
 
 
 def _file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"DeepSpeed(config={str(path)!r}): there is no such file (from {Path.cwd()})")
     try:
-        found = json.loads(path.read_text())
+        settings = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"DeepSpeed(config={str(path)!r}) is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise ValueError(
-            f"DeepSpeed(config={str(path)!r}) has a {type(found).__name__} at its top: it must be an object, {{...}}"
+            f"DeepSpeed(config={str(path)!r}) has a {type(settings).__name__} at its top: it must be an object, {{...}}"
         )
-    return found
+    return settings
 
 
 def _check(config: dict[str, Any], where: str) -> None:
@@ -190,7 +190,7 @@ def get(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
     return config
 
 
-def put(config: dict[str, Any], path: str, value: Any) -> None:
+def set_value(config: dict[str, Any], path: str, value: Any) -> None:
     """Set the value at ``"section.name"``."""
     *sections, name = path.split(".")
     for section in sections:
@@ -198,30 +198,30 @@ def put(config: dict[str, Any], path: str, value: Any) -> None:
     config[name] = value
 
 
-def says(config: Mapping[str, Any], path: str) -> bool:
+def is_set(config: Mapping[str, Any], path: str) -> bool:
     """Whether the configuration has a value there that is not ``"auto"``."""
     return get(config, path) not in (None, "auto")
 
 
-def settle(config: dict[str, Any], path: str, asked: Asked, where: str) -> Any:
+def fill_or_check(config: dict[str, Any], path: str, required: RequiredValue, where: str) -> Any:
     """Fill a missing or ``"auto"`` value with the requested one; return the resulting value.
 
     Raises:
         ValueError: the configuration has another value; the message names both.
     """
-    if not says(config, path):
-        put(config, path, asked.value)
-    elif get(config, path) != asked.value:
+    if not is_set(config, path):
+        set_value(config, path, required.value)
+    elif get(config, path) != required.value:
         raise ValueError(
-            f'{path}={get(config, path)!r} in {where} contradicts {asked.by}: keep one of them, or write "auto" into the configuration'
+            f'{path}={get(config, path)!r} in {where} contradicts {required.by}: keep one of them, or write "auto" into the configuration'
         )
     return get(config, path)
 
 
 def default(config: dict[str, Any], path: str, value: Any) -> None:
     """Fill a missing or ``"auto"`` value with a default."""
-    if not says(config, path):
-        put(config, path, value)
+    if not is_set(config, path):
+        set_value(config, path, value)
 
 
 def offload(
@@ -235,46 +235,61 @@ def offload(
     device = "cpu" if value is True else value
     if device not in ("cpu", "nvme"):
         raise ValueError(f"DeepSpeed({name}={device!r}) is unknown; possible: True, 'cpu', 'nvme', False")
-    settle(config, f"{path}.device", Asked(device, f"DeepSpeed({name}={value!r})"), where)
-    if device == "nvme" and nvme_path is None and not says(config, f"{path}.nvme_path"):
+    fill_or_check(config, f"{path}.device", RequiredValue(device, f"DeepSpeed({name}={value!r})"), where)
+    if device == "nvme" and nvme_path is None and not is_set(config, f"{path}.nvme_path"):
         raise ValueError(f"DeepSpeed({name}='nvme') needs nvme_path=, a directory on the disk")
     if device == "nvme" and nvme_path is not None:
-        settle(config, f"{path}.nvme_path", Asked(str(nvme_path), f"DeepSpeed(nvme_path={str(nvme_path)!r})"), where)
+        fill_or_check(
+            config,
+            f"{path}.nvme_path",
+            RequiredValue(str(nvme_path), f"DeepSpeed(nvme_path={str(nvme_path)!r})"),
+            where,
+        )
 
 
-def batch_sizes(config: dict[str, Any], where: str, micro: Asked | None, window: Asked | None, world_size: int) -> None:
-    """Resolve the three batch sizes, each of which follows from the other two.
+def batch_sizes(
+    config: dict[str, Any], where: str, micro: RequiredValue | None, window: RequiredValue | None, world_size: int
+) -> None:
+    """Resolve the three batch sizes: each follows from the other two.
 
     Raises:
         ValueError: they contradict each other, the loader or the run.
     """
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    for name, asked in zip(names, (micro, window), strict=True):
-        if asked is not None:
-            settle(config, name, asked, where)
-        elif not says(config, name):
-            put(config, name, 1)
+    for name, required in zip(names, (micro, window), strict=True):
+        if required is not None:
+            fill_or_check(config, name, required, where)
+        elif not is_set(config, name):
+            set_value(config, name, 1)
     product = config[names[0]] * config[names[1]] * world_size
     by = f"{names[0]}={config[names[0]]} * {names[1]}={config[names[1]]} * {world_size} rank(s) = {product}"
-    if micro is None and says(config, "train_batch_size") and not window:
-        put(config, "train_batch_size", product)  # unknown without a loader
-    settle(config, "train_batch_size", Asked(product, by), where)
+    if micro is None and is_set(config, "train_batch_size") and not window:
+        set_value(config, "train_batch_size", product)  # unknown without a loader
+    fill_or_check(config, "train_batch_size", RequiredValue(product, by), where)
 
 
-def window(asked: Mapping[str, Asked], size: int | None, world_size: int, own: int) -> Asked | None:
+def window(
+    settings: Mapping[str, RequiredValue], size: int | None, world_size: int, default: int
+) -> RequiredValue | None:
     """The micro-batches in a window.
 
     Args:
-        asked: settings that somebody gave, by their names.
+        settings: the values of the run's settings, by their names.
         size: samples in a rank's micro-batch, where they are known.
-        own: what the engine has been given.
+        default: the engine's own number of micro-batches.
     """
-    whole, given = asked.get("global_batch_size"), asked.get("accumulate_grad_batches")
-    if whole is not None and whole.value is not None:
-        return Asked(whole.value // (size * world_size), whole.by) if isinstance(size, int) else None
-    if given is None:
-        return Asked(own, f"Engine(accumulate_grad_batches={own})")
-    return replace(given, value=given.value.get(0, 1)) if isinstance(given.value, dict) else given
+    global_batch, accumulation = settings.get("global_batch_size"), settings.get("accumulate_grad_batches")
+    if global_batch is not None and global_batch.value is not None:
+        return (
+            RequiredValue(global_batch.value // (size * world_size), global_batch.by) if isinstance(size, int) else None
+        )
+    if accumulation is None:
+        return RequiredValue(default, f"Engine(accumulate_grad_batches={default})")
+    return (
+        replace(accumulation, value=accumulation.value.get(0, 1))
+        if isinstance(accumulation.value, dict)
+        else accumulation
+    )
 
 
 def complete(config: dict[str, Any], clip: float, numel: int, pinned: bool) -> None:
@@ -338,9 +353,9 @@ def scheduler(section: Mapping[str, Any], where: str) -> Any:
     for module in (lr_schedules, torch.optim.lr_scheduler):
         if isinstance(getattr(module, section["type"], None), type):
             return getattr(module, section["type"])
-    known = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+    possible = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
     raise ValueError(
-        f"{where}: scheduler type {section['type']!r} is unknown{nearest(section['type'], known)}; possible: {', '.join(known)}"
+        f"{where}: scheduler type {section['type']!r} is unknown{nearest(section['type'], possible)}; possible: {', '.join(possible)}"
     )
 
 
@@ -369,10 +384,10 @@ def check_names(section: str, names: Mapping[str, Any], fields: Mapping[str, Any
     Raises:
         ValueError: it is not; the message names the nearest.
     """
-    known = {*fields, *(field.alias for field in fields.values() if field.alias)}
+    possible = {*fields, *(field.alias for field in fields.values() if field.alias)}
     for name in names:
-        if name not in known:
-            raise ValueError(f"{where}: {section}.{name} is not a DeepSpeed setting{nearest(name, known)}")
+        if name not in possible:
+            raise ValueError(f"{where}: {section}.{name} is not a DeepSpeed setting{nearest(name, possible)}")
 
 
 def check_offload(config: dict[str, Any], where: str, stage: int) -> None:
@@ -383,15 +398,15 @@ def check_offload(config: dict[str, Any], where: str, stage: int) -> None:
     """
     for name, inside in OFFLOAD.items():
         device = get(config, f"zero_optimization.{inside}.device", "none")
-        least = 3 if name == "offload_parameters" else 1
-        if device != "none" and stage < least:
+        lowest_stage = 3 if name == "offload_parameters" else 1
+        if device != "none" and stage < lowest_stage:
             what = (
                 "parameters are sharded from stage 3"
-                if least == 3
+                if lowest_stage == 3
                 else "stage 0 shards nothing that could be offloaded"
             )
             raise ValueError(
-                f"{name}={device!r} with stage {stage} ({where}): {what}; use stage={max(least, 2)}, or leave it out"
+                f"{name}={device!r} with stage {stage} ({where}): {what}; use stage={max(lowest_stage, 2)}, or leave it out"
             )
     if stage < 2 and get(config, "zero_optimization.overlap_comm") is True:
         raise ValueError(
@@ -424,9 +439,9 @@ def check_clipping(settings: Settings, origins: Mapping[str, str]) -> None:
 
 def check_no_other(config: Mapping[str, Any], where: str, name: str) -> None:
     """Raise ``ValueError`` if the configuration has an optimizer or a scheduler of its own beside the given optimizer of this name."""
-    if says(config, "optimizer"):
+    if is_set(config, "optimizer"):
         raise ValueError(
             f'{name} was given, and "optimizer" in {where} is {config["optimizer"].get("type")!r}: keep one of them'
         )
-    if says(config, "scheduler"):
+    if is_set(config, "scheduler"):
         raise ValueError(f'"scheduler" in {where} needs "optimizer" there: return yours from configure_optimizers')

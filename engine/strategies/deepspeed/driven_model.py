@@ -34,10 +34,10 @@ ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "A
 
 
 def check_optimizer(optimizer: Optimizer, stage: int, trusted: bool) -> None:
-    """Check that it can step flat shards of the parameters. ``trusted``: the user says so.
+    """Check that an optimizer can step flat shards of the parameters. ``trusted``: the user says so.
 
     Raises:
-        ValueError: it cannot, or this is unknown.
+        ValueError: the optimizer cannot, or this is unknown.
     """
     name, module = type(optimizer).__name__, type(optimizer).__module__
     for group in optimizer.param_groups:
@@ -45,8 +45,8 @@ def check_optimizer(optimizer: Optimizer, stage: int, trusted: bool) -> None:
             raise ValueError(
                 f"{name} has a parameter group without trained parameters, which ZeRO cannot flatten: leave the group out"
             )
-    known = (module.startswith("torch.optim") and name in ELEMENTWISE) or module.startswith("deepspeed.ops.")
-    if not known and not trusted:
+    is_elementwise = (module.startswith("torch.optim") and name in ELEMENTWISE) or module.startswith("deepspeed.ops.")
+    if not is_elementwise and not trusted:
         raise ValueError(
             f"{name} under ZeRO stage {stage}: DeepSpeed steps flat shards of the parameters, which is right only for optimizers that treat "
             f"each element by itself ({', '.join(ELEMENTWISE)}, deepspeed.ops.*). Use one of them, stage=0 or strategy='fsdp'; if {name} does, "
@@ -55,7 +55,7 @@ def check_optimizer(optimizer: Optimizer, stage: int, trusted: bool) -> None:
 
 
 def check_one_set_of_weights(optimizer: Optimizer) -> None:
-    """Raise ``ValueError`` for an optimizer that trains with other weights than those to use afterwards, as schedule-free ones do."""
+    """Raise ``ValueError`` for an optimizer that trains with other weights than the ones to use afterwards, as schedule-free optimizers do."""
     if Modes([optimizer]).switched:
         raise ValueError(
             f"{type(optimizer).__name__} has train() and eval(), which swap the weights, and DeepSpeed keeps the weights itself: "
@@ -80,9 +80,9 @@ def check_only_optimizer(optimizer: Optimizer, owners: Sequence[DrivenModel]) ->
 class DrivenModel(nn.Module):
     """A model and, once its optimizer is known, its DeepSpeed engine. Calling it calls the model."""
 
-    def __init__(self, module: nn.Module, made: tuple[int, int, str], start: Callable[[DrivenModel], None]) -> None:
+    def __init__(self, module: nn.Module, sharding: tuple[int, int, str], start: Callable[[DrivenModel], None]) -> None:
         super().__init__()
-        self.module, self.made, self._start = module, made, start
+        self.module, self.sharding, self._start = module, sharding, start
         self.optimizer: Any = None
         """The optimizer that the engine steps."""
         self.shards: Shards | None = None
@@ -95,7 +95,7 @@ class DrivenModel(nn.Module):
         self._frozen: list[tuple[str, Tensor]] = []
         self._tree: Any = None
         self._hooks: list[Any] = []
-        if made[0] == 3:  # before DeepSpeed's own hooks
+        if sharding[0] == 3:  # before DeepSpeed's own hooks
             module.register_forward_hook(self._flatten)
         self._engine: list[Any] = []  # in a list: the engine is a module too, and must not become a submodule
 
@@ -103,15 +103,15 @@ class DrivenModel(nn.Module):
     def engine(self) -> Any:
         return self._engine[0] if self._engine else None
 
-    def begin(self, engine: Any, optimizer: Any, shards: Shards | None) -> None:
-        """Train (or only run, without ``optimizer``) by this engine."""
-        self._engine, self.optimizer, self.shards, self._fed = [engine], optimizer, shards, False
+    def begin(self, deepspeed_engine: Any, optimizer: Any, shards: Shards | None) -> None:
+        """Train with DeepSpeed's engine; without ``optimizer`` only run the model."""
+        self._engine, self.optimizer, self.shards, self._fed = [deepspeed_engine], optimizer, shards, False
         if optimizer is not None:
             self._structure = ShardedStructure(self.module, "DeepSpeed")
             self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
             # The optimizer has flat shards now; their gradients are DeepSpeed's buffers, which must stay.
             optimizer.zero_grad = self._zero_grad
-        if self.made[0] and "16" in self.made[2] and engine.device.type == "cpu":
+        if self.sharding[0] and "16" in self.sharding[2] and deepspeed_engine.device.type == "cpu":
             norms = [m for m in self.module.modules() if isinstance(m, _NORMS)]
             self._hooks = [m.register_forward_pre_hook(_as_parameters) for m in norms]
 
@@ -143,7 +143,7 @@ class DrivenModel(nn.Module):
             engine.destroy()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        stage = self.made[0]
+        stage = self.sharding[0]
         if not self._engine and stage == 3:
             self._start(self)
         if self._structure is not None and torch.is_grad_enabled():
@@ -188,7 +188,7 @@ class DrivenModel(nn.Module):
         """Divide by ``divisor``, clip to ``max_norm``, apply; return the divided gradients' norm, and whether the step was applied."""
         limit, self.max_norm = self.max_norm if max_norm is None else max_norm, None
         engine = self._engine[0]
-        if not self.made[0]:
+        if not self.sharding[0]:
             return self._step_replicated(engine, divisor, limit, checked)
         if not self._fed:
             raise RuntimeError(
@@ -217,10 +217,10 @@ class DrivenModel(nn.Module):
         return None if norm is None else torch.as_tensor(norm), engine.was_step_applied()
 
     def _step_replicated(
-        self, engine: Any, divisor: float | None, limit: float | None, checked: bool
+        self, deepspeed_engine: Any, divisor: float | None, limit: float | None, checked: bool
     ) -> tuple[Tensor | None, bool]:
         """Stage 0: DeepSpeed reduces and steps; every rank has the whole gradients in between."""
-        engine.buffered_allreduce_fallback()
+        deepspeed_engine.buffered_allreduce_fallback()
         norm, applied = None, True
         grads = gradients.gradients(p for group in self.optimizer.param_groups for p in group["params"])
         if limit is not None or checked:
@@ -233,15 +233,15 @@ class DrivenModel(nn.Module):
         if divisor is not None:
             gradients.divide(grads, divisor)
         if applied:
-            engine.enable_backward_allreduce = False
-            engine.step()
+            deepspeed_engine.enable_backward_allreduce = False
+            deepspeed_engine.step()
         else:
-            engine.zero_grad()
+            deepspeed_engine.zero_grad()
         return norm, applied
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients that no step has used."""
-        engine, stage = self._engine[0], self.made[0]
+        engine, stage = self._engine[0], self.sharding[0]
         if not stage:
             engine.zero_grad()
         elif self._fed:
@@ -253,7 +253,7 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def convert_rest(module: nn.Module, half: str) -> None:
-    """The parameters that were not made under ``zero.Init``, when others were, in the half format: DeepSpeed leaves them."""
+    """Convert parameters that were not made under ``zero.Init``, when others were, to the half format: DeepSpeed leaves them."""
     for parameter in module.parameters():
         if not hasattr(parameter, "ds_id") and parameter.is_floating_point():
             parameter.data = parameter.data.to(
@@ -262,7 +262,7 @@ def convert_rest(module: nn.Module, half: str) -> None:
 
 
 def _as_parameters(module: nn.Module, args: Any) -> Any:
-    """Autocast on a CPU does not convert inputs of these, and they refuse an fp32 input with half-precision parameters."""
+    """Give a norm's inputs its parameters' dtype: autocast on a CPU does not, and norms refuse fp32 inputs with half-precision parameters."""
     weight: Any = module.weight
     if weight is None or weight.dtype == args[0].dtype:
         return None
@@ -270,7 +270,7 @@ def _as_parameters(module: nn.Module, args: Any) -> Any:
 
 
 def _forget(wrapper: Any, stage: int) -> None:
-    """How DeepSpeed handles the gradients of a step that overflowed."""
+    """Discard gradients as DeepSpeed does after a step that overflowed."""
     if stage == 3:
         wrapper._pre_step()
         wrapper._overflow_clean_up(1.0)
@@ -334,8 +334,8 @@ class LossScale:
 
 
 @contextmanager
-def calm(device: torch.device, local_rank: int) -> Iterator[None]:
-    """While DeepSpeed sets up: its device, no deprecation warnings from torch, no memory tables on standard output."""
+def quiet_setup(device: torch.device, local_rank: int) -> Iterator[None]:
+    """Let DeepSpeed set up inside the block: with its device, no deprecation warnings from torch, no memory tables on standard output."""
     with variables(LOCAL_RANK=_number(device, local_rank)), warnings.catch_warnings(), redirect_stdout(StringIO()):
         warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
         yield
@@ -367,7 +367,7 @@ _OURS_TO_SAY = (
 )
 
 
-def _heard(record: logging.LogRecord) -> bool:
+def _is_news(record: logging.LogRecord) -> bool:
     """Whether a log line of DeepSpeed does not repeat one of ours."""
     return not any(text in str(record.msg) for text in _OURS_TO_SAY)
 
@@ -384,20 +384,20 @@ def import_deepspeed(device: torch.device) -> None:
     """
     from lightning_utilities.core.imports import RequirementCache
 
-    if not (there := importlib.util.find_spec("deepspeed")) or not RequirementCache(REQUIREMENT):
-        found = metadata.version("deepspeed") if there else "nothing"
-        raise ImportError(f'it needs {REQUIREMENT}, found {found}: pip install "fit-trainer[deepspeed]"')
+    if not (spec := importlib.util.find_spec("deepspeed")) or not RequirementCache(REQUIREMENT):
+        installed = metadata.version("deepspeed") if spec else "nothing"
+        raise ImportError(f'it needs {REQUIREMENT}, found {installed}: pip install "fit-trainer[deepspeed]"')
     with variables(DS_ACCELERATOR=os.environ.get("DS_ACCELERATOR", device.type)):
         import deepspeed
         from deepspeed.accelerator import get_accelerator
 
-        found = get_accelerator().device_name()
+        installed = get_accelerator().device_name()
     log = logging.getLogger(deepspeed.utils.logger.name)
     log.setLevel(max(log.level, logging.WARNING))
-    log.addFilter(_heard)
-    if found.split(":")[0] != device.type:
+    log.addFilter(_is_news)
+    if installed.split(":")[0] != device.type:
         raise ValueError(
-            f"DeepSpeed runs on {found!r} in this process (DS_ACCELERATOR, or an earlier engine), now asked for {device.type!r}"
+            f"DeepSpeed runs on {installed!r} in this process (DS_ACCELERATOR, or an earlier engine), now asked for {device.type!r}"
         )
 
 
@@ -421,9 +421,11 @@ def use_process_group(device: torch.device, local_rank: int) -> None:
         if before is not None:
             possible["deepspeed_shm_comm"] = before
     # torch 2.13 warns about the old names at each call.
-    made: Any = deepspeed.comm.comm.cdb
-    made.all_gather_function = getattr(dist, "all_gather_single", made.all_gather_function)
-    made.reduce_scatter_function = getattr(dist, "reduce_scatter_single", made.reduce_scatter_function)
+    backend_object: Any = deepspeed.comm.comm.cdb
+    backend_object.all_gather_function = getattr(dist, "all_gather_single", backend_object.all_gather_function)
+    backend_object.reduce_scatter_function = getattr(
+        dist, "reduce_scatter_single", backend_object.reduce_scatter_function
+    )
 
 
 def restore_linear() -> None:
@@ -432,6 +434,6 @@ def restore_linear() -> None:
     DeepSpeed's saves memory while it trains, and cannot be compiled, scripted or exported afterwards.
     """
     sharding = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
-    own = getattr(getattr(sharding, "InsertPostInitMethodToModuleSubClasses", None), "linear_bk", None)
-    if own is not None:
-        functional.linear = own
+    torch_linear = getattr(getattr(sharding, "InsertPostInitMethodToModuleSubClasses", None), "linear_bk", None)
+    if torch_linear is not None:
+        functional.linear = torch_linear

@@ -31,16 +31,16 @@ class Shards:
 
     def flat(self, group: int, parameter: Any) -> Tensor:
         """The flat shard of this rank's optimizer that contains ``parameter``."""
-        found: Tensor
+        shard: Tensor
         if hasattr(parameter, "ds_id"):
-            found = self.wrapper.fp32_partitioned_groups_flat[
+            shard = self.wrapper.fp32_partitioned_groups_flat[
                 self.wrapper.grad_position[self.wrapper.get_param_id(parameter)][0]
             ]
         elif hasattr(self.wrapper, "single_partition_of_fp32_groups"):
-            found = self.wrapper.single_partition_of_fp32_groups[group]
+            shard = self.wrapper.single_partition_of_fp32_groups[group]
         else:  # bf16 at stage 1
-            found = self.wrapper.fp32_groups_flat_partition[group]
-        return found
+            shard = self.wrapper.fp32_groups_flat_partition[group]
+        return shard
 
     def numbered(self) -> Iterator[tuple[int, int, Any]]:
         """Number (as in torch's ``state_dict``), group and parameter of all trained parameters."""
@@ -54,13 +54,13 @@ class Shards:
     def read(self, parameter: Any, key: str | None = None) -> Tensor:
         """The full master copy of a parameter, or its full state ``key``, in fp32; a collective."""
         if hasattr(parameter, "ds_id"):
-            found: Tensor = self.wrapper.get_full_hp_param(parameter, key)
+            value: Tensor = self.wrapper.get_full_hp_param(parameter, key)
         else:
-            found = parameter.get_full_hp_param(key)
-        return found.detach()
+            value = parameter.get_full_hp_param(key)
+        return value.detach()
 
     def write(self, parameter: Any, value: Tensor, key: str | None = None) -> None:
-        """Set this rank's shard of it."""
+        """Set this rank's shard of a parameter's master copy, or of its state ``key``."""
         value = value.detach().to(torch.float32)
         if hasattr(parameter, "ds_id"):
             # DeepSpeed's own setter fails if the last rank's shard is padded.
@@ -82,7 +82,8 @@ class Shards:
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups with the parameters that they had before."""
         return [
-            {**group, "params": list(own)} for group, own in zip(self.optimizer.param_groups, self.groups, strict=True)
+            {**group, "params": list(parameters)}
+            for group, parameters in zip(self.optimizer.param_groups, self.groups, strict=True)
         ]
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,9 +92,9 @@ class Shards:
         entries: dict[int, dict[str, Any]] = {}
         for number, group, parameter in self.numbered():
             flat = self.flat(group, parameter)
-            found, mine = self.optimizer.state.get(flat, {}), number % self.share[1] == self.share[0]
+            state, mine = self.optimizer.state.get(flat, {}), number % self.share[1] == self.share[0]
             entry: dict[str, Any] = {}
-            for key, value in found.items():
+            for key, value in state.items():
                 if isinstance(value, Tensor):
                     value = (
                         self.read(parameter, key) if value.shape == flat.shape else value
@@ -106,9 +107,9 @@ class Shards:
     def numbered_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups, parameters by numbers."""
         first, groups = 0, []
-        for group, own in zip(self.optimizer.param_groups, self.groups, strict=True):
-            groups.append({**group, "params": list(range(first, first + len(own)))})
-            first += len(own)
+        for group, parameters in zip(self.optimizer.param_groups, self.groups, strict=True):
+            groups.append({**group, "params": list(range(first, first + len(parameters)))})
+            first += len(parameters)
         return groups
 
     def load_state_dict(self, state: Mapping[str, Any], read: Callable[[Any], Any]) -> None:
@@ -141,7 +142,7 @@ def _like(value: Any, parameter: Any) -> bool:
 
 
 def load_optimizer(shards: Shards, module: nn.Module, state: dict[str, Any], read: Callable[[Any], Any]) -> None:
-    """A state by names or by numbers of parameters; ``read`` as of :meth:`Shards.load_state_dict`."""
+    """Load a state by names or by numbers of parameters; ``read``: see :meth:`Shards.load_state_dict`."""
     shards.load_state_dict(numbered_state(_Numbers(shards), module, state), read)
 
 
@@ -161,19 +162,19 @@ def model_state(module: nn.Module, shards: Shards | None, mine: Callable[[int], 
     Args:
         mine: whether this rank keeps the tensor of this number; the others have only one full tensor at a time.
     """
-    found: dict[str, Any] = {}
-    known: dict[int, Tensor | None] = {}
+    tensors: dict[str, Any] = {}
+    full_tensors: dict[int, Tensor | None] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):  # from get_extra_state
-            found[name] = tensor
+            tensors[name] = tensor
             continue
-        if id(tensor) not in known:
+        if id(tensor) not in full_tensors:
             full = shards.read(tensor) if shards is not None and id(tensor) in shards.managed else _gathered(tensor)
-            known[id(tensor)] = full.cpu() if mine(len(known)) else None
-        kept = known[id(tensor)]
-        if kept is not None:
-            found[name] = kept
-    return found
+            full_tensors[id(tensor)] = full.cpu() if mine(len(full_tensors)) else None
+        full_tensor = full_tensors[id(tensor)]
+        if full_tensor is not None:
+            tensors[name] = full_tensor
+    return tensors
 
 
 def load_model(module: nn.Module, shards: Shards | None, source: Source, strict: bool) -> Report:
@@ -182,13 +183,15 @@ def load_model(module: nn.Module, shards: Shards | None, source: Source, strict:
     Raises:
         ValueError: missing or unexpected names.
     """
-    own = module.state_dict(keep_vars=True)
-    shapes = {name: torch.empty(t.ds_shape, device="meta") if hasattr(t, "ds_shape") else t for name, t in own.items()}
+    state = module.state_dict(keep_vars=True)
+    shapes = {
+        name: torch.empty(t.ds_shape, device="meta") if hasattr(t, "ds_shape") else t for name, t in state.items()
+    }
     report = source.check(module, shapes, strict)
     wrong = {text.split(" ")[0] for text in report.other_shapes}
     done: set[int] = set()
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in state.items():
             if id(tensor) in done or not isinstance(tensor, Tensor) or name not in source or name in wrong:
                 continue
             done.add(id(tensor))
@@ -205,12 +208,12 @@ def load_model(module: nn.Module, shards: Shards | None, source: Source, strict:
             if shards is not None and id(tensor) in shards.managed:
                 shards.write(tensor, full.to(tensor.device))
     if source.extra:
-        module.load_state_dict({name: value for name, value in source.extra.items() if name in own}, strict=False)
+        module.load_state_dict({name: value for name, value in source.extra.items() if name in state}, strict=False)
     return report
 
 
 def mark_sharded(module: nn.Module) -> None:
-    """Say on each parameter that stage 3 has sharded that it is, for code that does not know DeepSpeed, also after the run."""
+    """Mark each parameter that stage 3 has sharded, for code that does not know DeepSpeed, also after the run."""
     parameter: Any
     for parameter in module.parameters():
         if hasattr(parameter, "ds_id"):

@@ -19,19 +19,26 @@ from engine.config.settings import Settings
 from engine.distributed.group import Group
 from engine.step.optimizer_step import Stepper
 from engine.step.precision import Precision, Scaler
-from engine.strategies.base import Strategy, class_name, named_state, numbered_state, spread, sum_over_ranks
+from engine.strategies.base import (
+    Strategy,
+    broadcast_from_rank_0,
+    class_name,
+    named_state,
+    numbered_state,
+    sum_over_ranks,
+)
 from engine.strategies.deepspeed import configuration, shards
-from engine.strategies.deepspeed.configuration import Asked
+from engine.strategies.deepspeed.configuration import RequiredValue
 from engine.strategies.deepspeed.driven_model import (
     ELEMENTWISE,
     DrivenModel,
     LossScale,
-    calm,
     check_one_set_of_weights,
     check_only_optimizer,
     check_optimizer,
     convert_rest,
     import_deepspeed,
+    quiet_setup,
     restore_linear,
     use_process_group,
 )
@@ -66,7 +73,7 @@ class DeepSpeed(Strategy, OwnsStep):
     offload_optimizer: bool | str = False
     """Keep optimizer states and master copies in the host's memory (``True`` or ``"cpu"``) or on disk (``"nvme"``). From stage 1 on."""
     offload_parameters: bool | str = False
-    """The same for parameters. Stage 3 only."""
+    """Keep parameters in the host's memory (``True`` or ``"cpu"``) or on disk (``"nvme"``). Stage 3 only."""
     nvme_path: str | Path | None = None
     """The directory for ``"nvme"``."""
     pin_memory: bool | None = None
@@ -83,7 +90,7 @@ class DeepSpeed(Strategy, OwnsStep):
     _config: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     _given: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     _where: str = field(default="", init=False, repr=False)
-    _asked: dict[str, Asked] | None = field(default=None, init=False, repr=False)
+    _requirements: dict[str, RequiredValue] | None = field(default=None, init=False, repr=False)
     _batch_size: Any = field(default=None, init=False, repr=False)
     _models: list[DrivenModel] = field(default_factory=list, init=False, repr=False)
 
@@ -92,8 +99,8 @@ class DeepSpeed(Strategy, OwnsStep):
         zero = self._config.setdefault("zero_optimization", {})
         for name, inside in configuration.IN_ZERO.items():
             if getattr(self, name) is not None:
-                asked = Asked(getattr(self, name), f"DeepSpeed({name}={getattr(self, name)!r})")
-                configuration.settle(self._config, f"zero_optimization.{inside}", asked, self._where)
+                required = RequiredValue(getattr(self, name), f"DeepSpeed({name}={getattr(self, name)!r})")
+                configuration.fill_or_check(self._config, f"zero_optimization.{inside}", required, self._where)
         for name, inside in configuration.OFFLOAD.items():
             if getattr(self, name):
                 configuration.offload(
@@ -104,7 +111,7 @@ class DeepSpeed(Strategy, OwnsStep):
             raise ValueError(f"stage={zero['stage']!r} in {self._where} is not a ZeRO stage; possible: 0, 1, 2, 3")
         self.zero_stage: int = zero["stage"]
         configuration.check_offload(self._config, self._where, self.zero_stage)
-        self._given = self._config
+        self._own_config = self._config
         self.owns_weights = True
         self.fused = "clips, steps and clears gradients in one call"
         self.matched_backward = self.zero_stage > 0
@@ -118,16 +125,16 @@ class DeepSpeed(Strategy, OwnsStep):
     def connect(self, group: Group) -> None:
         super().connect(group)
         self.parts_differ = group.world_size > 1
-        self._config, self._asked = copy.deepcopy(self._given), None  # one object may be used in several runs
+        self._config = copy.deepcopy(self._own_config)  # one object may be used in several runs
+        self._requirements = None
         name, stage = self.precision.name, self.zero_stage
         configuration.check_precision(name, stage, group.kind.type)
         for kind in ("bf16", "fp16"):
-            wanted = self._half == kind
-            asked = Asked(wanted, f"precision={name!r}")
-            if stage or configuration.says(self._config, f"{kind}.enabled"):
-                said = configuration.settle(self._config, f"{kind}.enabled", asked, self._where)
-                put = said and stage > 0
-                configuration.put(self._config, f"{kind}.enabled", put)
+            is_half = self._half == kind
+            required = RequiredValue(is_half, f"precision={name!r}")
+            if stage or configuration.is_set(self._config, f"{kind}.enabled"):
+                enabled = configuration.fill_or_check(self._config, f"{kind}.enabled", required, self._where)
+                configuration.set_value(self._config, f"{kind}.enabled", enabled and stage > 0)
         if self._half and stage:
             # Summed in the half format, a window's micro-batches would be lost to rounding.
             configuration.default(self._config, "data_types.grad_accum_dtype", "fp32")
@@ -146,9 +153,9 @@ class DeepSpeed(Strategy, OwnsStep):
         )
 
     def configure(self, settings: Settings, origins: Mapping[str, str]) -> Settings:
-        def asked(name: str) -> Asked:
+        def required_value(name: str) -> RequiredValue:
             value = getattr(settings, name)
-            return Asked(value, f"{name}={value!r} ({origins.get(name, 'code')})")
+            return RequiredValue(value, f"{name}={value!r} ({origins.get(name, 'code')})")
 
         configuration.check_clipping(settings, origins)
         names = {"gradient_clip_val": "gradient_clipping", "accumulate_grad_batches": "gradient_accumulation_steps"}
@@ -156,14 +163,14 @@ class DeepSpeed(Strategy, OwnsStep):
             names = {"gradient_clip_val": "gradient_clipping", "global_batch_size": "train_batch_size"}
         changes, config = {}, self._config
         for name, path in names.items():
-            if configuration.says(config, path) and origins.get(name) == "default":
+            if configuration.is_set(config, path) and origins.get(name) == "default":
                 changes[name] = configuration.get(config, path)
-            elif configuration.says(config, path):
-                found = asked(name)
-                configuration.settle(config, path, replace(found, value=found.value or 0), self._where)
+            elif configuration.is_set(config, path):
+                required = required_value(name)
+                configuration.fill_or_check(config, path, replace(required, value=required.value or 0), self._where)
         settings = replace(settings, **changes)
-        self._asked = {
-            name: asked(name) for name in ("gradient_clip_val", "accumulate_grad_batches", "global_batch_size")
+        self._requirements = {
+            name: required_value(name) for name in ("gradient_clip_val", "accumulate_grad_batches", "global_batch_size")
         }
         return settings
 
@@ -173,7 +180,7 @@ class DeepSpeed(Strategy, OwnsStep):
         import deepspeed
 
         use_process_group(self.group.device, self.group.local_rank)
-        with calm(self.group.device, self.group.local_rank):
+        with quiet_setup(self.group.device, self.group.local_rank):
             # Without a dtype: on a CPU an explicit one is always taken as bf16.
             context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=self._complete(None))
         return context
@@ -190,12 +197,12 @@ class DeepSpeed(Strategy, OwnsStep):
         self._batch_size = getattr(loader, "batch_size", None)
 
     def setup(self, model: nn.Module) -> nn.Module:
-        made = (self.zero_stage, self.group.world_size, self.precision.name)
+        sharding = (self.zero_stage, self.group.world_size, self.precision.name)
         shards.mark_sharded(model)
         if isinstance(model, DrivenModel):
-            if model.made != made:
+            if model.sharding != sharding:
                 raise ValueError(
-                    f"the model was sharded with (stage, world size, precision) = {model.made}, but {made} is requested now: "
+                    f"the model was sharded with (stage, world size, precision) = {model.sharding}, but {sharding} is requested now: "
                     "load a checkpoint into a new module"
                 )
             model.release()
@@ -206,7 +213,7 @@ class DeepSpeed(Strategy, OwnsStep):
             )
         else:
             self.share_parameters(model)
-            model = DrivenModel(model, made, partial(self._start, optimizer=None, trains=False))
+            model = DrivenModel(model, sharding, partial(self._start, optimizer=None, trains=False))
         self._models.append(model)
         return model
 
@@ -223,7 +230,9 @@ class DeepSpeed(Strategy, OwnsStep):
         return [getattr(tensor, "ds_tensor", tensor) for tensor in grads]
 
     def share_parameters(self, model: nn.Module) -> None:
-        spread(self.group, [t.detach() for t in (*model.parameters(), *model.buffers()) if not hasattr(t, "ds_id")])
+        broadcast_from_rank_0(
+            self.group, [t.detach() for t in (*model.parameters(), *model.buffers()) if not hasattr(t, "ds_id")]
+        )
 
     def repoint(self, optimizer: Optimizer) -> None:
         parameters = {id(p) for p in parameters_of([optimizer])}
@@ -242,11 +251,11 @@ class DeepSpeed(Strategy, OwnsStep):
         optimizer.state.clear()
         self._start(owner, optimizer, trains=True)
         if warm is not None:
-            found = self._of(optimizer).shards
-            if found is None:
+            optimizer_shards = self._model_of(optimizer).shards
+            if optimizer_shards is None:
                 optimizer.load_state_dict(numbered_state(optimizer, owner, warm))
             else:
-                shards.load_optimizer(found, owner, warm, lambda value: value)
+                shards.load_optimizer(optimizer_shards, owner, warm, lambda value: value)
 
     def own_optimizers(self, model: nn.Module) -> Any:
         """The configuration's ``"optimizer"`` and ``"scheduler"``, as ``configure_optimizers`` would return them.
@@ -256,7 +265,7 @@ class DeepSpeed(Strategy, OwnsStep):
         Raises:
             ValueError: ``lr`` is ``"auto"`` and the module has no ``hparams.lr`` or ``hparams.learning_rate``.
         """
-        if not configuration.says(self._config, "optimizer"):
+        if not configuration.is_set(self._config, "optimizer"):
             return None
         assert isinstance(model, DrivenModel)
         hparams = getattr(getattr(model.module, "module", model.module), "hparams", {})
@@ -265,8 +274,10 @@ class DeepSpeed(Strategy, OwnsStep):
         scheduler = self._config.get("scheduler")
         if scheduler is None:
             return model.optimizer
-        made = configuration.scheduler(scheduler, self._where)(model.optimizer, **scheduler.get("params", {}))
-        return {"optimizer": model.optimizer, "lr_scheduler": {"scheduler": made, "interval": "step"}}
+        torch_scheduler = configuration.scheduler(scheduler, self._where)(
+            model.optimizer, **scheduler.get("params", {})
+        )
+        return {"optimizer": model.optimizer, "lr_scheduler": {"scheduler": torch_scheduler, "interval": "step"}}
 
     def _start(self, model: DrivenModel, optimizer: Optimizer | None, trains: bool) -> None:
         """Create DeepSpeed's engine for a model, with its optimizer, the configuration's, or none (evaluation)."""
@@ -284,7 +295,7 @@ class DeepSpeed(Strategy, OwnsStep):
         groups = [trained] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
         if any(hasattr(p, "ds_id") for p in model.module.parameters()):
             convert_rest(model.module, self._half)
-        with calm(self.group.device, self.group.local_rank):
+        with quiet_setup(self.group.device, self.group.local_rank):
             engine, wrapper, _, _ = deepspeed.initialize(
                 model=model.module,
                 optimizer=optimizer,
@@ -299,12 +310,12 @@ class DeepSpeed(Strategy, OwnsStep):
 
     def _complete(self, model: DrivenModel | None) -> dict[str, Any]:
         """The configuration for DeepSpeed."""
-        asked, size = self._asked or {}, self._batch_size
+        required, size = self._requirements or {}, self._batch_size
         config = copy.deepcopy(self._config)
-        micro = Asked(size, f"the training loader's batch_size={size}") if isinstance(size, int) else None
-        window = configuration.window(asked, size, self.group.world_size, self.window.size)
+        micro = RequiredValue(size, f"the training loader's batch_size={size}") if isinstance(size, int) else None
+        window = configuration.window(required, size, self.group.world_size, self.window.size)
         configuration.batch_sizes(config, self._where, micro, window, self.group.world_size)
-        clip = asked.get("gradient_clip_val")
+        clip = required.get("gradient_clip_val")
         pinned = accelerator.pins(self.group.device) if self.pin_memory is None else self.pin_memory
         numel = 0 if model is None else sum(getattr(p, "ds_numel", p.numel()) for p in model.module.parameters())
         configuration.complete(config, (clip.value or 0.0) if clip else 0.0, numel, pinned)
@@ -352,7 +363,7 @@ class DeepSpeed(Strategy, OwnsStep):
     def sum(self, value: Tensor | float) -> Tensor | float:
         return sum_over_ranks(self.group, value)
 
-    def _of(self, optimizer: Any) -> DrivenModel:
+    def _model_of(self, optimizer: Any) -> DrivenModel:
         for model in self._models:
             if model.optimizer is optimizer:
                 return model
@@ -373,7 +384,7 @@ class DeepSpeed(Strategy, OwnsStep):
             raise ValueError("DeepSpeed clips by norm only")
         if len(optimizers) != 1:
             raise ValueError(f"DeepSpeed steps {len(optimizers)} optimizers one by one, not as one")
-        model = self._of(optimizers[0])
+        model = self._model_of(optimizers[0])
         norm, applied = model.step(None if divisor is None else float(divisor), max_norm, checked)
         if not applied and not checked and self._half != "fp16":
             warn_once("a gradient was not finite, and DeepSpeed skipped the step; set on_nonfinite='skip' or 'raise'")
@@ -408,14 +419,14 @@ class DeepSpeed(Strategy, OwnsStep):
         return shards.load_model(module, self._shards(module), source, strict)
 
     def optimizer_parts(self, optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-        return named_state(self._of(optimizer).shards or optimizer, module)
+        return named_state(self._model_of(optimizer).shards or optimizer, module)
 
     def load_optimizer(self, optimizer: Optimizer, module: nn.Module, state: dict[str, Any], source: Source) -> None:
-        found = self._of(optimizer).shards
-        if found is None:
+        optimizer_shards = self._model_of(optimizer).shards
+        if optimizer_shards is None:
             super().load_optimizer(optimizer, module, state, source)
         else:
-            shards.load_optimizer(found, module, state, lambda value: source.read_optim(value, whole))
+            shards.load_optimizer(optimizer_shards, module, state, lambda value: source.read_optim(value, whole))
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         return shards.model_state(module, self._shards(module), lambda number: self.group.is_main)

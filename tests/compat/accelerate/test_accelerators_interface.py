@@ -24,7 +24,7 @@ def settings(
     monkeypatch: pytest.MonkeyPatch | None = None, env: dict[str, str] | None = None, **given: Any
 ) -> dict[str, Any]:
     """The engine's arguments for these of Accelerate's."""
-    names = Accelerator(cpu=True)._given
+    names = Accelerator(cpu=True)._arguments
     for name, value in (env or {}).items():
         assert monkeypatch is not None
         monkeypatch.setenv(name, value)

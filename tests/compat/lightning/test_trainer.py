@@ -173,7 +173,7 @@ def test_each_rank_of_several_needs_loaders_that_say_that_they_are_divided(tmp_p
     assert one.global_step == 10
     run = SimpleNamespace(world_size=2)
     with pytest.raises(ValueError, match=r"use_distributed_sampler=False.* on 2 ranks.*presharded = True"):
-        one.joins(run)
+        one.attach_run(run)
 
 
 @pytest.mark.parametrize(

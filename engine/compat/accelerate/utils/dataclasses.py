@@ -16,8 +16,8 @@ from engine.config.typed_values import checked
 
 
 def _names(name: str, values: str) -> Any:
-    made: Any = enum.StrEnum
-    return made(name, {value.upper(): value for value in values.split()}, module=__name__)
+    make_enum: Any = enum.StrEnum
+    return make_enum(name, {value.upper(): value for value in values.split()}, module=__name__)
 
 
 DistributedType = _names(
@@ -52,11 +52,11 @@ class Plugin:
     renamed: ClassVar[Mapping[str, str]] = {}
 
     def to_section(self) -> dict[str, Any]:
-        """The given fields as in the file."""
-        given = {name: _plain(value) for name, value in vars(self).items() if value is not None}
-        if "auto_wrap_policy" in given:
-            given |= _wrapping(given["auto_wrap_policy"])
-        return {self.prefix + self.renamed.get(name, name): value for name, value in given.items()}
+        """The fields that have a value, as in the file."""
+        section = {name: _plain(value) for name, value in vars(self).items() if value is not None}
+        if "auto_wrap_policy" in section:
+            section |= _wrapping(section["auto_wrap_policy"])
+        return {self.prefix + self.renamed.get(name, name): value for name, value in section.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -72,24 +72,24 @@ def _plain(value: Any) -> Any:
 
 
 def _wrapping(policy: Any) -> dict[str, Any]:
-    """What a partial of one of torch's two policies says, in Accelerate's fields; other values stay as they are."""
-    said = getattr(policy, "keywords", {})
-    if "transformer_layer_cls" in said:
-        names = sorted(each.__name__ for each in said["transformer_layer_cls"])
+    """Arguments of a partial of one of torch's two policies, as Accelerate's fields; empty for other policies."""
+    keywords = getattr(policy, "keywords", {})
+    if "transformer_layer_cls" in keywords:
+        names = sorted(cls.__name__ for cls in keywords["transformer_layer_cls"])
         return {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": names}
-    if "min_num_params" in said:
-        return {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": said["min_num_params"]}
+    if "min_num_params" in keywords:
+        return {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": keywords["min_num_params"]}
     return {}
 
 
-def _settings(name: str, fields: str, base: type = KwargsHandler, **said: Any) -> Any:
+def _settings(name: str, fields: str, base: type = KwargsHandler, **namespace: Any) -> Any:
     """A dataclass with these fields, written as ``name=default``; without one it is ``None``. Flags and numbers are checked."""
-    made: list[Any] = []
-    for key, _, text in (each.partition("=") for each in fields.split()):
+    dataclass_fields: list[Any] = []
+    for key, _, text in (word.partition("=") for word in fields.split()):
         value = ast.literal_eval(text or "None")
         kind = type(value) if isinstance(value, (bool, int, float)) else Any
-        made.append((key, kind, field(default_factory=dict) if value == {} else value))
-    return make_dataclass(name, made, bases=(base,), namespace={"__module__": __name__, **said})
+        dataclass_fields.append((key, kind, field(default_factory=dict) if value == {} else value))
+    return make_dataclass(name, dataclass_fields, bases=(base,), namespace={"__module__": __name__, **namespace})
 
 
 def _plugin(name: str, kind: str, section: str, prefix: str, fields: str, **renamed: str) -> Any:
@@ -146,11 +146,11 @@ _DDP: Any = _settings(
 class GradScalerKwargs(_Scaler):
     """Arguments of the loss scaler of fp16."""
 
-    def tune(self, scaler: Any) -> None:
+    def tune(self, scaler: torch.amp.GradScaler) -> None:
         """Set a scaler that has not scaled a loss yet.
 
         Raises:
-            ValueError: it cannot be set.
+            ValueError: the scaler cannot be set.
         """
         if not self.enabled or not isinstance(scaler, torch.amp.GradScaler):
             raise ValueError(
@@ -167,14 +167,14 @@ class ProfileKwargs(_Profile):
 
     def build(self) -> torch.profiler.profile:
         """The profiler, which writes no files: ``output_trace_dir`` is its user's."""
-        given = self.to_kwargs()
-        plan, kinds = given.pop("schedule_option", None), given.pop("activities", None)
-        given.pop("output_trace_dir", None)
+        options = self.to_kwargs()
+        plan, kinds = options.pop("schedule_option", None), options.pop("activities", None)
+        options.pop("output_trace_dir", None)
         if plan is not None:
-            given["schedule"] = torch.profiler.schedule(**plan)
+            options["schedule"] = torch.profiler.schedule(**plan)
         if kinds is not None:
-            given["activities"] = [getattr(torch.profiler.ProfilerActivity, kind.upper()) for kind in kinds]
-        return torch.profiler.profile(**given)
+            options["activities"] = [getattr(torch.profiler.ProfilerActivity, kind.upper()) for kind in kinds]
+        return torch.profiler.profile(**options)
 
     @contextmanager
     def profiling(self, rank: int) -> Iterator[torch.profiler.profile]:
@@ -202,18 +202,18 @@ class DistributedDataParallelKwargs(_DDP):
         Raises:
             ValueError: a setting has no counterpart.
         """
-        given = self.to_kwargs()
-        state, asked = given.pop("comm_state_option", {}), str(given.pop("comm_hook", "no"))
-        hook = asked.lower()
-        wrong = [name for name in ("dim", "check_reduction", "comm_wrapper") if name in given]
-        wrong += [f"comm_hook={asked}"] * (hook not in self.HOOKS) + sorted(state.keys() - self.STATE.keys())
+        arguments = self.to_kwargs()
+        state, hook_name = arguments.pop("comm_state_option", {}), str(arguments.pop("comm_hook", "no"))
+        hook = hook_name.lower()
+        wrong = [name for name in ("dim", "check_reduction", "comm_wrapper") if name in arguments]
+        wrong += [f"comm_hook={hook_name}"] * (hook not in self.HOOKS) + sorted(state.keys() - self.STATE.keys())
         if wrong:
             raise ValueError(
                 f"DistributedDataParallelKwargs: {', '.join(wrong)} has no counterpart; engine.DDP has the other arguments, the hooks "
                 f"{', '.join(self.HOOKS)} and for the last {', '.join(self.STATE)}"
             )
         options = {self.STATE[key]: value for key, value in state.items()}
-        return {"name": "ddp", "comm_hook": self.HOOKS[hook], **given, **options}
+        return {"name": "ddp", "comm_hook": self.HOOKS[hook], **arguments, **options}
 
 
 FullyShardedDataParallelPlugin = _plugin(

@@ -18,7 +18,7 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
-    """Decorator: call ``function(batch_size, ...)`` with ever smaller batches until it fits into memory.
+    """Decorator: call ``function(batch_size, ...)`` with smaller and smaller batches until it fits into memory.
 
     Args:
         reduce_batch_size_fn: the next size; by default nine tenths.
@@ -55,7 +55,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device's or the host's memory was exhausted."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(said in str(error).lower() for said in _SAID)
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in _SAID)
 
 
 def release_memory(*objects: Any) -> list[None]:

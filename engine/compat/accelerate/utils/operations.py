@@ -22,13 +22,14 @@ def _call(function: Callable[..., Any], tree: Any, *args: Any) -> Any:
     state = PartialState()
     if state.debug:
         shapes = collectives.gather_json(state.group, [list(tensor.shape) for tensor in leaves(tree)])
-        if any(each != shapes[0] for each in shapes):
-            said = f"{function.__name__}: the ranks' tensors have different shapes: {shapes}"
-            raise DistributedOperationException(said)
+        if any(shape != shapes[0] for shape in shapes):
+            message = f"{function.__name__}: the ranks' tensors have different shapes: {shapes}"
+            raise DistributedOperationException(message)
     return function(state.group, tree, *args)
 
 
 def gather(tensor: Any) -> Any:
+    """All ranks' tensors, concatenated along dim 0 in the order of ranks; a collective."""
     return _call(collectives.gather, tensor)
 
 
@@ -39,22 +40,29 @@ def gather_object(object: Any) -> Any:
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """The tensors of rank ``from_process``, on all ranks; a collective."""
     return _call(collectives.broadcast, tensor, from_process)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Replace the items of a list by the ones of rank ``from_process``, in place; a collective."""
     object_list[:] = collectives.broadcast_object(PartialState().group, object_list, from_process)
     return object_list
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """As :meth:`engine.Engine.reduce`; ``"none"``: unchanged but for ``scale``."""
+    """Reduce tensors over the ranks; see :meth:`engine.Engine.reduce`. ``"none"``: unchanged but for ``scale``."""
     if reduction == "none":
-        return map_tensors(lambda each: each * scale, tensor)
+        return map_tensors(lambda value: value * scale, tensor)
     return _call(collectives.all_reduce, tensor, reduction, scale)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """Tensors padded with ``pad_index`` along ``dim`` to the largest size of any rank; a collective.
+
+    Raises:
+        DistributedOperationException: the ranks have different numbers of tensors, dtypes or numbers of dims.
+    """
     try:
         return collectives.pad_across_processes(PartialState().group, tensor, dim, pad_index, pad_first)
     except ValueError as error:
@@ -71,15 +79,18 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
 
 
 def recursively_apply(func: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
+    """``data`` with ``func(tensor, *args, **kwargs)`` in the place of each tensor."""
     return map_tensors(lambda tensor: func(tensor, *args, **kwargs), data)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
+    """Tensors in half precision as fp32; other dtypes are unchanged."""
     half = (torch.float16, torch.bfloat16)
-    return map_tensors(lambda each: each.float() if each.dtype in half else each, tensor)
+    return map_tensors(lambda value: value.float() if value.dtype in half else value, tensor)
 
 
 def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
+    """``data`` with the slice ``tensor_slice`` of each tensor."""
     return map_tensors(lambda tensor: tensor[tensor_slice], data)
 
 
@@ -91,9 +102,9 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     """
     first = data[0]
     if isinstance(first, Mapping):
-        return type(first)({key: concatenate([each[key] for each in data], dim) for key in first})  # type: ignore[call-arg]
+        return type(first)({key: concatenate([tree[key] for tree in data], dim) for key in first})  # type: ignore[call-arg]
     if isinstance(first, (tuple, list)):
-        joined = (concatenate([each[index] for each in data], dim) for index in range(len(first)))
+        joined = (concatenate([tree[index] for tree in data], dim) for index in range(len(first)))
         return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
     if isinstance(first, Tensor):
         return torch.cat(list(data), dim)
@@ -103,5 +114,6 @@ def concatenate(data: Any, dim: int = 0) -> Any:
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Any:
+    """Rank 0's tensor on the devices of all ranks; a collective."""
     state = PartialState()
     return move(collectives.broadcast_object(state.group, tensor), state.device)

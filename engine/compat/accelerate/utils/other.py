@@ -17,7 +17,7 @@ _OF_NUMPY: list[Any] = [
     *(numpy.zeros(0).__reduce__()[0], numpy.ndarray, numpy.dtype, codecs.encode),
     *{type(numpy.dtype(code)) for code in numpy.typecodes["All"] if code not in "OSUVMm"},
 ]
-"""What a pickle of an array consists of: numbers and their type."""
+"""Classes and functions in a pickle of an array: numbers and their type."""
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:

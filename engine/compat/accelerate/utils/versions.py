@@ -14,12 +14,12 @@ _COMPARISONS = {
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Whether a version, or that of an installed package, compares so with another one: ``compare_versions("torch", ">=", "2.9")``."""
-    found = library_or_version
-    found = found if isinstance(found, Version) else Version(importlib.metadata.version(found))
+    """Whether a version, or the version of an installed package, compares so with another: ``compare_versions("torch", ">=", "2.9")``."""
+    version = library_or_version
+    version = version if isinstance(version, Version) else Version(importlib.metadata.version(version))
     if operation not in _COMPARISONS:
         raise ValueError(f"compare_versions(operation={operation!r}): possible are {', '.join(_COMPARISONS)}")
-    return bool(_COMPARISONS[operation](found, Version(requirement_version)))
+    return bool(_COMPARISONS[operation](version, Version(requirement_version)))
 
 
 def is_torch_version(operation: str, version: str) -> bool:
