@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from engine.checkpoint.content import Content, trained_by
-from engine.checkpoint.folder import CheckpointFolder
 from engine.checkpoint.resume import (
     Loaded,
     Resume,
@@ -24,6 +23,7 @@ from engine.checkpoint.resume import (
     opening,
     rebase,
 )
+from engine.checkpoint.retention import CheckpointFolder
 from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.writer import CheckpointWriter
 from engine.distributed.collectives import all_or_none

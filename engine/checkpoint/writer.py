@@ -17,8 +17,8 @@ from typing import Any
 from engine.checkpoint import manifest
 from engine.checkpoint.content import Content, PackedContent, Part, Row, assign, into_files
 from engine.checkpoint.files import Record, encode_json, in_parallel
-from engine.checkpoint.folder import CheckpointFolder
 from engine.checkpoint.manifest import FOLDERS, JOINED, OTHER_WEIGHTS, WEIGHTS, PackedFacts
+from engine.checkpoint.retention import CheckpointFolder
 from engine.checkpoint.staging import Staging
 from engine.checkpoint.storage import Draft, Packed
 from engine.distributed.collectives import all_or_none, gather_json

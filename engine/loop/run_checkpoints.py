@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.content import Content
-from engine.checkpoint.folder import CheckpointFolder
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED
 from engine.checkpoint.one_file import check_local, pack
 from engine.checkpoint.resume import name_of
+from engine.checkpoint.retention import CheckpointFolder
 from engine.checkpoint.run_folder import RunFolder
 from engine.checkpoint.storage_paths import split_path, storage_of
 from engine.checkpoint.writer import CheckpointWriter

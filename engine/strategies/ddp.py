@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from engine.strategies.base import Strategy, broadcast_from_rank_0, class_name, sum_over_ranks, trained_parameters
 from engine.strategies.ddp_replica import Replica
-from engine.strategies.gradient_averaging import GradientAverage, ReachedParameters
+from engine.strategies.unreduced_gradients import GradientAverage, ReachedParameters
 from engine.transforms.blocks import user_module
 from engine.utils.errors import nearest
 from engine.utils.parameters import is_sharded

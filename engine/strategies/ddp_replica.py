@@ -20,8 +20,8 @@ from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.step.gradients import check_held
 from engine.strategies.base import broadcast_from_rank_0, trained_parameters
-from engine.strategies.gradient_averaging import average
 from engine.strategies.model_structure import TrainedParameters
+from engine.strategies.unreduced_gradients import average
 from engine.utils import torch_private
 from engine.utils.log import logger
 from engine.utils.tree import leaves

@@ -18,9 +18,9 @@ import torch
 from engine.callback import Callback
 from engine.checkpoint import manifest
 from engine.checkpoint.content import Content
-from engine.checkpoint.folder import CheckpointFolder
 from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.reader import Source
+from engine.checkpoint.retention import CheckpointFolder
 from engine.checkpoint.storage_paths import storage_of
 from engine.checkpoint.writer import CheckpointWriter
 from engine.config.resolve import Resolved, resolve

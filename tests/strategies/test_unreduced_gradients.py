@@ -11,7 +11,7 @@ from support.internals import group_of_job
 from support.ranks import ranks_of_file
 from torch import Tensor
 
-from engine.strategies.gradient_averaging import GradientAverage
+from engine.strategies.unreduced_gradients import GradientAverage
 
 
 def parameter(size: int, grad: float | None, dtype: torch.dtype = torch.float32) -> Tensor:
