@@ -19,10 +19,10 @@ from engine import Run, isolated
 
 @dataclass(slots=True)
 class Seen:
-    """What the pass measured in a submodule."""
+    """Measurements of one submodule in the pass."""
 
     flops: int = 0
-    """Of all its calls."""
+    """Floating point operations of all its calls."""
     inputs: Any = None
     """Shapes of the first call's arguments: a list of sizes, or several of them."""
     outputs: Any = None
@@ -202,7 +202,7 @@ class _CopyOnWrite(TorchDispatchMode):
 
 
 def _place(tensor: Tensor) -> int:
-    """Its memory, which views share."""
+    """Return the address of a tensor's memory, which views share."""
     local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     try:
         return (tensor if local is None else local()).untyped_storage()._cdata

@@ -87,7 +87,7 @@ class ModelCheckpoint(Callback):
         self.names: dict[int, str] = {}
         """The checkpoints' names."""
         self.permanent: set[int] = set()
-        """Those of them that are kept forever."""
+        """Steps whose checkpoints are kept forever."""
         self._given_every, self._given_keep = every, keep_every
         self._names_metrics = not fields <= {"epoch", "step"}
         self._owed = self._permanent_next = False

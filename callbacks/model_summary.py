@@ -24,13 +24,13 @@ class Layer:
     parameters: int
     """Numbers in its parameters, over all ranks."""
     trainable: int
-    """Those that require a gradient."""
+    """Numbers in the parameters that require a gradient."""
     bytes: int
-    """Of its parameters and buffers, over all ranks."""
+    """Bytes of its parameters and buffers, over all ranks."""
     held: int
     """Bytes of them that this rank holds."""
     flops: int | None = None
-    """Of a forward pass of the example batch on this rank; a multiplication and an addition are two. ``None``: not measured."""
+    """Floating point operations of a forward pass of the example batch on this rank; a multiplication and an addition are two. ``None``: not measured."""
     inputs: Any = field(default=None)
     """Shapes of its inputs in the first call, ``[2, 10]`` or a list of them; ``None``: not measured, or not called."""
     outputs: Any = field(default=None)

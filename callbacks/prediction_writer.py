@@ -286,7 +286,7 @@ class PredictionWriter(Callback):
 
 
 def read_predictions(folder: str | Path, *, partial: bool = False) -> list[Any]:
-    """What :class:`PredictionWriter` has written: one entry a batch in the order of the data; with several loaders one such list each.
+    """Read what :class:`PredictionWriter` has written: one entry a batch in the order of the data; with several loaders one such list each.
 
     Args:
         folder: the writer's ``folder``.

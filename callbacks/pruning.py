@@ -208,7 +208,7 @@ class Pruning(Callback):
         return {name: part.reshape(weights[name].shape) for name, part in zip(weights, parts, strict=True)}
 
     def _mask(self, weight: Tensor, before: Tensor, amount: float | int) -> Tensor:
-        """As ``prune.global_unstructured`` computes it: torch's container applies a method to what an earlier mask has left."""
+        """Compute a weight's mask as ``prune.global_unstructured`` does: torch's container applies a method to what an earlier mask has left."""
         method: Any = self.method(amount=amount, **self._options)  # type: ignore[call-arg]
         container = prune.PruningContainer()
         method._tensor_name = container._tensor_name = "weight"

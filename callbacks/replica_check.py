@@ -146,7 +146,7 @@ def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, Tensor]]:
 
 
 def _key(name: str, tensor: Tensor) -> int:
-    """The same number on the ranks that hold the same part of the same tensor."""
+    """Return a number that is the same on the ranks that hold the same part of the same tensor."""
     part = ""
     if isinstance(tensor, DTensor):
         where = list(tensor.device_mesh.get_coordinate() or ())
@@ -174,7 +174,7 @@ def _hash(tensor: Tensor) -> Tensor:
 
 
 def _message(name: str, values: dict[int, int], wrong: int, tensors: int, step: int) -> str:
-    """What differs. ``values``: the hash by rank, of the first tensor that differs."""
+    """Return the message about the first tensor that differs. ``values``: the hash by rank, of the first tensor that differs."""
     (common, count), *others = Counter(values.values()).most_common()
     odd = sorted(rank for rank, value in values.items() if value != common)
     if others and others[0][1] == count:  # no majority

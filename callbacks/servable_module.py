@@ -50,7 +50,7 @@ class Response:
     body: bytes
 
     def json(self) -> Any:
-        """What it says."""
+        """Return the body, decoded."""
         return json.loads(self.body)
 
 

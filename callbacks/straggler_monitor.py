@@ -21,7 +21,7 @@ PHASES = {
     "backward": ("backward", "forward_backward"),
     "optimizer": ("optimizer",),
 }
-"""What is compared, and the run's phases in it."""
+"""The times that are compared, and the run's phases in each."""
 _WARM_UP = 2
 """Steps that are not measured: compilation, and DDP, which makes its buckets again in the second forward pass, where the ranks wait."""
 

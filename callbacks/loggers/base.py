@@ -1,4 +1,4 @@
-"""What all loggers share: when values are sent, by which thread, what happens when a tracker fails, and what modules call on a logger."""
+"""The base class of loggers: when values are sent, by which thread, what happens when a tracker fails, and what modules call on a logger."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Moment:
     step: int
     """Optimizer steps done."""
     epoch: int
-    """From 0."""
+    """The epoch's number, from 0."""
     samples: int
     """Samples trained on so far, on all ranks."""
     time: float
@@ -147,7 +147,7 @@ class Logger(Callback):
         """Remove what is later than ``step``, where a training resumes; 0: a new one starts. Called if it :attr:`rewinds`."""
 
     def tracker(self) -> Any:
-        """What :attr:`experiment` is: the tracker's own object; the logger itself, if there is none."""
+        """Return the object of :attr:`experiment`: the tracker's own; the logger itself, if there is none."""
         return self
 
     def describe(self, values: Mapping[str, Any]) -> None:
@@ -363,7 +363,7 @@ def _send(
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """What a tracker shows of a run, without secrets: its hyperparameters by name, and its settings as ``fit/<name>``."""
+    """Return what a tracker shows of a run, without secrets: its hyperparameters by name, and its settings as ``fit/<name>``."""
     found = flat(run.hyperparameters)
     return found | {
         f"fit/{name}": value for name, value in flat({k: v["value"] for k, v in run.config.items()}).items()

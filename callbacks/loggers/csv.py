@@ -78,7 +78,7 @@ class CSVLogger(Logger):
         return str(self._require_run("log_dir").folder if self.dir is None else self.dir)
 
     def describe(self, values: Mapping[str, Any]) -> None:
-        """In ``hparams.json``, beside those that were logged before."""
+        """Write hyperparameters to ``hparams.json``, beside those that were logged before."""
         assert self.path is not None
         path = self.path.with_name("hparams.json")
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

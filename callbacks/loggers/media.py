@@ -1,4 +1,4 @@
-"""What modules log besides numbers (:meth:`engine.Callback.on_media`), in the forms that trackers take."""
+"""Images, texts and other values that modules log besides numbers (:meth:`engine.Callback.on_media`), in the forms that trackers take."""
 
 from __future__ import annotations
 

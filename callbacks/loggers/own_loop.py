@@ -21,7 +21,7 @@ from .wandb import WandbLogger
 
 
 class _Record:
-    """What a logger asks a run for."""
+    """The part of a run that a logger asks for."""
 
     interrupted = False
     exception: BaseException | None = None

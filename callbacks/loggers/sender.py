@@ -27,7 +27,7 @@ class Item:
 
     call: Callable[[], object]
     record: Any = None
-    """What a checkpoint keeps of it while it waits; ``None``: nothing."""
+    """The form in which a checkpoint keeps the item while it waits; ``None``: no checkpoint does."""
     media: str = ""
     """The name of the medium that it sends, if it sends one: if that fails, only this medium is left out."""
 

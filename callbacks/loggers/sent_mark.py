@@ -16,7 +16,7 @@ _WIDTH = 160
 
 
 class SentMark:
-    """What a logger has sent of one run.
+    """The mark of how much of one run a logger has sent.
 
     Args:
         path: the file that keeps it.
@@ -38,7 +38,7 @@ class SentMark:
             self.doubtful = None
 
     def begin(self, position: Position) -> bool:
-        """This is about to be sent. Returns whether it may be there already."""
+        """Note that a row is about to be sent. Returns whether the tracker may have it already."""
         doubtful, self.doubtful = self.doubtful == position, position
         self._write()
         return doubtful

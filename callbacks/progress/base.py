@@ -1,4 +1,4 @@
-"""What progress bars have in common: when they draw, and what."""
+"""The base class of progress bars: when they draw, and what."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ProgressBar(Callback):
         raise NotImplementedError(f"{type(self).__name__} must define bar(shown, screen)")
 
     def get_metrics(self, run: Run, module: nn.Module) -> Mapping[str, float | int | str]:
-        """What is shown with the bar: by default what was logged with ``prog_bar=True``. Must not wait for the device."""
+        """Return the metrics that the bar shows: by default those that were logged with ``prog_bar=True``. Must not wait for the device."""
         return dict(run.progress)
 
     # -- events of the run --------------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class ProgressBar(Callback):
         self._next = time.monotonic() + (1.0 / self.refresh_rate if live else min(1.0, self.interval_s))
 
     def _line(self, shown: Progress) -> str:
-        """What a bar shows, as text."""
+        """Return a bar's content as text."""
         count = shown.whole or f"{shown.unit} {shown.done}" + ("" if shown.total is None else f"/{shown.total}")
         text = f"{shown.title}: {count}, {speed(shown.rate, shown.unit)}"
         return text if shown.eta_s is None else f"{text}, ETA {duration(shown.eta_s)}"

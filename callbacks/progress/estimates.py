@@ -30,9 +30,9 @@ class Progress:
     total: int | None
     """The total of ``done``; ``None``: not known."""
     fraction: float | None
-    """From 0 to 1, counted in micro-batches; ``None``: not known."""
+    """The share that is done, from 0 to 1, counted in micro-batches; ``None``: not known."""
     unit: str
-    """What ``done`` counts: ``"step"`` or ``"batch"``."""
+    """The unit of ``done``: ``"step"`` or ``"batch"``."""
     rate: float | None
     """Units a second; ``None``: not measured yet."""
     elapsed_s: float
@@ -66,7 +66,7 @@ class RunEstimates:
             (0, 0),
         )  # of which epochs, and their steps and micro-batches
         self.eval_name: str | None = None
-        """What is being evaluated: ``"validation"``, ``"sanity check"``, ``"test"``, ``"predict"``."""
+        """The evaluation under way: ``"validation"``, ``"sanity check"``, ``"test"``, ``"predict"``."""
         self.eval_done = 0
 
     # -- events -------------------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class RunEstimates:
         return steps / seconds if steps and seconds > 0 else None
 
     def _training_position(self, run: Run) -> str:
-        """Of the training: the step, and the number of steps if it is known."""
+        """Return the training's step, and the number of steps if it is known."""
         ahead = self._ahead(run)
         return f"step {run.step}" + ("" if ahead is None else f"/{run.step + ahead[0]}")
 

@@ -17,7 +17,7 @@ class Screen(Protocol):
     """A place for bars and lines: :class:`Terminal`, :class:`Notebook` or :class:`Lines`."""
 
     live: bool
-    """Whether there are bars, which are drawn again and again."""
+    """Whether this screen has bars, which are drawn again and again."""
     color: bool
     """Whether lines may have ANSI colors."""
     ascii: bool

@@ -197,7 +197,7 @@ def results(run: RunData) -> Html | None:
 
 
 def differences(runs: Sequence[RunData]) -> Html | None:
-    """What differs between runs: settings, and the last values of metrics."""
+    """Return the section about what differs between runs: settings, and the last values of metrics."""
     if len(runs) < 2:
         return None
     names = [run.name for run in runs]
@@ -326,7 +326,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Such as ``1 h 02 min``, ``3 min 20 s``, ``4.21 s``."""
+    """Return a duration as text, such as ``1 h 02 min``, ``3 min 20 s``, ``4.21 s``."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

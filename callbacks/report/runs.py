@@ -1,4 +1,4 @@
-"""What a run left in its folder. Nothing in these files is trusted."""
+"""The files that a run left in its folder. Nothing in these files is trusted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RunData:
     step: int = 0
     epochs: int | None = None
     seconds: float = 0.0
-    """Of all its processes, one after the other."""
+    """The time of all its processes, one after the other."""
     started: float | None = None
     starts: int = 0
     """How often the training was started or resumed."""
@@ -334,7 +334,7 @@ def _name(path: str) -> str:
 
 
 def _checkpoints(folder: Path, recorded: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that are there, oldest first: a kill may have come between a checkpoint and its entry in the record."""
+    """Return the checkpoints that are there, oldest first: a kill may have come between a checkpoint and its entry in the record."""
     found: dict[str, dict[str, Any]] = {}
     for name, known in recorded.items():
         places = Path(known["path"]), folder / "checkpoints" / name

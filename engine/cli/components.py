@@ -82,7 +82,7 @@ class Components:
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """What a checkpoint says of its run, for a command that repeats it; taken where neither the command line nor a file says otherwise."""
+    """A checkpoint's account of its run, for a command that repeats it; taken where neither the command line nor a file says otherwise."""
 
     origin: str
     settings: Mapping[str, Any]
@@ -301,5 +301,5 @@ def _find_callback(callbacks: list[Component], which: str, origin: str) -> Compo
 
 
 def _kind(value: Any) -> str:
-    """What something is, in an error."""
+    """Return the words for a value in an error."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

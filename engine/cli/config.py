@@ -155,7 +155,7 @@ class Question:
     text: str
     applies: Callable[[Mapping[str, Any]], bool] = lambda values: True
     required: bool = False
-    """Whether there is no default."""
+    """Whether the question has no default."""
 
 
 def _is(setting: str, *names: str) -> Callable[[Mapping[str, Any]], bool]:

@@ -25,7 +25,7 @@ class Command:
     parser: Callable[[], Parser]
     """Makes the parser of the command's options; they say which module runs it."""
     line: str
-    """What ``fit --help`` says."""
+    """The command's line in ``fit --help``."""
 
 
 COMMANDS = {

@@ -403,7 +403,7 @@ def plan() -> Parser:
 
 
 def _add_job(top: argparse.ArgumentParser) -> None:
-    """What is planned, and where."""
+    """Add the options of the job that is planned."""
     top.add_argument("target", nargs="?", metavar="TARGET", help="the TrainModule")
     about = "print this; with a target, the parameters of its classes"
     top.add_argument("-h", "--help", action="store_true", help=about)

@@ -113,7 +113,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _earlier(start: StartingPoint, options: argparse.Namespace) -> tuple[EarlierRun, dict[str, Any]]:
-    """What the run's checkpoint says, without what may run code unless that was allowed; and the settings that were left out."""
+    """Return what the run's checkpoint says, without what may run code unless that was allowed; and the settings that were left out."""
     values = _config(start)
     if not values:
         raise UsageError(f"{start.described_by} has no settings of a run: a script can call Fit.replay")
@@ -228,7 +228,7 @@ def _name(path: str) -> str:
 
 
 def _only_watches(name: str) -> bool:
-    """Whether this is a callback of ours that cannot change a step, such as a logger or a progress bar."""
+    """Check whether the name is that of a callback of ours that cannot change a step, such as a logger or a progress bar."""
     if name in _OUTSIDE_STEPS:
         return True
     package = importlib.import_module(CALLBACKS)
@@ -237,7 +237,7 @@ def _only_watches(name: str) -> bool:
 
 
 def _logged(start: StartingPoint, step: int) -> dict[str, float]:
-    """What the run has logged at the step, from the files of ``Report`` or ``CSVLogger`` in its folder."""
+    """Return what the run has logged at the step, from the files of ``Report`` or ``CSVLogger`` in its folder."""
     path = Path(start.described_by)
     if "://" in start.described_by:
         return {}

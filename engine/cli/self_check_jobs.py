@@ -258,7 +258,7 @@ def _check_objects(group: Group) -> None:
 
 
 def _check_bare(group: Group) -> None:
-    """What FSDP and the pipeline's schedules call, in a group of its own for the device's tensors."""
+    """Check the collectives that FSDP and the pipeline's schedules call, in a group of its own for the device's tensors."""
     size = group.world_size
     made = process_groups.on_device([list(range(size))], group.device)
     mine = torch.full((2,), float(group.rank + 1), device=group.device)

@@ -164,7 +164,7 @@ class Every:
             self._reached(step, None, 0.0, epochs)
 
     def due(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None = None) -> bool:
-        """Whether it is due now.
+        """Check whether the event is due now.
 
         Args:
             step: optimizer steps done so far.
@@ -181,7 +181,7 @@ class Every:
         return True
 
     def keep_due(self) -> None:
-        """What was due at the last call was cut off: it is due again, also after a resume."""
+        """Note that what was due at the last call was cut off: it is due again, also after a resume."""
         self._last_step, self._last_s = -1, 0.0
         if self._count:
             self._count -= 1

@@ -135,7 +135,7 @@ def origins_of_keys(node: Node, origin: str, *, lines: bool = False) -> dict[str
 
 
 def is_text(node: Node) -> bool:
-    """Whether it is a scalar other than null."""
+    """Check whether a node is a scalar other than null."""
     return bool(node.id == "scalar" and node.tag != _CORE + "null")
 
 
