@@ -67,10 +67,10 @@ def folder_at(path: str | Path) -> Storage | None:
         folders.append(above or ".")
 
     tried: list[Storage] = []
-    for each in folders:
-        if not _has_folders(each):  # of 100,000 runs, most may have saved nothing
+    for folder in folders:
+        if not _has_folders(folder):  # of 100,000 runs, most may have saved nothing
             continue
-        for place in (storage_of(each), storage_of(f"{each}/checkpoints")):
+        for place in (storage_of(folder), storage_of(f"{folder}/checkpoints")):
             if any(place.complete()):
                 return place
             tried.append(place)
@@ -108,8 +108,8 @@ def find_in(path: str | Path, inner: Storage | None) -> tuple[Storage, list[str]
     where, name = split_path(path)
     if inner is None and where.has(name):
         return where, [name]
-    damaged = {str(inner.path(n)): it.reason for n, it in inner.incomplete().items()} if inner is not None else {}
-    damaged |= {str(where.path(n)): it.reason for n, it in where.incomplete().items() if n == name}
+    damaged = {str(inner.path(n)): problem.reason for n, problem in inner.incomplete().items()} if inner is not None else {}
+    damaged |= {str(where.path(n)): problem.reason for n, problem in where.incomplete().items() if n == name}
     for what, why in damaged.items():
         raise DamagedCheckpoint(f"{what}: {why}; there is no complete checkpoint")
     beside = ", ".join(where.manifests()) or "none"
@@ -129,8 +129,8 @@ def open_path(path: str | Path, folders: Iterable[str] = FOLDERS) -> Iterator[Op
         DamagedCheckpoint, FileNotFoundError: as :func:`find` and :class:`Opened`.
     """
     where, names = find(path)
-    with Opened(where.fetch(names[-1]), folders=folders) as found:
-        yield found
+    with Opened(where.fetch(names[-1]), folders=folders) as opened:
+        yield opened
 
 
 # -- listing ------------------------------------------------------------------------------------------------------------------------
@@ -152,13 +152,13 @@ def entries(root: str | Path) -> list[Entry]:
         where, names = find_in(root, where)
         return [_entry(where, name, manifest) for name, manifest in where.manifests().items() if name in names]
     manifests = where.manifests()
-    found = [_entry(where, name, manifest) for name, manifest in manifests.items()]
+    complete = [_entry(where, name, manifest) for name, manifest in manifests.items()]
     incomplete = where.incomplete(manifests).items()
     return [
-        *found,
+        *complete,
         *(
-            {"name": name, "path": str(where.path(name)), "complete": False, "reason": it.reason}
-            for name, it in incomplete
+            {"name": name, "path": str(where.path(name)), "complete": False, "reason": problem.reason}
+            for name, problem in incomplete
         ),
     ]
 
@@ -172,7 +172,7 @@ def _entry(where: Storage, name: str, manifest: Mapping[str, Any]) -> Entry:
         "step": counters.get("step"),
         "epoch": counters.get("epoch"),
         "saved_at": manifest["saved_at"],
-        "bytes": sum(known["bytes"] for known in manifest["files"].values()),
+        "bytes": sum(record["bytes"] for record in manifest["files"].values()),
         "world_size": manifest["world_size"],
         "metrics": _fields(manifest.get("metrics")),
         "score": _score(manifest),
@@ -183,13 +183,13 @@ def _entry(where: Storage, name: str, manifest: Mapping[str, Any]) -> Entry:
 def scored_with(manifest: Mapping[str, Any]) -> str | None:
     """The name of the weights that a checkpoint's score was measured with, for people; ``None``: it has several and does not say."""
     several = any(file.startswith(f"{WEIGHTS}/") for file in manifest["files"])
-    found = manifest.get(SCORED_WITH, None if several else TRAINED)
-    return found if isinstance(found, str) else None
+    name = manifest.get(SCORED_WITH, None if several else TRAINED)
+    return name if isinstance(name, str) else None
 
 
 def _fields(value: Any) -> dict[str, Any]:
     """The value if it is a dict, else an empty dict."""
-    return {str(name): each for name, each in value.items()} if isinstance(value, dict) else {}
+    return {str(name): item for name, item in value.items()} if isinstance(value, dict) else {}
 
 
 def _score(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -210,29 +210,29 @@ def facts(path: str | Path, tensors: bool = False) -> dict[str, Any]:
         FileNotFoundError, DamagedCheckpoint: there is none, or a file is missing or cannot be read.
     """
     where, names = find(path)
-    with Opened(where.fetch(names[-1]), folders=()) as found:
-        entry = _entry(where, names[-1], found.manifest)
-        rest = {
-            name: value for name, value in found.manifest.items() if name not in (*entry, "files", "crc32", "counters")
+    with Opened(where.fetch(names[-1]), folders=()) as opened:
+        entry = _entry(where, names[-1], opened.manifest)
+        details = {
+            name: value for name, value in opened.manifest.items() if name not in (*entry, "files", "crc32", "counters")
         }
-        shared = _fields(found.tree(SHARED, defaultdict(Unread)))
-        report = {**entry, **rest, "files": {name: known["bytes"] for name, known in found.files.items()}}
+        shared = _fields(opened.tree(SHARED, defaultdict(Unread)))
+        report = {**entry, **details, "files": {name: record["bytes"] for name, record in opened.files.items()}}
         if isinstance(shared.get("hparams"), dict):
             report["hparams"] = without_secrets({str(name): value for name, value in shared["hparams"].items()})
-        if others := list(_fields(found.tree(OTHER_WEIGHTS, {}))):
-            report["weights"] = others
+        if other_weights := list(_fields(opened.tree(OTHER_WEIGHTS, {}))):
+            report["weights"] = other_weights
         if tensors:
-            folders = ("model", "optim", *([WEIGHTS] if others else ()))
-            report["tensors"] = {folder: _listed(found.tensors(folder)) for folder in folders}
-            report["tied"] = _fields(_fields(found.tree("model/model", {})).get("aliases"))
+            folders = ("model", "optim", *([WEIGHTS] if other_weights else ()))
+            report["tensors"] = {folder: _listed(opened.tensors(folder)) for folder in folders}
+            report["tied"] = _fields(_fields(opened.tree("model/model", {})).get("aliases"))
         return report
 
 
 def _listed(files: TensorFiles) -> dict[str, Any]:
     parts = files.parts()
     return {
-        name: {"shape": list(known.shape), "dtype": str(known.dtype).removeprefix("torch."), "shards": parts[name]}
-        for name, known in files.stored.items()
+        name: {"shape": list(stored.shape), "dtype": str(stored.dtype).removeprefix("torch."), "shards": parts[name]}
+        for name, stored in files.stored.items()
     }
 
 
@@ -248,7 +248,7 @@ def problems(path: str | Path) -> dict[str, list[str]]:
     where = folder_at(path)
     if where is not None:
         names = list(where.manifests())
-        reasons = {name: it.reason for name, it in where.incomplete(names).items()}
+        reasons = {name: problem.reason for name, problem in where.incomplete(names).items()}
         return {str(where.path(name)): _problems(where, name, reasons.get(name, "")) for name in [*names, *reasons]}
     try:
         where, names = find(path)
@@ -257,32 +257,32 @@ def problems(path: str | Path) -> dict[str, list[str]]:
     return {str(where.path(name)): _problems(where, name) for name in names}
 
 
-def _problems(where: Storage, name: str, known: str = "") -> list[str]:
-    """Verify one checkpoint; ``known`` is its problem if it has no usable manifest."""
+def _problems(where: Storage, name: str, reason: str = "") -> list[str]:
+    """Verify one checkpoint; ``reason`` is its problem if it has no usable manifest."""
     try:
         directory = where.fetch(name)
         manifest = check_manifest(directory, read_json(directory / MANIFEST))
     except (OSError, ValueError) as error:
-        return [known or str(error)]
-    files, found = manifest["files"], []
+        return [reason or str(error)]
+    files, lines = manifest["files"], []
     for file in files:
         try:
             verify(directory, files, blocks(files, [file]))
         except (OSError, ValueError) as error:
-            found.append(str(error).removeprefix(f"{directory}: "))
-    there = {
+            lines.append(str(error).removeprefix(f"{directory}: "))
+    present = {
         str(path.relative_to(directory))
         for folder in (*FOLDERS, WEIGHTS, ".")
         for path in (directory / folder).glob("*")
         if path.is_file() and path.name != MANIFEST
     }
-    found += [f"{file} is not in the manifest" for file in sorted(there - files.keys())]
-    if not found:
+    lines += [f"{file} is not in the manifest" for file in sorted(present - files.keys())]
+    if not lines:
         try:
             _open(directory, files)
         except (OSError, ValueError) as error:
-            found.append(str(error).removeprefix(f"{directory}: "))
-    return found
+            lines.append(str(error).removeprefix(f"{directory}: "))
+    return lines
 
 
 def _open(directory: Path, files: Sequence[str] | Mapping[str, Any]) -> None:
@@ -321,7 +321,7 @@ def prune(root: str | Path, keep: int, keep_best: int = 0, dry_run: bool = False
     """Delete complete checkpoints except the ``keep`` newest and the ``keep_best`` best scores. Incomplete ones are not touched.
 
     Returns:
-        Names: ``removed`` (with ``dry_run`` those that would be), ``kept``, ``in_use`` (being read: they stay too).
+        Names: ``removed`` (with ``dry_run`` those that would be), ``chosen``, ``in_use`` (being read: they stay too).
 
     Raises:
         ValueError: nothing would be kept.
@@ -335,9 +335,9 @@ def prune(root: str | Path, keep: int, keep_best: int = 0, dry_run: bool = False
         find(root)  # raises with what is there instead
         raise ValueError(f"{root} is a checkpoint: give the folder that it is in")
     newest = list(manifests)[-keep:] if keep else []
-    kept = {*newest, *by_score(manifests)[:keep_best]} or {list(manifests)[-1]}
-    report: dict[str, list[str]] = {"removed": [], "kept": [name for name in manifests if name in kept], "in_use": []}
+    chosen = {*newest, *by_score(manifests)[:keep_best]} or {list(manifests)[-1]}
+    report: dict[str, list[str]] = {"removed": [], "kept": [name for name in manifests if name in chosen], "in_use": []}
     for name in manifests:
-        if name not in kept:
+        if name not in chosen:
             report["removed" if dry_run or where.remove(name) else "in_use"].append(name)
     return report

@@ -92,26 +92,26 @@ class PackedContent:
         if group.is_main:
             self.trees[SHARED] = pack(content.shared)
         self._to_merge, self._parts_differ = ["model/model", "optim/optim"], content.parts_differ
-        others, named = packed_weights(content.other_weights)
+        other_tensors, named = packed_weights(content.other_weights)
         if content.other_weights:
             self.trees[OTHER_WEIGHTS] = (named, {})
             self._to_merge.append(OTHER_WEIGHTS)
-        own = {f"model/{n}": t for n, t in tensors.items()} | {f"optim/{n}": t for n, t in states.items()}
-        self.parts = parts_of(own | others)
+        own_tensors = {f"model/{n}": t for n, t in tensors.items()} | {f"optim/{n}": t for n, t in states.items()}
+        self.parts = parts_of(own_tensors | other_tensors)
         trained = (f"model/{n}" for n, t in tensors.items() if id(t) in content.changed_by_steps)
-        self.late = {*(f"optim/{n}" for n in states), *trained, *others}
+        self.late = {*(f"optim/{n}" for n in states), *trained, *other_tensors}
         # Where ranks may have different values, such as batch statistics, rank 0's are saved.
         varying = {n for n, t in tensors.items() if not isinstance(t, nn.Parameter)}
-        fixed = {f"model/{n}" for n in varying} | {key for key in others if key.split("/", 2)[2] in varying}
+        fixed = {f"model/{n}" for n in varying} | {key for key in other_tensors if key.split("/", 2)[2] in varying}
         self.rows = rows_of(self.parts, fixed)
 
     def merge_trees(self) -> None:
         """Leave the trees of the model, the optimizers and other weights to the main process, with what other ranks have; all ranks call this
         together."""
         trees = {stem: self.trees.pop(stem)[0] for stem in self._to_merge}
-        every = gather_json(self._group, trees) if self._parts_differ else [trees]
+        trees_of_ranks = gather_json(self._group, trees) if self._parts_differ else [trees]
         if self._group.is_main:
-            self.trees |= {stem: (_merged([row[stem] for row in every]), {}) for stem in trees}
+            self.trees |= {stem: (_merged([row[stem] for row in trees_of_ranks]), {}) for stem in trees}
 
 
 def trained_by(optimizers: Sequence[Any]) -> set[int]:
@@ -141,14 +141,14 @@ def split(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
                 f"the model's {name!r} ({value.dtype} on {value.device}) cannot be stored: convert it to a dense tensor of a type that "
                 "safetensors has"
             )
-        known = first.setdefault(same_memory(value), name)
-        if known == name:
+        original = first.setdefault(same_memory(value), name)
+        if original == name:
             tensors[name] = value
         else:
-            aliases[name] = known
-    packed, found = pack(extra)
-    if found:
-        raise TypeError(f"get_extra_state returned tensors ({sorted(found)[:3]}): register them as buffers")
+            aliases[name] = original
+    packed, extra_tensors = pack(extra)
+    if extra_tensors:
+        raise TypeError(f"get_extra_state returned tensors ({sorted(extra_tensors)[:3]}): register them as buffers")
     return tensors, {"aliases": aliases, "extra": packed}
 
 
@@ -165,9 +165,9 @@ def packed_weights(weights: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, 
     """
     tensors: dict[str, Tensor] = {}
     tree: dict[str, Any] = {}
-    for name, own in weights.items():
-        found, packed_tree = split(own)
-        tensors |= {f"{WEIGHTS}/{name}/{key}": tensor for key, tensor in found.items()}
+    for name, state in weights.items():
+        unique, packed_tree = split(state)
+        tensors |= {f"{WEIGHTS}/{name}/{key}": tensor for key, tensor in unique.items()}
         tree[name] = {"aliases": packed_tree["aliases"]}
     return tensors, tree
 
@@ -186,8 +186,8 @@ def _merged(rows: list[Any]) -> Any:
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     """This rank's part of each tensor that is not empty here (``DTensor``: its shard; others: all)."""
     cut = {name: tensor for name, tensor in tensors.items() if is_cut(tensor)}
-    found = {name: Part(tensor.detach(), (0,) * tensor.ndim) for name, tensor in tensors.items() if name not in cut}
-    return found | _cut_parts(cut) if cut else found
+    parts = {name: Part(tensor.detach(), (0,) * tensor.ndim) for name, tensor in tensors.items() if name not in cut}
+    return parts | _cut_parts(cut) if cut else parts
 
 
 def _cut_parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
@@ -196,15 +196,15 @@ def _cut_parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
 
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), is_coordinator=True)
-    found: dict[str, Part] = {}
+    parts: dict[str, Part] = {}
     for item in planner.create_local_plan().items:
         assert item.tensor_data is not None
         chunk = item.tensor_data.chunk
         if chunk.sizes.numel() or not item.tensor_data.size.numel():
             local = planner.resolve_data(item)
             assert isinstance(local, Tensor)
-            found[item.index.fqn] = Part(local, tuple(chunk.offsets))
-    return found
+            parts[item.index.fqn] = Part(local, tuple(chunk.offsets))
+    return parts
 
 
 def rows_of(parts: Mapping[str, Part], fixed: Set[str]) -> list[Row]:
@@ -212,21 +212,21 @@ def rows_of(parts: Mapping[str, Part], fixed: Set[str]) -> list[Row]:
     return [(name, part.offsets, part.tensor.nbytes, name in fixed) for name, part in parts.items()]
 
 
-def assign(every: list[Any], rank: int) -> set[str]:
+def assign(rows_of_ranks: list[Any], rank: int) -> set[str]:
     """The names whose part this rank writes. Among ranks with the same part, the one with the least to write takes it.
 
     Args:
-        every: the rows of each rank; all ranks compute the same answer.
+        rows_of_ranks: the rows of each rank; all ranks compute the same answer.
     """
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     sizes: dict[tuple[str, tuple[int, ...]], int] = {}
-    for holder, own in enumerate(every):
-        for name, offsets, size, fixed in own:
+    for holder, rows in enumerate(rows_of_ranks):
+        for name, offsets, size, fixed in rows:
             key = (name, tuple(offsets))
             if not fixed or key not in holders:
                 holders.setdefault(key, []).append(holder)
             sizes[key] = size
-    load = [0] * len(every)
+    load = [0] * len(rows_of_ranks)
     mine: set[str] = set()
     for key in sorted(holders, key=lambda key: -sizes[key]):  # the large ones first: this balances the loads
         writer = min(holders[key], key=lambda holder: load[holder])

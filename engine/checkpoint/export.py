@@ -52,10 +52,10 @@ def export_tensors(state: Mapping[str, Any], directory: Path, *, max_shard_size:
         TypeError: a tensor that safetensors cannot hold.
         FileExistsError: such files exist already.
     """
-    kept: dict[Any, str] = {}
+    first_names: dict[Any, str] = {}
     chosen: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if not isinstance(tensor, Tensor) or kept.setdefault(same_memory(tensor), name) != name:
+        if not isinstance(tensor, Tensor) or first_names.setdefault(same_memory(tensor), name) != name:
             continue
         if not storable(tensor):
             raise TypeError(
@@ -118,34 +118,34 @@ def export_checkpoint(
             none, or a number is too large for fp16.
     """
     limit = size_in_bytes(max_shard_size)
-    wanted = _dtype(dtype)
-    with open_path(path, ("model", "state", *weights_folder(weights))) as found, outgoing(out) as directory:
-        source, beside = Source(found, weights), _published_in(found.directory, found.tree(SHARED) or {})
-        everything = source.names
-        names = [name for name in _chosen(everything, include, exclude) if name not in source.extra]
+    export_dtype = _dtype(dtype)
+    with open_path(path, ("model", "state", *weights_folder(weights))) as opened, outgoing(out) as directory:
+        source, beside = Source(opened, weights), _published_in(opened.directory, opened.tree(SHARED) or {})
+        all_names = source.names
+        names = [name for name in _chosen(all_names, include, exclude) if name not in source.extra]
         first: dict[str, str] = {}
         for name in names:
             first.setdefault(source.aliases.get(name, name), name)
         if not first:
             raise ValueError(
-                f"{path}: no tensor of the model's {len(everything)} is selected: widen include, or narrow exclude"
+                f"{path}: no tensor of the model's {len(all_names)} is selected: widen include, or narrow exclude"
             )
         targets = _named(first, beside, prefix_strip)
         stored = {new: source.stored(old) for new, old in targets.items()}
-        sizes = {new: known.shape.numel() * _as(known, wanted).itemsize for new, known in stored.items()}
+        sizes = {new: entry.shape.numel() * _as(entry, export_dtype).itemsize for new, entry in stored.items()}
 
         def read(chosen: list[str]) -> dict[str, Tensor]:
-            return _read(source, {name: targets[name] for name in chosen}, wanted)
+            return _read(source, {name: targets[name] for name in chosen}, export_dtype)
 
         written = _write(sizes, read, directory, limit, beside.stem)
-        others = _write_published(beside, directory, wanted)
-        shown = [
+        published_files = _write_published(beside, directory, export_dtype)
+        locations = [
             str(file) if directory == Path(out) else f"{str(out).rstrip('/')}/{file.name}"
-            for file in (*written, *others)
+            for file in (*written, *published_files)
         ]
         return Exported(
-            files=shown[: len(written)],
-            published=shown[len(written) :],
+            files=locations[: len(written)],
+            published=locations[len(written) :],
             tensors=len(sizes),
             bytes=sum(sizes.values()),
             weights=source.weights,
@@ -154,7 +154,7 @@ def export_checkpoint(
                 for name in names
                 if first[source.aliases.get(name, name)] != name
             },
-            left_out=sorted(set(everything) - set(names)),
+            left_out=sorted(set(all_names) - set(names)),
         )
 
 
@@ -164,8 +164,8 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else DTYPES[name]
 
 
-def _as(known: Stored, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and known.dtype in _CONVERTED else known.dtype
+def _as(stored: Stored, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and stored.dtype in _CONVERTED else stored.dtype
 
 
 def _chosen(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
@@ -174,8 +174,8 @@ def _chosen(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]
             raise ValueError(
                 f"the pattern {pattern!r} matches none of the model's names, such as {', '.join(names[:5])}"
             )
-    kept = [name for name in names if not include or any(fnmatchcase(name, pattern) for pattern in include)]
-    return [name for name in kept if not any(fnmatchcase(name, pattern) for pattern in exclude)]
+    included = [name for name in names if not include or any(fnmatchcase(name, pattern) for pattern in include)]
+    return [name for name in included if not any(fnmatchcase(name, pattern) for pattern in exclude)]
 
 
 def _named(first: Mapping[str, str], beside: Published, prefix: str | None) -> dict[str, str]:
@@ -183,46 +183,46 @@ def _named(first: Mapping[str, str], beside: Published, prefix: str | None) -> d
     if beside.names is None or prefix is not None:
         published_prefix = beside.prefix if any(name.startswith(beside.prefix) for name in first.values()) else ""
         return _stripped(first, published_prefix if prefix is None else prefix)
-    found = {beside.names[name]: old for old, name in first.items() if name in beside.names}
+    targets = {beside.names[name]: old for old, name in first.items() if name in beside.names}
     if lost := sorted(beside.names.keys() - first.values()):
         raise ValueError(
             terminal_text(
                 f"the checkpoint has no {lost[0]!r}, which belongs to the adapter: include it, or exclude less"
             )
         )
-    return found
+    return targets
 
 
 def _stripped(first: Mapping[str, str], prefix: str) -> dict[str, str]:
     """The names to write without ``prefix``."""
     if prefix and not any(name.startswith(prefix) for name in first.values()):
         raise ValueError(f"no name starts with {prefix!r}; the names are such as {', '.join(list(first.values())[:5])}")
-    found: dict[str, str] = {}
+    targets: dict[str, str] = {}
     for old, name in first.items():
         new = name.removeprefix(prefix)
-        if not new or new in found:
+        if not new or new in targets:
             raise ValueError(
-                f"without {prefix!r}, {name!r} would have {'no name' if not new else f'the name of {found[new]!r}'}: exclude one"
+                f"without {prefix!r}, {name!r} would have {'no name' if not new else f'the name of {targets[new]!r}'}: exclude one"
             )
-        found[new] = old
-    return found
+        targets[new] = old
+    return targets
 
 
-def _read(source: Source, names: Mapping[str, str], wanted: torch.dtype | None) -> dict[str, Tensor]:
+def _read(source: Source, names: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Whole tensors under their new names (``names``: new to old); converted while they are read."""
     stored = {new: source.stored(old) for new, old in names.items()}
-    found = {new: torch.empty(known.shape, dtype=_as(known, wanted)) for new, known in stored.items()}
-    source.read_model({old: found[new] for new, old in names.items()})
-    if wanted is torch.float16:
-        for new, known in stored.items():
-            if known.dtype in _CONVERTED and found[new].isinf().any():
-                own = torch.empty(known.shape, dtype=known.dtype)
-                source.read_model({names[new]: own})
-                if (found[new].isinf() & ~own.isinf()).any():
+    tensors = {new: torch.empty(entry.shape, dtype=_as(entry, dtype)) for new, entry in stored.items()}
+    source.read_model({old: tensors[new] for new, old in names.items()})
+    if dtype is torch.float16:
+        for new, entry in stored.items():
+            if entry.dtype in _CONVERTED and tensors[new].isinf().any():
+                original = torch.empty(entry.shape, dtype=entry.dtype)
+                source.read_model({names[new]: original})
+                if (tensors[new].isinf() & ~original.isinf()).any():
                     raise ValueError(
-                        f"{names[new]!r} has the number {own.abs().max().item():g}, and fp16 ends at 65504: export as bf16 or fp32"
+                        f"{names[new]!r} has the number {original.abs().max().item():g}, and fp16 ends at 65504: export as bf16 or fp32"
                     )
-    return found
+    return tensors
 
 
 def _write(
@@ -242,8 +242,8 @@ def _write(
         shards[-1].append(name)
         filled += size
     directory.mkdir(parents=True, exist_ok=True)
-    if there := sorted(path.name for path in directory.glob(f"{stem}*.safetensors*")):
-        raise FileExistsError(f"{directory} holds {there[0]} already: choose another directory, or remove it")
+    if existing := sorted(path.name for path in directory.glob(f"{stem}*.safetensors*")):
+        raise FileExistsError(f"{directory} holds {existing[0]} already: choose another directory, or remove it")
     count = len(shards)
     names = (
         [f"{stem}.safetensors"]
@@ -322,29 +322,29 @@ def _published_in(where: object, shared: Mapping[str, Any]) -> Published:
     entry = next((each for each in states if isinstance(each, dict) and each.keys() == _PUBLISHED_FORM.keys()), None)
     if entry is None:
         return Published()
-    found = checked(f"{where}: {PUBLISHED}", entry, _PUBLISHED_FORM)
-    names = found["names"]
+    fields = checked(f"{where}: {PUBLISHED}", entry, _PUBLISHED_FORM)
+    names = fields["names"]
     if (
-        found["stem"] not in STEMS
-        or not all(type(name) is str and _is_data(name) for name in found["files"])
-        or not all(isinstance(each, Tensor) and each.dtype == torch.uint8 for each in found["files"].values())
+        fields["stem"] not in STEMS
+        or not all(type(name) is str and _is_data(name) for name in fields["files"])
+        or not all(isinstance(each, Tensor) and each.dtype == torch.uint8 for each in fields["files"].values())
         or not all(type(new) is str for new in (names or {}).values())
     ):
         raise DamagedCheckpoint(f"{where} has no usable {PUBLISHED!r}")
-    files = {name: each.contiguous().numpy().tobytes() for name, each in found["files"].items()}
-    return Published(found["stem"], found["prefix"], names, files)
+    files = {name: each.contiguous().numpy().tobytes() for name, each in fields["files"].items()}
+    return Published(fields["stem"], fields["prefix"], names, files)
 
 
-def _write_published(found: Published, directory: Path, dtype: torch.dtype | None) -> list[Path]:
+def _write_published(publication: Published, directory: Path, dtype: torch.dtype | None) -> list[Path]:
     """Write the files into ``directory``; ``config.json`` names the ``dtype`` of the exported tensors, if they were converted.
 
     Raises:
         FileExistsError: one is there already, if only as a link to nothing.
         DamagedCheckpoint: ``config.json`` is not one.
     """
-    if there := sorted(name for name in found.files if os.path.lexists(directory / name)):
-        raise FileExistsError(f"{directory} holds {there[0]} already: choose another directory, or remove it")
-    for name, data in found.files.items():
+    if existing := sorted(name for name in publication.files if os.path.lexists(directory / name)):
+        raise FileExistsError(f"{directory} holds {existing[0]} already: choose another directory, or remove it")
+    for name, data in publication.files.items():
         if name == "config.json" and dtype is not None:
             config = parse_json(f"the published {name}", data)
             if not isinstance(config, dict):
@@ -352,7 +352,7 @@ def _write_published(found: Published, directory: Path, dtype: torch.dtype | Non
             key = "torch_dtype" if "torch_dtype" in config else "dtype"
             data = json.dumps({**config, key: str(dtype).removeprefix("torch.")}, indent=2).encode() + b"\n"
         write_file(directory / name, [data])
-    return [directory / name for name in found.files]
+    return [directory / name for name in publication.files]
 
 
 def _is_data(name: str) -> bool:

@@ -89,7 +89,7 @@ def write_file(path: Path, parts: Iterable[Any]) -> Record:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return {"bytes": size, "crc32": [f"{each:08x}" for each in sums]}
+    return {"bytes": size, "crc32": [f"{checksum:08x}" for checksum in sums]}
 
 
 def write_json(path: Path, value: Any) -> Record:
@@ -223,12 +223,12 @@ def verify(directory: Path, files: Mapping[str, Record], chosen: Sequence[tuple[
         name, index = block
         path, expected = inside(directory, name), files[name]
         try:
-            found = _sum(path, expected["bytes"], index)
+            checksum = _sum(path, expected["bytes"], index)
         except FileNotFoundError as error:
             raise DamagedCheckpoint(f"{directory}: {name} is missing") from error
-        if found != expected["crc32"][index]:
+        if checksum != expected["crc32"][index]:
             raise DamagedCheckpoint(
-                f"{directory}: {name} is not what was written: block {index} of 64 MiB has the checksum {found}, expected {expected['crc32'][index]}"
+                f"{directory}: {name} is not what was written: block {index} of 64 MiB has the checksum {checksum}, expected {expected['crc32'][index]}"
             )
 
     in_parallel(check, chosen, sum(files[name]["bytes"] for name in {name for name, _ in chosen}))
@@ -265,13 +265,13 @@ def in_parallel(work: Callable[[Any], Any], items: Sequence[Any], size: int = SM
         return [work(item) for item in items]
     results: list[Any] = [None] * len(items)
     errors: list[BaseException] = []
-    left = iter(enumerate(items))
+    remaining = iter(enumerate(items))
     lock = threading.Lock()
 
     def run() -> None:
         while not errors:
             with lock:
-                index, item = next(left, (-1, None))
+                index, item = next(remaining, (-1, None))
             if index < 0:
                 return
             try:

@@ -75,21 +75,21 @@ class _Packer:
         if kind is float:
             return item if math.isfinite(item) else {_TAG: "float", "value": str(item)}
         if kind is list:
-            return [self.value(each, (*path, i)) for i, each in enumerate(item)]
+            return [self.value(element, (*path, i)) for i, element in enumerate(item)]
         if kind is dict:
             # Loops, without a call for each key and each plain value: settings have hundreds of them.
             for key in item:
                 if type(key) is not str or key.startswith(_TAG):
                     return self._mapping(item, path)
             packed = {}
-            for key, each in item.items():
-                plain = each is None or type(each) in (bool, int, str)
-                packed[key] = each if plain else self.value(each, (*path, key))
+            for key, element in item.items():
+                plain = element is None or type(element) in (bool, int, str)
+                packed[key] = element if plain else self.value(element, (*path, key))
             return packed
         if kind in _MAPPINGS.values():
             return self._mapping(item, path)
         if kind in _SEQUENCES.values():
-            return {_TAG: kind.__name__, "items": [self.value(each, (*path, i)) for i, each in enumerate(item)]}
+            return {_TAG: kind.__name__, "items": [self.value(element, (*path, i)) for i, element in enumerate(item)]}
         if kind is bytes:
             return {_TAG: "bytes", "base64": base64.b64encode(item).decode("ascii")}
         if (torch := sys.modules.get("torch")) and isinstance(item, torch.Tensor):
@@ -106,7 +106,7 @@ class _Packer:
         for key in item:
             if not _is_key(key):
                 raise TypeError(f"{_where(path)} has a key of type {type(key).__name__}, {key!r}: {_KEYS}")
-        pairs = [[self.value(key, path), self.value(each, (*path, key))] for key, each in item.items()]
+        pairs = [[self.value(key, path), self.value(element, (*path, key))] for key, element in item.items()]
         return {_TAG: kind.__name__, "items": pairs}
 
     def _tensor(self, item: Tensor, path: tuple[Any, ...]) -> str:
@@ -191,16 +191,16 @@ def _unpackable(item: Any, path: tuple[Any, ...]) -> TypeError:
 
 def _unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
     if isinstance(value, list):
-        return [_unpack(each, tensors) for each in value]
+        return [_unpack(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if _TAG not in value:
-        return {key: _unpack(each, tensors) for key, each in value.items()}
+        return {key: _unpack(item, tensors) for key, item in value.items()}
     kind = value[_TAG]
     if kind in _MAPPINGS:
-        return _MAPPINGS[kind]({_unpack(key, tensors): _unpack(each, tensors) for key, each in value["items"]})
+        return _MAPPINGS[kind]({_unpack(key, tensors): _unpack(item, tensors) for key, item in value["items"]})
     if kind in _SEQUENCES:
-        return _SEQUENCES[kind](_unpack(each, tensors) for each in value["items"])
+        return _SEQUENCES[kind](_unpack(item, tensors) for item in value["items"])
     if kind == "float":
         return _FLOATS[value["value"]]
     if kind == "bytes":

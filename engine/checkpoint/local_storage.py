@@ -147,16 +147,16 @@ class LocalStorage(Storage):
                         yield name, read_manifest(self.path(name))
 
     def incomplete(self, complete: Container[str] | None = None) -> dict[str, Incomplete]:
-        found: dict[str, Incomplete] = {}
+        problems: dict[str, Incomplete] = {}
         complete = self.manifests() if complete is None else complete
         for name in sorted(os.listdir(self.root)) if self.directory.is_dir() else ():
             try:
                 parts = (*FOLDERS, JOINED, MANIFEST)
                 if name not in complete and any(_exists(f"{self.root}/{name}/{part}") for part in parts):
-                    found[name] = self._why(self.path(name))
+                    problems[name] = self._why(self.path(name))
             except OSError as error:
-                found[name] = Incomplete(str(error), not _is_checkpoint(self.path(name)))
-        return found
+                problems[name] = Incomplete(str(error), not _is_checkpoint(self.path(name)))
+        return problems
 
     def _why(self, path: Path) -> Incomplete:
         if path.suffix in _REMAINS and path.name.startswith("."):
@@ -217,10 +217,10 @@ class LocalStorage(Storage):
         whole = set(self.manifests())
         for name in sorted(os.listdir(self.root)) if self.directory.is_dir() else ():
             path = self.path(name)
-            ours = name.startswith(".") and path.suffix in _REMAINS and name not in whole
+            is_draft = name.startswith(".") and path.suffix in _REMAINS and name not in whole
             with suppress(OSError):
                 if (
-                    ours
+                    is_draft
                     and path.is_dir()
                     and all(entry.name in (*FOLDERS, WEIGHTS, JOINED, MANIFEST) for entry in path.iterdir())
                 ):
@@ -449,17 +449,17 @@ class Opened:
 
     @property
     def files(self) -> dict[str, Record]:
-        found: dict[str, Record] = self.manifest["files"]
-        return found
+        records: dict[str, Record] = self.manifest["files"]
+        return records
 
     def tensors(self, folder: str) -> TensorFiles:
         """The tensors of ``model`` or ``optim``."""
         if self.manifest.trees:
             return self._joined(folder)
-        there = {f"{folder}/{path.name}" for path in (self.directory / folder).glob("*.safetensors")}
-        if strange := sorted(there - self.files.keys()):
+        names = {f"{folder}/{path.name}" for path in (self.directory / folder).glob("*.safetensors")}
+        if strange := sorted(names - self.files.keys()):
             raise DamagedCheckpoint(f"{self.directory}: {strange[0]} is not in the manifest")
-        return TensorFiles(self.directory / folder, [self.directory / name for name in sorted(there)])
+        return TensorFiles(self.directory / folder, [self.directory / name for name in sorted(names)])
 
     def tree(self, stem: str, tensors: Mapping[str, Any] | None = None) -> Any:
         """A tree of the checkpoint, such as :data:`SHARED`; ``None``: it has none of this name.

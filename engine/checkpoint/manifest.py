@@ -106,8 +106,8 @@ def age_of(manifest: Mapping[str, Any]) -> tuple[int, float, int, float]:
 
 def packed_facts(facts: Mapping[str, Any]) -> PackedFacts:
     """As JSON; errors as of :func:`manifest_of`."""
-    if taken := [name for name in _OURS if name in facts]:
-        raise ValueError(f"the names {taken} are reserved in the manifest: choose other names")
+    if reserved := [name for name in _OURS if name in facts]:
+        raise ValueError(f"the names {reserved} are reserved in the manifest: choose other names")
     value, tensors = pack(dict(facts))
     if tensors or not isinstance(value, dict) or "$" in value:
         raise TypeError(
@@ -131,12 +131,12 @@ def check_manifest(where: Any, manifest: Any) -> Manifest:
         if name not in older and type(manifest.get(name)) is not kind:
             raise DamagedCheckpoint(f"{where}: {MANIFEST} has no usable {name!r}")
     try:
-        found = _sum(manifest)
+        checksum = _sum(manifest)
     except RecursionError as error:
         raise DamagedCheckpoint(f"{where}: {MANIFEST} is nested too deeply") from error
-    if found != manifest["crc32"]:
+    if checksum != manifest["crc32"]:
         raise DamagedCheckpoint(
-            f"{where}: {MANIFEST} is not what was written: its checksum is {found}, expected {manifest['crc32']!r}"
+            f"{where}: {MANIFEST} is not what was written: its checksum is {checksum}, expected {manifest['crc32']!r}"
         )
     manifest = {**manifest, **older}
     trees = manifest.pop(TREES, {}) if manifest["format"] >= JOINED_FORMAT else {}
@@ -168,43 +168,43 @@ def _is_part(name: str) -> bool:
 
 def _check_values(where: Any, manifest: Mapping[str, Any], joined: Sequence[str]) -> None:
     """Check what is used as a path, a size or a loop's end. ``joined``: the files of a joined checkpoint."""
-    for name, known in manifest["files"].items():
+    for name, record in manifest["files"].items():
         if not (name in joined if joined else _is_part(name)):
             raise DamagedCheckpoint(
                 f"{where}: {MANIFEST} names the file {name!r}, which leads out of the checkpoint or is not part of one"
             )
-        if not isinstance(known, dict) or type(known.get("bytes")) is not int or not _sums(known):
+        if not isinstance(record, dict) or type(record.get("bytes")) is not int or not _sums(record):
             raise DamagedCheckpoint(f"{where}: {MANIFEST} has no usable entry for {name!r}")
     limits = {
         "serial": _MOST_SERIAL,
         "saved_at": _LATEST,
         "world_size": max(1, len(manifest["files"])),
     }  # each rank wrote a file
-    for name, most in limits.items():
-        if not (name == "world_size") <= manifest[name] <= most:
+    for name, maximum in limits.items():
+        if not (name == "world_size") <= manifest[name] <= maximum:
             raise DamagedCheckpoint(f"{where}: {MANIFEST} has the {name} {manifest[name]!r:.40}, which is not possible")
 
 
 def _unreadable(version: int) -> str:
-    here = f"has format {version!s:.20}, and this version reads {READABLE[0]} to {READABLE[1]}"
+    problem = f"has format {version!s:.20}, and this version reads {READABLE[0]} to {READABLE[1]}"
     if version > READABLE[1]:
-        return f"{here}: load it with the newer version that wrote it"
-    return f"{here}: load it with an older version that still reads it, and save it again"
+        return f"{problem}: load it with the newer version that wrote it"
+    return f"{problem}: load it with an older version that still reads it, and save it again"
 
 
-def _sums(known: Mapping[str, Any]) -> bool:
+def _sums(record: Mapping[str, Any]) -> bool:
     """Whether a record has one checksum for each block."""
-    sums = known.get("crc32")
+    sums = record.get("crc32")
     return (
         isinstance(sums, list)
-        and len(sums) == max(1, -(-known["bytes"] // BLOCK))
-        and all(type(each) is str for each in sums)
+        and len(sums) == max(1, -(-record["bytes"] // BLOCK))
+        and all(type(checksum) is str for checksum in sums)
     )
 
 
 def _sum(manifest: Mapping[str, Any]) -> str:
-    rest = {name: value for name, value in manifest.items() if name != "crc32"}
-    return f"{zlib.crc32(_sorted(rest).encode()):08x}"
+    content = {name: value for name, value in manifest.items() if name != "crc32"}
+    return f"{zlib.crc32(_sorted(content).encode()):08x}"
 
 
 _sorted = json.JSONEncoder(sort_keys=True).encode

@@ -24,38 +24,38 @@ def load_module(
     cls: type[T], path: str | Path, strict: bool, map_location: Any, weights: str | None, overrides: Mapping[str, Any]
 ) -> T:  # fmt: skip
     """See ``TrainModule.load_from_checkpoint``, whose arguments these are."""
-    with open_path(path, ("model", "state", *weights_folder(weights))) as found:
-        shared = _shared(found)
-        texts = found.manifest.get("hparams")
+    with open_path(path, ("model", "state", *weights_folder(weights))) as opened:
+        shared = _shared(opened)
+        texts = opened.manifest.get("hparams")
         module: Any = _construct(cls, path, shared, "", texts if isinstance(texts, dict) else {}, overrides)
         module.configure_model()
         module.built = True
-        counters = found.manifest.get("counters")
-        known = (
+        counters = opened.manifest.get("counters")
+        facts = (
             {"epoch": counters.get("epoch"), "global_step": counters.get("step")} if isinstance(counters, dict) else {}
         )
-        known["hyper_parameters"] = dict(shared.get("hparams", {}))
-        module.on_load_checkpoint(Entries(shared.get("user") or {}, known))
-        report = Source(found, weights).load_model(module, own_state(module), strict and module.strict_loading)
+        facts["hyper_parameters"] = dict(shared.get("hparams", {}))
+        module.on_load_checkpoint(Entries(shared.get("user") or {}, facts))
+        report = Source(opened, weights).load_model(module, own_state(module), strict and module.strict_loading)
         if report:
             logger.warning("%s fits in part: %s", path, report)
-    made: T = module if map_location is None else module.to(torch.device(map_location))
-    return made
+    result: T = module if map_location is None else module.to(torch.device(map_location))
+    return result
 
 
 def load_datamodule(cls: type[T], path: str | Path, overrides: Mapping[str, Any]) -> T:
     """See ``DataModule.load_from_checkpoint``, whose arguments these are."""
-    with open_path(path, ("state",)) as found:
-        shared = _shared(found)
+    with open_path(path, ("state",)) as opened:
+        shared = _shared(opened)
         data: Any = _construct(cls, path, shared, "datamodule_", {}, overrides)
         if shared.get("datamodule") is not None:
             data.load_state_dict(shared["datamodule"])
-    made: T = data
-    return made
+    result: T = data
+    return result
 
 
-def _shared(found: Opened) -> Fields:
-    return checked(f"{found.directory}: {SHARED}.json", found.tree(SHARED) or {}, SHARED_FORM)
+def _shared(opened: Opened) -> Fields:
+    return checked(f"{opened.directory}: {SHARED}.json", opened.tree(SHARED) or {}, SHARED_FORM)
 
 
 def _construct(
@@ -65,9 +65,9 @@ def _construct(
     saved = {str(name): value for name, value in shared.get(f"{prefix}hparams", {}).items()}
     positional, named = constructor_arguments(cls, saved, overrides, shared.get(f"{prefix}hparams_name"))
     if lost := replaced_by_defaults(cls, texts, {*saved, *overrides}):
-        made = terminal_text(", ".join(f"{name}={text}" for name, text in lost.items()), one_line=True)
+        arguments = terminal_text(", ".join(f"{name}={text}" for name, text in lost.items()), one_line=True)
         logger.warning(
             "%s: the %s was made with %s, which a checkpoint cannot hold: give them here",
-            *(path, "data module" if prefix else "module", made),
+            *(path, "data module" if prefix else "module", arguments),
         )
     return cls(*positional, **named)

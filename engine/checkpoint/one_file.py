@@ -109,15 +109,15 @@ def unpack(file: Path, folder: Path) -> None:
         entries = _checked(file, os.fstat(opened.fileno()).st_size, archive.infolist())
         check_json_size(f"{file}: {MANIFEST}", entries[MANIFEST].file_size)
         with archive.open(entries[MANIFEST]) as source:
-            known = check_manifest(file, parse_json(f"{file}: {MANIFEST}", source.read()))["files"]
-        if strange := sorted(entries.keys() ^ {MANIFEST, *known}):
+            records = check_manifest(file, parse_json(f"{file}: {MANIFEST}", source.read()))["files"]
+        if strange := sorted(entries.keys() ^ {MANIFEST, *records}):
             raise DamagedCheckpoint(
                 f"{file}: {strange[0]} is {'not in the manifest' if strange[0] in entries else 'missing'}"
             )
-        for name in known:
-            if entries[name].file_size != known[name]["bytes"]:
+        for name in records:
+            if entries[name].file_size != records[name]["bytes"]:
                 raise DamagedCheckpoint(
-                    f"{file}: {name} has {entries[name].file_size} bytes, and had {known[name]['bytes']} when it was written"
+                    f"{file}: {name} has {entries[name].file_size} bytes, and had {records[name]['bytes']} when it was written"
                 )
         for name in FOLDERS:
             (folder / name).mkdir(parents=True)

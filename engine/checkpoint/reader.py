@@ -62,17 +62,17 @@ class Report:
 _TRAINED = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _holds(here: torch.dtype, saved: torch.dtype) -> bool:
-    """Whether a model of dtype ``here`` may load values of dtype ``saved``: all of them fit, or one model can be trained in both,
+def _holds(dtype: torch.dtype, saved: torch.dtype) -> bool:
+    """Whether a model of dtype ``dtype`` may load values of dtype ``saved``: all of them fit, or one model can be trained in both,
     depending on the precision."""
-    if here == saved or (here in _TRAINED and saved in _TRAINED):
+    if dtype == saved or (dtype in _TRAINED and saved in _TRAINED):
         return True
-    same = (
-        here.is_floating_point == saved.is_floating_point
-        and here.is_complex == saved.is_complex
-        and torch.bool not in (here, saved)
+    same_kind = (
+        dtype.is_floating_point == saved.is_floating_point
+        and dtype.is_complex == saved.is_complex
+        and torch.bool not in (dtype, saved)
     )
-    return same and here.itemsize > saved.itemsize and torch.promote_types(here, saved) == here
+    return same_kind and dtype.itemsize > saved.itemsize and torch.promote_types(dtype, saved) == dtype
 
 
 _STRICT = "Load it into the model that was saved, or with strict=False"
@@ -82,9 +82,9 @@ _DOUBLE = (
 )
 
 
-def weights_folder(wanted: str | None) -> tuple[str, ...]:
-    """The folder whose checksums must be checked before the weights ``wanted`` are read, besides the model's."""
-    return () if wanted == TRAINED else (WEIGHTS,)
+def weights_folder(weights: str | None) -> tuple[str, ...]:
+    """The folder whose checksums must be checked before the weights ``weights`` are read, besides the model's."""
+    return () if weights == TRAINED else (WEIGHTS,)
 
 
 class OtherWeights:
@@ -106,41 +106,41 @@ class OtherWeights:
             raise DamagedCheckpoint(f"{self.where}: {OTHER_WEIGHTS}.json has no aliases")
         self._of: dict[str, dict[str, Stored]] = {str(name): {} for name in tree}
         for key, stored in self._files.stored.items():
-            name, _, own = key.partition("/")
+            name, _, parameter = key.partition("/")
             if name not in self._of:
                 raise DamagedCheckpoint(f"{self.where}: {OTHER_WEIGHTS}.json does not name {key!r}")
-            self._of[name][own] = stored
+            self._of[name][parameter] = stored
         self._scored = opened.manifest.get(SCORED_WITH, None if self._of else TRAINED)
         if self._scored not in (None, TRAINED, *self._of):
             raise DamagedCheckpoint(
                 f"{self.where}: {SCORED_WITH} names the weights {self._scored!r:.80}, which are not there"
             )
         for name, entry in tree.items():
-            for other, first in entry["aliases"].items():
+            for alias, first in entry["aliases"].items():
                 if first not in self._of[str(name)]:
                     raise DamagedCheckpoint(f"{self.where}: {OTHER_WEIGHTS}.json names {first!r}, which is not there")
-                self._of[str(name)][str(other)] = self._of[str(name)][first]
+                self._of[str(name)][str(alias)] = self._of[str(name)][first]
 
     @property
     def names(self) -> list[str]:
         """The names of the weights that are there."""
         return list(self._of)
 
-    def chosen(self, wanted: str | None) -> str:
+    def chosen(self, name: str | None) -> str:
         """The name of the weights to load; ``None``: those with which the score was measured.
 
         Raises:
             ValueError: there are none of this name.
         """
-        if wanted not in (None, TRAINED):
-            self.of(wanted)
-        elif wanted is None and self._scored is None:
+        if name not in (None, TRAINED):
+            self.of(name)
+        elif name is None and self._scored is None:
             logger.warning(
                 "%s also has the weights %s, and a version wrote it that did not note with which weights the score was measured: the trained ones "
                 "are loaded; weights=%r loads the others",
                 self.where, terminal_text(", ".join(map(repr, self._of))), next(iter(self._of)),
             )  # fmt: skip
-        return wanted or self._scored or TRAINED
+        return name or self._scored or TRAINED
 
     def of(self, name: str) -> dict[str, Stored]:
         """The tensors of the weights ``name``, by their names in the model.
@@ -149,13 +149,13 @@ class OtherWeights:
             ValueError: there are none of this name; the message lists the names.
         """
         if name not in self._of:
-            there = (
+            available = (
                 ", ".join(map(repr, [TRAINED, *self._of]))
                 if self._of
                 else "the trained ones only (a callback such as EMA adds others)"
             )
             raise ValueError(
-                terminal_text(f"{self.where} has no weights {name!r}; it has {there}{nearest(name, self._of)}")
+                terminal_text(f"{self.where} has no weights {name!r}; it has {available}{nearest(name, self._of)}")
             )
         return self._of[name]
 
@@ -165,20 +165,20 @@ class OtherWeights:
         Raises:
             ValueError: a tensor is not there, or has another shape.
         """
-        there = self.of(name)
-        if missing := [key for key in targets if key not in there]:
+        stored = self.of(name)
+        if missing := [key for key in targets if key not in stored]:
             raise ValueError(f"{self.where}: the weights {name!r} lack {terminal_text(', '.join(missing[:5]))}")
-        _read_named(self._files, targets, {key: there[key].name for key in targets})
+        _read_named(self._files, targets, {key: stored[key].name for key in targets})
 
 
 def _read_named(files: TensorFiles, targets: Mapping[str, Tensor], stored: Mapping[str, str]) -> None:
     """Fill ``targets``; ``stored``: the name in the files of each. Those that are one tensor there are read one after the other."""
-    rest = dict(targets)
-    while rest:  # once, unless the model has two tensors for one in the checkpoint
+    remaining = dict(targets)
+    while remaining:  # once, unless the model has two tensors for one in the checkpoint
         now: dict[str, Tensor] = {}
-        for name in list(rest):
-            if now.setdefault(stored[name], rest[name]) is rest[name]:
-                del rest[name]
+        for name in list(remaining):
+            if now.setdefault(stored[name], remaining[name]) is remaining[name]:
+                del remaining[name]
         files.read_into(now)
 
 
@@ -225,10 +225,10 @@ class Source:
     def __contains__(self, name: str) -> bool:
         return name in self._model.stored or name in self.aliases or name in self.extra
 
-    def compare(self, own: Mapping[str, Any]) -> Report:
+    def compare(self, state: Mapping[str, Any]) -> Report:
         """How a model's state fits; tensors may be on the meta device."""
-        there = {*self._model.stored, *self.aliases, *self.extra}
-        tensors = {name: value for name, value in own.items() if isinstance(value, Tensor) and name in there}
+        names = {*self._model.stored, *self.aliases, *self.extra}
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and name in names}
         shapes = [
             f"{n} ({list(self.stored(n).shape)} there, {list(t.shape)} here)"
             for n, t in tensors.items()
@@ -236,90 +236,90 @@ class Source:
         ]
         kinds = {name: (self.stored(name).dtype, value.dtype) for name, value in tensors.items()}
         dtypes = [
-            f"{name} ({saved} there, {here} here)" for name, (saved, here) in kinds.items() if not _holds(here, saved)
+            f"{name} ({saved} there, {dtype} here)" for name, (saved, dtype) in kinds.items() if not _holds(dtype, saved)
         ]
-        return Report(sorted(own.keys() - there), sorted(there - own.keys()), shapes, dtypes)
+        return Report(sorted(state.keys() - names), sorted(names - state.keys()), shapes, dtypes)
 
     def stored(self, name: str) -> Stored:
         """The model's tensor of this name."""
-        found = self._instead.get(name) or self._model.stored.get(self.aliases.get(name, name))
-        return Stored(name, torch.Size(()), torch.float32) if found is None else found
+        tensor = self._instead.get(name) or self._model.stored.get(self.aliases.get(name, name))
+        return Stored(name, torch.Size(()), torch.float32) if tensor is None else tensor
 
     def read_model(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors of the model."""
         if instead := {name: targets[name] for name in targets if name in self._instead}:
             self.others.read_into(self.weights, instead)
-        rest = {name: target for name, target in targets.items() if name not in instead}
-        _read_named(self._model, rest, {name: self.aliases.get(name, name) for name in rest})
+        trained = {name: target for name, target in targets.items() if name not in instead}
+        _read_named(self._model, trained, {name: self.aliases.get(name, name) for name in trained})
 
-    def check(self, module: nn.Module, own: Mapping[str, Any], strict: bool) -> Report:
-        """How ``own`` fits; with ``strict``, differences raise :class:`engine.utils.errors.DoesNotFit`, which names them."""
-        report = self.compare(own)
+    def check(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Report:
+        """How ``state`` fits; with ``strict``, differences raise :class:`engine.utils.errors.DoesNotFit`, which names them."""
+        report = self.compare(state)
         if strict and report:
             names = report.missing or report.unexpected or report.other_shapes
-            advice = f"{_STRICT}{self._made_with(module)}" if names else _DOUBLE if self._is_double(own) else _STRICT
+            advice = f"{_STRICT}{self._made_with(module)}" if names else _DOUBLE if self._is_double(state) else _STRICT
             raise DoesNotFit(f"{self.where} does not fit {type(module).__name__}: {report}. {advice}")
         return report
 
-    def _is_double(self, own: Mapping[str, Any]) -> bool:
-        """Whether it was saved in double precision, and the types of ``own`` are those of single precision."""
-        kinds = {(self.stored(name).dtype, value.dtype) for name, value in own.items() if isinstance(value, Tensor)}
-        return {saved for saved, here in kinds if not _holds(here, saved)} <= {torch.float64, torch.complex128}
+    def _is_double(self, state: Mapping[str, Any]) -> bool:
+        """Whether it was saved in double precision, and the types of ``state`` are those of single precision."""
+        kinds = {(self.stored(name).dtype, value.dtype) for name, value in state.items() if isinstance(value, Tensor)}
+        return {saved for saved, dtype in kinds if not _holds(dtype, saved)} <= {torch.float64, torch.complex128}
 
     def _made_with(self, module: nn.Module) -> str:
         """How the hyperparameters of the saved module differ from those of this one."""
-        own = getattr(module, "hparams", None)
-        if not isinstance(own, HParams) or not isinstance(self._hparams, dict):
+        hparams = getattr(module, "hparams", None)
+        if not isinstance(hparams, HParams) or not isinstance(self._hparams, dict):
             return ""
         if not self._hparams:
             return "; it has no hyperparameters (save_hyperparameters): create the module with the arguments that it was trained with"
-        other = {
+        differences = {
             str(n): v
             for n, v in self._hparams.items()
-            if n not in own or (isinstance(v, type(own[n])) and v != own[n] and v != HIDDEN)
+            if n not in hparams or (isinstance(v, type(hparams[n])) and v != hparams[n] and v != HIDDEN)
         }
-        shown = ", ".join(f"{name}={value!s:.40}" for name, value in other.items())
-        return f"; it was created with {terminal_text(shown)}" if shown else ""
+        text = ", ".join(f"{name}={value!s:.40}" for name, value in differences.items())
+        return f"; it was created with {terminal_text(text)}" if text else ""
 
-    def load_model(self, module: nn.Module, own: Mapping[str, Any], strict: bool) -> Report:
+    def load_model(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Report:
         """Fill parameters and buffers of ``module`` in place.
 
         Args:
-            own: ``module.state_dict(keep_vars=True)``; tensors on the meta device belong to other ranks.
+            state: ``module.state_dict(keep_vars=True)``; tensors on the meta device belong to other ranks.
             strict: any difference is an error.
 
         Raises:
             ValueError: it does not fit; nothing was read.
         """
         if overridden(module, "load_state_dict", nn.Module):
-            return self._load_whole(module, own, strict)
-        report = self.check(module, own, strict)
+            return self._load_whole(module, state, strict)
+        report = self.check(module, state, strict)
         wrong = {text.split(" ")[0] for text in report.other_shapes}
         direct = {id(t) for t in (*module.parameters(), *module.buffers())}
-        fits = {name: value for name, value in own.items() if name in self and name not in wrong}
-        here = {name: value for name, value in fits.items() if isinstance(value, Tensor) and not value.is_meta}
-        made = {
+        fits = {name: value for name, value in state.items() if name in self and name not in wrong}
+        local = {name: value for name, value in fits.items() if isinstance(value, Tensor) and not value.is_meta}
+        copies = {
             name: torch.empty_like(value, requires_grad=False)
-            for name, value in here.items()
+            for name, value in local.items()
             if id(value) not in direct
         }
-        self.read_model({name: made.get(name, value) for name, value in here.items()})
-        rest = made | {name: self.extra[name] for name in fits if name in self.extra}
-        if rest:
-            module.load_state_dict(rest, strict=False)
+        self.read_model({name: copies.get(name, value) for name, value in local.items()})
+        entries = copies | {name: self.extra[name] for name in fits if name in self.extra}
+        if entries:
+            module.load_state_dict(entries, strict=False)
         return report
 
-    def _load_whole(self, module: nn.Module, own: Mapping[str, Any], strict: bool) -> Report:
+    def _load_whole(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Report:
         """Fill a module by its own ``load_state_dict``, which gets all of the saved state."""
-        if any(isinstance(value, Tensor) and (value.is_meta or hasattr(value, "placements")) for value in own.values()):
+        if any(isinstance(value, Tensor) and (value.is_meta or hasattr(value, "placements")) for value in state.values()):
             raise ValueError(
                 f"{type(module).__name__} overrides load_state_dict, which cannot be called where each rank has a part of the parameters: remove it, "
                 "or use strategy='ddp'"
             )
-        state: dict[str, Any] = {name: whole(self.stored(name)) for name in (*self._model.stored, *self.aliases)}
-        self.read_model(state)
-        left = module.load_state_dict({**state, **self.extra}, strict=strict)
-        missing, unexpected = ([], []) if left is None else (left.missing_keys, left.unexpected_keys)
+        saved: dict[str, Any] = {name: whole(self.stored(name)) for name in (*self._model.stored, *self.aliases)}
+        self.read_model(saved)
+        result = module.load_state_dict({**saved, **self.extra}, strict=strict)
+        missing, unexpected = ([], []) if result is None else (result.missing_keys, result.unexpected_keys)
         return Report(list(missing), list(unexpected), [], [])
 
     def read_optim(self, tree: Any, like: Callable[[Stored], Tensor]) -> Any:
@@ -330,14 +330,14 @@ class Source:
             if isinstance(value, Stored):
                 return targets.setdefault(value.name, like(value))
             if isinstance(value, dict):
-                return {key: put(each) for key, each in value.items()}
+                return {key: put(item) for key, item in value.items()}
             if isinstance(value, (list, tuple)):
-                return type(value)(put(each) for each in value)
+                return type(value)(put(item) for item in value)
             return value
 
-        found = put(tree)
+        result = put(tree)
         self._optim.read_into(targets)
-        return found
+        return result
 
 
 def whole(stored: Stored) -> Tensor:

@@ -89,11 +89,11 @@ class FileSystem:
         except FileNotFoundError:
             raise
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
             if signature := self._url.partition("?")[2]:
-                said = said.replace(signature, "...")
+                message = message.replace(signature, "...")
             raise OSError(
-                f"{terminal_text(without_query(self._url))}: {terminal_text(said, one_line=True)}. Check the URL, the network, and the access that "
+                f"{terminal_text(without_query(self._url))}: {terminal_text(message, one_line=True)}. Check the URL, the network, and the access that "
                 "fsspec was given"
             ) from error
 
@@ -225,11 +225,11 @@ class RemoteStorage(Storage):
             entries = self.files.find(self._inside, maxdepth=2, detail=True)
         except FileNotFoundError:
             return []
-        there = {str(entry): path for path, entry in entries.items() if path.endswith(f"/{MANIFEST}")}
-        new = there.keys() - self._known
-        self._known = set(there)
+        manifests = {str(entry): path for path, entry in entries.items() if path.endswith(f"/{MANIFEST}")}
+        new = manifests.keys() - self._known
+        self._known = set(manifests)
         serials: list[int] = []
-        for path in (there[entry] for entry in new):
+        for path in (manifests[entry] for entry in new):
             with suppress(DamagedCheckpoint, OSError):
                 serials.append(check_manifest(path, parse_json(path, self.files.cat_file(path)))["serial"])
         return serials
@@ -240,7 +240,7 @@ class RemoteStorage(Storage):
                 yield name, self._whole(name)
 
     def incomplete(self, complete: Container[str] | None = None) -> dict[str, Incomplete]:
-        found: dict[str, Incomplete] = {}
+        problems: dict[str, Incomplete] = {}
         for name in self._names():
             if complete is not None and name in complete:
                 continue
@@ -248,10 +248,10 @@ class RemoteStorage(Storage):
                 self._whole(name)
             except FileNotFoundError:
                 if self._remains(name):
-                    found[name] = _UNFINISHED
+                    problems[name] = _UNFINISHED
             except (DamagedCheckpoint, OSError) as error:
-                found[name] = Incomplete(str(error).removeprefix(f"{self.path(name)}: "), False)
-        return found
+                problems[name] = Incomplete(str(error).removeprefix(f"{self.path(name)}: "), False)
+        return problems
 
     def has(self, name: str) -> bool:
         return bool(name) and self.files.exists(self.inner_path(f"{name}/{MANIFEST}"))
@@ -261,11 +261,11 @@ class RemoteStorage(Storage):
         text = self.files.cat_file(self.inner_path(f"{name}/{MANIFEST}"))
         manifest = check_manifest(self.path(name), parse_json(self.path(name), text))
         sizes = {path: entry["size"] for path, entry in self.files.find(self.inner_path(name), detail=True).items()}
-        for file, known in manifest["files"].items():
+        for file, record in manifest["files"].items():
             size = sizes.get(self.inner_path(f"{name}/{file}"))
-            if size != known["bytes"]:
+            if size != record["bytes"]:
                 what = (
-                    "is missing" if size is None else f"has {size} bytes, and had {known['bytes']} when it was written"
+                    "is missing" if size is None else f"has {size} bytes, and had {record['bytes']} when it was written"
                 )
                 raise DamagedCheckpoint(f"{self.path(name)}: {file} {what}")
         return manifest
@@ -283,7 +283,7 @@ class RemoteStorage(Storage):
 
     def remove(self, name: str) -> bool:
         check_entry(self.root, name)
-        if not any(other != name for other, _ in self.complete()):
+        if not any(complete_name != name for complete_name, _ in self.complete()):
             return False
         with suppress(FileNotFoundError):
             self.files.rm_file(self.inner_path(f"{name}/{MANIFEST}"))
@@ -333,21 +333,21 @@ class RemoteStorage(Storage):
 
     def _remains(self, name: str) -> bool:
         """Whether these files belong to a checkpoint that was being written or removed: only checkpoints have files of such names."""
-        found = (
+        paths = (
             path.removeprefix(self.inner_path(name)).strip("/").partition("/")
             for path in self.files.find(self.inner_path(name))
         )
         return any(
-            inner == JOINED or (inner in FOLDERS and file.startswith("rank=")) for inner, _, file in found
+            inner == JOINED or (inner in FOLDERS and file.startswith("rank=")) for inner, _, file in paths
         )  # checkpoints in it do not count
 
     def manifest(self, name: str) -> dict[str, Any]:
         try:
             text = self.files.cat_file(self.inner_path(f"{name}/{MANIFEST}"))
         except FileNotFoundError as error:
-            there = ", ".join(self.manifests()) or "none"
+            complete = ", ".join(self.manifests()) or "none"
             raise FileNotFoundError(
-                f"{self.path(name)} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {there}"
+                f"{self.path(name)} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {complete}"
             ) from error
         return check_manifest(self.path(name), parse_json(self.path(name), text))
 

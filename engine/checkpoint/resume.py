@@ -130,14 +130,14 @@ class Loaded:
         Args:
             position: this rank's position (JSON); its state has it under ``"place"``.
         """
-        same = self.manifest["world_size"] == self._group.world_size
-        state = self.of_rank(self._group.rank) if same else None
+        same_world = self.manifest["world_size"] == self._group.world_size
+        state = self.of_rank(self._group.rank) if same_world else None
         return state if all(gather_json(self._group, state is not None and state["place"] == position)) else None
 
     def every(self) -> list[Any]:
         """The states of all ranks that saved; empty for a converted checkpoint."""
-        found = (self.of_rank(rank) for rank in range(self.manifest["world_size"]))
-        return [state for state in found if state is not None]
+        states = (self.of_rank(rank) for rank in range(self.manifest["world_size"]))
+        return [state for state in states if state is not None]
 
 
 @contextmanager
@@ -157,12 +157,12 @@ def _uncollected() -> Iterator[None]:
 def opening(
     group: Group,
     storage: Storage,
-    wanted: str,
+    checkpoint: str,
     folders: tuple[str, ...] = FOLDERS,
     argument: str = "resume",
     report: Callable[..., None] = logger.error,
 ) -> Iterator[Loaded]:
-    """Open the checkpoint ``wanted`` on all ranks, which share the work of checking it.
+    """Open the checkpoint ``checkpoint`` on all ranks, which share the work of checking it.
 
     Args:
         storage: where the names ``"last"``, ``"auto"`` and ``"best"`` are looked up. Unusable checkpoints are reported and skipped.
@@ -174,10 +174,10 @@ def opening(
         FileNotFoundError: there is none.
         DamagedCheckpoint: the one given by path cannot be used, or none of the existing ones can; the message has the reasons.
     """
-    named = wanted in NAMES
-    where, name = (storage, "") if named else split_path(wanted)
+    named = checkpoint in NAMES
+    where, name = (storage, "") if named else split_path(checkpoint)
     candidates, unusable = all_or_none(
-        group, partial(_there, storage, wanted) if named and group.is_main else lambda: [[name], {}]
+        group, partial(_there, storage, checkpoint) if named and group.is_main else lambda: [[name], {}]
     )[0]
     reasons = [f"{where.path(name)}: {why}" for name, why in unusable.items()]
     passed: list[str] = []
@@ -186,7 +186,7 @@ def opening(
             loaded, damage = _open(group, where, name, folders)
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"{argument}={wanted!r}: {error}{'' if named else nearest(wanted, NAMES)}"
+                f"{argument}={checkpoint!r}: {error}{'' if named else nearest(checkpoint, NAMES)}"
             ) from error
         if loaded is not None:
             for reason in reasons if group.is_main else ():
@@ -199,12 +199,12 @@ def opening(
             raise DamagedCheckpoint(damage)
         reasons.append(damage)
         passed.append(name)
-    what = f"no complete checkpoint{' with a score' if wanted == 'best' else ''} in {storage.root}"
+    what = f"no complete checkpoint{' with a score' if checkpoint == 'best' else ''} in {storage.root}"
     if not reasons:
-        raise FileNotFoundError(f"{argument}={wanted!r}: {what}; one of another run is given by its path")
+        raise FileNotFoundError(f"{argument}={checkpoint!r}: {what}; one of another run is given by its path")
     listed = "".join(f"\n  {reason}" for reason in reasons)
     raise DamagedCheckpoint(
-        f"{argument}={wanted!r}: {what} can be used; these exist:{listed}\n"
+        f"{argument}={checkpoint!r}: {what} can be used; these exist:{listed}\n"
         "Repair them, give the path of another one, or move them away to start from step 0"
     )
 
@@ -216,7 +216,7 @@ def name_of(path: str | Path) -> str:
 
 def describe(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> dict[str, Any]:
     """The classes of optimizers and schedulers, for checkpoints: another class loads what it knows by name and ignores the rest."""
-    names = [[type(each).__name__ for each in some] for some in (optimizers, schedulers)]
+    names = [[type(item).__name__ for item in objects] for objects in (optimizers, schedulers)]
     return dict(zip(("optimizers", "schedulers"), names, strict=True))
 
 
@@ -233,30 +233,30 @@ def check_optimizer(loaded: Loaded, index: int, optimizer: Any) -> None:
         ValueError: it is of another kind: hyperparameters are missing or have other types; the message names them.
     """
     saved, kinds = loaded.source.optim[str(index)], loaded.shared.get("kinds", {}).get("optimizers", [])
-    kind, own = kinds[index] if index < len(kinds) else None, type(optimizer).__name__
-    for group, here in zip(saved["param_groups"], optimizer.param_groups, strict=False):
-        missing = sorted(here.keys() - group.keys() - {"params"} - (_KNOBS if kind != own else here.keys()))
+    kind, class_name = kinds[index] if index < len(kinds) else None, type(optimizer).__name__
+    for group, current in zip(saved["param_groups"], optimizer.param_groups, strict=False):
+        missing = sorted(current.keys() - group.keys() - {"params"} - (_KNOBS if kind != class_name else current.keys()))
         missing += sorted(
-            name for name, value in here.items() if name != "params" and name in group and unlike(group[name], value)
+            name for name, value in current.items() if name != "params" and name in group and unlike(group[name], value)
         )
         if missing:
             raise ValueError(
-                f"{loaded.path} has the state of {terminal_text(kind or 'another optimizer')} for optimizer {index}, which is {own}: no usable "
+                f"{loaded.path} has the state of {terminal_text(kind or 'another optimizer')} for optimizer {index}, which is {class_name}: no usable "
                 f"{', '.join(missing)} is saved. Give the optimizer that was saved, or start it fresh with Resume(path, optimizer=False)"
             )
     if type(optimizer).__module__.startswith("torch.optim."):
         _check_torch(loaded, index, optimizer, saved)
-    if kind not in (None, own):
-        logger.warning("%s: optimizer %d was %s, and its state continues in %s", loaded.path, index, kind, own)
+    if kind not in (None, class_name):
+        logger.warning("%s: optimizer %d was %s, and its state continues in %s", loaded.path, index, kind, class_name)
 
 
 def _check_torch(loaded: Loaded, index: int, optimizer: Any, saved: Any) -> None:
     """Check what torch's own optimizers assume: values that their constructors allow, and the same entries for all parameters of a kind."""
-    taken = inspect.signature(type(optimizer)).parameters
+    parameters = inspect.signature(type(optimizer)).parameters
     for group in saved["param_groups"]:
-        given = {name: value for name, value in group.items() if name in taken and type(value) in (int, float, tuple)}
+        hyperparameters = {name: value for name, value in group.items() if name in parameters and type(value) in (int, float, tuple)}
         loaded.give(
-            f"optimizer {index}", lambda values: type(optimizer)([torch.zeros(1, requires_grad=True)], **values), given
+            f"optimizer {index}", lambda values: type(optimizer)([torch.zeros(1, requires_grad=True)], **values), hyperparameters
         )
         kinds: dict[int, Any] = {}
         for name in group["params"]:
@@ -278,34 +278,34 @@ def check_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> N
     Raises:
         ValueError: it is the state of another kind of scheduler, or sets attributes that a state never sets.
     """
-    kinds, own = loaded.shared.get("kinds", {}).get("schedulers", []), type(scheduler).__name__
+    kinds, class_name = loaded.shared.get("kinds", {}).get("schedulers", []), type(scheduler).__name__
     kind = kinds[index] if index < len(kinds) else None
-    known = scheduler.state_dict()
-    differ = {name for name in known.keys() ^ state.keys() if not str(name).startswith("_")} if kind is None else set()
+    current = scheduler.state_dict()
+    differ = {name for name in current.keys() ^ state.keys() if not str(name).startswith("_")} if kind is None else set()
     odd = {
         str(name)
-        for name in state.keys() - known.keys()
+        for name in state.keys() - current.keys()
         if str(name) == "optimizer" or callable(getattr(type(scheduler), str(name), None))
     }
     # A list may have grown: the list of rates does with the parameter groups.
     odd |= {
         str(name)
-        for name in state.keys() & known.keys()
-        if type(known[name]) in (int, float) and unlike(state[name], known[name])
+        for name in state.keys() & current.keys()
+        if type(current[name]) in (int, float) and unlike(state[name], current[name])
     }
     odd |= {
         str(name)
-        for name in state.keys() & known.keys()
-        if type(known[name]) is list and not isinstance(state[name], (list, tuple))
+        for name in state.keys() & current.keys()
+        if type(current[name]) is list and not isinstance(state[name], (list, tuple))
     }
-    if kind not in (None, own) or differ or odd:
+    if kind not in (None, class_name) or differ or odd:
         what = (
             f"another scheduler ({kind})"
-            if kind not in (None, own)
-            else f"no {own} (see {', '.join(sorted(map(str, differ | odd)))})"
+            if kind not in (None, class_name)
+            else f"no {class_name} (see {', '.join(sorted(map(str, differ | odd)))})"
         )
         raise ValueError(
-            f"{loaded.path} has the state of {terminal_text(what)} for scheduler {index}, which is {own}: give the saved scheduler, or start "
+            f"{loaded.path} has the state of {terminal_text(what)} for scheduler {index}, which is {class_name}: give the saved scheduler, or start "
             "optimizers and schedulers fresh with Resume(path, optimizer=False)"
         )
 
@@ -329,16 +329,16 @@ def load_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> No
     loaded.give(f"scheduler {index} ({type(scheduler).__name__})", scheduler.load_state_dict, state)
 
 
-def check_samples(path: Path | str, saved: Any, here: int | None, position: int, strict: bool) -> None:
+def check_samples(path: Path | str, saved: Any, current: int | None, position: int, strict: bool) -> None:
     """Check that a started epoch can continue: its order belongs to one number of samples (or ready batches).
 
     Raises:
         ValueError: the data has another length; with ``strict=False`` that is a warning.
     """
-    if None in (saved, here) or saved == here:
+    if None in (saved, current) or saved == current:
         return
     message = (
-        f"{path} was saved at {position} of the {saved} samples or batches of an epoch, and the data now has {here}: some would be left out or "
+        f"{path} was saved at {position} of the {saved} samples or batches of an epoch, and the data now has {current}: some would be left out or "
         "repeated. Finish the epoch with the data that it started with"
     )
     if strict:
@@ -346,13 +346,13 @@ def check_samples(path: Path | str, saved: Any, here: int | None, position: int,
     logger.warning("%s", message)
 
 
-def configure(optimizer: Any, given: list[dict[str, Any]]) -> None:
+def configure(optimizer: Any, hyperparameters: list[dict[str, Any]]) -> None:
     """Use the given hyperparameters; a schedule's change to a learning rate is applied to the given one."""
-    for group, own in zip(optimizer.param_groups, given, strict=True):
+    for group, values in zip(optimizer.param_groups, hyperparameters, strict=True):
         now, first = group["lr"], group.get("initial_lr")
-        group.update(own)
+        group.update(values)
         if first:
-            group["lr"] = own.get("initial_lr", own["lr"]) * (now / first)
+            group["lr"] = values.get("initial_lr", values["lr"]) * (now / first)
 
 
 def rebase(scheduler: Any) -> None:
@@ -363,42 +363,42 @@ def rebase(scheduler: Any) -> None:
         scheduler._last_lr = [group["lr"] for group in groups]
 
 
-def fitting(saved: dict[str, Any], own: dict[str, Any], module: nn.Module, source: Source) -> dict[str, Any]:
+def fitting(saved: dict[str, Any], current: dict[str, Any], module: nn.Module, source: Source) -> dict[str, Any]:
     """The saved state of parameters that the optimizer has, with their shapes; the rest starts fresh.
 
     Args:
-        own: the optimizer's current state, by names.
+        current: the optimizer's current state, by names.
     """
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
-    names = {name for group in own["param_groups"] for name in group["params"]}
+    names = {name for group in current["param_groups"] for name in group["params"]}
     entries = {
         n: e
         for n, e in saved["state"].items()
         if n in names and n in source and source.stored(n).shape == shapes.get(n)
     }
-    same = len(saved["param_groups"]) == len(own["param_groups"])
-    pairs = zip(saved["param_groups"] if same else own["param_groups"], own["param_groups"], strict=True)
+    same_groups = len(saved["param_groups"]) == len(current["param_groups"])
+    pairs = zip(saved["param_groups"] if same_groups else current["param_groups"], current["param_groups"], strict=True)
     return {**saved, "state": entries, "param_groups": [{**group, "params": mine["params"]} for group, mine in pairs]}
 
 
-def _there(storage: Storage, wanted: str) -> list[Any]:
+def _there(storage: Storage, checkpoint: str) -> list[Any]:
     """Names of complete checkpoints, the wanted one first; and the unusable ones, with reasons."""
     manifests = storage.manifests()
-    unusable = {name: it.reason for name, it in storage.incomplete().items() if not it.is_leftover}
-    return [by_score(manifests) if wanted == "best" else list(reversed(manifests)), unusable]
+    unusable = {name: problem.reason for name, problem in storage.incomplete().items() if not problem.is_leftover}
+    return [by_score(manifests) if checkpoint == "best" else list(reversed(manifests)), unusable]
 
 
 def _open(group: Group, storage: Storage, name: str, folders: tuple[str, ...]) -> tuple[Loaded | None, str]:
     """The checkpoint; ``None`` and the reason, the same on all ranks, when it is damaged."""
-    found: Opened | None = None
+    opened: Opened | None = None
     loaded: Loaded | None = None
 
     def work() -> str | None:
-        nonlocal found, loaded
+        nonlocal opened, loaded
         share = (group.rank, group.world_size) if storage.shared else (0, 1)
         try:
-            found = Opened(storage.fetch(name), share, folders)
-            loaded = Loaded(found, storage, name, group)
+            opened = Opened(storage.fetch(name), share, folders)
+            loaded = Loaded(opened, storage, name, group)
             loaded.check(folders)
         except DamagedCheckpoint as error:
             return str(error)
@@ -407,11 +407,11 @@ def _open(group: Group, storage: Storage, name: str, folders: tuple[str, ...]) -
     try:
         damage = next((text for text in all_or_none(group, work) if text is not None), None)
     except BaseException:
-        _close(found)
+        _close(opened)
         raise
     if damage is None:
         return loaded, ""
-    _close(found)
+    _close(opened)
     return None, damage
 
 

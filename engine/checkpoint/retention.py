@@ -77,7 +77,7 @@ class CheckpointFolder:
         if self.group.is_main and storage.is_same(self.storage):
             self.storage.sweep()  # also before the first save: there may be nothing left to save
             names = list(self.storage.manifests())
-            self.to_remove = [each for each in names[: names.index(name)] if each in to_remove] if name in names else []
+            self.to_remove = [older for older in names[: names.index(name)] if older in to_remove] if name in names else []
 
     def sweep(self) -> None:
         """Delete what killed runs left, once; on the main process."""
@@ -94,9 +94,9 @@ class CheckpointFolder:
         """Delete checkpoints (on the main process), and those of :attr:`to_remove`; those that are in use, or that an error keeps, are tried
         again later."""
         if self.group.is_main and (names or self.to_remove):
-            wanted, self.to_remove = [*self.to_remove, *names], []
+            pending, self.to_remove = [*self.to_remove, *names], []
             self.to_remove += [
-                name for name in dict.fromkeys(wanted) if name in self.protected or not self._remove(name)
+                name for name in dict.fromkeys(pending) if name in self.protected or not self._remove(name)
             ]
 
     def _remove(self, name: str) -> bool:

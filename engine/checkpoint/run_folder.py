@@ -54,14 +54,14 @@ class RunFolder:
         self,
         group: Group,
         root_dir: Path,
-        kept: str | Path | None,
+        dirpath: str | Path | None,
         stage: str,
-        wanted: str | Path | Resume | None,
+        checkpoint: str | Path | Resume | None,
         earlier: Trained | None,
     ) -> None:
-        how = wanted if isinstance(wanted, Resume) or wanted is None else Resume(wanted)
+        how = checkpoint if isinstance(checkpoint, Resume) or checkpoint is None else Resume(checkpoint)
         self._group, self._stage, self._earlier = group, stage, earlier
-        self._chosen_root = None if kept is None else str(kept)
+        self._chosen_root = None if dirpath is None else str(dirpath)
         self._wanted = None if how is None else str(how.path)
         self._continues = how is not None and stage == "fit" and not how.weights_only
         self._root, self._claims = run_root_of(root_dir, "checkpoints"), dict[str, Claim]()
@@ -102,10 +102,10 @@ class RunFolder:
             self._on_main(partial(_check_writable, where))
         return where
 
-    def source(self, wanted: str) -> tuple[Storage, str]:
+    def source(self, checkpoint: str) -> tuple[Storage, str]:
         """A folder of checkpoints, and the name or path of one, from a user's name, checkpoint path, or run folder."""
-        inner = None if wanted in NAMES else self._on_main(partial(_checkpoints_in, wanted))
-        return (storage_of(self.named), wanted) if inner is None else (storage_of(inner), "last")
+        inner = None if checkpoint in NAMES else self._on_main(partial(_checkpoints_in, checkpoint))
+        return (storage_of(self.named), checkpoint) if inner is None else (storage_of(inner), "last")
 
     def trained(self) -> Trained:
         """What is kept of this run after its end."""
@@ -130,31 +130,31 @@ class RunFolder:
 
     def _training(self) -> dict[str, Any]:
         first = self._root if self._chosen_root is None else run_root_of(self._chosen_root)
-        wanted = self._run_to_continue(first)
-        number, id = self._lock_run(first, wanted, uuid.uuid4().hex)
+        continued = self._run_to_continue(first)
+        number, id = self._lock_run(first, continued, uuid.uuid4().hex)
         checkpoints = first.storage(number)
-        named = self._named(first) if wanted is None and self._wanted in NAMES else checkpoints
-        own = number if first is self._root else self._lock_run(self._root, self._root.with_id(id), id)[0]
+        named = self._named(first) if continued is None and self._wanted in NAMES else checkpoints
+        own_number = number if first is self._root else self._lock_run(self._root, self._root.with_id(id), id)[0]
         where = (
-            self._root.folder(own)
+            self._root.folder(own_number)
             if first is self._root
-            else f"{self._root.folder(own)}, its checkpoints into {first.folder(number)}"
+            else f"{self._root.folder(own_number)}, its checkpoints into {first.folder(number)}"
         )
         news: list[Any] = [logging.INFO, "this run writes into %s", where]
-        if wanted is None and (number or own):
+        if continued is None and (number or own_number):
             news = [
                 logging.WARNING,
                 "%s belongs to another run: this one writes into %s",
                 first.folder(0) if number else self._root.folder(0),
                 where,
             ]
-        return self._row(id, own, checkpoints, named, news)
+        return self._row(id, own_number, checkpoints, named, news)
 
     def _evaluation(self) -> dict[str, Any]:
         named = self._named(self._root if self._chosen_root is None else run_root_of(self._chosen_root))
-        own = None if self._earlier is None else self._root.with_id(self._earlier.id)
+        earlier = None if self._earlier is None else self._root.with_id(self._earlier.id)
         try:
-            number, id = self._lock_run(self._root, own, uuid.uuid4().hex)
+            number, id = self._lock_run(self._root, earlier, uuid.uuid4().hex)
         except FolderInUse:
             number, id = self._lock_run(self._root, None, uuid.uuid4().hex)
         news = [logging.INFO, "this evaluation writes its logs into %s", self._root.folder(number)]
@@ -216,9 +216,9 @@ class RunFolder:
         if self._wanted != "auto":
             return None
         # A run that was killed before it saved anything starts again, in its folder.
-        own = _restarted_job_names(os.environ)
+        job_names = _restarted_job_names(os.environ)
         return next(
-            (n for n in candidates if (record := root.record(n)).status != ENDED or _belongs_to(record, own)), None
+            (n for n in candidates if (record := root.record(n)).status != ENDED or _belongs_to(record, job_names)), None
         )
 
     def _named(self, root: RunRoot) -> Storage:
@@ -233,12 +233,12 @@ class RunFolder:
         return _trainings(root)
 
 
-def source_of(root_dir: Path, kept: str | Path | None, wanted: str) -> tuple[Storage, str]:
+def source_of(root_dir: Path, dirpath: str | Path | None, checkpoint: str) -> tuple[Storage, str]:
     """As :meth:`RunFolder.source`, for a single process that starts no run."""
-    inner = None if wanted in NAMES else _checkpoints_in(wanted)
+    inner = None if checkpoint in NAMES else _checkpoints_in(checkpoint)
     if inner is not None:
         return storage_of(inner), "last"
-    return _newest(run_root_of(root_dir, "checkpoints") if kept is None else run_root_of(kept)), wanted
+    return _newest(run_root_of(root_dir, "checkpoints") if dirpath is None else run_root_of(dirpath)), checkpoint
 
 
 def _newest(root: RunRoot) -> Storage:
@@ -250,30 +250,30 @@ def _trainings(root: RunRoot) -> list[int]:
     """The trainings that a name may mean, the likeliest first."""
     records = {number: root.record(number) for number in root.newest_first()}
     trainings = [number for number, record in records.items() if record.stage not in EVALUATIONS]
-    own = [number for number in trainings if _belongs_to(records[number], _restarted_job_names(os.environ))]
-    return own if own and _restarted(os.environ) else [*own, *(number for number in trainings if number not in own)]
+    of_this_job = [number for number in trainings if _belongs_to(records[number], _restarted_job_names(os.environ))]
+    return of_this_job if of_this_job and _restarted(os.environ) else [*of_this_job, *(number for number in trainings if number not in of_this_job)]
 
 
 def _check_writable(where: str) -> None:
     """Check before the first step that checkpoints can be written; at a URL only the first save can tell."""
     if "://" in where:
         return
-    there = next(each for each in (Path(where), *Path(where).parents) if os.path.exists(each))
-    if not os.access(there, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+    ancestor = next(path for path in (Path(where), *Path(where).parents) if os.path.exists(path))
+    if not os.access(ancestor, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
         why = (
             "is on a read-only file system"
-            if os.statvfs(there).f_flag & os.ST_RDONLY
+            if os.statvfs(ancestor).f_flag & os.ST_RDONLY
             else "may not be written to by this user"
         )
         raise PermissionError(
-            f"checkpoints are to be kept in {where}, and {there} {why}: choose another root_dir, or another dirpath of ModelCheckpoint"
+            f"checkpoints are to be kept in {where}, and {ancestor} {why}: choose another root_dir, or another dirpath of ModelCheckpoint"
         )
 
 
-def _checkpoints_in(wanted: str) -> str | None:
+def _checkpoints_in(path: str) -> str | None:
     """The checkpoints in a run's folder; ``None``: it is not one."""
-    found = folder_at(wanted)
-    return None if found is None else found.root
+    storage = folder_at(path)
+    return None if storage is None else storage.root
 
 
 # -- the job: what stays the same when a launcher or a scheduler starts the processes again ------------------------------------------

@@ -100,10 +100,10 @@ class RunRecord:
 
     def continuing(self, before: RunRecord) -> RunRecord:
         """This process's record in the folder of an earlier run: the id stays, and where the run is only evaluated its stage and job."""
-        own = replace(self, id=before.id or self.id)
+        record = replace(self, id=before.id or self.id)
         if self.stage == "fit" or not before:
-            return own
-        return replace(own, stage=before.stage or self.stage, job=before.job)
+            return record
+        return replace(record, stage=before.stage or self.stage, job=before.job)
 
     @property
     def owner(self) -> str:
@@ -198,8 +198,8 @@ class RunRoot(ABC):
 
     def of(self, checkpoint: str) -> int | None:
         """The number of the run that a checkpoint belongs to, or a folder of checkpoints; ``None``: no run under this root has it."""
-        wanted = {canonical(checkpoint), canonical(checkpoint.rstrip("/").rpartition("/")[0] or ".")}
-        return next((number for number in self.newest_first() if canonical(self.storage(number).root) in wanted), None)
+        roots = {canonical(checkpoint), canonical(checkpoint.rstrip("/").rpartition("/")[0] or ".")}
+        return next((number for number in self.newest_first() if canonical(self.storage(number).root) in roots), None)
 
     def claim(self, record: RunRecord) -> Claim:
         """Take an unused folder for a new run.

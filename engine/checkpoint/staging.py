@@ -160,7 +160,7 @@ def chunks(sizes: Mapping[Any, int]) -> list[list[Any]]:
     groups: list[list[Any]] = []
     room: list[int] = []
     for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
-        index = next((i for i, left in enumerate(room) if left >= size), len(groups))
+        index = next((i for i, free in enumerate(room) if free >= size), len(groups))
         if index == len(groups):
             groups.append([])
             room.append(max(CHUNK, 1 << (size - 1).bit_length() if size else 0))

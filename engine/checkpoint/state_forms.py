@@ -107,15 +107,15 @@ def checked_optimizer(where: object, state: Any) -> None:
         raise DamagedCheckpoint(f"{where} has no usable {bad.removeprefix('.') or 'state'!r}")
 
 
-def unlike(saved: Any, own: Any) -> bool:
-    """Whether a saved hyperparameter cannot replace ``own``: not a number for a number, or another count for several."""
-    if isinstance(own, (tuple, list)):
-        return not isinstance(saved, (tuple, list)) or len(saved) != len(own) or any(map(unlike, saved, own))
-    if type(own) in (int, float):
+def unlike(saved: Any, current: Any) -> bool:
+    """Whether a saved hyperparameter cannot replace ``current``: not a number for a number, or another count for several."""
+    if isinstance(current, (tuple, list)):
+        return not isinstance(saved, (tuple, list)) or len(saved) != len(current) or any(map(unlike, saved, current))
+    if type(current) in (int, float):
         return not hasattr(saved, "dtype") and (
             type(saved) not in (int, float) or (type(saved) is int and abs(saved) >= 1 << 63)
         )
-    if isinstance(own, bool):
+    if isinstance(current, bool):
         return saved is not None and type(saved) is not bool
     return isinstance(saved, Stored) and saved.shape.numel() != 1
 
@@ -161,9 +161,9 @@ def own_form(tree: Any) -> Any:
     """A rank's tree of any version in the current form."""
     if not isinstance(tree, dict):
         return tree
-    found = {"streams": [tree["stream"]], **tree} if "stream" in tree else tree
-    place = found.get("place")
-    return {**found, "place": [*place, 1]} if isinstance(place, list) and len(place) == 2 else found
+    state = {"streams": [tree["stream"]], **tree} if "stream" in tree else tree
+    place = state.get("place")
+    return {**state, "place": [*place, 1]} if isinstance(place, list) and len(place) == 2 else state
 
 
 # -- the user's entries -------------------------------------------------------------------------------------------------------------
@@ -176,9 +176,9 @@ class Entries(dict[str, Any]):
         KeyError: an entry is set that the run stores, or an extension knows what to do instead of reading or setting it: the message says so.
     """
 
-    def __init__(self, own: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-        super().__init__(own)
-        self._known = known
+    def __init__(self, entries: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        super().__init__(entries)
+        self._known = facts
 
     def __missing__(self, name: str) -> Any:
         if name in self._known:

@@ -84,8 +84,8 @@ class Storage(ABC):
 
         After a run that went back to an earlier step, the newest is the last that this run wrote, not the one with the highest step.
         """
-        found = [(age_of(manifest), name, manifest) for name, manifest in self.complete()]
-        return {name: manifest for _, name, manifest in sorted(found, key=lambda entry: entry[:2])}
+        rows = [(age_of(manifest), name, manifest) for name, manifest in self.complete()]
+        return {name: manifest for _, name, manifest in sorted(rows, key=lambda entry: entry[:2])}
 
     @abstractmethod
     def manifest(self, name: str) -> dict[str, Any]:

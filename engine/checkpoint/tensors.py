@@ -228,10 +228,10 @@ class TensorFiles:
                 if name.startswith(prefix):
                     self._parts.setdefault(name.removeprefix(prefix), []).append(part)
         for name, parts in self._parts.items():
-            known = _whole(name, parts)
-            if isinstance(known, str):
-                raise DamagedCheckpoint(f"{directory}: parts of {name!r} {known}")
-            self.stored[known.name] = known
+            tensor = _whole(name, parts)
+            if isinstance(tensor, str):
+                raise DamagedCheckpoint(f"{directory}: parts of {name!r} {tensor}")
+            self.stored[tensor.name] = tensor
 
     def parts(self) -> dict[str, int]:
         """The number of shards of each tensor in the files."""
@@ -250,12 +250,12 @@ class TensorFiles:
         import torch
 
         for name, target in targets.items():
-            known = self.stored.get(name)
-            if known is None:
+            stored = self.stored.get(name)
+            if stored is None:
                 raise ValueError(f"{self.directory}: there is no tensor {name!r}")
-            if known.shape != target.shape:
+            if stored.shape != target.shape:
                 raise ValueError(
-                    f"{self.directory}: {name!r} has shape {list(known.shape)}, and {list(target.shape)} was requested"
+                    f"{self.directory}: {name!r} has shape {list(stored.shape)}, and {list(target.shape)} was requested"
                 )
         self._fill((name, *_local(target.detach())) for name, target in targets.items())
         for target in targets.values():  # written through views and aliases: bump the version of the tensor itself
@@ -269,9 +269,9 @@ class TensorFiles:
         """
         import torch
 
-        known = self.stored[name]
-        values = torch.empty((last - first, *known.shape[1:]), dtype=known.dtype)
-        self._fill([(name, (first, *(0 for _ in known.shape[1:])), values)])
+        stored = self.stored[name]
+        values = torch.empty((last - first, *stored.shape[1:]), dtype=stored.dtype)
+        self._fill([(name, (first, *(0 for _ in stored.shape[1:])), values)])
         return values
 
     def whole(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -279,7 +279,7 @@ class TensorFiles:
         import torch
 
         chosen = self.stored if names is None else {name: self.stored[name] for name in names}
-        values = {name: torch.empty(known.shape, dtype=known.dtype) for name, known in chosen.items()}
+        values = {name: torch.empty(stored.shape, dtype=stored.dtype) for name, stored in chosen.items()}
         self.read_into(values)
         return values
 
@@ -299,12 +299,12 @@ class TensorFiles:
             for part in parts:
                 if (box := _common((tuple(begin), target.shape), (part.begin, part.shape))) is not None:
                     low, size = box
-                    here = tuple(slice(at - b, at - b + n) for at, b, n in zip(low, begin, size, strict=True))
-                    there = tuple(at - b for at, b in zip(low, part.begin, strict=True)), size
-                    pieces.setdefault(part.file, []).append((part, there, target[here]))
-        for file, wanted in pieces.items():
+                    slices = tuple(slice(at - b, at - b + n) for at, b, n in zip(low, begin, size, strict=True))
+                    inner = tuple(at - b for at, b in zip(low, part.begin, strict=True)), size
+                    pieces.setdefault(part.file, []).append((part, inner, target[slices]))
+        for file, reads in pieces.items():
             with file.open() as descriptor:
-                for part, box, target in sorted(wanted, key=lambda piece: piece[0].place):
+                for part, box, target in sorted(reads, key=lambda piece: piece[0].place):
                     part.read_into(descriptor, box, target)
 
 
@@ -349,10 +349,10 @@ class _File:
             os.close(descriptor)
 
 
-def _common(one: Box, other: Box) -> Box | None:
+def _common(first: Box, second: Box) -> Box | None:
     """The elements that two boxes of a tensor have in common, if there are any."""
-    low = tuple(max(pair) for pair in zip(one[0], other[0], strict=True))
-    sides = zip(*one, *other, low, strict=True)
+    low = tuple(max(pair) for pair in zip(first[0], second[0], strict=True))
+    sides = zip(*first, *second, low, strict=True)
     size = tuple(min(b + n, o + m) - at for b, n, o, m, at in sides)
     return (low, size) if all(n > 0 for n in size) else None
 
@@ -390,12 +390,12 @@ class _Part:
             self._read(descriptor, target, place)
             return
         inner = tuple(slice(b, b + n) for b, n in zip(begin[1:], size[1:], strict=True))
-        most = max(1, min(size[0], CHUNK // row))
-        rows = torch.empty((most, *shape[1:]), dtype=dtype)
-        for first in range(0, size[0], most):
-            some = rows[: min(most, size[0] - first)]
+        row_count = max(1, min(size[0], CHUNK // row))
+        rows = torch.empty((row_count, *shape[1:]), dtype=dtype)
+        for first in range(0, size[0], row_count):
+            some = rows[: min(row_count, size[0] - first)]
             self._read(descriptor, some, place + first * row)
-            target[first : first + most].copy_(some[:, *inner])
+            target[first : first + row_count].copy_(some[:, *inner])
 
     def _read(self, descriptor: int, target: Tensor, place: int) -> None:
         """Fill a contiguous tensor of the CPU with the file's bytes from ``place`` on."""
@@ -439,7 +439,7 @@ def _read_header(path: Path) -> tuple[dict[str, str], dict[str, _Part]]:
         parts[name] = _Part(file, 8 + length + low, dtype, tuple(begin), tuple(shape))
         ranges.append((low, high))
     ranges = [(0, 0), *sorted(ranges), (size - length, size - length)]
-    if any(one[1] != other[0] for one, other in itertools.pairwise(ranges)):
+    if any(lower[1] != upper[0] for lower, upper in itertools.pairwise(ranges)):
         raise damaged("its header does not fit its size")
     return facts, parts
 
@@ -468,7 +468,7 @@ def _whole(name: str, parts: Sequence[_Part]) -> Stored | str:
 def _untiled(shape: Sequence[int], parts: Sequence[Box]) -> str:
     """What is wrong with shards that do not cover each element of a tensor of ``shape`` once; empty if nothing."""
     if any(
-        len(begin) != len(shape) or any(b < 0 or b + n > most for b, n, most in zip(begin, size, shape, strict=True))
+        len(begin) != len(shape) or any(b < 0 or b + n > extent_of_dim for b, n, extent_of_dim in zip(begin, size, shape, strict=True))
         for begin, size in parts
     ):
         return "lie outside of it"
@@ -481,8 +481,8 @@ def _untiled(shape: Sequence[int], parts: Sequence[Box]) -> str:
     beside: list[Box] = []
     for begin, size in sorted(parts, key=lambda part: part[0][dim]):
         beside = [(b, s) for b, s in beside if b[dim] + s[dim] > begin[dim]]
-        for other, extent in beside:
-            if all(b < o + e and o < b + n for b, n, o, e in zip(begin, size, other, extent, strict=True)):
+        for neighbour, extent in beside:
+            if all(b < o + e and o < b + n for b, n, o, e in zip(begin, size, neighbour, extent, strict=True)):
                 return "overlap, and others are missing"
         beside.append((begin, size))
     return ""

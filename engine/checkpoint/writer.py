@@ -124,7 +124,7 @@ class CheckpointWriter:
         if self.group.world_size > 1:
             # All of a process's writers share that group: its collectives come in one order on all ranks, one checkpoint after another.
             jobs = [writer._job for writer in _open]
-            wait([other.future for other in jobs if other is not None and other.future is not None])
+            wait([earlier.future for earlier in jobs if earlier is not None and earlier.future is not None])
         with self._lock:
             self._claimed = True
         if self._staging is None:
@@ -205,7 +205,7 @@ class CheckpointWriter:
             return [packed.rows == self._rows, folder.free_name(name) if self.group.is_main else None]
 
         answers = all_or_none(self.group, work)
-        if not all(same for same, _ in answers):
+        if not all(is_unchanged for is_unchanged, _ in answers):
             self._mine, self._rows = assign(gather_json(self.group, packed.rows), self.group.rank), packed.rows
         packed.merge_trees()
         mine = {key: part for key, part in packed.parts.items() if key in self._mine}
@@ -261,7 +261,7 @@ class CheckpointWriter:
         if job.staging is not None:  # first: the training may be waiting for it
             copies = job.staging.complete()
             job.parts = {key: Part(copies[key], part.offsets) for key, part in job.parts.items()}
-            job.trees = {s: (value, {n: copies[s, n] for n in found}) for s, (value, found) in job.trees.items()}
+            job.trees = {s: (value, {n: copies[s, n] for n in tensors}) for s, (value, tensors) in job.trees.items()}
         if group.is_main:
             job.folder.sweep()
             job.draft = job.folder.storage.begin(job.name, folders=() if job.joined else FOLDERS)
@@ -289,23 +289,23 @@ class CheckpointWriter:
         rank = group.rank
         works: list[Callable[[], dict[str, Record]]] = []
         for kind in ("optim", "model", WEIGHTS):
-            own = {key.partition("/")[2]: part for key, part in job.parts.items() if key.startswith(f"{kind}/")}
-            if kind == WEIGHTS and (own or OTHER_WEIGHTS in job.trees):
+            parts = {key.partition("/")[2]: part for key, part in job.parts.items() if key.startswith(f"{kind}/")}
+            if kind == WEIGHTS and (parts or OTHER_WEIGHTS in job.trees):
                 (draft.folder / kind).mkdir(exist_ok=True)
-            for index, some in enumerate(into_files(own)):
+            for index, some in enumerate(into_files(parts)):
                 name = f"{kind}/rank={rank:05d}{f'-{index}' if index else ''}.safetensors"
                 works.append(partial(_write_parts, draft, name, some))
         works += [partial(draft.write_tree, stem, tree) for stem, tree in job.trees.items()]
         write = partial(device_copies.on, group.device)  # a blocking save's tensors are on it
         size = sum(part.tensor.nbytes for part in job.parts.values())
-        return {name: known for found in in_parallel(write, works, size) for name, known in found.items()}
+        return {name: record for records in in_parallel(write, works, size) for name, record in records.items()}
 
     def _seal(self, job: _Job, group: Group, files: list[dict[str, Record]]) -> None:
         assert job.draft is not None
         job.draft.seal(
             group.world_size,
             job.facts,
-            {name: known for own in files for name, known in own.items()},
+            {name: record for records in files for name, record in records.items()},
             {stem: value for stem, (value, _) in job.trees.items()} if job.joined else None,
         )
         job.folder.tell("saved", job.name)
