@@ -377,7 +377,7 @@ def _add_file(found: dict[int, dict[int, Any]], path: Path) -> None:
             _add(found, about, load(content).__getitem__)
     elif not path.name.startswith("."):  # a kill left that one half written
         files = TensorFiles(path, [path])
-        _add(found, files.metadata[path], files.whole().__getitem__)
+        _add(found, files.metadata[path], files.whole_tensors().__getitem__)
 
 
 def _whole(path: Path) -> Iterator[bytes]:

@@ -69,26 +69,26 @@ class Callback:
             completed(cls)
 
     runs_last = False
-    """Called after the others at each event (checkpointing sees what they logged)."""
+    """Whether this callback is called after all others at each event. Checkpointing is, so that it sees what they logged."""
 
     is_logger = False
-    """Whether this is a logger: ``run.loggers``, and ``self.loggers`` of the module, have it."""
+    """Whether this callback is a logger: ``run.loggers``, and ``self.loggers`` of the module, have it."""
     is_checkpoint = False
-    """Whether this saves checkpoints: ``trainer.checkpoint_callback`` is the first of these."""
+    """Whether this callback saves checkpoints: ``trainer.checkpoint_callback`` is the first of these."""
     is_early_stopping = False
-    """Whether this ends trainings early: ``trainer.early_stopping_callback`` is the first of these."""
+    """Whether this callback ends trainings early: ``trainer.early_stopping_callback`` is the first of these."""
     takes: frozenset[str] = frozenset()
-    """What :meth:`on_media` takes of ``image``, ``histogram``, ``text``, ``audio``, ``figure``, ``table`` and ``artifact``."""
+    """Kinds of media that :meth:`on_media` handles, of ``image``, ``histogram``, ``text``, ``audio``, ``figure``, ``table`` and ``artifact``."""
     shows_progress = False
-    """Whether this shows a person the progress and the metrics: a run without such a callback logs them itself."""
+    """Whether this callback shows a person the progress and the metrics: a run without such a callback logs them itself."""
     critical = True
     """Whether an error in this callback ends the run. ``False``, for what only watches: after an error, which is logged, the callback is not
     called again in this run, except for ``teardown``. An error in ``setup`` or ``load_state_dict`` ends the run, before its first step.
     Such a callback must not communicate with other ranks, which would wait for one that has failed."""
 
     validates_with: str | None = None
-    """The name of those of :meth:`other_weights` that the model has in validation, if this callback gives it others than the trained ones: scores are
-    theirs, a checkpoint notes that, and whoever loads it gets them."""
+    """The name of the weights (one of :meth:`other_weights`) that the model has in validation; ``None``: the trained ones. Scores belong to these
+    weights: a checkpoint notes that, and whoever loads it gets them."""
 
     @property
     def checkpoints_in(self) -> str | Path | None:
@@ -203,25 +203,26 @@ class Callback:
 
 
 def affecting_steps(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Those that may change a step: not loggers, progress bars and checkpoint callbacks."""
+    """Callbacks that may change a training step; loggers, progress bars and checkpoint callbacks cannot."""
     return [c for c in callbacks if c.critical and not (c.is_logger or c.runs_last or c.shows_progress)]
 
 
-def own_kind(where: str, callbacks: Sequence[Any]) -> tuple[Callback, ...]:
-    """The ``callbacks``, those of other libraries as ours."""
-    found = tuple(each if isinstance(each, Callback) else adapted(each) for each in callbacks)
-    for callback in found:
+def adapted_callbacks(where: str, callbacks: Sequence[Any]) -> tuple[Callback, ...]:
+    """Convert callbacks of other libraries to this library's."""
+    result = tuple(item if isinstance(item, Callback) else adapted(item) for item in callbacks)
+    for callback in result:
         if not isinstance(callback, Callback):
             raise TypeError(
                 f"{where} has {callback!r:.80} of type {type(callback).__name__}: give engine.Callback objects"
             )
-    return found
+    return result
 
 
-def with_own(module: TrainModule, callbacks: Sequence[Callback]) -> list[Callback]:
-    """The callbacks with those of ``module.configure_callbacks``, which replace others of the same classes."""
-    given = module.configure_callbacks()
-    own = own_kind(
-        f"{type(module).__name__}.configure_callbacks", given if isinstance(given, (list, tuple)) else [given]
+def with_callbacks_of_module(module: TrainModule, callbacks: Sequence[Callback]) -> list[Callback]:
+    """Add the callbacks of ``module.configure_callbacks``, which replace others of the same classes."""
+    configured = module.configure_callbacks()
+    of_module = adapted_callbacks(
+        f"{type(module).__name__}.configure_callbacks",
+        configured if isinstance(configured, (list, tuple)) else [configured],
     )
-    return [*(c for c in callbacks if type(c) not in {type(each) for each in own}), *own]
+    return [*(c for c in callbacks if type(c) not in {type(callback) for callback in of_module}), *of_module]

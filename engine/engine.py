@@ -400,8 +400,8 @@ class Engine:
 
         ``optimizer``: only of its parameters. All ranks call this together.
         """
-        own = [] if optimizer is None else [raw(optimizer)]
-        return self._stepper.named_norms(self.unwrap_model(model), norm_type, own) if self.sync_gradients else {}
+        optimizers = [] if optimizer is None else [raw(optimizer)]
+        return self._stepper.named_norms(self.unwrap_model(model), norm_type, optimizers) if self.sync_gradients else {}
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp each gradient element to [-clip_value, clip_value]."""
@@ -577,17 +577,17 @@ class Engine:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
+        """Whether this process is rank 0."""
         return self.group.is_main
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its machine."""
+        """Whether this process is the first rank of its machine."""
         return self.group.local_rank == 0
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
+        """Whether this process is the last rank."""
         return self.group.rank == self.group.world_size - 1
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -682,6 +682,6 @@ class Engine:
 
 
 def _is_scheduler(item: Any) -> bool:
-    """Whether it is a scheduler that is not torch's, such as timm's."""
+    """Whether an object is a scheduler that is not torch's, such as timm's."""
     refers = hasattr(item, "optimizer") and not hasattr(item, "zero_grad")
     return refers and all(callable(getattr(item, name, None)) for name in ("step", "state_dict", "load_state_dict"))

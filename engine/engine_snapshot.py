@@ -57,7 +57,7 @@ class EngineSnapshot:
     @property
     def schedulers(self) -> list[Any]:
         """The learning rate schedulers that are saved."""
-        return [each.scheduler for each in self._prepared.schedulers]
+        return [scheduler.scheduler for scheduler in self._prepared.schedulers]
 
     # -- collecting -----------------------------------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class EngineSnapshot:
         """The state that is the same on all ranks, in the form of :mod:`engine.checkpoint.state_forms`."""
         return {
             "seed": self._prepared.seed,
-            "schedulers": [each.state_dict() for each in self.schedulers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "window": self._prepared.window.state_dict(),
             "registered": [item.state_dict() for item in self._prepared.registered],
@@ -156,10 +156,10 @@ class EngineSnapshot:
         """
         shared = loaded.shared
         if self._scaler is not None and shared["scaler"]:
-            loaded.give("the loss scaler", self._scaler.load_state_dict, shared["scaler"])
+            loaded.load_into("the loss scaler", self._scaler.load_state_dict, shared["scaler"])
         if shared.get("window") is not None:
-            loaded.give("the window", self._prepared.window.load_state_dict, shared["window"])
-        loaded.give("objects that are registered", self._restore_registered, shared["registered"])
+            loaded.load_into("the window", self._prepared.window.load_state_dict, shared["window"])
+        loaded.load_into("objects that are registered", self._restore_registered, shared["registered"])
 
     def _restore_registered(self, states: list[Any]) -> None:
         registered = self._prepared.registered
@@ -174,13 +174,13 @@ class EngineSnapshot:
     def check_counts(self, loaded: Loaded) -> None:
         """Check that as many objects were prepared as are saved."""
         prepared, shared, source = self._prepared, loaded.shared, loaded.source
-        here = (len(self.optimizers), len(self.schedulers), len(prepared.loaders))
+        counts = (len(self.optimizers), len(self.schedulers), len(prepared.loaders))
         # A run's one loader is the training data's; others are read from their start.
-        loaders = max(here[2], 1) if loaded.saved_by_run else len(shared["loaders"])
-        found = (len(source.optim), len(shared["schedulers"]), loaders)
-        if found != here:
+        loaders = max(counts[2], 1) if loaded.saved_by_run else len(shared["loaders"])
+        saved = (len(source.optim), len(shared["schedulers"]), loaders)
+        if saved != counts:
             raise ValueError(
-                f"{loaded.path} has (optimizers, schedulers, loaders) = {found}, and {here} were prepared: prepare the same objects before loading"
+                f"{loaded.path} has (optimizers, schedulers, loaders) = {saved}, and {counts} were prepared: prepare the same objects before loading"
             )
 
     def check(self, loaded: Loaded, how: Resume) -> None:
@@ -202,7 +202,7 @@ class EngineSnapshot:
             if not how.strict:
                 state = fitting(state, strategy.optimizer_parts(optimizer, module), module, source)
             take = partial(strategy.load_optimizer, optimizer, module, source=source)
-            loaded.give(f"optimizer {index} ({type(optimizer).__name__})", take, state)
+            loaded.load_into(f"optimizer {index} ({type(optimizer).__name__})", take, state)
         for index, state in enumerate(loaded.shared["schedulers"]):
             load_scheduler(loaded, index, self.schedulers[index], state)
         if how.hyperparameters == "configured":
@@ -213,17 +213,17 @@ class EngineSnapshot:
 
     def restore_rank(self, loaded: Loaded) -> None:
         """Restore the place in the data and, if all ranks have their old places, the random numbers."""
-        own = loaded.own(self.place())
-        self.restore_place(loaded, own)
-        if own is not None:
-            loaded.give("random generators", restore, own["rng"])
+        same_place = loaded.of_same_place(self.place())
+        self.restore_place(loaded, same_place)
+        if same_place is not None:
+            loaded.load_into("random generators", restore, same_place["rng"])
 
-    def restore_place(self, loaded: Loaded, own: Any) -> None:
-        """Restore each loader's position in its data; ``own``: this rank's state, if all ranks have their old places."""
+    def restore_place(self, loaded: Loaded, same_place: Any) -> None:
+        """Restore each loader's position in its data; ``same_place``: this rank's state, if all ranks have their old places."""
         prepared, shared = self._prepared, loaded.shared
-        known = loaded.of_rank(0) if own is None else own
+        rank_state = loaded.of_rank(0) if same_place is None else same_place
         streams = (
-            [None] * len(shared["loaders"]) if known is None else known["streams"]
+            [None] * len(shared["loaders"]) if rank_state is None else rank_state["streams"]
         )  # a converted checkpoint has none
         for loader, state, stream in zip(prepared.loaders, shared["loaders"], streams, strict=False):
             loader.reseed(prepared.seed, state.get("order"))
@@ -267,7 +267,7 @@ class EngineCheckpoints:
         storage, _ = split_path(input_dir)
         with opening(self._prepared.group, storage, str(input_dir)) as loaded:
             with self._snapshot.restoring(loaded, Resume(input_dir, strict=strict), left_out):
-                if left := [name for name in ("callbacks", "datamodule", "user") if loaded.shared.get(name)]:
-                    names = ", ".join(left)
+                if unused := [name for name in ("callbacks", "datamodule", "user") if loaded.shared.get(name)]:
+                    names = ", ".join(unused)
                     logger.warning("%s was saved by a run; your own loop does not use its %s", input_dir, names)
             return loaded.manifest

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Never
 from torch import nn
 
 from engine import strategies
-from engine.callback import Callback, affecting_steps, own_kind, with_own
+from engine.callback import Callback, adapted_callbacks, affecting_steps, with_callbacks_of_module
 from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import Trained
 from engine.config import combinations
@@ -179,11 +179,11 @@ class Fit:
         root_dir: str | Path = UNSET,
         **unknown: Never,
     ) -> None:
-        given = {
+        arguments = {
             name: value for name, value in locals().items() if name not in ("self", "__class__", "unknown")
         } | unknown
         failures.attach(detect(os.environ))
-        self._set(resolve(given, os.environ))
+        self._set(resolve(arguments, os.environ))
 
     @classmethod
     def from_resolved(cls, resolved: Resolved, callbacks: Callback | Sequence[Callback] | None = ()) -> Fit:
@@ -389,9 +389,9 @@ class Fit:
             max_time=None,
             reload_best=False,
         )
-        given = own_kind("callbacks", settings.callbacks)
-        callbacks = affecting_steps(given)
-        left_out = [LeftOut(callback.state_key) for callback in given if not affecting_steps([callback])]
+        all_callbacks = adapted_callbacks("callbacks", settings.callbacks)
+        callbacks = affecting_steps(all_callbacks)
+        left_out = [LeftOut(callback.state_key) for callback in all_callbacks if not affecting_steps([callback])]
         again = Fit.from_resolved(Resolved(settings, self.origins, self.sections), [*callbacks, *left_out, watch])
         result = again.run(module, train_loader, val_loaders, datamodule=datamodule, resume=start.checkpoint)
         if not watch.seen:
@@ -558,7 +558,7 @@ class Fit:
             raise RuntimeError(
                 f"{type(module).__name__} is in a run, which another one inside it would end: give that one a copy, copy.deepcopy(module)"
             )
-        settings, callbacks = self.settings, own_kind("callbacks", self.settings.callbacks)
+        settings, callbacks = self.settings, adapted_callbacks("callbacks", self.settings.callbacks)
         if any(map(is_not, callbacks, settings.callbacks)):  # another library's
             settings = replace(settings, callbacks=callbacks)
         environment = detect(os.environ)
@@ -600,7 +600,7 @@ class Fit:
         checked(module, *settings.callbacks)
         callbacks = tuple(
             c
-            for c in (with_own(module, settings.callbacks) if callbacks is None else callbacks)
+            for c in (with_callbacks_of_module(module, settings.callbacks) if callbacks is None else callbacks)
             if not (settings.fast_dev_run and c.runs_last)
         )
         check_keys(callbacks)
@@ -646,7 +646,7 @@ def _train_module(module: Any) -> TrainModule:
 
 def _datamodule(datamodule: DataModule | None, loader: Any) -> tuple[DataModule | None, Any]:
     """A data module may be passed instead of a loader, and be one of another library."""
-    datamodule, loader = (adapted(each) if hasattr(each, "train_dataloader") else each for each in (datamodule, loader))
+    datamodule, loader = (adapted(data) if hasattr(data, "train_dataloader") else data for data in (datamodule, loader))
     if isinstance(loader, DataModule):
         if datamodule is not None:
             raise ValueError("two data modules were given: one instead of the loader, one as datamodule=")

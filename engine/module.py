@@ -71,13 +71,13 @@ class TrainModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         # Replaces nn.Module's without another call: parameters and submodules are looked up here in every forward pass.
-        found = self.__dict__
+        attributes = self.__dict__
         for kind in ("_modules", "_parameters", "_buffers"):
-            if kind in found and name in found[kind]:
-                return found[kind][name]
+            if kind in attributes and name in attributes[kind]:
+                return attributes[kind][name]
         if name in _OF_RUN:
-            if found.get("_context") is not None:
-                return _OF_RUN[name](found["_context"])
+            if attributes.get("_context") is not None:
+                return _OF_RUN[name](attributes["_context"])
             if name not in _ALONE:
                 raise AttributeError(f"{type(self).__name__}.{name} is there during a Fit run only")
             return _ALONE[name]
@@ -244,12 +244,12 @@ class TrainModule(nn.Module):
             frame: of the constructor, or of what it calls, if not the caller's.
             logger: ``False``: in checkpoints, but not for loggers.
         """
-        own = inspect.currentframe()
-        save(self, args, ignore, logger, frame or (own.f_back if own else None))
+        current = inspect.currentframe()
+        save(self, args, ignore, logger, frame or (current.f_back if current else None))
 
     @property
     def hparams(self) -> HParams:
-        """What :meth:`save_hyperparameters` kept; entries are attributes too."""
+        """Hyperparameters that :meth:`save_hyperparameters` saved, by name; entries are attributes too."""
         return saved_by(self)
 
     @property
@@ -289,13 +289,13 @@ class TrainModule(nn.Module):
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer, or the list of several, of ``configure_optimizers``, for manual optimization; whatever ``use_pl_optimizer`` is."""
-        found = self._attached("optimizers()").optimizers
-        return found[0] if len(found) == 1 else found
+        optimizers = self._attached("optimizers()").optimizers
+        return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def lr_schedulers(self) -> Any:
         """The scheduler, or the list of several, or ``None``; in manual optimization their ``step`` is yours to call."""
-        found = [record.scheduler for record in self._attached("lr_schedulers()").schedulers]
-        return found[0] if len(found) == 1 else found or None
+        schedulers = [record.scheduler for record in self._attached("lr_schedulers()").schedulers]
+        return schedulers[0] if len(schedulers) == 1 else schedulers or None
 
     def manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
         """Backward pass from ``loss`` (scaled under fp16); gradients are averaged over the ranks when an optimizer steps."""
@@ -590,7 +590,7 @@ class TrainModule(nn.Module):
         """Read the entries of :meth:`on_save_checkpoint` from ``checkpoint``."""
 
     def on_checkpoint_saved(self, path: Path | str, score: float | None) -> None:
-        """As :meth:`engine.Callback.on_checkpoint_saved`, of the checkpoint at ``path`` with its ``score``."""
+        """Called when the checkpoint at ``path`` is complete, with its ``score``; see :meth:`engine.Callback.on_checkpoint_saved`."""
 
     def on_checkpoint_removed(self, path: Path | str) -> None:
         """The checkpoint at ``path`` was deleted."""

@@ -77,12 +77,12 @@ class Prepared:
         if not left_out:
             return module
         users = {id(self.unwrap(model)) for model in left_out}
-        rest = nn.Module()
+        remaining = nn.Module()
         if id(module) not in users:
             for name, child in module.named_children():
                 if id(child) not in users:
-                    rest.add_module(name, child)
-        return rest
+                    remaining.add_module(name, child)
+        return remaining
 
     def forget(self) -> None:
         """Forget models, schedulers and loaders."""

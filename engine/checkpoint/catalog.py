@@ -108,7 +108,9 @@ def find_in(path: str | Path, inner: Storage | None) -> tuple[Storage, list[str]
     where, name = split_path(path)
     if inner is None and where.has(name):
         return where, [name]
-    damaged = {str(inner.path(n)): problem.reason for n, problem in inner.incomplete().items()} if inner is not None else {}
+    damaged = (
+        {str(inner.path(n)): problem.reason for n, problem in inner.incomplete().items()} if inner is not None else {}
+    )
     damaged |= {str(where.path(n)): problem.reason for n, problem in where.incomplete().items() if n == name}
     for what, why in damaged.items():
         raise DamagedCheckpoint(f"{what}: {why}; there is no complete checkpoint")
@@ -123,7 +125,7 @@ def open_path(path: str | Path, folders: Iterable[str] = FOLDERS) -> Iterator[Op
     """The checkpoint at ``path``, or the newest one in it (see :func:`find`), for one process.
 
     Args:
-        folders: those whose checksums are checked.
+        folders: folders whose checksums are checked.
 
     Raises:
         DamagedCheckpoint, FileNotFoundError: as :func:`find` and :class:`Opened`.
@@ -298,7 +300,7 @@ def _open(directory: Path, files: Sequence[str] | Mapping[str, Any]) -> None:
 
 
 def by_score(manifests: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Names of those with a score, the best first. Only scores of the newest one's monitor count: other monitors' scores do not compare.
+    """Names of the checkpoints with a score, the best first. Only scores of the newest one's monitor count: other monitors' scores do not compare.
 
     Args:
         manifests: oldest first.
@@ -321,7 +323,7 @@ def prune(root: str | Path, keep: int, keep_best: int = 0, dry_run: bool = False
     """Delete complete checkpoints except the ``keep`` newest and the ``keep_best`` best scores. Incomplete ones are not touched.
 
     Returns:
-        Names: ``removed`` (with ``dry_run`` those that would be), ``chosen``, ``in_use`` (being read: they stay too).
+        Names: ``removed`` (with ``dry_run`` those that would be), ``kept``, ``in_use`` (being read: they stay too).
 
     Raises:
         ValueError: nothing would be kept.

@@ -248,7 +248,7 @@ def into_files(parts: Mapping[str, Part]) -> list[dict[str, Part]]:
     files: list[dict[str, Part]] = [{} for _ in range(count)]
     load = [0] * count
     for name in sorted(parts, key=lambda name: (-sizes[name], name)):
-        least = load.index(min(load))
-        files[least][name] = parts[name]
-        load[least] += sizes[name]
+        lightest = load.index(min(load))
+        files[lightest][name] = parts[name]
+        load[lightest] += sizes[name]
     return [file for file in files if file]

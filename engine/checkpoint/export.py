@@ -68,7 +68,7 @@ def export_tensors(state: Mapping[str, Any], directory: Path, *, max_shard_size:
 
 @dataclass
 class Exported:
-    """What :func:`export_checkpoint` wrote."""
+    """The result of :func:`export_checkpoint`."""
 
     files: list[str]
     """Paths or URLs of the files with tensors."""
@@ -269,7 +269,7 @@ def _write(
 
 @dataclass
 class Published:
-    """What a module publishes with its weights: files such as ``config.json``, and the names of its tensors in exported files.
+    """Everything that a module publishes with its weights: files such as ``config.json``, and the names of its tensors in exported files.
 
     A module adds it to its checkpoints, and :func:`export_checkpoint` writes it::
 
@@ -307,7 +307,7 @@ def published(
 
 
 def _published_in(where: object, shared: Mapping[str, Any]) -> Published:
-    """What the module of a run has published, or an object that was registered with an ``Engine``; by default nothing.
+    """Find what a run's module published, or an object that was registered with an ``Engine``; without either, an empty :class:`Published`.
 
     Args:
         where: the checkpoint, for messages.
@@ -319,7 +319,9 @@ def _published_in(where: object, shared: Mapping[str, Any]) -> Published:
     user, registered = shared.get("user"), shared.get("registered")
     states = [user.get(PUBLISHED)] if isinstance(user, dict) else []
     states += registered if isinstance(registered, list) else []
-    entry = next((each for each in states if isinstance(each, dict) and each.keys() == _PUBLISHED_FORM.keys()), None)
+    entry = next(
+        (state for state in states if isinstance(state, dict) and state.keys() == _PUBLISHED_FORM.keys()), None
+    )
     if entry is None:
         return Published()
     fields = checked(f"{where}: {PUBLISHED}", entry, _PUBLISHED_FORM)
@@ -327,11 +329,11 @@ def _published_in(where: object, shared: Mapping[str, Any]) -> Published:
     if (
         fields["stem"] not in STEMS
         or not all(type(name) is str and _is_data(name) for name in fields["files"])
-        or not all(isinstance(each, Tensor) and each.dtype == torch.uint8 for each in fields["files"].values())
+        or not all(isinstance(data, Tensor) and data.dtype == torch.uint8 for data in fields["files"].values())
         or not all(type(new) is str for new in (names or {}).values())
     ):
         raise DamagedCheckpoint(f"{where} has no usable {PUBLISHED!r}")
-    files = {name: each.contiguous().numpy().tobytes() for name, each in fields["files"].items()}
+    files = {name: data.contiguous().numpy().tobytes() for name, data in fields["files"].items()}
     return Published(fields["stem"], fields["prefix"], names, files)
 
 

@@ -181,7 +181,7 @@ def fill(path: Path, descriptor: int, memory: memoryview, place: int) -> None:
 
 
 def parse_json(path: Any, text: bytes) -> Any:
-    """As :func:`read_json`, from text that came from ``path``."""
+    """Parse JSON as :func:`read_json` does; ``text`` came from ``path``, which errors name."""
     try:
         return json.loads(text.decode("utf-8"), parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
@@ -228,7 +228,8 @@ def verify(directory: Path, files: Mapping[str, Record], chosen: Sequence[tuple[
             raise DamagedCheckpoint(f"{directory}: {name} is missing") from error
         if checksum != expected["crc32"][index]:
             raise DamagedCheckpoint(
-                f"{directory}: {name} is not what was written: block {index} of 64 MiB has the checksum {checksum}, expected {expected['crc32'][index]}"
+                f"{directory}: {name} is not what was written: block {index} of 64 MiB has the checksum {checksum}, "
+                f"expected {expected['crc32'][index]}"
             )
 
     in_parallel(check, chosen, sum(files[name]["bytes"] for name in {name for name, _ in chosen}))

@@ -121,11 +121,11 @@ class _Packer:
             raise TypeError(
                 f"{_where(path)} is a tensor of {item.dtype} on {item.device}, which cannot be stored: convert it"
             )
-        known = same_memory(item)
-        if known not in self._names:
-            self._names[known] = self._name(path)
-            self.tensors[self._names[known]] = item.detach()
-        return self._names[known]
+        memory = same_memory(item)
+        if memory not in self._names:
+            self._names[memory] = self._name(path)
+            self.tensors[self._names[memory]] = item.detach()
+        return self._names[memory]
 
     def _array(self, item: Any, path: tuple[Any, ...]) -> str:
         import torch

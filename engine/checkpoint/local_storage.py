@@ -473,7 +473,7 @@ class Opened:
                 return None
             where, value = f"{MANIFEST}, {stem}", trees[stem]
             if tensors is None:
-                tensors = self._joined(stem).whole()
+                tensors = self._joined(stem).whole_tensors()
         elif where not in self.files:
             return None
         else:

@@ -105,7 +105,7 @@ def age_of(manifest: Mapping[str, Any]) -> tuple[int, float, int, float]:
 
 
 def packed_facts(facts: Mapping[str, Any]) -> PackedFacts:
-    """As JSON; errors as of :func:`manifest_of`."""
+    """Convert ``facts`` to JSON values for a manifest; raises the errors of :func:`manifest_of`."""
     if reserved := [name for name in _OURS if name in facts]:
         raise ValueError(f"the names {reserved} are reserved in the manifest: choose other names")
     value, tensors = pack(dict(facts))

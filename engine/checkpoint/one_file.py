@@ -41,7 +41,7 @@ class OneFileStorage(LocalStorage):
 
 
 def is_one_file(path: str | Path) -> bool:
-    """Whether there is such a file at a local path, which may be damaged."""
+    """Whether a local path is a checkpoint in one file, which may be damaged."""
     if "://" in str(path):
         return False
     try:

@@ -33,13 +33,13 @@ class Report:
     """The differences between a model and a checkpoint."""
 
     missing: list[str] = field(default_factory=list)
-    """In the model only."""
+    """Names that only the model has."""
     unexpected: list[str] = field(default_factory=list)
-    """In the checkpoint only."""
+    """Names that only the checkpoint has."""
     other_shapes: list[str] = field(default_factory=list)
-    """In both, with different shapes."""
+    """Names of tensors whose shapes differ, with both shapes."""
     other_dtypes: list[str] = field(default_factory=list)
-    """In both, but the model's dtype cannot hold the checkpoint's values."""
+    """Names of tensors whose dtype in the model cannot hold the checkpoint's values, with both dtypes."""
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.other_shapes or self.other_dtypes)
@@ -63,7 +63,7 @@ _TRAINED = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _holds(dtype: torch.dtype, saved: torch.dtype) -> bool:
-    """Whether a model of dtype ``dtype`` may load values of dtype ``saved``: all of them fit, or one model can be trained in both,
+    """Whether a model of this ``dtype`` may load values of dtype ``saved``: all of them fit, or one model can be trained in both,
     depending on the precision."""
     if dtype == saved or (dtype in _TRAINED and saved in _TRAINED):
         return True
@@ -83,7 +83,7 @@ _DOUBLE = (
 
 
 def weights_folder(weights: str | None) -> tuple[str, ...]:
-    """The folder whose checksums must be checked before the weights ``weights`` are read, besides the model's."""
+    """The folder whose checksums must be checked before weights of this name are read, besides the model's."""
     return () if weights == TRAINED else (WEIGHTS,)
 
 
@@ -104,27 +104,27 @@ class OtherWeights:
             isinstance(entry, dict) and isinstance(entry.get("aliases"), dict) for entry in tree.values()
         ):
             raise DamagedCheckpoint(f"{self.where}: {OTHER_WEIGHTS}.json has no aliases")
-        self._of: dict[str, dict[str, Stored]] = {str(name): {} for name in tree}
+        self._tensors: dict[str, dict[str, Stored]] = {str(name): {} for name in tree}
         for key, stored in self._files.stored.items():
             name, _, parameter = key.partition("/")
-            if name not in self._of:
+            if name not in self._tensors:
                 raise DamagedCheckpoint(f"{self.where}: {OTHER_WEIGHTS}.json does not name {key!r}")
-            self._of[name][parameter] = stored
-        self._scored = opened.manifest.get(SCORED_WITH, None if self._of else TRAINED)
-        if self._scored not in (None, TRAINED, *self._of):
+            self._tensors[name][parameter] = stored
+        self._scored = opened.manifest.get(SCORED_WITH, None if self._tensors else TRAINED)
+        if self._scored not in (None, TRAINED, *self._tensors):
             raise DamagedCheckpoint(
                 f"{self.where}: {SCORED_WITH} names the weights {self._scored!r:.80}, which are not there"
             )
         for name, entry in tree.items():
             for alias, first in entry["aliases"].items():
-                if first not in self._of[str(name)]:
+                if first not in self._tensors[str(name)]:
                     raise DamagedCheckpoint(f"{self.where}: {OTHER_WEIGHTS}.json names {first!r}, which is not there")
-                self._of[str(name)][str(alias)] = self._of[str(name)][first]
+                self._tensors[str(name)][str(alias)] = self._tensors[str(name)][first]
 
     @property
     def names(self) -> list[str]:
-        """The names of the weights that are there."""
-        return list(self._of)
+        """The names of the weights in the checkpoint besides the trained ones."""
+        return list(self._tensors)
 
     def chosen(self, name: str | None) -> str:
         """The name of the weights to load; ``None``: those with which the score was measured.
@@ -133,31 +133,31 @@ class OtherWeights:
             ValueError: there are none of this name.
         """
         if name not in (None, TRAINED):
-            self.of(name)
+            self.named(name)
         elif name is None and self._scored is None:
             logger.warning(
                 "%s also has the weights %s, and a version wrote it that did not note with which weights the score was measured: the trained ones "
                 "are loaded; weights=%r loads the others",
-                self.where, terminal_text(", ".join(map(repr, self._of))), next(iter(self._of)),
+                self.where, terminal_text(", ".join(map(repr, self._tensors))), next(iter(self._tensors)),
             )  # fmt: skip
         return name or self._scored or TRAINED
 
-    def of(self, name: str) -> dict[str, Stored]:
+    def named(self, name: str) -> dict[str, Stored]:
         """The tensors of the weights ``name``, by their names in the model.
 
         Raises:
             ValueError: there are none of this name; the message lists the names.
         """
-        if name not in self._of:
+        if name not in self._tensors:
             available = (
-                ", ".join(map(repr, [TRAINED, *self._of]))
-                if self._of
+                ", ".join(map(repr, [TRAINED, *self._tensors]))
+                if self._tensors
                 else "the trained ones only (a callback such as EMA adds others)"
             )
             raise ValueError(
-                terminal_text(f"{self.where} has no weights {name!r}; it has {available}{nearest(name, self._of)}")
+                terminal_text(f"{self.where} has no weights {name!r}; it has {available}{nearest(name, self._tensors)}")
             )
-        return self._of[name]
+        return self._tensors[name]
 
     def read_into(self, name: str, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors of the model, whole ones or this rank's shards, from the weights ``name``.
@@ -165,14 +165,14 @@ class OtherWeights:
         Raises:
             ValueError: a tensor is not there, or has another shape.
         """
-        stored = self.of(name)
+        stored = self.named(name)
         if missing := [key for key in targets if key not in stored]:
             raise ValueError(f"{self.where}: the weights {name!r} lack {terminal_text(', '.join(missing[:5]))}")
         _read_named(self._files, targets, {key: stored[key].name for key in targets})
 
 
 def _read_named(files: TensorFiles, targets: Mapping[str, Tensor], stored: Mapping[str, str]) -> None:
-    """Fill ``targets``; ``stored``: the name in the files of each. Those that are one tensor there are read one after the other."""
+    """Fill ``targets``; ``stored``: the name in the files of each. Targets that share a tensor of the files are read one after the other."""
     remaining = dict(targets)
     while remaining:  # once, unless the model has two tensors for one in the checkpoint
         now: dict[str, Tensor] = {}
@@ -198,7 +198,7 @@ class Source:
         self.others = OtherWeights(opened)
         self.weights = self.others.chosen(weights)
         """The name of the weights that are read."""
-        self._instead = {} if self.weights == TRAINED else self.others.of(self.weights)
+        self._instead = {} if self.weights == TRAINED else self.others.named(self.weights)
         self._hparams = opened.manifest.get("hparams")
         self._model, self._optim = opened.tensors("model"), opened.tensors("optim")
         tree = opened.tree("model/model", {})
@@ -226,7 +226,7 @@ class Source:
         return name in self._model.stored or name in self.aliases or name in self.extra
 
     def compare(self, state: Mapping[str, Any]) -> Report:
-        """How a model's state fits; tensors may be on the meta device."""
+        """Compare a model's state with the checkpoint; tensors may be on the meta device."""
         names = {*self._model.stored, *self.aliases, *self.extra}
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and name in names}
         shapes = [
@@ -236,7 +236,9 @@ class Source:
         ]
         kinds = {name: (self.stored(name).dtype, value.dtype) for name, value in tensors.items()}
         dtypes = [
-            f"{name} ({saved} there, {dtype} here)" for name, (saved, dtype) in kinds.items() if not _holds(dtype, saved)
+            f"{name} ({saved} there, {dtype} here)"
+            for name, (saved, dtype) in kinds.items()
+            if not _holds(dtype, saved)
         ]
         return Report(sorted(state.keys() - names), sorted(names - state.keys()), shapes, dtypes)
 
@@ -253,7 +255,7 @@ class Source:
         _read_named(self._model, trained, {name: self.aliases.get(name, name) for name in trained})
 
     def check(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Report:
-        """How ``state`` fits; with ``strict``, differences raise :class:`engine.utils.errors.DoesNotFit`, which names them."""
+        """Report how a module's ``state`` fits; with ``strict``, differences raise :class:`engine.utils.errors.DoesNotFit`, which names them."""
         report = self.compare(state)
         if strict and report:
             names = report.missing or report.unexpected or report.other_shapes
@@ -262,7 +264,7 @@ class Source:
         return report
 
     def _is_double(self, state: Mapping[str, Any]) -> bool:
-        """Whether it was saved in double precision, and the types of ``state`` are those of single precision."""
+        """Whether the checkpoint was saved in double precision, and the dtypes of ``state`` are those of single precision."""
         kinds = {(self.stored(name).dtype, value.dtype) for name, value in state.items() if isinstance(value, Tensor)}
         return {saved for saved, dtype in kinds if not _holds(dtype, saved)} <= {torch.float64, torch.complex128}
 
@@ -311,12 +313,14 @@ class Source:
 
     def _load_whole(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Report:
         """Fill a module by its own ``load_state_dict``, which gets all of the saved state."""
-        if any(isinstance(value, Tensor) and (value.is_meta or hasattr(value, "placements")) for value in state.values()):
+        if any(
+            isinstance(value, Tensor) and (value.is_meta or hasattr(value, "placements")) for value in state.values()
+        ):
             raise ValueError(
                 f"{type(module).__name__} overrides load_state_dict, which cannot be called where each rank has a part of the parameters: remove it, "
                 "or use strategy='ddp'"
             )
-        saved: dict[str, Any] = {name: whole(self.stored(name)) for name in (*self._model.stored, *self.aliases)}
+        saved: dict[str, Any] = {name: empty_tensor(self.stored(name)) for name in (*self._model.stored, *self.aliases)}
         self.read_model(saved)
         result = module.load_state_dict({**saved, **self.extra}, strict=strict)
         missing, unexpected = ([], []) if result is None else (result.missing_keys, result.unexpected_keys)
@@ -326,22 +330,22 @@ class Source:
         """``tree`` with each :class:`Stored` read into the tensor that ``like`` returns for it."""
         targets: dict[str, Tensor] = {}
 
-        def put(value: Any) -> Any:
+        def with_tensors(value: Any) -> Any:
             if isinstance(value, Stored):
                 return targets.setdefault(value.name, like(value))
             if isinstance(value, dict):
-                return {key: put(item) for key, item in value.items()}
+                return {key: with_tensors(item) for key, item in value.items()}
             if isinstance(value, (list, tuple)):
-                return type(value)(put(item) for item in value)
+                return type(value)(with_tensors(item) for item in value)
             return value
 
-        result = put(tree)
+        result = with_tensors(tree)
         self._optim.read_into(targets)
         return result
 
 
-def whole(stored: Stored) -> Tensor:
-    """An empty tensor for all of it, on the CPU."""
+def empty_tensor(stored: Stored) -> Tensor:
+    """An empty tensor on the CPU for a whole stored tensor."""
     return torch.empty(stored.shape, dtype=stored.dtype)
 
 

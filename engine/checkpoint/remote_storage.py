@@ -93,8 +93,8 @@ class FileSystem:
             if signature := self._url.partition("?")[2]:
                 message = message.replace(signature, "...")
             raise OSError(
-                f"{terminal_text(without_query(self._url))}: {terminal_text(message, one_line=True)}. Check the URL, the network, and the access that "
-                "fsspec was given"
+                f"{terminal_text(without_query(self._url))}: {terminal_text(message, one_line=True)}. Check the URL, the network, and the access "
+                "that fsspec was given"
             ) from error
 
 
@@ -237,7 +237,7 @@ class RemoteStorage(Storage):
     def complete(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for name in self._names():
             with suppress(DamagedCheckpoint, OSError):
-                yield name, self._whole(name)
+                yield name, self._complete_manifest(name)
 
     def incomplete(self, complete: Container[str] | None = None) -> dict[str, Incomplete]:
         problems: dict[str, Incomplete] = {}
@@ -245,7 +245,7 @@ class RemoteStorage(Storage):
             if complete is not None and name in complete:
                 continue
             try:
-                self._whole(name)
+                self._complete_manifest(name)
             except FileNotFoundError:
                 if self._remains(name):
                     problems[name] = _UNFINISHED
@@ -256,7 +256,7 @@ class RemoteStorage(Storage):
     def has(self, name: str) -> bool:
         return bool(name) and self.files.exists(self.inner_path(f"{name}/{MANIFEST}"))
 
-    def _whole(self, name: str) -> dict[str, Any]:
+    def _complete_manifest(self, name: str) -> dict[str, Any]:
         """The manifest of a checkpoint whose files exist with the right sizes; errors as of :func:`engine.checkpoint.local_storage.read_manifest`."""
         text = self.files.cat_file(self.inner_path(f"{name}/{MANIFEST}"))
         manifest = check_manifest(self.path(name), parse_json(self.path(name), text))
@@ -292,7 +292,7 @@ class RemoteStorage(Storage):
 
     def must_stay(self, name: str) -> bool:
         try:
-            self._whole(name)
+            self._complete_manifest(name)
         except FileNotFoundError:
             return False
         except DamagedCheckpoint:

@@ -22,7 +22,7 @@ from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.manifest import FOLDERS, RANK, SHARED, TRAINED
 from engine.checkpoint.reader import Source
-from engine.checkpoint.state_forms import OWN_FORM, SHARED_FORM, Fields, checked, own_form, shared_form, unlike
+from engine.checkpoint.state_forms import OWN_FORM, SHARED_FORM, Fields, cannot_replace, checked, own_form, shared_form
 from engine.checkpoint.storage import Storage
 from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.tensors import Stored
@@ -38,7 +38,7 @@ NAMES = ("last", "auto", "best")
 
 @dataclass(frozen=True)
 class Resume:
-    """What ``Fit.run(resume=...)`` continues from, and how much of it is loaded. A plain name or path means the same with the defaults."""
+    """A checkpoint that ``Fit.run(resume=...)`` continues from, and the parts of it to load. A plain name or path has the defaults."""
 
     path: str | Path = "last"
     """``"last"`` (the newest checkpoint of the newest run in ``root_dir``), ``"auto"`` (the same, if there is one), ``"best"`` (by the score
@@ -73,12 +73,12 @@ class Loaded:
         self.opened, self._group = opened, group
         self.name, self.path = name, storage.path(name)
         self.passed: Sequence[str] = ()
-        """Names of newer ones that are damaged."""
+        """Names of newer checkpoints, which are damaged."""
         self.manifest = opened.manifest
 
     @cached_property
     def source(self) -> Source:
-        """Its models and optimizers, with the trained weights."""
+        """The checkpoint's models and optimizers, with the trained weights."""
         with _uncollected():
             return Source(self.opened, TRAINED)
 
@@ -111,7 +111,7 @@ class Loaded:
             if self._group.rank < self.manifest["world_size"]:
                 self.of_rank(self._group.rank)
 
-    def give(self, what: str, take: Callable[[Any], Any], state: Any) -> None:
+    def load_into(self, what: str, take: Callable[[Any], Any], state: Any) -> None:
         """Load an object's saved state into it.
 
         Raises:
@@ -124,7 +124,7 @@ class Loaded:
                 f"{self.path}: the saved state does not fit {what}: {type(error).__name__}: {terminal_text(error)}"
             ) from error
 
-    def own(self, position: Any) -> Fields | None:
+    def of_same_place(self, position: Any) -> Fields | None:
         """This rank's state, if all ranks have their old positions; else ``None``, on all ranks.
 
         Args:
@@ -134,7 +134,7 @@ class Loaded:
         state = self.of_rank(self._group.rank) if same_world else None
         return state if all(gather_json(self._group, state is not None and state["place"] == position)) else None
 
-    def every(self) -> list[Any]:
+    def of_all_ranks(self) -> list[Any]:
         """The states of all ranks that saved; empty for a converted checkpoint."""
         states = (self.of_rank(rank) for rank in range(self.manifest["world_size"]))
         return [state for state in states if state is not None]
@@ -162,11 +162,12 @@ def opening(
     argument: str = "resume",
     report: Callable[..., None] = logger.error,
 ) -> Iterator[Loaded]:
-    """Open the checkpoint ``checkpoint`` on all ranks, which share the work of checking it.
+    """Open a checkpoint on all ranks, which share the work of checking it.
 
     Args:
+        checkpoint: its path or URL, or one of :data:`NAMES`.
         storage: where the names ``"last"``, ``"auto"`` and ``"best"`` are looked up. Unusable checkpoints are reported and skipped.
-        folders: those that will be read.
+        folders: folders of the checkpoint that will be read.
         argument: the name of the user's argument, for messages.
         report: called with a message about each skipped one.
 
@@ -177,7 +178,7 @@ def opening(
     named = checkpoint in NAMES
     where, name = (storage, "") if named else split_path(checkpoint)
     candidates, unusable = all_or_none(
-        group, partial(_there, storage, checkpoint) if named and group.is_main else lambda: [[name], {}]
+        group, partial(_complete_checkpoints, storage, checkpoint) if named and group.is_main else lambda: [[name], {}]
     )[0]
     reasons = [f"{where.path(name)}: {why}" for name, why in unusable.items()]
     passed: list[str] = []
@@ -235,14 +236,18 @@ def check_optimizer(loaded: Loaded, index: int, optimizer: Any) -> None:
     saved, kinds = loaded.source.optim[str(index)], loaded.shared.get("kinds", {}).get("optimizers", [])
     kind, class_name = kinds[index] if index < len(kinds) else None, type(optimizer).__name__
     for group, current in zip(saved["param_groups"], optimizer.param_groups, strict=False):
-        missing = sorted(current.keys() - group.keys() - {"params"} - (_KNOBS if kind != class_name else current.keys()))
+        missing = sorted(
+            current.keys() - group.keys() - {"params"} - (_KNOBS if kind != class_name else current.keys())
+        )
         missing += sorted(
-            name for name, value in current.items() if name != "params" and name in group and unlike(group[name], value)
+            name
+            for name, value in current.items()
+            if name != "params" and name in group and cannot_replace(group[name], value)
         )
         if missing:
             raise ValueError(
-                f"{loaded.path} has the state of {terminal_text(kind or 'another optimizer')} for optimizer {index}, which is {class_name}: no usable "
-                f"{', '.join(missing)} is saved. Give the optimizer that was saved, or start it fresh with Resume(path, optimizer=False)"
+                f"{loaded.path} has the state of {terminal_text(kind or 'another optimizer')} for optimizer {index}, which is {class_name}: no "
+                f"usable {', '.join(missing)} is saved. Give the optimizer that was saved, or start it fresh with Resume(path, optimizer=False)"
             )
     if type(optimizer).__module__.startswith("torch.optim."):
         _check_torch(loaded, index, optimizer, saved)
@@ -254,9 +259,13 @@ def _check_torch(loaded: Loaded, index: int, optimizer: Any, saved: Any) -> None
     """Check what torch's own optimizers assume: values that their constructors allow, and the same entries for all parameters of a kind."""
     parameters = inspect.signature(type(optimizer)).parameters
     for group in saved["param_groups"]:
-        hyperparameters = {name: value for name, value in group.items() if name in parameters and type(value) in (int, float, tuple)}
-        loaded.give(
-            f"optimizer {index}", lambda values: type(optimizer)([torch.zeros(1, requires_grad=True)], **values), hyperparameters
+        hyperparameters = {
+            name: value for name, value in group.items() if name in parameters and type(value) in (int, float, tuple)
+        }
+        loaded.load_into(
+            f"optimizer {index}",
+            lambda values: type(optimizer)([torch.zeros(1, requires_grad=True)], **values),
+            hyperparameters,
         )
         kinds: dict[int, Any] = {}
         for name in group["params"]:
@@ -281,7 +290,9 @@ def check_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> N
     kinds, class_name = loaded.shared.get("kinds", {}).get("schedulers", []), type(scheduler).__name__
     kind = kinds[index] if index < len(kinds) else None
     current = scheduler.state_dict()
-    differ = {name for name in current.keys() ^ state.keys() if not str(name).startswith("_")} if kind is None else set()
+    differ = (
+        {name for name in current.keys() ^ state.keys() if not str(name).startswith("_")} if kind is None else set()
+    )
     odd = {
         str(name)
         for name in state.keys() - current.keys()
@@ -291,7 +302,7 @@ def check_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> N
     odd |= {
         str(name)
         for name in state.keys() & current.keys()
-        if type(current[name]) in (int, float) and unlike(state[name], current[name])
+        if type(current[name]) in (int, float) and cannot_replace(state[name], current[name])
     }
     odd |= {
         str(name)
@@ -311,7 +322,8 @@ def check_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> N
 
 
 def check_optimizers(loaded: Loaded, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
-    """Check that these can continue from the checkpoint's, one by one; errors as of :func:`check_optimizer` and :func:`check_scheduler`."""
+    """Check that optimizers and schedulers can continue from the checkpoint's, one by one; raises the errors of :func:`check_optimizer` and
+    :func:`check_scheduler`."""
     schedules = loaded.shared["schedulers"]
     if len(loaded.source.optim) != len(optimizers) or len(schedules) != len(schedulers):
         raise ValueError(
@@ -326,7 +338,7 @@ def check_optimizers(loaded: Loaded, optimizers: Sequence[Any], schedulers: Sequ
 
 def load_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> None:
     """Load a scheduler's state, which has been checked."""
-    loaded.give(f"scheduler {index} ({type(scheduler).__name__})", scheduler.load_state_dict, state)
+    loaded.load_into(f"scheduler {index} ({type(scheduler).__name__})", scheduler.load_state_dict, state)
 
 
 def check_samples(path: Path | str, saved: Any, current: int | None, position: int, strict: bool) -> None:
@@ -347,7 +359,7 @@ def check_samples(path: Path | str, saved: Any, current: int | None, position: i
 
 
 def configure(optimizer: Any, hyperparameters: list[dict[str, Any]]) -> None:
-    """Use the given hyperparameters; a schedule's change to a learning rate is applied to the given one."""
+    """Set the ``hyperparameters`` of each group; a schedule's change to a learning rate is applied to the new one."""
     for group, values in zip(optimizer.param_groups, hyperparameters, strict=True):
         now, first = group["lr"], group.get("initial_lr")
         group.update(values)
@@ -381,7 +393,7 @@ def fitting(saved: dict[str, Any], current: dict[str, Any], module: nn.Module, s
     return {**saved, "state": entries, "param_groups": [{**group, "params": mine["params"]} for group, mine in pairs]}
 
 
-def _there(storage: Storage, checkpoint: str) -> list[Any]:
+def _complete_checkpoints(storage: Storage, checkpoint: str) -> list[Any]:
     """Names of complete checkpoints, the wanted one first; and the unusable ones, with reasons."""
     manifests = storage.manifests()
     unusable = {name: problem.reason for name, problem in storage.incomplete().items() if not problem.is_leftover}

@@ -29,7 +29,7 @@ class CheckpointFolder:
     storage: Storage
     """The place where the folder is."""
     agreement: Agreement | None = None
-    """It is notified of :attr:`events`, perhaps by the writing thread; ``None``: nobody wants them."""
+    """The agreement that is notified of :attr:`events`, perhaps by the writing thread; ``None``: nobody wants them."""
     max_failures: int = 1
     """This many consecutive failures of asynchronous saves are an error; fewer are logged."""
     lost: set[str] = field(default_factory=set)
@@ -77,7 +77,9 @@ class CheckpointFolder:
         if self.group.is_main and storage.is_same(self.storage):
             self.storage.sweep()  # also before the first save: there may be nothing left to save
             names = list(self.storage.manifests())
-            self.to_remove = [older for older in names[: names.index(name)] if older in to_remove] if name in names else []
+            self.to_remove = (
+                [older for older in names[: names.index(name)] if older in to_remove] if name in names else []
+            )
 
     def sweep(self) -> None:
         """Delete what killed runs left, once; on the main process."""
@@ -111,12 +113,12 @@ class CheckpointFolder:
             return gives_up
         self._stuck.discard(name)
         if gone:
-            self.tell("removed", name)
+            self.add_event("removed", name)
         return gone
 
     # -- events and failures --------------------------------------------------------------------------------------------------------------
 
-    def tell(self, event: str, name: str) -> None:
+    def add_event(self, event: str, name: str) -> None:
         """Add to :attr:`events`, if anybody takes them out."""
         if self.agreement is not None:
             self.events.append((event, name))

@@ -25,7 +25,7 @@ EVALUATIONS = ("validate", "test", "predict")
 
 
 class Trained(NamedTuple):
-    """What a ``Fit`` keeps of its latest training: its ``id``, and where its checkpoints are."""
+    """The ``id`` and the folder of checkpoints of a ``Fit``'s latest training."""
 
     id: str
     checkpoints: str
@@ -41,9 +41,9 @@ class RunFolder:
 
     Args:
         root_dir: the folder that runs share.
-        kept: where else checkpoints are kept (a directory or a URL); ``None``: in the run's folder.
+        dirpath: where else checkpoints are kept (a directory or a URL); ``None``: in the run's folder.
         stage: as of :class:`engine.Run`.
-        wanted: what the run resumes from, or whose weights it loads.
+        checkpoint: what the run resumes from, or whose weights it loads.
         earlier: the same ``Fit``'s previous training, if any: names mean its checkpoints.
 
     Raises:
@@ -62,7 +62,7 @@ class RunFolder:
         how = checkpoint if isinstance(checkpoint, Resume) or checkpoint is None else Resume(checkpoint)
         self._group, self._stage, self._earlier = group, stage, earlier
         self._chosen_root = None if dirpath is None else str(dirpath)
-        self._wanted = None if how is None else str(how.path)
+        self._checkpoint = None if how is None else str(how.path)
         self._continues = how is not None and stage == "fit" and not how.weights_only
         self._root, self._claims = run_root_of(root_dir, "checkpoints"), dict[str, Claim]()
         self._announcement: list[Any] | None = None
@@ -86,8 +86,8 @@ class RunFolder:
             logger.log(*self._announcement)
         self._announcement = None
 
-    def keep(self, root: str | Path | None) -> str:
-        """Where this run keeps checkpoints under ``root``; ``None``: in its folder.
+    def choose_root(self, root: str | Path | None) -> str:
+        """Choose where this run keeps checkpoints, under ``root``, and return the place; ``None``: in its folder.
 
         Raises:
             PermissionError: a training could not write there.
@@ -95,7 +95,7 @@ class RunFolder:
         if self._stage == "fit":
             self.announce()
         if root is not None and str(root) != self._chosen_root:
-            self.checkpoints = self.named = self._on_main(partial(self._keep, run_root_of(root)))
+            self.checkpoints = self.named = self._on_main(partial(self._lock_root, run_root_of(root)))
             self._chosen_root = str(root)
         where = str(self.path / "checkpoints") if root is None and self._stage == "fit" else self.checkpoints
         if self._stage == "fit":
@@ -108,7 +108,7 @@ class RunFolder:
         return (storage_of(self.named), checkpoint) if inner is None else (storage_of(inner), "last")
 
     def trained(self) -> Trained:
-        """What is kept of this run after its end."""
+        """This run as the ``Fit`` remembers it after its end."""
         return Trained(self.id, self.checkpoints)
 
     def close(self, failed: bool = False) -> None:
@@ -133,7 +133,7 @@ class RunFolder:
         continued = self._run_to_continue(first)
         number, id = self._lock_run(first, continued, uuid.uuid4().hex)
         checkpoints = first.storage(number)
-        named = self._named(first) if continued is None and self._wanted in NAMES else checkpoints
+        named = self._named(first) if continued is None and self._checkpoint in NAMES else checkpoints
         own_number = number if first is self._root else self._lock_run(self._root, self._root.with_id(id), id)[0]
         where = (
             self._root.folder(own_number)
@@ -169,7 +169,7 @@ class RunFolder:
             "news": news,
         }
 
-    def _keep(self, root: RunRoot) -> str:
+    def _lock_root(self, root: RunRoot) -> str:
         if self._stage != "fit":
             return self._named(root).root
         number = root.with_id(self.id)
@@ -203,22 +203,23 @@ class RunFolder:
         Raises:
             FolderInUse: the newest one has saved nothing yet and is still running.
         """
-        if not self._continues or self._wanted is None:
+        if not self._continues or self._checkpoint is None:
             return None
-        if self._wanted not in NAMES:
-            return root.of(_checkpoints_in(self._wanted) or self._wanted)
+        if self._checkpoint not in NAMES:
+            return root.number_of_run(_checkpoints_in(self._checkpoint) or self._checkpoint)
         candidates = self._candidates(root)
         for number in candidates:
             if root.has_checkpoints(number):
                 return number
             if (holder := root.holder(number)) is not None:
                 raise holder.in_use(root.folder(number))
-        if self._wanted != "auto":
+        if self._checkpoint != "auto":
             return None
         # A run that was killed before it saved anything starts again, in its folder.
         job_names = _restarted_job_names(os.environ)
         return next(
-            (n for n in candidates if (record := root.record(n)).status != ENDED or _belongs_to(record, job_names)), None
+            (n for n in candidates if (record := root.record(n)).status != ENDED or _belongs_to(record, job_names)),
+            None,
         )
 
     def _named(self, root: RunRoot) -> Storage:
@@ -234,7 +235,7 @@ class RunFolder:
 
 
 def source_of(root_dir: Path, dirpath: str | Path | None, checkpoint: str) -> tuple[Storage, str]:
-    """As :meth:`RunFolder.source`, for a single process that starts no run."""
+    """Find what :meth:`RunFolder.source` finds, for a single process that starts no run."""
     inner = None if checkpoint in NAMES else _checkpoints_in(checkpoint)
     if inner is not None:
         return storage_of(inner), "last"
@@ -251,7 +252,11 @@ def _trainings(root: RunRoot) -> list[int]:
     records = {number: root.record(number) for number in root.newest_first()}
     trainings = [number for number, record in records.items() if record.stage not in EVALUATIONS]
     of_this_job = [number for number in trainings if _belongs_to(records[number], _restarted_job_names(os.environ))]
-    return of_this_job if of_this_job and _restarted(os.environ) else [*of_this_job, *(number for number in trainings if number not in of_this_job)]
+    return (
+        of_this_job
+        if of_this_job and _restarted(os.environ)
+        else [*of_this_job, *(number for number in trainings if number not in of_this_job)]
+    )
 
 
 def _check_writable(where: str) -> None:

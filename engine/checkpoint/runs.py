@@ -54,7 +54,7 @@ class RunRecord:
     id: str = ""
     """The run's id, which stays when the run is continued."""
     stage: str = ""
-    """What the run was started for: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+    """Purpose of the run: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
     job: tuple[str, ...] = ()
     """Names of the job that the processes belong to."""
     host: str = ""
@@ -196,8 +196,8 @@ class RunRoot(ABC):
         """The number of the run with this ``id``."""
         return next((number for number in self.newest_first() if self.record(number).id == id), None)
 
-    def of(self, checkpoint: str) -> int | None:
-        """The number of the run that a checkpoint belongs to, or a folder of checkpoints; ``None``: no run under this root has it."""
+    def number_of_run(self, checkpoint: str) -> int | None:
+        """The number of the run that a checkpoint, or a folder of checkpoints, belongs to; ``None``: no run under this root has it."""
         roots = {canonical(checkpoint), canonical(checkpoint.rstrip("/").rpartition("/")[0] or ".")}
         return next((number for number in self.newest_first() if canonical(self.storage(number).root) in roots), None)
 
@@ -208,7 +208,7 @@ class RunRoot(ABC):
             OSError: it cannot be created.
         """
         for number in count(max(self._numbers(), default=0)):
-            claim = self._take(number, record, True)
+            claim = self._lock_folder(number, record, True)
             if claim is not None:
                 return claim
         raise AssertionError
@@ -221,7 +221,7 @@ class RunRoot(ABC):
         """
         for attempt in range(_PATIENCE[0]):
             time.sleep(_PATIENCE[1] * bool(attempt))
-            claim = self._take(number, record, False)
+            claim = self._lock_folder(number, record, False)
             if claim is not None:
                 return claim
         raise self.record(number).in_use(self.folder(number))
@@ -247,7 +247,7 @@ class RunRoot(ABC):
         """The names of the entries of the root, which may not exist."""
 
     @abstractmethod
-    def _take(self, number: int, record: RunRecord, new: bool) -> Claim | None:
+    def _lock_folder(self, number: int, record: RunRecord, new: bool) -> Claim | None:
         """Lock the folder and write its record; ``None``: it belongs to another run (``new``: or did)."""
 
     @abstractmethod
@@ -361,7 +361,7 @@ class LocalRunRoot(RunRoot):
     def _names(self) -> list[str]:
         return os.listdir(self.root)
 
-    def _take(self, number: int, record: RunRecord, new: bool) -> Claim | None:
+    def _lock_folder(self, number: int, record: RunRecord, new: bool) -> Claim | None:
         folder = Path(self.folder(number))
         path = folder / RUN
         if new and not path.exists() and (folder.exists() if number else self.has_checkpoints(number)):
@@ -451,7 +451,7 @@ class RemoteRunRoot(RunRoot):
         entries: list[Any] = self._files.ls(reach(self.root)[1], detail=False)
         return [str(entry).rstrip("/").rpartition("/")[2] for entry in entries]
 
-    def _take(self, number: int, record: RunRecord, new: bool) -> Claim | None:
+    def _lock_folder(self, number: int, record: RunRecord, new: bool) -> Claim | None:
         before = self.record(number)
         if before.runs_here or (new and (before or number in self._numbers() or self.has_checkpoints(number))):
             return None
@@ -477,5 +477,5 @@ class RemoteRunRoot(RunRoot):
 
 
 def canonical(path: str) -> str:
-    """The same text for every spelling of a path."""
+    """The canonical form of a path or URL, for comparisons."""
     return path.rstrip("/") if "://" in path else os.path.realpath(path)

@@ -60,7 +60,7 @@ _LOGGED = {...: {"options": list, "total": _SUM, "weight": _SUM}}
 OWN_FORM = {"place": [COUNT], "rng": dict, "recorder": _LOGGED, "metrics": dict, "logged": dict, "streams": list}
 OPTIM_FORM = {"state": dict, "param_groups": [{"params": list}]}
 ENTRY_PLACE = "checkpoint entry"
-"""What extensions are asked about entries of a checkpoint."""
+"""The place by which extensions are asked about entries of a checkpoint."""
 _STORED = "the run stores and restores it"
 
 
@@ -107,10 +107,14 @@ def checked_optimizer(where: object, state: Any) -> None:
         raise DamagedCheckpoint(f"{where} has no usable {bad.removeprefix('.') or 'state'!r}")
 
 
-def unlike(saved: Any, current: Any) -> bool:
-    """Whether a saved hyperparameter cannot replace ``current``: not a number for a number, or another count for several."""
+def cannot_replace(saved: Any, current: Any) -> bool:
+    """Whether a saved hyperparameter cannot replace the ``current`` one: not a number for a number, or another count for several."""
     if isinstance(current, (tuple, list)):
-        return not isinstance(saved, (tuple, list)) or len(saved) != len(current) or any(map(unlike, saved, current))
+        return (
+            not isinstance(saved, (tuple, list))
+            or len(saved) != len(current)
+            or any(map(cannot_replace, saved, current))
+        )
     if type(current) in (int, float):
         return not hasattr(saved, "dtype") and (
             type(saved) not in (int, float) or (type(saved) is int and abs(saved) >= 1 << 63)
@@ -123,14 +127,14 @@ def unlike(saved: Any, current: Any) -> bool:
 def _wrong(value: Any, form: Any, path: str) -> str | None:
     """The path of the first value that is not of the form."""
     if isinstance(form, tuple):
-        return None if any(_wrong(value, each, path) is None for each in form) else path
+        return None if any(_wrong(value, alternative, path) is None for alternative in form) else path
     if isinstance(form, range):
         return None if type(value) is int and value in form else path
     if isinstance(form, list):
         if not isinstance(value, list):
             return path
         return next(
-            (bad for index, each in enumerate(value) if (bad := _wrong(each, form[0], f"{path}.{index}")) is not None),
+            (bad for index, item in enumerate(value) if (bad := _wrong(item, form[0], f"{path}.{index}")) is not None),
             None,
         )
     if isinstance(form, dict):
@@ -178,20 +182,20 @@ class Entries(dict[str, Any]):
 
     def __init__(self, entries: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         super().__init__(entries)
-        self._known = facts
+        self._facts = facts
 
     def __missing__(self, name: str) -> Any:
-        if name in self._known:
-            return self._known[name]
+        if name in self._facts:
+            return self._facts[name]
         sentence = answer(ENTRY_PLACE, name)
         raise KeyError(f"checkpoint[{name!r}]: {sentence}" if sentence else name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As a dict's, with the checkpoint's own numbers."""
-        return self[name] if name in self or name in self._known else default
+        """Return an entry, or the checkpoint's ``epoch``, ``global_step`` or ``hyper_parameters``."""
+        return self[name] if name in self or name in self._facts else default
 
     def __setitem__(self, name: str, value: Any) -> None:
-        sentence = answer(ENTRY_PLACE, name) or (_STORED if name in self._known else "")
+        sentence = answer(ENTRY_PLACE, name) or (_STORED if name in self._facts else "")
         if sentence:
             raise KeyError(f"checkpoint[{name!r}] cannot be set: {sentence}")
         super().__setitem__(name, value)

@@ -174,7 +174,8 @@ def serialize_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 
 
 _FEW, _AT_ONCE, _SMALL = 4, 256, 1 << 14
-"""From so many tensors on, up to so many are written together, if each has at most so many bytes: to copy them costs less than a write of each."""
+"""Limits of joined writes: the fewest and the most tensors that are written together, and the bytes of the largest of them. To copy small
+tensors costs less than a write of each."""
 
 
 def _joined_dtype(tensor: Tensor) -> torch.dtype | None:
@@ -228,7 +229,7 @@ class TensorFiles:
                 if name.startswith(prefix):
                     self._parts.setdefault(name.removeprefix(prefix), []).append(part)
         for name, parts in self._parts.items():
-            tensor = _whole(name, parts)
+            tensor = _tensor_of_parts(name, parts)
             if isinstance(tensor, str):
                 raise DamagedCheckpoint(f"{directory}: parts of {name!r} {tensor}")
             self.stored[tensor.name] = tensor
@@ -274,8 +275,8 @@ class TensorFiles:
         self._fill([(name, (first, *(0 for _ in stored.shape[1:])), values)])
         return values
 
-    def whole(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Whole tensors on the CPU: those with these ``names``, by default all."""
+    def whole_tensors(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Read the tensors of these ``names``, by default all, whole and to the CPU."""
         import torch
 
         chosen = self.stored if names is None else {name: self.stored[name] for name in names}
@@ -319,7 +320,7 @@ def check_header(path: Path) -> None:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of one file, on the CPU."""
-    return TensorFiles(path, [path]).whole()
+    return TensorFiles(path, [path]).whole_tensors()
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -444,7 +445,7 @@ def _read_header(path: Path) -> tuple[dict[str, str], dict[str, _Part]]:
     return facts, parts
 
 
-def _whole(name: str, parts: Sequence[_Part]) -> Stored | str:
+def _tensor_of_parts(name: str, parts: Sequence[_Part]) -> Stored | str:
     """The tensor that parts make, or what is wrong with them."""
     import torch
 
@@ -455,7 +456,7 @@ def _whole(name: str, parts: Sequence[_Part]) -> Stored | str:
     shape = [max(column) for column in zip(*ends, strict=True)]
     if math.prod(max(1, n) for n in shape) >= _MOST:
         return "lie too far out"
-    if wrong := _untiled(shape, [(part.begin, part.shape) for part in parts]):
+    if wrong := _coverage_error(shape, [(part.begin, part.shape) for part in parts]):
         return wrong
     dtype: torch.dtype = getattr(torch, first.dtype)
     if not name.endswith(COMPLEX):
@@ -465,10 +466,10 @@ def _whole(name: str, parts: Sequence[_Part]) -> Stored | str:
     return Stored(name.removesuffix(COMPLEX), torch.Size(shape[:-1]), torch.complex128)
 
 
-def _untiled(shape: Sequence[int], parts: Sequence[Box]) -> str:
-    """What is wrong with shards that do not cover each element of a tensor of ``shape`` once; empty if nothing."""
+def _coverage_error(shape: Sequence[int], parts: Sequence[Box]) -> str:
+    """The end of an error about shards that do not cover each element of a tensor of ``shape`` once; empty if they do."""
     if any(
-        len(begin) != len(shape) or any(b < 0 or b + n > extent_of_dim for b, n, extent_of_dim in zip(begin, size, shape, strict=True))
+        len(begin) != len(shape) or any(b < 0 or b + n > end for b, n, end in zip(begin, size, shape, strict=True))
         for begin, size in parts
     ):
         return "lie outside of it"
@@ -489,7 +490,7 @@ def _untiled(shape: Sequence[int], parts: Sequence[Box]) -> str:
 
 
 def is_cut(tensor: Tensor) -> bool:
-    """Whether it is sharded over ranks. (Never, if nobody has imported ``DTensor``.)"""
+    """Whether a tensor is sharded over ranks. (Never, if nobody has imported ``DTensor``.)"""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -239,7 +239,7 @@ class CheckpointWriter:
             self._claimed = False
         future = job.future
         try:
-            device_copies.on(group.device, partial(self._write, job, group))
+            device_copies.call_on_device(group.device, partial(self._write, job, group))
         except BaseException as error:
             future.set_exception(error)
         else:
@@ -296,7 +296,7 @@ class CheckpointWriter:
                 name = f"{kind}/rank={rank:05d}{f'-{index}' if index else ''}.safetensors"
                 works.append(partial(_write_parts, draft, name, some))
         works += [partial(draft.write_tree, stem, tree) for stem, tree in job.trees.items()]
-        write = partial(device_copies.on, group.device)  # a blocking save's tensors are on it
+        write = partial(device_copies.call_on_device, group.device)  # a blocking save's tensors are on it
         size = sum(part.tensor.nbytes for part in job.parts.values())
         return {name: record for records in in_parallel(write, works, size) for name, record in records.items()}
 
@@ -308,7 +308,7 @@ class CheckpointWriter:
             {name: record for records in files for name, record in records.items()},
             {stem: value for stem, (value, _) in job.trees.items()} if job.joined else None,
         )
-        job.folder.tell("saved", job.name)
+        job.folder.add_event("saved", job.name)
 
 
 def _finish() -> None:

@@ -86,7 +86,7 @@ def _keep_directory() -> None:
     if configuration.get("tempdir") is not None:
         return
     with contextlib.suppress(OSError):  # no place for it: multiprocessing says so if it needs one
-        directory = scratch.make("fitw-")  # as short as "pymp-": a socket's path has 107 characters
+        directory = scratch.make_directory("fitw-")  # as short as "pymp-": a socket's path has 107 characters
         configuration["tempdir"] = str(directory)
         # As multiprocessing does with its own: after its children have ended.
         multiprocessing.util.Finalize(None, scratch.remove, args=(directory,), exitpriority=-100)

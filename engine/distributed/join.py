@@ -95,7 +95,7 @@ def join_here(environment: Environment, accelerator: str, *, timeout: timedelta,
         ValueError, RuntimeError: the accelerator is unknown or missing; and the errors of :func:`join`.
     """
     kind, started = accelerators.device_type(accelerator), own_process.started
-    device = accelerators.device(kind, environment.local_rank, own=environment.binds_devices)
+    device = accelerators.device(kind, environment.local_rank, binds_devices=environment.binds_devices)
     return join(environment, device, timeout=timeout, store=started.store if started else None, debug=debug)
 
 

@@ -62,7 +62,7 @@ def run(job: Job) -> int:
         )
         return 1
     output = Output(job.log_dir, job.show)
-    errors = scratch.make("fit-launch-")
+    errors = scratch.make_directory("fit-launch-")
     meeting: Meeting | None = None
     status = 1
     with signals_raised(), torch_log(job.log_dir / f"agent-{os.getpid()}.log"):

@@ -121,7 +121,7 @@ class _Call:
         os.environ.update(variables)
         torch.set_num_threads(self.threads)
         if self.cpu:
-            accelerator.hide()
+            accelerator.show_only_cpu()
         try:
             # Pickled by value: in torch's queues tensors are shared, and this process would have to wait for their reader.
             result_file.write_bytes(pickle.dumps(self.fn(*self.args)))
@@ -188,7 +188,7 @@ def _run(
             "if __name__ == '__main__':"
         )
     job = Job(command=(), nproc=count, grace_s=30.0, variables={"CUDA_VISIBLE_DEVICES": ""} if cpu else {})
-    errors = scratch.make("fit-launch-")
+    errors = scratch.make_directory("fit-launch-")
     program = _Function(_Call(fn, args, os.getpid(), threads, cpu), context)
     with signals_raised():
         try:

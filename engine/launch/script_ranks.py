@@ -90,7 +90,7 @@ def joined(settings: Settings, environment: Environment | None = None) -> Iterat
     index = (
         environment.local_rank if not isinstance(settings.devices, tuple) else settings.devices[environment.local_rank]
     )
-    device = accelerator.device(kind, index, own=environment.binds_devices)
+    device = accelerator.device(kind, index, binds_devices=environment.binds_devices)
     if started is None:
         yield join(environment, device, timeout=timeout, debug=settings.debug)
         return
@@ -363,7 +363,7 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Scr
     for name, value in interface.items():
         if name not in os.environ:
             os.putenv(name, value)  # for gloo in this process; os.environ belongs to the script
-    directory = scratch.make("fit-ranks-")
+    directory = scratch.make_directory("fit-ranks-")
     other_ranks = _start_others(command, world_size, store.port, directory, {**threads, **_BESIDE, **interface})
     environment = Environment("relaunch", 0, world_size, 0, world_size, 1, "127.0.0.1", store.port, agent_store=True)
     ranks = ScriptRanks(environment, store, other_ranks, directory)

@@ -19,7 +19,7 @@ def check_keys(callbacks: Sequence[Callback]) -> None:
         TypeError: a ``state_key`` is not text.
         ValueError: two callbacks with a state have the same key.
     """
-    known: dict[str, Callback] = {}
+    owners: dict[str, Callback] = {}
     for callback in callbacks:
         key: object = callback.state_key
         if not isinstance(key, str):
@@ -28,25 +28,25 @@ def check_keys(callbacks: Sequence[Callback]) -> None:
             )
         if not overridden(callback, "state_dict", Callback):
             continue
-        if key in known:
+        if key in owners:
             raise ValueError(
-                f"callbacks of {type(known[key]).__name__} and {type(callback).__name__} both have the state_key {key!r}: a checkpoint "
+                f"callbacks of {type(owners[key]).__name__} and {type(callback).__name__} both have the state_key {key!r}: a checkpoint "
                 'cannot distinguish them: override state_key with what differs, for example return f"{type(self).__qualname__}[{self.name}]"'
             )
-        known[key] = callback
+        owners[key] = callback
 
 
 def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
     """The callbacks' states, by key; without those that fail and are not critical."""
-    found = {}
+    result = {}
     for callback in callbacks:
         try:
-            found[callback.state_key] = callback.state_dict()
+            result[callback.state_key] = callback.state_dict()
         except Exception:
             if callback.critical:
                 raise
             logger.exception("%s.state_dict failed; the checkpoint does not have its state", type(callback).__name__)
-    return found
+    return result
 
 
 def load_states(callbacks: Sequence[Callback], loaded: Loaded, saved: Mapping[str, Any]) -> None:
@@ -55,16 +55,16 @@ def load_states(callbacks: Sequence[Callback], loaded: Loaded, saved: Mapping[st
     Args:
         loaded: the checkpoint that has ``saved``.
     """
-    left, waiting = dict(saved), list(callbacks)
+    remaining, waiting = dict(saved), list(callbacks)
     for name_of in (_key, _stem, _earlier_key(callbacks)):
         for callback in list(waiting):
             name = name_of(callback)
-            found = [key for key in left if (_stem_of(key) if name_of is _stem else key) == name]
-            alone = sum(name_of(other) == name for other in waiting) == 1
-            if len(found) == 1 and alone:
-                loaded.give(f"the callback {_key(callback)}", callback.load_state_dict, left.pop(found[0]))
+            keys = [key for key in remaining if (_stem_of(key) if name_of is _stem else key) == name]
+            alone = sum(name_of(candidate) == name for candidate in waiting) == 1
+            if len(keys) == 1 and alone:
+                loaded.load_into(f"the callback {_key(callback)}", callback.load_state_dict, remaining.pop(keys[0]))
                 waiting.remove(callback)
-    if lost := sorted(key for key, state in left.items() if state):
+    if lost := sorted(key for key, state in remaining.items() if state):
         logger.warning(
             "%s has the state of %s, which no callback has: it is not restored. A state goes to the callback that has the state_key "
             "under which it was saved; those here: %s",
@@ -88,8 +88,12 @@ def _earlier_key(callbacks: Sequence[Callback]) -> Callable[[Callback], str]:
     """The keys in checkpoints of versions without ``state_key``: the class, numbered among those of the same class."""
 
     def key(callback: Callback) -> str:
-        same = [each for each in callbacks if type(each) is type(callback)]
+        alike = [candidate for candidate in callbacks if type(candidate) is type(callback)]
         name = type(callback).__qualname__
-        return name if len(same) == 1 else f"{name}.{next(i for i, each in enumerate(same) if each is callback)}"
+        return (
+            name
+            if len(alike) == 1
+            else f"{name}.{next(i for i, candidate in enumerate(alike) if candidate is callback)}"
+        )
 
     return key

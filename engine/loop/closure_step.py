@@ -75,9 +75,9 @@ class ClosureOptimization(AutomaticOptimization):
     calls_closures = True
 
     def __init__(self, run: Run, prepared: Sequence[PreparedOptimizer]) -> None:
-        super().__init__(run, [ClosureOptimizer(each, self) for each in prepared])
+        super().__init__(run, [ClosureOptimizer(optimizer, self) for optimizer in prepared])
         self.evaluates_again = any(
-            each.needs_closure for each in self.optimizers
+            optimizer.needs_closure for optimizer in self.optimizers
         )  # the window's micro-batches are kept
         self.zeroes_first = overrides(run.module, "optimizer_zero_grad")
         self.clips = overrides(run.module, "configure_gradient_clipping") or overrides(run.module, "clip_gradients")
@@ -145,7 +145,7 @@ class ClosureOptimization(AutomaticOptimization):
             if not self._evaluated:
                 self._finish_window(self._evaluate(*self._last))
             elif self._touched():
-                self._again()
+                self._repeat_window()
         return self.loss
 
     def _evaluate(self, batch: Any, index: int, share: Share, first: bool) -> Any:
@@ -183,7 +183,7 @@ class ClosureOptimization(AutomaticOptimization):
         if self._awaits_changes:
             self._mark = self._fingerprint()
 
-    def _again(self) -> None:
+    def _repeat_window(self) -> None:
         """Evaluate the whole window again, for gradients at the current parameters. Nothing is logged twice."""
         run, window, recorder = self.run, self.run.engine.window, self.run.logbook.recorder
         if not self.evaluates_again and not self._single:
@@ -203,7 +203,9 @@ class ClosureOptimization(AutomaticOptimization):
     @property
     def _awaits_changes(self) -> bool:
         """Whether an optimizer may change the parameters before it calls its closure for the first time; LBFGS does not."""
-        return any(each.needs_closure and not isinstance(each.optimizer, LBFGS) for each in self.optimizers)
+        return any(
+            optimizer.needs_closure and not isinstance(optimizer.optimizer, LBFGS) for optimizer in self.optimizers
+        )
 
     def _touched(self) -> bool:
         """Whether the existing gradients may not be those at the current parameters."""
@@ -214,7 +216,7 @@ class ClosureOptimization(AutomaticOptimization):
 
     def _fingerprint(self) -> list[Any]:
         """A fingerprint of parameters and gradients. Waits for the device."""
-        parameters = [p for each in self.optimizers for group in each.param_groups for p in group["params"]]
+        parameters = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         return [
             *torch.stack(norms([p.detach().to(accelerator.wide(p.device)) for p in parameters])).tolist(),
             *(id(p.grad) for p in parameters),
@@ -258,7 +260,7 @@ class ClosureOptimization(AutomaticOptimization):
             self._clip()
             return value
 
-        with self.phases.of("optimizer"):
+        with self.phases.timed("optimizer"):
             value = optimizer.optimizer.step(exact)
         self._fresh = False
         self._verdicts.append(True)
@@ -294,14 +296,14 @@ class ClosureOptimization(AutomaticOptimization):
             else:
                 optimizer.zero_grad()
         if self.zeroes_first:
-            left = [
+            gradients = [
                 p.grad
-                for each in self.optimizers
-                for group in each.param_groups
+                for wrapper in self.optimizers
+                for group in wrapper.param_groups
                 for p in group["params"]
                 if p.grad is not None
             ]
-            self._held = bool(run.engine.strategy.norm(left) > 0) if left else False
+            self._held = bool(run.engine.strategy.norm(gradients) > 0) if gradients else False
 
 
 @contextmanager
@@ -334,7 +336,7 @@ def refuse(run: Run, optimizers: Sequence[Optimizer]) -> None:
     if not inside:
         return
     sharded = any(map(is_sharded, parameters_of(optimizers)))
-    found = {
+    obstacles = {
         f"{name}, which {strategy.fused}": strategy.fused is not None,
         f"{name}, where each rank has a part of the parameters": sharded,
         f"precision={engine.precision.name!r}, whose loss scale changes between two evaluations": engine.scaler
@@ -342,7 +344,7 @@ def refuse(run: Run, optimizers: Sequence[Optimizer]) -> None:
         "on_nonfinite='skip': an evaluation inside a step cannot be skipped": run.settings.on_nonfinite == "skip",
         f"{len(optimizers)} optimizers, whose steps are made from the same gradients": len(optimizers) > 1,
     }
-    if reasons := [reason for reason, holds in found.items() if holds]:
+    if reasons := [reason for reason, holds in obstacles.items() if holds]:
         raise ValueError(
             f"{inside[0]} evaluates the loss inside its step (closure), which does not work with {reasons[0]}; "
             "use strategy='single' or 'ddp', precision='32-true' or 'bf16-mixed', one optimizer, or another optimizer"

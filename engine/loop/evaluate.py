@@ -23,7 +23,7 @@ from engine.metrics.torchmetrics_states import unchanged
 from engine.metrics.torchmetrics_values import put_back
 from engine.module import overrides
 from engine.utils.seed import isolated
-from engine.utils.tree import map_tensors, whole
+from engine.utils.tree import full_tensor, map_tensors
 
 
 def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
@@ -84,10 +84,10 @@ def evaluate(
         run.engine.recorder(on_step=False, on_epoch=True, suffix=suffix) for suffix in [*suffixes, ""]
     ]
     if several:
-        taken: dict[str, Recorder] = {}
+        shared_names: dict[str, Recorder] = {}
         for recorder in every:
-            recorder.taken = taken
-    with run.phases.of(name), evaluating(run, name):
+            recorder.taken = shared_names
+    with run.phases.timed(name), evaluating(run, name):
         logbook.record_to(common)
         call_hooks(run, getattr(hooks, f"on_{name}_start"))
         call_hooks(run, getattr(hooks, f"on_{name}_epoch_start"))
@@ -113,13 +113,13 @@ def evaluate(
                 recorder.clear()
         logbook.record_to(outer)
         if run.stage != "sanity":
-            for recorder, found in zip(every, [*values, shared], strict=True):
-                if found:
-                    run.publish(dict(found), recorder)
+            for recorder, epoch_values in zip(every, [*values, shared], strict=True):
+                if epoch_values:
+                    run.publish(dict(epoch_values), recorder)
         call_hooks(run, getattr(hooks, f"on_{name}_end"))
     if name == "validation":
         call_hooks(run, hooks.last_on_validation_end)
-    return [{**found, **shared} for found in values]
+    return [{**epoch_values, **shared} for epoch_values in values]
 
 
 def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> list[list[Any]]:
@@ -129,7 +129,7 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
         keep: ``False``: each output is dropped once the hooks have seen it; the lists are empty.
     """
     results: list[list[Any]] = []
-    with run.phases.of("predict"), evaluating(run, "predict"):
+    with run.phases.timed("predict"), evaluating(run, "predict"):
         call_hooks(run, run.hooks.on_predict_start)
         call_hooks(run, run.hooks.on_predict_epoch_start)
         run.engine.share_buffers(run.module)
@@ -142,8 +142,8 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
                 deque(outputs, maxlen=0)
                 results.append([])
                 continue
-            own = [map_tensors(lambda t: whole(t).cpu(), out) for out in outputs]
-            by_rank = gather_object(run.engine.data_group, own)
+            outputs_of_rank = [map_tensors(lambda t: full_tensor(t).cpu(), out) for out in outputs]
+            by_rank = gather_object(run.engine.data_group, outputs_of_rank)
             dealt = itertools.zip_longest(*by_rank, fillvalue=_NOTHING)
             results.append([out for row in dealt for out in row if out is not _NOTHING])
         call_hooks(run, run.hooks.on_predict_epoch_end)

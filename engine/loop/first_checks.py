@@ -68,21 +68,21 @@ def misspelled(cls: type, base: type) -> dict[str, str]:
     hooks = {name for name in vars(base) if name.startswith("on_") or name in _OVERRIDDEN}
     functions = list(_written_for(cls))
     names = {function.__name__ for function in functions}
-    found = {}
+    hooks_by_method = {}
     for name in sorted(names - set(dir(base))):
         if name.startswith("_") or not (name.startswith("on_") or len(name) > 9):
             continue
-        asked = name
+        spelling = name
         for short, whole in _ALIASES:
-            asked = asked.replace(short, whole)
-        near = difflib.get_close_matches(asked, hooks, n=1, cutoff=_ALIKE)
+            spelling = spelling.replace(short, whole)
+        near = difflib.get_close_matches(spelling, hooks, n=1, cutoff=_ALIKE)
         if (
             near
             and near[0] not in names
             and not any(name in _texts(function.__code__) for function in functions if function.__name__ != name)
         ):
-            found[name] = near[0]
-    return found
+            hooks_by_method[name] = near[0]
+    return hooks_by_method
 
 
 def _written_for(cls: type) -> Iterator[FunctionType]:

@@ -72,23 +72,23 @@ class Hooks:
                 if event in APART
                 else (early, late)
             )
-            found = [(name, hook) for name, c in first if (hook := self._of_callback(c, event)) is not None]
+            pairs = [(name, hook) for name, c in first if (hook := self._of_callback(c, event)) is not None]
             if event in of_module:
-                found.append((owner, _of_module(module, event)))
+                pairs.append((owner, _of_module(module, event)))
             closing = [(name, hook) for name, c in last if (hook := self._of_callback(c, event)) is not None]
             if event in APART:
                 if closing:
                     self._set(f"last_{event}", closing)
             else:
-                found += closing
-            if found:
-                self._set(event, found)
+                pairs += closing
+            if pairs:
+                self._set(event, pairs)
 
-    def _set(self, name: str, found: list[tuple[str, Hook]]) -> None:
-        if found and name in HOLDING:
-            found.insert(0, ("[Run]copies of the checkpoint", _holding(self._writer)))
-        self._owners[name] = [owner for owner, _ in found]
-        setattr(self, name, tuple([hook for _, hook in found]))
+    def _set(self, name: str, pairs: list[tuple[str, Hook]]) -> None:
+        if pairs and name in HOLDING:
+            pairs.insert(0, ("[Run]copies of the checkpoint", _holding(self._writer)))
+        self._owners[name] = [owner for owner, _ in pairs]
+        setattr(self, name, tuple([hook for _, hook in pairs]))
 
     def add(self, event: str, owner: str, hook: Hook) -> None:
         """Call one more hook of ``event`` from now on, after the others. ``owner``: its name for :meth:`wrap`."""

@@ -77,11 +77,11 @@ def frame(run: Run, building: Callable[[], AbstractContextManager[Any]] = nullco
 
 
 @contextmanager
-def in_folder(run: Run, wanted: str | Path | Resume | None, earlier: Trained | None) -> Iterator[None]:
+def in_folder(run: Run, checkpoint: str | Path | Resume | None, earlier: Trained | None) -> Iterator[None]:
     """Give a run its folder while it runs; arguments as of :class:`RunFolder`."""
-    kept = next((c.checkpoints_in for c in run.callbacks if c.checkpoints_in is not None), None)
+    dirpath = next((c.checkpoints_in for c in run.callbacks if c.checkpoints_in is not None), None)
     try:
-        folder = RunFolder(run.engine.group, run.settings.root_dir, kept, run.stage, wanted, earlier)
+        folder = RunFolder(run.engine.group, run.settings.root_dir, dirpath, run.stage, checkpoint, earlier)
     except BaseException:
         run.release()
         raise

@@ -146,7 +146,7 @@ class RunLoaders:
         return window * self.window_factor
 
     def steps(self, epochs: int) -> int:
-        """The optimizer steps of so many epochs, whose length is known."""
+        """The optimizer steps of this number of ``epochs``, whose length is known."""
         batches = self.train_batches
         assert batches is not None
         by_epoch = [-(-batches // self.window_at(epoch)) for epoch in range(min(epochs, MANY))]
@@ -277,31 +277,31 @@ class RunLoaders:
         by_rank = gather_json(self._engine.group, [loader.length for loader in loaders])
         for index, loader in enumerate(loaders):
             if loader.limit != 0 and all(lengths[index] == 0 for lengths in by_rank):
-                which = f"{kind} loader {index}" if len(loaders) > 1 else f"{kind} loader"
+                title = f"{kind} loader {index}" if len(loaders) > 1 else f"{kind} loader"
                 raise ValueError(
-                    f"the {which} ({type(loader.loader).__name__}) is empty; leave it out, or check its dataset"
+                    f"the {title} ({type(loader.loader).__name__}) is empty; leave it out, or check its dataset"
                 )
 
     def _window_of_global_batch(self, loader: PreparedLoader) -> int | None:
         """The window that ``global_batch_size`` asks for; ``None``: it is not set."""
-        wanted = self._settings.global_batch_size
-        if wanted is None:
+        global_batch = self._settings.global_batch_size
+        if global_batch is None:
             return None
         size = getattr(loader.loader, "batch_size", None)
         if not isinstance(size, int):
             raise ValueError(
-                f"global_batch_size={wanted} needs a loader with a batch_size; {type(loader.loader).__name__} has none"
+                f"global_batch_size={global_batch} needs a loader with a batch_size; {type(loader.loader).__name__} has none"
             )
         ranks = self._engine.data_group.world_size
         micro_batch = size * ranks
-        window, rest = divmod(wanted, micro_batch)
-        if not rest and window:
+        window, remainder = divmod(global_batch, micro_batch)
+        if not remainder and window:
             return window
         near = sorted({max(1, window) * micro_batch, (window + 1) * micro_batch})
-        others = [b for b in range(1, wanted // ranks + 1) if wanted % (b * ranks) == 0]
-        around = sorted(sorted(others, key=lambda b: abs(b - size))[:4])
+        possible = [b for b in range(1, global_batch // ranks + 1) if global_batch % (b * ranks) == 0]
+        around = sorted(sorted(possible, key=lambda b: abs(b - size))[:4])
         raise ValueError(
-            f"global_batch_size={wanted} cannot be divided into batches of {size} on {ranks} rank(s) ({micro_batch} samples per micro-batch); "
+            f"global_batch_size={global_batch} cannot be divided into batches of {size} on {ranks} rank(s) ({micro_batch} samples per micro-batch); "
             f"nearest possible: {', '.join(map(str, near))}, or "
             + (
                 f"batch_size={', '.join(map(str, around))} in the loader"

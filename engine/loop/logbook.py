@@ -20,7 +20,7 @@ class EvaluationValues:
         self._updates = self._counted()
 
     @property
-    def shown(self) -> set[str]:
+    def progress_names(self) -> set[str]:
         """The names that were logged with ``prog_bar=True``."""
         return {name for recorder in self._recorders for name in recorder.progress_names()}
 
@@ -85,12 +85,12 @@ class Logbook:
         """The recorder in use; the module logs to it from :meth:`record_to` on."""
 
     def record_to(self, recorder: Recorder) -> None:
-        """From now on the module logs to this ``recorder``."""
+        """Send what the module logs to ``recorder`` from now on."""
         self.recorder, recorder.module = recorder, self._module
         self._module.log_to(recorder)
 
     def close(self, when: str, instead: str) -> None:
-        """From now on nothing that the module logs is reported, which it is warned of: ``when`` that is, and what to do ``instead``."""
+        """Report nothing that the module logs from now on, and warn it: ``when`` that is, and what to do ``instead``."""
         self._module.log_to(ClosedRecorder(when, instead))
 
     @contextmanager
@@ -119,15 +119,15 @@ class Logbook:
         before = self.training.window - (self.training.batch is None)
         self.epoch_windows |= dict.fromkeys((name.removesuffix("_epoch") for name in values), before)
 
-    def take(self, values: dict[str, float], recorder: Recorder, in_training: bool) -> None:
+    def take_over(self, values: dict[str, float], recorder: Recorder, in_training: bool) -> None:
         """Take over published ``values`` of ``recorder``; ``in_training``: they were measured in training, not in an evaluation."""
         named = {name.removesuffix("_epoch"): value for name, value in values.items() if name.endswith("_epoch")}
         named |= values
         self.metrics.update(named)
         (self.from_training.update if in_training else self.from_training.difference_update)(named)
         self.withheld = recorder.withheld_names()
-        if shown := recorder.progress_names():
-            self.progress.update({name: value for name, value in values.items() if name in shown})
+        if names := recorder.progress_names():
+            self.progress.update({name: value for name, value in values.items() if name in names})
 
     def with_this_step(self) -> dict[str, float]:
         """:attr:`metrics` with the values of the step under way, over all ranks. A collective; waits for the device."""

@@ -45,24 +45,25 @@ def accepting(method: Method, owner: object, event: str, base: type, first: Sequ
         return method
     if event not in vars(base):
         return method
-    given = [*first, *_given(base, event)[len(first) :]]
-    short = given[:-1] if given[-1:] == [_INDEX] and vars(base)[event].__defaults__ else given
-    if event in _BY_NAME and _binds(takes, given[:1], given[1:]):
-        return lambda first, *args: method(first, **dict(zip(given[1:], args, strict=True)))
+    arguments = [*first, *_arguments_of_run(base, event)[len(first) :]]
+    short = arguments[:-1] if arguments[-1:] == [_INDEX] and vars(base)[event].__defaults__ else arguments
+    if event in _BY_NAME and _binds(takes, arguments[:1], arguments[1:]):
+        return lambda first, *args: method(first, **dict(zip(arguments[1:], args, strict=True)))
     if event == "clip_gradients":
         pass  # which is called by name
-    elif _binds(takes, given) and _binds(takes, short):
+    elif _binds(takes, arguments) and _binds(takes, short):
         return method
     elif _binds(takes, short):
         return lambda *args: method(*args[: len(short)])
-    elif _binds(takes, given):
-        return lambda *args: method(*args, *([0] if len(args) < len(given) else []))
-    elif event in ("setup", "teardown") and _binds(takes, given[:-1]):
+    elif _binds(takes, arguments):
+        return lambda *args: method(*args, *([0] if len(args) < len(arguments) else []))
+    elif event in ("setup", "teardown") and _binds(takes, arguments[:-1]):
         return lambda *args: method(*args[:-1])
-    elif _binds(takes, [], given):
-        return lambda *args: method(**dict(zip(given, args, strict=False)))
+    elif _binds(takes, [], arguments):
+        return lambda *args: method(**dict(zip(arguments, args, strict=False)))
     raise TypeError(
-        f"{type(owner).__name__}.{event}({', '.join(takes.parameters)}) cannot be called: a run gives it ({', '.join(given)}); change its arguments"
+        f"{type(owner).__name__}.{event}({', '.join(takes.parameters)}) cannot be called: a run gives it ({', '.join(arguments)}); "
+        "change its arguments"
     )
 
 
@@ -83,9 +84,9 @@ def check(module: TrainModule, base: type) -> None:
         accepting(getattr(module, name), module, name, base)
 
 
-def _given(base: type, event: str) -> list[str]:
+def _arguments_of_run(base: type, event: str) -> list[str]:
     parameters = list(inspect.signature(getattr(base, event)).parameters.values())[1:]
-    return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
 
 
 def _binds(takes: inspect.Signature, positional: list[str], named: list[str] | None = None) -> bool:
@@ -119,27 +120,35 @@ def argument_count(step: Callable[..., Any], who: str, several: bool = False, in
         parameters = list(inspect.signature(step).parameters.values())
     except (TypeError, ValueError):  # native code does not say
         return None
-    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return 3 if several else 2
-    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    needed = [each.name for each in positional if each.default is each.empty]
-    known = ARGUMENTS if indexed else ARGUMENTS[:2]
-    strange = [name for index, name in enumerate(needed) if index >= len(known) or name in _GONE]
-    strange += [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
+    positional = [
+        parameter
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    needed = [parameter.name for parameter in positional if parameter.default is parameter.empty]
+    allowed = ARGUMENTS if indexed else ARGUMENTS[:2]
+    strange = [name for index, name in enumerate(needed) if index >= len(allowed) or name in _GONE]
+    strange += [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+    ]
     if strange or not positional:
         what = f"needs {strange[0]!r}" if strange else "takes no batch"
         advice = f"; {_GONE[strange[0]]}" if strange and strange[0] in _GONE else ""
-        raise TypeError(f"{who} {what}: it gets {', '.join(known)}, of which it may leave out the last{advice}")
+        raise TypeError(f"{who} {what}: it gets {', '.join(allowed)}, of which it may leave out the last{advice}")
     if len(needed) == 3:
         return 3
     return min(len(positional), 3 if several else 2)
 
 
-def _passing(call: Callable[..., Any], count: int | None, given: int) -> Callable[..., Any]:
-    """``call`` for a caller that passes ``given`` arguments, where ``count`` are taken; ``call`` itself when that is the same."""
-    if count is None or count == given:
+def _passing(call: Callable[..., Any], count: int | None, passed: int) -> Callable[..., Any]:
+    """``call`` for a caller that passes ``passed`` arguments, where ``count`` are taken; ``call`` itself when both are equal."""
+    if count is None or count == passed:
         return call
-    if count > given:
+    if count > passed:
         return lambda *args: call(*args, 0)  # the only loader's number
     return lambda *args: call(*args[:count])
 

@@ -15,16 +15,16 @@ from engine.config.file_size import size_in_bytes
 from engine.distributed.environments import detect
 
 _HOST = ("can't allocate memory", "not enough memory")
-"""In the messages of torch's allocator for the host, whose errors are plain ``RuntimeError`` objects."""
+"""Texts in the messages of torch's allocator for the host, whose errors are plain ``RuntimeError`` objects."""
 
 
 @contextmanager
-def noting_what_finds_a_fit(wanted: bool) -> Iterator[None]:
-    """Add the note to an out-of-memory error that leaves the block, if ``wanted``. It stays the same error."""
+def noting_what_finds_a_fit(enabled: bool) -> Iterator[None]:
+    """Add the note to an out-of-memory error that leaves the block, if ``enabled``. It stays the same error."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        if wanted and (text := note(error)) is not None:
+        if enabled and (text := note(error)) is not None:
             error.add_note(text)
         raise
 

@@ -149,9 +149,9 @@ def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
     whole: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
-            key, here = same_memory(value), value.detach().cpu()
-            part = here.untyped_storage().nbytes() > here.numel() * here.element_size()
-            value = copies.setdefault(key, here.clone() if part else here)
+            key, copy = same_memory(value), value.detach().cpu()
+            part = copy.untyped_storage().nbytes() > copy.numel() * copy.element_size()
+            value = copies.setdefault(key, copy.clone() if part else copy)
         whole[name] = value
     return whole
 
@@ -171,9 +171,9 @@ def _shared(group: Group, state: dict[str, Any]) -> dict[str, Any]:
                 ]
             )
     whole: dict[str, Any] = {}
-    for name, same, shape, dtype in gather_json(group, rows)[0]:
-        if same in whole:
-            whole[name] = whole[same]
+    for name, first_name, shape, dtype in gather_json(group, rows)[0]:
+        if first_name in whole:
+            whole[name] = whole[first_name]
         else:
             whole[name] = broadcast(
                 group, state[name] if group.is_main else torch.empty(shape, dtype=getattr(torch, dtype))
@@ -189,12 +189,12 @@ def holding(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
     replacements: dict[int, nn.Parameter] = {}
     for prefix, inner in module.named_modules(remove_duplicate=False):
         for store in (inner._parameters, inner._buffers):
-            for key, own in store.items():
+            for key, tensor in store.items():
                 value = state.get(f"{prefix}.{key}" if prefix else key)
-                if own is not None and isinstance(value, Tensor):
-                    replaced.append((store, key, own))
-                    if isinstance(own, nn.Parameter):
-                        value = replacements.setdefault(id(own), nn.Parameter(value, own.requires_grad))
+                if tensor is not None and isinstance(value, Tensor):
+                    replaced.append((store, key, tensor))
+                    if isinstance(tensor, nn.Parameter):
+                        value = replacements.setdefault(id(tensor), nn.Parameter(value, tensor.requires_grad))
                     store[key] = value
     for inner, sharded in classes:  # FSDP's class cannot be copied, and its hooks would gather what is whole
         if any(_of_fsdp(part) for part in sharded.__bases__):
@@ -212,8 +212,8 @@ def holding(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for inner, sharded in classes:
             inner.__class__ = sharded
-        for store, key, own in replaced:
-            store[key] = own
+        for store, key, tensor in replaced:
+            store[key] = tensor
 
 
 _OF_FSDP = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")

@@ -66,13 +66,13 @@ def checked(run: Run, batches: Iterator[Any]) -> Iterator[Any]:
     """
     for batch in batches:
         group = run.engine.data_group
-        found = leaves(batch)
+        tensors = leaves(batch)
         forms = {
             f"tensor {i}": f"{t.dtype}, [batch{''.join(f', {n}' for n in t.shape[1:])}], {t.device.type}"
-            for i, t in enumerate(found)
+            for i, t in enumerate(tensors)
         }
-        _agree(group, "first batches", {"structure": type(batch).__name__, "tensors": len(found)} | forms)
-        for index, tensor in enumerate(found):
+        _agree(group, "first batches", {"structure": type(batch).__name__, "tensors": len(tensors)} | forms)
+        for index, tensor in enumerate(tensors):
             _round_trip(group, index, tensor)
         yield batch
         break
@@ -138,11 +138,11 @@ def _agree(group: Group, what: str, mine: dict[str, Any]) -> None:
     """Raise unless ``mine`` is the same on all ranks of ``group``."""
     everyone = gather_json(group, {name: str(value) for name, value in mine.items()})
     first, differences = everyone[0], []
-    for rank, theirs in enumerate(everyone):
-        for name in dict.fromkeys([*first, *theirs]):
-            if theirs.get(name) != first.get(name):
+    for rank, row in enumerate(everyone):
+        for name in dict.fromkeys([*first, *row]):
+            if row.get(name) != first.get(name):
                 differences.append(
-                    f"  {name}: rank 0 has {first.get(name, 'none of that name')}, rank {rank} has {theirs.get(name, 'none')}"
+                    f"  {name}: rank 0 has {first.get(name, 'none of that name')}, rank {rank} has {row.get(name, 'none')}"
                 )
     if differences:
         more = f"\n  and {len(differences) - MOST} more" if len(differences) > MOST else ""

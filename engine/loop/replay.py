@@ -17,7 +17,7 @@ from engine.distributed.collectives import gather_json
 from engine.loop.run import Run
 from engine.step.gradients import Loss, loss_in, nonzero
 from engine.utils.text import terminal_text
-from engine.utils.tree import leaves, whole
+from engine.utils.tree import full_tensor, leaves
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class ReplayedStep:
     """One optimizer step, run again from a checkpoint before it. ``str()`` gives it as text."""
 
     step: int
-    """Its number: the optimizer steps done after it."""
+    """The step's number: the optimizer steps done after it."""
     epoch: int
     checkpoint: str
     """The checkpoint that the run was repeated from; empty: from its start."""
@@ -38,11 +38,11 @@ class ReplayedStep:
     losses: list[list[float]] = field(default_factory=list)
     """The loss of each micro-batch, by rank; of a :class:`engine.Loss` sum / count."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What the step logged, over all ranks."""
+    """Values that the step logged, over all ranks."""
     grad_norm: float | None = None
     """The 2-norm of its gradients before clipping; ``None`` if the strategy keeps them to itself."""
     grad_norms: dict[str, float] = field(default_factory=dict)
-    """The same by parameter."""
+    """The 2-norm of each parameter's gradient before clipping."""
     recorded: dict[str, float] | None = None
     """The values of :attr:`metrics` that the run itself has logged at this step; ``None``: nobody looked for them."""
     nonfinite: str | None = None
@@ -55,8 +55,8 @@ class ReplayedStep:
         """Lines for people. ``per_layer``: with the norm of each parameter's gradient."""
         of = f"{self.recorded_ranks} rank(s)" + ("" if self.ranks == self.recorded_ranks else f", now on {self.ranks}")
         lines = [f"step {self.step} (epoch {self.epoch}) from {self.checkpoint or 'the start'}, {of}"]
-        shown = "a stream: not known" if self.samples is None else ", ".join(map(str, self.samples))
-        lines.append(f"samples: {shown}")
+        samples = "a stream: not known" if self.samples is None else ", ".join(map(str, self.samples))
+        lines.append(f"samples: {samples}")
         for rank, losses in enumerate(self.losses):
             lines += [f"rank {rank}, micro-batch {index}: loss {loss!r}" for index, loss in enumerate(losses)]
         lines += [f"logged: {name} = {value!r}{self._compared(name, value)}" for name, value in self.metrics.items()]
@@ -73,8 +73,8 @@ class ReplayedStep:
         if self.recorded is None or name not in self.recorded:
             return ""
         recorded = self.recorded[name]
-        same = value == recorded or (math.isnan(value) and math.isnan(recorded))
-        return ", as recorded" if same else f", recorded: {recorded!r} (differs by {abs(value - recorded):.2g})"
+        is_equal = value == recorded or (math.isnan(value) and math.isnan(recorded))
+        return ", as recorded" if is_equal else f", recorded: {recorded!r} (differs by {abs(value - recorded):.2g})"
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class StepWatch(Callback):
     def on_before_backward(self, run: Run, module: nn.Module, loss: Any) -> None:
         if self._handles:
             value = loss.sum.detach() / nonzero(loss.count) if isinstance(loss, Loss) else loss.detach()
-            number = float(whole(value))
+            number = float(full_tensor(value))
             self._check(f"the loss of micro-batch {len(self._losses)}", torch.tensor(number))
             self._losses.append(number)
 
@@ -215,7 +215,7 @@ class StepWatch(Callback):
         step.epoch = state.epoch
         assert run.train_loader is not None
         step.samples = run.train_loader.units(state.position, run.loaders.stride)
-        self._handles = [each.register_forward_hook(self._hook(name)) for name, each in module.named_modules()]
+        self._handles = [inner.register_forward_hook(self._hook(name)) for name, inner in module.named_modules()]
         self._outer_anomaly = torch.is_anomaly_enabled()
         # Not before: reading gradients rounds them differently from a step that nobody watches.
         run.hooks.add("on_before_optimizer_step", f"[Callback]{self.state_key}", self._gradients)
@@ -233,8 +233,8 @@ class StepWatch(Callback):
         rows = gather_json(run.engine.group, [list(map(repr, self._losses)), self.step.nonfinite])
         self.step.losses = [list(map(float, losses)) for losses, _ in rows]
         several = len(rows) > 1
-        found = [f"{where} (rank {rank})" if several else where for rank, (_, where) in enumerate(rows) if where]
-        self.step.nonfinite = found[0] if found else None
+        places = [f"{where} (rank {rank})" if several else where for rank, (_, where) in enumerate(rows) if where]
+        self.step.nonfinite = places[0] if places else None
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -255,4 +255,4 @@ class StepWatch(Callback):
 
 def _note(flags: list[bool], tensor: Tensor) -> None:
     if tensor.is_floating_point() or tensor.is_complex():
-        flags.append(bool(whole(tensor.detach()).isfinite().all()))
+        flags.append(bool(full_tensor(tensor.detach()).isfinite().all()))

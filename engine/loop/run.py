@@ -238,11 +238,11 @@ class Run:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """What the module and the data module have saved for loggers (``save_hyperparameters``) as JSON values, without secrets."""
-        found: dict[str, Any] = without_secrets(
+        """Hyperparameters that the module and the data module have saved for loggers (``save_hyperparameters``), as JSON values without secrets."""
+        values: dict[str, Any] = without_secrets(
             plain(as_data({**for_loggers(self.datamodule), **for_loggers(self.module)}))
         )
-        return found
+        return values
 
     @property
     def rank(self) -> int:
@@ -261,7 +261,7 @@ class Run:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
+        """Whether this process is rank 0."""
         return self.engine.is_main_process
 
     @property
@@ -390,11 +390,11 @@ class Run:
 
     @property
     def withheld(self) -> frozenset[str]:
-        """The names, among the values that ``on_log`` gets now, of those logged with ``logger=False``: loggers do not get them."""
+        """Names of the values that were logged with ``logger=False``: callbacks get them in ``on_log``, loggers do not."""
         return self.logbook.withheld
 
     def record_to(self, recorder: Recorder) -> None:
-        """From now on the module logs to this ``recorder``."""
+        """Send what the module logs to ``recorder`` from now on."""
         self.logbook.record_to(recorder)
 
     def latest_metrics(self) -> dict[str, float]:
@@ -435,7 +435,7 @@ class Run:
             hook(self, self.module, values, self.state.step)
         if not values:
             return
-        logbook.take(values, recorder, in_training=not self.evaluating)
+        logbook.take_over(values, recorder, in_training=not self.evaluating)
         for hook in self.hooks.on_log:
             hook(self, self.module, values, self.state.step)
         if self.logs_itself and self.is_main_process and logger.isEnabledFor(logging.INFO):
@@ -499,7 +499,7 @@ class Run:
 
     @property
     def continues_in_place(self) -> bool:
-        """Whether this run continues from a checkpoint in its own folder."""
+        """Whether the run continues from a checkpoint in its own folder."""
         return self.checkpoints.continue_in_place
 
     def checkpoint_names(self) -> set[str]:
@@ -539,9 +539,9 @@ class Run:
             self.engine.settle()
             if not state.in_window and self.logbook.published_step >= 0 and not (self.over or self.exception):
                 self.publish_due()  # a run that resumes here does not report this step again
-            if (known := checkpoints.saved_as(state, name)) is not None:
+            if (saved_name := checkpoints.saved_as(state, name)) is not None:
                 checkpoints.folder.remove_later(remove)
-                return checkpoints.path(known)
+                return checkpoints.path(saved_name)
             with self.optimizer_set.modes.evaluating():
                 content = self.checkpoint_content(score)
                 content.shared["postponed"] += remove  # if the job is killed before it removes them, the next one does
@@ -644,7 +644,7 @@ class Run:
             if str(where) == name or storage.is_same(self.checkpoints.folder.storage):
                 return self.save_checkpoint(name)
         self.engine.settle()
-        with self.phases.of("checkpoint"), self.optimizer_set.modes.evaluating():
+        with self.phases.timed("checkpoint"), self.optimizer_set.modes.evaluating():
             content = self.checkpoint_content()
             only_steps_change = self._only_steps_change_weights()
             return self.checkpoints.save_at(where, content, one_file=one_file, only_steps_change=only_steps_change)
@@ -753,5 +753,5 @@ def _with_tensors(tree: Any, device: torch.device) -> Any:
     if isinstance(tree, (bool, int, float)):
         return torch.tensor(tree, device=device)
     if type(tree) in (list, tuple):
-        return type(tree)(_with_tensors(each, device) for each in tree)
-    return {key: _with_tensors(each, device) for key, each in tree.items()} if type(tree) is dict else tree
+        return type(tree)(_with_tensors(item, device) for item in tree)
+    return {key: _with_tensors(item, device) for key, item in tree.items()} if type(tree) is dict else tree

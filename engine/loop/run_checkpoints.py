@@ -75,7 +75,7 @@ class RunCheckpoints:
 
     def choose(self, root: str | Path | None, max_failures: int) -> None:
         """Implements :meth:`engine.Run.checkpoints_at`."""
-        location = self.run_folder.keep(root)
+        location = self.run_folder.choose_root(root)
         if self._chosen is not None and str(location) != self._chosen:
             raise ValueError(
                 f"checkpoints are to be kept in {self._chosen} and in {location}: give one dirpath to all ModelCheckpoints of a run"
@@ -121,9 +121,13 @@ class RunCheckpoints:
         """The name under which this position was saved already, unless that was lost or another ``name`` is asked for."""
         if self.saved is None:
             return None
-        position, known = self.saved
-        again = position == state.resume_point() or (state.in_window and position[0] == state.step)
-        return known if again and known not in self.folder.lost and name in (None, known) else None
+        position, saved_name = self.saved
+        is_same_position = position == state.resume_point() or (state.in_window and position[0] == state.step)
+        return (
+            saved_name
+            if is_same_position and saved_name not in self.folder.lost and name in (None, saved_name)
+            else None
+        )
 
     def save(
         self,

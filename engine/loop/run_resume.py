@@ -15,7 +15,7 @@ from engine.utils.log import logger
 from engine.utils.text import terminal_text
 
 
-def resume_run(run: Run, wanted: str | Path | Resume) -> None:
+def resume_run(run: Run, checkpoint: str | Path | Resume) -> None:
     """Resume from a checkpoint: parameters, optimizers, schedulers, counters, data position, random numbers, callbacks.
 
     Raises:
@@ -23,7 +23,7 @@ def resume_run(run: Run, wanted: str | Path | Resume) -> None:
         DamagedCheckpoint: it cannot be used, or (for a name such as ``"auto"``) none of the existing ones can.
         ValueError: it does not fit the module or its optimizers.
     """
-    how, checkpoints = wanted if isinstance(wanted, Resume) else Resume(wanted), run.checkpoints
+    how, checkpoints = checkpoint if isinstance(checkpoint, Resume) else Resume(checkpoint), run.checkpoints
     where, what = checkpoints.run_folder.source(str(how.path))
     checkpoints.run_folder.named = checkpoints.folder.storage.root  # from now on
     folders = ("model", *weights_folder(how.weights)) if how.weights_only else (*FOLDERS, WEIGHTS)
@@ -54,12 +54,12 @@ def _continue(run: Run, loaded: Loaded, how: Resume) -> None:
 
 def _load_entries(run: Run, loaded: Loaded) -> None:
     """Give hooks the entries that they have saved."""
-    own, hooks = loaded.shared["user"], run.hooks.on_load_checkpoint
-    entries = run.snapshot.entries(own)
+    user_entries, hooks = loaded.shared["user"], run.hooks.on_load_checkpoint
+    entries = run.snapshot.entries(user_entries)
     for hook in hooks:
         hook(run, run.module, entries)
-    if own and not hooks:
-        names = terminal_text(", ".join(map(str, own)), one_line=True)
+    if user_entries and not hooks:
+        names = terminal_text(", ".join(map(str, user_entries)), one_line=True)
         logger.warning(
             "%s has entries of on_save_checkpoint (%s), and nothing here defines on_load_checkpoint: they are not read",
             loaded.path,
@@ -67,19 +67,21 @@ def _load_entries(run: Run, loaded: Loaded) -> None:
         )
 
 
-def load_weights(run: Run, wanted: str | Path | None, which: str | None = None) -> None:
+def load_weights(run: Run, checkpoint: str | Path | None, weights: str | None = None) -> None:
     """Take only the parameters and buffers of a checkpoint, and its step, epoch and samples, at which an evaluation is logged.
 
     Args:
-        which: ``"trained"``, or the name of others; ``None``: those that its score was measured with.
+        weights: ``"trained"``, or the name of others; ``None``: those that its score was measured with.
     """
-    if wanted is None and which is not None:
-        raise ValueError(f"weights={which!r} are those of a checkpoint: give it with checkpoint=...")
-    if wanted is None:
+    if checkpoint is None and weights is not None:
+        raise ValueError(f"weights={weights!r} are those of a checkpoint: give it with checkpoint=...")
+    if checkpoint is None:
         return
-    folders = ("model", *weights_folder(which))
-    with opening(run.engine.group, *run.checkpoints.run_folder.source(str(wanted)), folders, "checkpoint") as loaded:
-        run.snapshot.load_weights(loaded, True, which)
+    folders = ("model", *weights_folder(weights))
+    with opening(
+        run.engine.group, *run.checkpoints.run_folder.source(str(checkpoint)), folders, "checkpoint"
+    ) as loaded:
+        run.snapshot.load_weights(loaded, True, weights)
         run.checkpoints.loaded_from = loaded.path
         counters = loaded.manifest.get("counters")
         if isinstance(counters, dict):
@@ -98,6 +100,6 @@ def reload_best(run: Run) -> None:
         return
     run.wait_for_checkpoint()
     with opening(run.engine.group, run.checkpoints.folder.storage, str(best), ("model", WEIGHTS)) as loaded:
-        others = dict.fromkeys(loaded.source.others.names)
-        which = loaded.manifest.get(SCORED_WITH) or run.snapshot.scored_with(others, None)
-        run.snapshot.load_weights(loaded, True, which)
+        names = dict.fromkeys(loaded.source.others.names)
+        weights = loaded.manifest.get(SCORED_WITH) or run.snapshot.scored_with(names, None)
+        run.snapshot.load_weights(loaded, True, weights)

@@ -70,7 +70,7 @@ class RunSnapshot(EngineSnapshot):
 
     @property
     def schedulers(self) -> list[Any]:
-        return [each.scheduler for each in self._optimizer_set.schedules]
+        return [schedule.scheduler for schedule in self._optimizer_set.schedules]
 
     # -- collecting -----------------------------------------------------------------------------------------------------------------------
 
@@ -110,10 +110,10 @@ class RunSnapshot(EngineSnapshot):
             return TRAINED
         return next((c.validates_with for c in self._callbacks if c.validates_with in weights), None) or TRAINED
 
-    def entries(self, own: Mapping[str, Any]) -> Entries:
-        """The dict that hooks of checkpoints get, with their ``own`` entries."""
+    def entries(self, user_entries: Mapping[str, Any]) -> Entries:
+        """The dict that hooks of checkpoints get, with the entries that they have saved."""
         counters = {"epoch": self._state.epoch, "global_step": self._state.step}
-        return Entries(own, {**counters, "hyper_parameters": dict(self._module.hparams)})
+        return Entries(user_entries, {**counters, "hyper_parameters": dict(self._module.hparams)})
 
     def shared(self) -> dict[str, Any]:
         """The state that is the same on all ranks, without what hooks and callbacks add."""
@@ -158,9 +158,9 @@ class RunSnapshot(EngineSnapshot):
 
     # -- restoring ------------------------------------------------------------------------------------------------------------------------
 
-    def load_weights(self, loaded: Loaded, strict: bool, which: str | None) -> None:
-        """Load parameters and buffers. ``which``: ``"trained"``, or the name of others; ``None``: those that the score was measured with."""
-        source = loaded.source if which == TRAINED else Source(loaded.opened, which)
+    def load_weights(self, loaded: Loaded, strict: bool, weights: str | None) -> None:
+        """Load parameters and buffers. ``weights``: ``"trained"``, or the name of others; ``None``: those that the score was measured with."""
+        source = loaded.source if weights == TRAINED else Source(loaded.opened, weights)
         if source.weights != TRAINED and self._engine.is_main_process:
             logger.info("%s: its weights %r are loaded", loaded.path, source.weights)
         report = self._engine.strategy.load_model(self._module, source, strict and self._module.strict_loading)
@@ -185,16 +185,16 @@ class RunSnapshot(EngineSnapshot):
         if not loaded.saved_by_run:
             self._state.restore(asdict(self._state_of_loop(loaded)))
             return
-        loaded.give("the counters", self._state.restore, shared["state"])
+        loaded.load_into("the counters", self._state.restore, shared["state"])
         self._logbook.metrics.update(shared["metrics"])
         self._stopwatch.seconds_before = shared["elapsed_s"]
         self._items.restore(shared.get("items"))
-        loaded.give("val_every", self._intervals.validation.load_state_dict, shared["val_every"])
+        loaded.load_into("val_every", self._intervals.validation.load_state_dict, shared["val_every"])
         if self._datamodule is not None and shared["datamodule"] is not None:
-            loaded.give(type(self._datamodule).__name__, self._datamodule.load_state_dict, shared["datamodule"])
+            loaded.load_into(type(self._datamodule).__name__, self._datamodule.load_state_dict, shared["datamodule"])
         elif shared["datamodule"]:
             logger.warning("%s has the state of a DataModule, and this run has none: it is not restored", loaded.path)
-        loaded.give("the callbacks", partial(load_states, self._callbacks, loaded), shared["callbacks"])
+        loaded.load_into("the callbacks", partial(load_states, self._callbacks, loaded), shared["callbacks"])
 
     def _state_of_loop(self, loaded: Loaded) -> TrainState:
         """The counters for a checkpoint of ``Engine.save_state``; without ``facts={"step": n}`` each window counts as one step.
@@ -218,7 +218,7 @@ class RunSnapshot(EngineSnapshot):
                     f"{loaded.path} was saved by a loop over data without a length, so its number of steps is unknown: save it with "
                     f'save_state(path, facts={{"step": n}}), or {only}'
                 )
-            step = sum(-(-(batches or 0) // loaders.window_at(each)) for each in range(epoch)) + -(-index // window)
+            step = sum(-(-(batches or 0) // loaders.window_at(past)) for past in range(epoch)) + -(-index // window)
         samples = epoch * (saved["samples"] or 0) + position
         return TrainState(epoch, step, index, epoch * (batches or 0) + index, position, index, samples=samples)
 
@@ -239,38 +239,38 @@ class RunSnapshot(EngineSnapshot):
         for optimizer in self.optimizers:
             optimizer._opt_called = self._state.step > 0
 
-    def restore_place(self, loaded: Loaded, own: Fields | None) -> None:
+    def restore_place(self, loaded: Loaded, same_place: Fields | None) -> None:
         """Restore each rank's logged values and stream. If the number of ranks, or their parts of the model, differ, the saved ranks' values are
         redistributed, and random numbers are those of a new run."""
-        known, recorder = own or loaded.of_rank(0), self._logbook.recorder
-        if known is not None and "recorder" not in known:  # from a loop with Engine
+        rank_state, recorder = same_place or loaded.of_rank(0), self._logbook.recorder
+        if rank_state is not None and "recorder" not in rank_state:  # from a loop with Engine
             rows = []
-        elif own is not None:
-            rows = [own]
+        elif same_place is not None:
+            rows = [same_place]
         elif self._engine.data_group.rank == 0:
-            rows = [row for row in loaded.every() if row["place"][-1]]
+            rows = [row for row in loaded.of_all_ranks() if row["place"][-1]]
         else:
             rows = []
-        loaded.give("the logged values", recorder.load_state_dicts, [row["recorder"] for row in rows])
-        loaded.give("the metrics", partial(load_metric_states, self._module), [row["metrics"] for row in rows])
-        if known is not None:  # a converted checkpoint has none
+        loaded.load_into("the logged values", recorder.load_state_dicts, [row["recorder"] for row in rows])
+        loaded.load_into("the metrics", partial(load_metric_states, self._module), [row["metrics"] for row in rows])
+        if rank_state is not None:  # a converted checkpoint has none
             # Under a pipeline only ranks of the last stage have logged metrics; the last rank is one of them.
             last = loaded.of_rank(loaded.manifest["world_size"] - 1)
             if last is not None and "logged" in last:
                 logged = [row["logged"] for row in rows] or [named(last["logged"])]
-                loaded.give("the logged metrics", recorder.load_logged_metrics, logged)
-            self._loaders.continue_stream(next(iter(known["streams"]), None))
+                loaded.load_into("the logged metrics", recorder.load_logged_metrics, logged)
+            self._loaders.continue_stream(next(iter(rank_state["streams"]), None))
 
 
 def _storable(values: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters that a checkpoint can hold; a network or a function must be given again when the module is created."""
-    found: dict[str, Any] = {}
+    storable: dict[str, Any] = {}
     for name, value in values.items():
         with suppress(TypeError):
             data = as_data(value)
             pack(data)
-            found[name] = data
-    return found
+            storable[name] = data
+    return storable
 
 
 def _readable(values: Mapping[str, Any]) -> dict[str, Any]:

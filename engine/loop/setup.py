@@ -98,15 +98,15 @@ def optimizers(run: Run) -> None:
     """The prepared result of ``configure_optimizers``."""
     module, engine = run.module, run.engine
     overridden = overrides(module, "configure_optimizers")
-    given = module.configure_optimizers() if overridden else None
-    if given is None and engine.models:
-        given = engine.strategy.own_optimizers(engine.models[0])
-    if given is None and not overridden:
+    configuration = module.configure_optimizers() if overridden else None
+    if configuration is None and engine.models:
+        configuration = engine.strategy.own_optimizers(engine.models[0])
+    if configuration is None and not overridden:
         raise TypeError(f"{type(module).__name__} must define configure_optimizers(self); return None to train nothing")
-    found, schedules = configured(given)
+    raw_optimizers, schedules = configured(configuration)
     if overridden:
-        check_parameters(module, found)
-    prepared = [engine.prepare_optimizer(o) for o in found]
+        check_parameters(module, raw_optimizers)
+    prepared = [engine.prepare_optimizer(o) for o in raw_optimizers]
     if module.automatic_optimization:
         engine.window.join()
     for schedule in schedules:
@@ -115,7 +115,7 @@ def optimizers(run: Run) -> None:
         elif module.automatic_optimization:
             schedule.check()
     if module.automatic_optimization:
-        refuse(run, found)
+        refuse(run, raw_optimizers)
     run.optimization = optimization(run, prepared)
     run.optimizer_set.fill(run.optimization.optimizers, schedules, module.automatic_optimization)
 
@@ -132,11 +132,11 @@ def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Optimization:
                     f"{type(module).__name__}.{name} is not called with automatic_optimization=False: call it in training_step",
                 )
         return ManualOptimization(run, prepared)
-    if methods.intersection(STEP_METHODS) or any(needs_closure(each.optimizer) for each in prepared):
+    if methods.intersection(STEP_METHODS) or any(needs_closure(optimizer.optimizer) for optimizer in prepared):
         return ClosureOptimization(run, prepared)
     # The loop steps whole windows with engine.step and needs no wrapper; a module that steps by itself does.
     kind = PipelinedOptimization if engine.strategy.pipelined else AutomaticOptimization
-    return kind(run, [each.optimizer for each in prepared])
+    return kind(run, [optimizer.optimizer for optimizer in prepared])
 
 
 def evaluation(run: Run, kind: str) -> list[PreparedLoader]:

@@ -101,7 +101,7 @@ class Result:
     status: str
     """``"completed"`` (``max_epochs`` or ``max_steps`` reached), ``"stopped"`` (asked to, or ``max_time``), ``"interrupted"`` (Ctrl-C)."""
     stop_reason: str
-    """What ended the run, in words."""
+    """Reason for the end of the run, as text: ``"max_epochs=3 reached"``."""
     epoch: int
     """Finished epochs: a count, while epochs are numbered from 0."""
     step: int
@@ -128,10 +128,10 @@ class Result:
         )
         lines = [f"{self.status}{reason}: {', '.join(counts)}"]
         lines += [f"{terminal_text(name, one_line=True)} {value:.6g}" for name, value in self.metrics.items()]
-        others = f" (weights {self.best_weights!r})" if self.best_weights not in (None, "trained") else ""
-        best = None if self.best_checkpoint is None else f"{self.best_checkpoint}{others}"
-        kept = {"last checkpoint": self.last_checkpoint, "best checkpoint": best}
-        return "\n".join([*lines, *(f"{name}: {path}" for name, path in kept.items() if path is not None)])
+        weights = f" (weights {self.best_weights!r})" if self.best_weights not in (None, "trained") else ""
+        best = None if self.best_checkpoint is None else f"{self.best_checkpoint}{weights}"
+        checkpoints = {"last checkpoint": self.last_checkpoint, "best checkpoint": best}
+        return "\n".join([*lines, *(f"{name}: {path}" for name, path in checkpoints.items() if path is not None)])
 
 
 def status_of(stop_reason: str) -> str:

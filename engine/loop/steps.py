@@ -145,7 +145,7 @@ class ManualOptimizer(PreparedOptimizer):
                 raise RuntimeError(
                     "optimizer.step(closure) on several ranks: call manual_backward first and step() without a closure"
                 )
-            with run.phases.of("optimizer"):
+            with run.phases.timed("optimizer"):
                 value = super().step(closure)
             self._optimization.applied(True)
             return value
@@ -171,7 +171,7 @@ class ManualOptimization(AutomaticOptimization):
 
     def __init__(self, run: Run, prepared: Sequence[PreparedOptimizer]) -> None:
         super().__init__(run, [])
-        self.optimizers = [ManualOptimizer(each, self) for each in prepared]
+        self.optimizers = [ManualOptimizer(optimizer, self) for optimizer in prepared]
 
     def micro(self, batch: Any, index: int, share: Share) -> Any:
         self.stepping = True

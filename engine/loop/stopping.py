@@ -159,9 +159,11 @@ class StopControl:
                 self.ask("terminated (SIGTERM)", TERMINATE)
                 logger.warning("SIGTERM: the run ends after this step, with exit code %d", TERMINATED)
 
-        ours = [(signal.SIGINT, signal.default_int_handler, interrupt), (signal.SIGTERM, signal.SIG_DFL, terminate)]
+        handlers = [(signal.SIGINT, signal.default_int_handler, interrupt), (signal.SIGTERM, signal.SIG_DFL, terminate)]
         replaced = [
-            (number, before, handler) for number, before, handler in ours if main and signal.getsignal(number) is before
+            (number, before, handler)
+            for number, before, handler in handlers
+            if main and signal.getsignal(number) is before
         ]
         for number, _, handler in replaced:
             signal.signal(number, handler)

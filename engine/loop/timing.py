@@ -36,7 +36,7 @@ class Phases:
         self.timers: tuple[Timer, ...] = ()
         """Add one with ``phases.timers += (timer,)``. Times are those of the host: a device may still compute when a phase ends."""
 
-    def of(self, name: str) -> Phase:
+    def timed(self, name: str) -> Phase:
         """The phase ``name``, as a context."""
         return Phase(name, self)
 
@@ -84,7 +84,7 @@ class Phase:
 def checkpoint_phase(phases: Phases, times: Times) -> Iterator[None]:
     """The phase ``checkpoint``, whose time is added to the run's."""
     began = time.perf_counter()
-    with phases.of("checkpoint"):
+    with phases.timed("checkpoint"):
         yield
     times.checkpoint += time.perf_counter() - began
 
@@ -119,23 +119,23 @@ class EpochClock:
         """Seconds from the batch before the current one until the next was asked for; 0 with the first."""
 
     def waits_for(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches; counts the time until each of them as waiting, the phase ``data``."""
+        """Yield the batches, and count the time until each one as waiting, the phase ``data``."""
         clock, times, phases = time.perf_counter, self._times, self._phases
-        asked, marked = clock(), _marked()
+        started, marked = clock(), _marked()
         for batch in batches:
             if marked is not None:
                 marked.__exit__(None, None, None)
             came = clock()
-            times.data += came - asked
+            times.data += came - started
             for timer in phases.timers:
-                timer("data", came - asked)
+                timer("data", came - started)
             yield batch
             del batch  # the next one takes its memory
-            asked, marked = clock(), _marked() if profiler._is_profiler_enabled else None
-            self.previous_s = asked - came
+            started, marked = clock(), _marked() if profiler._is_profiler_enabled else None
+            self.previous_s = started - came
         if marked is not None:
             marked.__exit__(None, None, None)
-        waited = clock() - asked  # until the end of the data
+        waited = clock() - started  # until the end of the data
         times.data += waited
         for timer in phases.timers:
             timer("data", waited)

@@ -111,8 +111,8 @@ def end_step(run: Run, seconds: float, outputs: Any) -> bool:
         control.accept()
     if control.agreement.news:
         run.announce_checkpoints()
-    left = control.due_step - run.state.step
-    if left <= 0 or (left == 1 and run.engine.pending_steps) or control.reason:
+    steps_left = control.due_step - run.state.step
+    if steps_left <= 0 or (steps_left == 1 and run.engine.pending_steps) or control.reason:
         do_what_is_due(run, outputs)
     return bool(control.reason)
 

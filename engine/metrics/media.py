@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.utils.errors import nearest
-from engine.utils.tree import whole
+from engine.utils.tree import full_tensor
 
 
 def checked(kind: str, name: str, value: Any, **options: Any) -> Any:
@@ -49,7 +49,7 @@ def _tensor(who: str, value: Any) -> Tensor:
             raise TypeError(f"{who} got {type(value).__name__}: give a tensor or an array") from error
     if value.is_complex():
         raise TypeError(f"{who} got a complex tensor: give real numbers")
-    return whole(value.detach()).clone()
+    return full_tensor(value.detach()).clone()
 
 
 def _array(value: Any) -> Any:

@@ -18,7 +18,7 @@ from engine.metrics.torchmetrics_states import Entry, add, entry
 from engine.metrics.torchmetrics_values import Logged, Offer, Watch, agree, check, exchange, leader, limit
 from engine.utils.log import warn_once
 from engine.utils.tree import batch_size as samples
-from engine.utils.tree import whole
+from engine.utils.tree import full_tensor
 
 
 class Recorder:
@@ -81,7 +81,7 @@ class Recorder:
                 raise ValueError(
                     f"log({name!r}) got a tensor of shape {tuple(value.shape)}: log one number, for example its .mean()"
                 )
-            value = whole(value.detach()).clone()  # a parameter, or a part of something, as often as not
+            value = full_tensor(value.detach()).clone()  # a parameter, or a part of something, as often as not
         elif not isinstance(value, (int, float)):
             value = self._other(slot, value)
             if value is None:

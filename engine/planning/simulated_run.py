@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from engine.callback import Callback, affecting_steps, own_kind, with_own
+from engine.callback import Callback, adapted_callbacks, affecting_steps, with_callbacks_of_module
 from engine.checkpoint.run_folder import RunFolder
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
@@ -93,7 +93,7 @@ def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[Sim
         facts.from_module(module)
         folder = stack.enter_context(_temporary_folder())
         settings = planned_settings(job.fit.settings, folder)
-        callbacks = without_effects(with_own(module, settings.callbacks), folder)
+        callbacks = without_effects(with_callbacks_of_module(module, settings.callbacks), folder)
         data = RunData(job.datamodule, {"train": job.train_loader, "validation": []})
         run = job.fit.new_run(module, "fit", group, settings, data, callbacks)
         if refusal := strategy_facts(run.engine.strategy).refusal:
@@ -113,7 +113,7 @@ def planned_settings(settings: Settings, folder: PlannedFolder) -> Settings:
     return replace(
         settings,
         strategy=copy_or_share(settings.strategy),
-        callbacks=without_effects(own_kind("callbacks", settings.callbacks), folder),
+        callbacks=without_effects(adapted_callbacks("callbacks", settings.callbacks), folder),
         root_dir=folder.path,
         num_nodes=1,
         devices="auto",

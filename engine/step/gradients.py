@@ -14,7 +14,7 @@ from engine.utils import accelerator
 from engine.utils.log import warn_once
 from engine.utils.parameters import parameters_of
 from engine.utils.torch_private import multiply, register_dataclass
-from engine.utils.tree import whole
+from engine.utils.tree import full_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def scalar(loss: Any) -> Tensor:
             "the loss has no graph, so nothing would be trained: it was computed under no_grad, detached, made with .item(), "
             "or all parameters that it depends on are frozen (requires_grad=False)"
         )
-    loss = whole(loss)
+    loss = full_tensor(loss)
     if loss.ndim:
         if loss.numel() != 1:
             raise ValueError(

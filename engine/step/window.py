@@ -16,7 +16,7 @@ from engine.step.gradient_sync import GradientSync
 from engine.step.gradients import Loss, nonzero, scalar
 from engine.utils import accelerator
 from engine.utils.parameters import parameters_of
-from engine.utils.tree import whole
+from engine.utils.tree import full_tensor
 
 
 class Share(NamedTuple):
@@ -349,7 +349,7 @@ class Window:
             )
         root, count = scalar(loss.sum), loss.count
         if isinstance(count, Tensor):
-            count = whole(count.detach())
+            count = full_tensor(count.detach())
         if self.only is None:
             self._watch(True)
         elif newest.count is not None and not self.accumulating and self._empty(newest):

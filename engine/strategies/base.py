@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine.checkpoint.reader import Report, Source, own_state, whole
+from engine.checkpoint.reader import Report, Source, empty_tensor, own_state
 from engine.checkpoint.tensors import Stored
 from engine.config.settings import Settings
 from engine.distributed.collectives import all_reduce, maximum_over_ranks
@@ -271,7 +271,9 @@ class Strategy(GradientSync):
                     )
                     targets[stored.name] = existing if _can_hold(existing, part) else part
         entries = {i: entry for i, entry in numbered["state"].items() if i in parameters}
-        read = source.read_optim({**numbered, "state": entries}, lambda stored: targets.get(stored.name, whole(stored)))
+        read = source.read_optim(
+            {**numbered, "state": entries}, lambda stored: targets.get(stored.name, empty_tensor(stored))
+        )
         optimizer.load_state_dict({**read, "state": {i: unflat(entry) for i, entry in read["state"].items()}})
 
     def part_like(self, stored: Stored, parameter: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from engine.strategies.pipeline_shapes import Shapes, Spec
 from engine.strategies.pipeline_stages import Stage
 from engine.utils import accelerator, torch_private
 from engine.utils.log import warn_once
-from engine.utils.tree import batch_size, map_tensors, whole
+from engine.utils.tree import batch_size, full_tensor, map_tensors
 
 SCHEDULES = {
     "gpipe": ("ScheduleGPipe", 1, False),
@@ -331,8 +331,8 @@ def _first(tree: Any) -> Tensor:
 def _note(totals: Tensor, loss: Tensor | Loss, fraction: float) -> None:
     if isinstance(loss, Loss):
         totals[0] = 1.0
-        totals[1] += whole(loss.sum.detach())
-        totals[2] += whole(loss.count) if isinstance(loss.count, Tensor) else loss.count
+        totals[1] += full_tensor(loss.sum.detach())
+        totals[2] += full_tensor(loss.count) if isinstance(loss.count, Tensor) else loss.count
     else:
-        totals[1] += whole(loss.detach()) * fraction
+        totals[1] += full_tensor(loss.detach()) * fraction
         totals[2] += fraction

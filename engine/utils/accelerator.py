@@ -24,16 +24,16 @@ from engine.utils.errors import nearest
 _hidden = False
 
 
-def hide() -> None:
-    """From now on this process sees only the CPU: a rank of ``launch.debug``."""
+def show_only_cpu() -> None:
+    """Make this process see only the CPU from now on, for a rank of ``launch.debug``."""
     global _hidden
     _hidden = True
 
 
 def present() -> str | None:
     """The type of the machine's accelerator, as ``torch.accelerator`` finds it; ``None`` if there is only the CPU."""
-    found = None if _hidden else torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else found.type
+    accelerator = None if _hidden else torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else accelerator.type
 
 
 def device_type(accelerator: str) -> str:
@@ -52,21 +52,21 @@ def device_type(accelerator: str) -> str:
         )
     if accelerator == "cpu":
         return "cpu"
-    found = present()
+    available = present()
     if accelerator == "auto":
-        return found or "cpu"
-    if found is None or accelerator not in ("gpu", found):
-        other = " or 'gpu'" if found else ""
+        return available or "cpu"
+    if available is None or accelerator not in ("gpu", available):
+        alternative = " or 'gpu'" if available else ""
         raise RuntimeError(
-            f"accelerator={accelerator!r} was requested, but {machine(found)}; use {(found or 'cpu')!r}{other} or 'auto'"
+            f"accelerator={accelerator!r} was requested, but {machine(available)}; use {(available or 'cpu')!r}{alternative} or 'auto'"
         )
-    return found
+    return available
 
 
-def machine(found: str | None) -> str:
-    """What torch sees on this machine, whose accelerator is ``found``: a clause for messages."""
-    if found is not None:
-        return f"torch {torch.__version__} sees {devices(found)} {found} device(s) on this machine"
+def machine(kind: str | None) -> str:
+    """A clause for messages: the devices that torch sees on this machine, whose accelerator is of ``kind``."""
+    if kind is not None:
+        return f"torch {torch.__version__} sees {devices(kind)} {kind} device(s) on this machine"
     built = torch.accelerator.current_accelerator()
     if built is None:
         return f"torch {torch.__version__} was built without accelerators and sees only the CPU"
@@ -115,58 +115,58 @@ def devices_of_forks() -> int | None:
     return None if answer == _POISONED else answer
 
 
-def count(kind: str, wanted: int | str) -> int:
+def count(kind: str, requested: int | str) -> int:
     """How many processes a machine runs for ``devices=wanted`` (a number, or ``"auto"``: every device, one process on a CPU).
 
     Raises:
         ValueError: more devices than there are.
     """
     if kind == "cpu":
-        return 1 if wanted in ("auto", -1) else int(wanted)
-    there = devices(kind)
-    if wanted in ("auto", -1):
-        return there or 1
-    if int(wanted) > there:
+        return 1 if requested in ("auto", -1) else int(requested)
+    available = devices(kind)
+    if requested in ("auto", -1):
+        return available or 1
+    if int(requested) > available:
         raise ValueError(
-            f"devices={wanted} was requested, but this machine has {there} {kind} device(s){hidden_by(kind)}"
+            f"devices={requested} was requested, but this machine has {available} {kind} device(s){hidden_by(kind)}"
         )
-    return int(wanted)
+    return int(requested)
 
 
-def device(kind: str, index: int, *, own: bool = False) -> torch.device:
+def device(kind: str, index: int, *, binds_devices: bool = False) -> torch.device:
     """The device of a local rank; it becomes torch's current one.
 
     Args:
         kind: of :func:`device_type`.
         index: the local rank, or the requested device.
-        own: the launcher may hide the other processes' devices: then a single visible device is this process's, whatever its index.
+        binds_devices: the launcher may hide the other processes' devices: then a single visible device is this process's, whatever its index.
 
     Raises:
         ValueError: the local rank has no device.
     """
     if kind == "cpu":
         return torch.device("cpu")
-    index = visible_index(index, devices(kind), own, kind)
+    index = visible_index(index, devices(kind), binds_devices, kind)
     torch.accelerator.set_device_index(index)
-    found = torch.device(kind, index)
+    result = torch.device(kind, index)
     # What steps ask for later is tried now: each trial waits for the device.
-    wide(found), defers(found), has_streams(found)
-    return found
+    wide(result), defers(result), has_streams(result)
+    return result
 
 
-def visible_index(index: int, there: int, own: bool, kind: str = "cuda") -> int:
-    """The index of a process's device among the ``there`` visible ones; ``own`` and errors as for :func:`device`."""
-    if own and there == 1:
+def visible_index(index: int, visible: int, binds_devices: bool, kind: str = "cuda") -> int:
+    """The index of a process's device among the process's ``visible`` ones; ``binds_devices`` and errors as for :func:`device`."""
+    if binds_devices and visible == 1:
         return 0
-    if index >= there:
+    if index >= visible:
         raise ValueError(
-            f"local rank {index} has no device: this process sees {there} {kind} device(s){hidden_by(kind)}. Start fewer processes per node"
+            f"local rank {index} has no device: this process sees {visible} {kind} device(s){hidden_by(kind)}. Start fewer processes per node"
         )
     return index
 
 
 def model_name(device: torch.device) -> str:
-    """What the vendor calls the device, ``"NVIDIA H100 80GB HBM3"``; its type where it tells no name."""
+    """The vendor's name of the device, ``"NVIDIA H100 80GB HBM3"``; the device's type where it tells no name."""
     tells = getattr(getattr(torch, device.type, None), "get_device_name", None)
     if tells is not None:
         return str(tells(device))
@@ -206,8 +206,8 @@ def in_use() -> str | None:
 # -- what a device can do -----------------------------------------------------------------------------------------------------------------
 
 
-def _works(attempt: Callable[[], Any]) -> bool:
-    """Whether it succeeds with a true answer."""
+def _returns_true(attempt: Callable[[], Any]) -> bool:
+    """Whether a trial on a device returns a true value without an error."""
     with suppress(RuntimeError, TypeError, ValueError, AssertionError, AttributeError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # autocast only warns when it leaves a dtype out
         try:
@@ -225,7 +225,7 @@ def has_streams(device: torch.device) -> bool:
         with torch.Stream(device):
             return True
 
-    return device.type != "cpu" and _works(attempt)
+    return device.type != "cpu" and _returns_true(attempt)
 
 
 @functools.cache
@@ -238,28 +238,28 @@ def has_events(device: torch.device) -> bool:
         event.synchronize()
         return True
 
-    return device.type != "cpu" and _works(attempt)
+    return device.type != "cpu" and _returns_true(attempt)
 
 
 @functools.cache
 def pins(device: torch.device) -> bool:
-    """Whether host memory can be pinned for it, so that copies do not block the host."""
-    return device.type != "cpu" and _works(lambda: torch.empty(1, pin_memory=True).is_pinned())
+    """Whether host memory can be pinned for the device, so that copies do not block the host."""
+    return device.type != "cpu" and _returns_true(lambda: torch.empty(1, pin_memory=True).is_pinned())
 
 
 @functools.cache
 def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether it multiplies matrices of this dtype."""
+    """Whether the device multiplies matrices of this dtype."""
 
     def attempt() -> bool:
-        ones = torch.ones(2, 2, dtype=dtype, device=device)
-        return (ones @ ones).numel() == 4
+        matrix = torch.ones(2, 2, dtype=dtype, device=device)
+        return (matrix @ matrix).numel() == 4
 
-    return _works(attempt)
+    return _returns_true(attempt)
 
 
 def supports_float64(device: torch.device) -> bool:
-    """Whether it has float64 (MPS does not)."""
+    """Whether the device has float64 (MPS does not)."""
     return computes_in(device, torch.float64)
 
 
@@ -271,7 +271,7 @@ def wide(device: torch.device) -> torch.dtype:
 
 
 def supports_bf16(device: torch.device) -> bool:
-    """Whether it has bf16, if only by emulation."""
+    """Whether the device has bf16, if only by emulation."""
     return computes_in(device, torch.bfloat16)
 
 
@@ -280,12 +280,12 @@ def autocasts_to(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether ``torch.autocast`` computes in this dtype there. Where it does not, torch only warns and computes in fp32."""
 
     def attempt() -> bool:
-        ones = torch.ones(2, 2, device=device)
+        matrix = torch.ones(2, 2, device=device)
         with torch.autocast(device.type, dtype=dtype):
-            product = ones @ ones
+            product = matrix @ matrix
         return product.dtype == dtype and bool(product.float().sum().item() == 4 * 2)
 
-    return _works(attempt)
+    return _returns_true(attempt)
 
 
 @functools.cache
@@ -294,13 +294,13 @@ def scales_losses(device: torch.device) -> bool:
 
     def attempt() -> bool:
         gradients = [torch.full((2,), 8.0, device=device), torch.full((2,), torch.inf, device=device)]
-        found, inverse = torch.zeros(1, device=device), torch.full((1,), 0.5, device=device)
-        torch_private.unscale(gradients, found, inverse)
+        found_inf, inverse = torch.zeros(1, device=device), torch.full((1,), 0.5, device=device)
+        torch_private.unscale(gradients, found_inf, inverse)
         scale, tracker = torch.full((1,), 8.0, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-        torch_private.update_scale(scale, tracker, found, 2.0, 0.5, 2000)
+        torch_private.update_scale(scale, tracker, found_inf, 2.0, 0.5, 2000)
         return gradients[0].tolist() == [4.0, 4.0] and scale.item() == 4.0
 
-    return _works(attempt)
+    return _returns_true(attempt)
 
 
 def defers(device: torch.device) -> bool:
@@ -318,10 +318,10 @@ def fused_skips(device: torch.device, optimizer: type[torch.optim.Optimizer]) ->
     def weights(*steps: tuple[float, float, float | None]) -> list[float]:
         weight = torch.ones(2, device=device, requires_grad=True)
         stepper: Any = optimizer([weight], lr=0.5, fused=True)  # type: ignore[call-arg]
-        for gradient, found, scale in steps:
+        for gradient, found_inf, scale in steps:
             weight.grad = torch.full_like(weight, gradient)
             if scale is not None:
-                stepper.found_inf, stepper.grad_scale = (torch.full((), x, device=device) for x in (found, scale))
+                stepper.found_inf, stepper.grad_scale = (torch.full((), x, device=device) for x in (found_inf, scale))
             stepper.step()
         after: list[float] = weight.tolist()
         return after
@@ -331,28 +331,28 @@ def fused_skips(device: torch.device, optimizer: type[torch.optim.Optimizer]) ->
         plain, scaled = weights((1.0, 0.0, None), (3.0, 0.0, None)), weights((2.0, 0.0, 2.0), (12.0, 0.0, 4.0))
         return weights((1.0, 1.0, 1.0)) == [1.0, 1.0] and abs(plain[0] - scaled[0]) < 1e-5 and plain != [1.0, 1.0]
 
-    return _works(attempt)
+    return _returns_true(attempt)
 
 
 @functools.cache
 def has_fp8(device: torch.device) -> bool:
-    """Whether it multiplies matrices in fp8 itself: NVIDIA from compute capability 8.9 on, AMD's gfx94x, gfx95x and gfx12, ...
+    """Whether the device multiplies matrices in fp8 itself: NVIDIA from compute capability 8.9 on, AMD's gfx94x, gfx95x and gfx12, ...
 
     Torch's own product refuses every other device. A CPU computes it, but in wider numbers.
     """
 
     def attempt(dtype: torch.dtype) -> bool:
-        ones, one = torch.ones(16, 16, device=device).to(dtype), torch.ones((), device=device)
-        product = torch_private.fp8_product(ones, ones.t(), one)
+        matrix, scale = torch.ones(16, 16, device=device).to(dtype), torch.ones((), device=device)
+        product = torch_private.fp8_product(matrix, matrix.t(), scale)
         return bool((product == 16).all())
 
     # gfx94x has the second format only.
     formats = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-    return device.type != "cpu" and any(_works(functools.partial(attempt, each)) for each in formats)
+    return device.type != "cpu" and any(_returns_true(functools.partial(attempt, fp8)) for fp8 in formats)
 
 
 def capabilities(device: torch.device) -> dict[str, bool]:
-    """What ``fit env`` shows of a device: name -> whether it is there."""
+    """Capabilities of a device that ``fit env`` shows: name -> whether the device has it."""
     return {
         "float64": supports_float64(device),
         "bf16": supports_bf16(device),

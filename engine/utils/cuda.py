@@ -15,7 +15,7 @@ def convolution_search() -> bool:
 
 
 def set_convolution_search(value: bool) -> None:
-    """As :func:`convolution_search`, from now on; nothing happens on devices without cuDNN."""
+    """Set what :func:`convolution_search` returns from now on; no effect on devices without cuDNN."""
     torch.backends.cudnn.benchmark = value
 
 
@@ -49,6 +49,6 @@ def uses_tf32() -> bool:
 
 
 def toolkit() -> str:
-    """What torch was built with: ``"CUDA 12.8"``, ``"ROCm 6.4"``, or nothing. Only these two have versions of their own beside torch's."""
+    """The toolkit that torch was built with: ``"CUDA 12.8"``, ``"ROCm 6.4"``, or nothing. Only these two have versions besides torch's."""
     hip, cuda = torch.version.hip, torch.version.cuda
     return f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else ""

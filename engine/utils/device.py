@@ -21,7 +21,7 @@ _COUNTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a device is called and what it can do, asked of the device itself::
+    """The name and the capabilities of a device, asked of the device itself::
 
         Device(run.device).float64    # False on an Apple GPU
 
@@ -32,26 +32,28 @@ class Device:
 
     @property
     def is_accelerator(self) -> bool:
-        """Whether it is anything but the CPU."""
+        """Whether the device is not the CPU."""
         return self.device.type != "cpu"
 
     @property
     def name(self) -> str:
-        """What its vendor calls it, ``"NVIDIA H100 80GB HBM3"``; its type where it tells no name."""
+        """The vendor's name, ``"NVIDIA H100 80GB HBM3"``; the device's type where it tells no name."""
         return accelerator.model_name(self.device)
 
     def described(self) -> str:
         """The accelerator's name, memory and, where it has one, compute capability or architecture."""
         parts = [self.name]
         with suppress(AttributeError, RuntimeError, NotImplementedError):
-            told = accelerator.module(self.device).get_device_properties(self.device)
-            parts.append(f"{told.total_memory / 2**30:.1f} GiB")
-            parts.append(getattr(told, "gcnArchName", "") or f"compute capability {told.major}.{told.minor}")
+            properties = accelerator.module(self.device).get_device_properties(self.device)
+            parts.append(f"{properties.total_memory / 2**30:.1f} GiB")
+            parts.append(
+                getattr(properties, "gcnArchName", "") or f"compute capability {properties.major}.{properties.minor}"
+            )
         return ", ".join(parts)
 
     @property
     def float64(self) -> bool:
-        """Whether it has float64."""
+        """Whether the device has float64."""
         return accelerator.supports_float64(self.device)
 
     @property
@@ -61,12 +63,12 @@ class Device:
 
     @property
     def tf32(self) -> bool:
-        """Whether it computes products of float32 matrices in TF32 now; see ``matmul_precision``."""
+        """Whether the device computes products of float32 matrices in TF32 now; see ``matmul_precision``."""
         return self.is_accelerator and cuda.uses_tf32()
 
     @property
     def capabilities(self) -> Mapping[str, bool]:
-        """What ``fit env`` shows: name -> whether it is there."""
+        """Capabilities that ``fit env`` shows: name -> whether the device has it."""
         return accelerator.capabilities(self.device)
 
     def memory(self) -> dict[str, int]:
@@ -74,13 +76,13 @@ class Device:
         ``max_allocated`` since the start; those that the device tells, none on a CPU."""
         if not self.is_accelerator:
             return {}
-        owner, found = accelerator.module(self.device), {}
+        owner, sizes = accelerator.module(self.device), {}
         for what, functions in _COUNTERS.items():
-            function = next((getattr(owner, each) for each in functions if hasattr(owner, each)), None)
+            function = next((getattr(owner, name) for name in functions if hasattr(owner, name)), None)
             with suppress(RuntimeError):
                 if function is not None:
-                    found[what] = int(_called(function, self.device))
-        return found
+                    sizes[what] = int(_called(function, self.device))
+        return sizes
 
     def utilization(self) -> float | None:
         """The share of the last second or so in which a kernel ran (percent); ``None`` where the device does not tell it."""

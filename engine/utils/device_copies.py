@@ -1,4 +1,4 @@
-"""What copies beside the training need of a device: a stream, a thread that is on it, and pinned memory that goes back."""
+"""Copies beside the training: a second stream of the device, a thread that is on the device, and pinned memory that goes back."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def side_stream(device: torch.device, use: str) -> torch.Stream:
     return torch.Stream(device)
 
 
-def on(device: torch.device, work: Callable[[], Result]) -> Result:
-    """The result of ``work``, in a thread of its own: each starts with device 0 as its current one, and would open a context there."""
+def call_on_device(device: torch.device, work: Callable[[], Result]) -> Result:
+    """Call ``work`` with ``device`` as the current one, in a new thread: a thread starts on device 0, and would open a context there."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
     return work()

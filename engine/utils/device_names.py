@@ -1,4 +1,4 @@
-"""What is known of devices without loading torch: names, which the launcher and the shell's completion read, and a fault of machines."""
+"""Devices without loading torch: their names, which the launcher and the shell's completion read, and a fault of machines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 KNOWN = ("auto", "cpu", "gpu", "cuda", "mps", "xpu", "npu", "hpu", "mtia")
-"""What ``accelerator=`` accepts besides the names of devices that a package adds to torch (``privateuse1``).
+"""Names that ``accelerator=`` accepts besides those of devices that a package adds to torch (``privateuse1``).
 
 ``gpu`` is any accelerator that ``torch.accelerator`` finds: an NPU and an HPU too. Only ``cpu`` is none.
 """
@@ -42,7 +42,7 @@ _BF16_PRODUCT = "import torch; a = torch.ones(256, 256, dtype=torch.bfloat16); a
 
 
 def hint(name: str) -> str:
-    """What to write instead of a device's name that is none here; may be empty."""
+    """A hint for a name that no device has here: what to write instead; may be empty."""
     kind, _, index = name.partition(":")
     if index.isdecimal() and kind in KNOWN:
         return f"; the index is a setting of its own: accelerator={kind!r}, devices=[{index}]"
@@ -58,8 +58,8 @@ def is_added(name: str) -> bool:
 
 def hidden_by(kind: str) -> str:
     """`` (CUDA_VISIBLE_DEVICES='5')``: the variables that are set and hide devices of this kind from the process; may be empty."""
-    found = [f"{name}={os.environ[name]!r}" for name in _HIDING.get(kind, ()) if name in os.environ]
-    return f" ({', '.join(found)})" if found else ""
+    variables = [f"{name}={os.environ[name]!r}" for name in _HIDING.get(kind, ()) if name in os.environ]
+    return f" ({', '.join(variables)})" if variables else ""
 
 
 def bf16_ends_the_process() -> bool:

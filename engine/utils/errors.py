@@ -14,16 +14,18 @@ TERMINATED = 128 + signal.SIGTERM
 
 def nearest(name: object, choices: Iterable[str]) -> str:
     """A hint for an unknown name: ``"; did you mean 'ddp'?"``, or an empty string when nothing is close."""
-    known = {choice.lower(): choice for choice in choices if choice != name}
-    asked = str(name).lower()
+    originals = {choice.lower(): choice for choice in choices if choice != name}
+    wanted_text = str(name).lower()
     begun = [
-        choice for choice in known if len(asked) > 2 and choice.startswith(asked)
+        choice for choice in originals if len(wanted_text) > 2 and choice.startswith(wanted_text)
     ]  # a prefix of a long name differs by many letters
-    least = 0.0 if begun else 0.55 if len(asked) > 3 else 0.5  # for two letters one may differ
-    found = begun if len(begun) == 1 else difflib.get_close_matches(asked, begun or known, cutoff=least)
-    if len(asked) < 4:  # a letter left out counts less than a wrong one here, but the first letter is rarely wrong
-        found = sorted(found, key=lambda choice: choice[:1] != asked[:1])
-    return f"; did you mean {known[found[0]]!r}?" if found else ""
+    cutoff = 0.0 if begun else 0.55 if len(wanted_text) > 3 else 0.5  # for two letters one may differ
+    matches = begun if len(begun) == 1 else difflib.get_close_matches(wanted_text, begun or originals, cutoff=cutoff)
+    if (
+        len(wanted_text) < 4
+    ):  # a letter left out counts less than a wrong one here, but the first letter is rarely wrong
+        matches = sorted(matches, key=lambda choice: choice[:1] != wanted_text[:1])
+    return f"; did you mean {originals[matches[0]]!r}?" if matches else ""
 
 
 class RankError(RuntimeError):

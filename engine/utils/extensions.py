@@ -53,10 +53,10 @@ def answer(place: str, name: str) -> str:
     return next((sentence for _, find in _extensions(HINTS) if (sentence := find(place, name))), "")
 
 
-def hint(place: str, name: str, known: Iterable[str] = ()) -> str:
-    """The end of an error about ``name``, which ``place`` does not have: what to use instead, else the nearest of the ``known`` names."""
+def hint(place: str, name: str, names: Iterable[str] = ()) -> str:
+    """The end of an error about ``name``, which ``place`` does not have: what to use instead, else the nearest of the known ``names``."""
     sentence = answer(place, name)
-    return f"; {sentence}" if sentence else nearest(name, known)
+    return f"; {sentence}" if sentence else nearest(name, names)
 
 
 def missing(owner: object, place: str, name: str) -> AttributeError:

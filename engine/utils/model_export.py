@@ -43,32 +43,32 @@ def to_torchscript(
     if method == "trace":
         sample = _sample(module, sample, "to_torchscript(method='trace')", "example_inputs")
         with _exported(module, False):
-            found = torch.jit.trace(module, sample, **options)
+            script = torch.jit.trace(module, sample, **options)
     else:
         with _exported(module, False):
-            found = torch.jit.script(module, **options)
+            script = torch.jit.script(module, **options)
     if file is not None:
-        torch.jit.save(found, os.fspath(file))
-    return found
+        torch.jit.save(script, os.fspath(file))
+    return script
 
 
 def _sample(module: Any, sample: Any, call: str, argument: str) -> Any:
     sample = module.example_input_array if sample is None else sample
     if sample is None:
         raise ValueError(f"{call} needs an input of forward: give {argument}, or set example_input_array")
-    device = next((each.device for each in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     return move(sample, device)
 
 
 @contextmanager
 def _exported(module: nn.Module, training: bool) -> Iterator[None]:
     """Without gradients, in this mode; each submodule's own is restored afterwards."""
-    modes = [(each, each.training) for each in module.modules()]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     if not training:
         module.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for each, mode in modes:
-            each.training = mode
+        for submodule, mode in modes:
+            submodule.training = mode

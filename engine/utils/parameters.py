@@ -23,12 +23,12 @@ def is_sharded(parameter: Tensor) -> bool:
 
 
 def frozen_except(module: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Freeze the module's parameters that are not this optimizer's; those that were not frozen before."""
-    own = {id(p) for p in parameters_of([optimizer])}
-    others: list[Tensor] = [p for p in module.parameters() if id(p) not in own and p.requires_grad]
-    for parameter in others:
+    """Freeze the module's parameters that are not this optimizer's, and return those that were not frozen before."""
+    trained = {id(p) for p in parameters_of([optimizer])}
+    frozen: list[Tensor] = [p for p in module.parameters() if id(p) not in trained and p.requires_grad]
+    for parameter in frozen:
         parameter.requires_grad_(False)
-    return others
+    return frozen
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

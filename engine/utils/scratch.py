@@ -13,21 +13,23 @@ _HOLDER = "holder"
 _held: dict[Path, int] = {}
 
 
-def make(prefix: str) -> Path:
+def make_directory(prefix: str) -> Path:
     """A new directory, locked by this process until its end; removes those that dead processes of the same user left behind."""
-    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    for leftover in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
-            if (left / _HOLDER).stat().st_uid == os.getuid() and (
-                descriptor := _hold(left / _HOLDER, os.O_RDWR)
+            if (leftover / _HOLDER).stat().st_uid == os.getuid() and (
+                descriptor := _hold(leftover / _HOLDER, os.O_RDWR)
             ) is not None:
-                remove(left)
+                remove(leftover)
                 os.close(descriptor)
-    found = Path(tempfile.mkdtemp(prefix=prefix))
-    descriptor = _hold(found / "new", os.O_RDWR | os.O_CREAT)
-    (found / "new").rename(found / _HOLDER)  # locked already: another process that looks for what is left sees no other
+    directory = Path(tempfile.mkdtemp(prefix=prefix))
+    descriptor = _hold(directory / "new", os.O_RDWR | os.O_CREAT)
+    (directory / "new").rename(
+        directory / _HOLDER
+    )  # locked already: another process that looks for what is left sees no other
     if descriptor is not None:
-        _held[found] = descriptor
-    return found
+        _held[directory] = descriptor
+    return directory
 
 
 def remove(directory: Path) -> None:

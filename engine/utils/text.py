@@ -14,7 +14,7 @@ def has_password(url: str) -> bool:
 
 
 def terminal_text(text: object, *, one_line: bool = False) -> str:
-    """What a terminal shows and does not obey: unprintable characters (escape sequences, C1, bidi controls, surrogates) become Python escapes.
+    """Text that a terminal shows and does not obey: unprintable characters (escape sequences, C1, bidi controls, surrogates) become Python escapes.
 
     Passwords in URLs become ``***``.
 
@@ -22,10 +22,10 @@ def terminal_text(text: object, *, one_line: bool = False) -> str:
         text: any object; its ``str`` is shown.
         one_line: line ends too, for a name in a table or a bar.
     """
-    kept = "" if one_line else "\n"
+    line_end = "" if one_line else "\n"
     text = str(text)
     if "@" in text:
         text = _PASSWORD.sub(r"\1***@", text)
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c == kept else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c.isprintable() or c == line_end else c.encode("unicode_escape").decode() for c in text)

@@ -75,7 +75,7 @@ def can_split(group: dist.ProcessGroup, device: torch.device) -> bool:
     return bool(group._get_backend(device).supports_splitting)
 
 
-def member(group: Any) -> dist.ProcessGroup | None:
+def member(group: object) -> dist.ProcessGroup | None:
     """A new group, or ``None`` for a rank outside of it, to which torch gives ``NON_GROUP_MEMBER`` (``dist.split_group`` does from torch 2.14 on)."""
     return group if isinstance(group, dist.ProcessGroup) else None
 
@@ -209,7 +209,7 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
 
 
 def is_in_flight(tensor: Tensor) -> bool:
-    """Whether it is the result of a functional collective that nobody has waited for."""
+    """Whether a tensor is the result of a functional collective that nobody has waited for."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return isinstance(tensor, AsyncCollectiveTensor)

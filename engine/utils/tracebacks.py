@@ -39,29 +39,29 @@ def trim(error: BaseException) -> None:
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
-        each = pending.pop()
-        if each is None or id(each) in seen:
+        current = pending.pop()
+        if current is None or id(current) in seen:
             continue
-        seen.add(id(each))
-        rest = [frame for frame in _frames(each.__traceback__) if not _is_neutral(frame)]
-        kept = _without_what_we_called(rest) or [frame for frame in rest if not _is_ours(frame)]
-        kept = _until_shapes(kept) or kept
-        if kept or isinstance(each, SyntaxError):  # which shows its own position
-            each.__traceback__ = _joined(kept)
-        pending += [each.__cause__, each.__context__]
+        seen.add(id(current))
+        frames = [frame for frame in _frames(current.__traceback__) if not _is_neutral(frame)]
+        remaining = _without_what_we_called(frames) or [frame for frame in frames if not _is_ours(frame)]
+        remaining = _until_shapes(remaining) or remaining
+        if remaining or isinstance(current, SyntaxError):  # which shows its own position
+            current.__traceback__ = _joined(remaining)
+        pending += [current.__cause__, current.__context__]
 
 
 def _without_what_we_called(frames: list[TracebackType]) -> list[TracebackType]:
     """Without ours, and torch's from each of our calls to the next line of the user's code."""
-    kept: list[TracebackType] = []
+    remaining: list[TracebackType] = []
     from_ours = True
     for frame in frames:
         if _is_ours(frame):
             from_ours = True
         elif not (from_ours and _is_installed(frame)):
             from_ours = False
-            kept.append(frame)
-    return kept
+            remaining.append(frame)
+    return remaining
 
 
 def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-Own = Callable[[Any], Any]
+ReplaceObject = Callable[[Any], Any]
 _PLAIN = frozenset((int, float, str, bool, bytes, type(None)))
 _UNCHANGED: dict[torch.dtype, torch.dtype] = {}
 _WAITS = ("cpu", "mps")
@@ -33,15 +33,15 @@ def formats(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
     return dict.fromkeys(real, dtype) | dict.fromkeys((torch.complex32, torch.complex64, torch.complex128), complex_)
 
 
-def map_tensors(fn: Callable[[Tensor], Any], tree: Any, own: Own | None = None) -> Any:
+def map_tensors(fn: Callable[[Tensor], Any], tree: Any, replace_object: ReplaceObject | None = None) -> Any:
     """``tree`` with ``fn`` applied to each tensor; containers keep their types and their other contents.
 
     Containers: dict, list, tuple and their subclasses, other mappings and sequences, dataclasses and attrs classes, frozen ones too.
     Other objects stay as they are.
 
     Args:
-        own: called with each object that is not a tensor, a plain dict, list or tuple, or a plain value. What it returns takes the
-            object's place; ``NotImplemented``: look inside.
+        replace_object: called with each object that is not a tensor, a plain dict, list or tuple, or a plain value. What it returns
+            takes the object's place; ``NotImplemented``: look inside.
 
     Raises:
         TypeError: a container cannot be made again from its changed items.
@@ -51,41 +51,41 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any, own: Own | None = None) 
     kind = type(tree)
     # The usual containers of collate functions are handled here: a general tree walk costs 10 us per batch, this one 1 us.
     if kind is list:
-        return [map_tensors(fn, item, own) for item in tree]
+        return [map_tensors(fn, item, replace_object) for item in tree]
     if kind is tuple:
-        return tuple(map_tensors(fn, item, own) for item in tree)
+        return tuple(map_tensors(fn, item, replace_object) for item in tree)
     if kind is dict:
-        return {key: map_tensors(fn, item, own) for key, item in tree.items()}
+        return {key: map_tensors(fn, item, replace_object) for key, item in tree.items()}
     if kind in _PLAIN:
         return tree
-    if own is not None and (found := own(tree)) is not NotImplemented:
-        return found
-    return _mapped(lambda item: map_tensors(fn, item, own), tree, kind)
+    if replace_object is not None and (replacement := replace_object(tree)) is not NotImplemented:
+        return replacement
+    return _mapped(lambda item: map_tensors(fn, item, replace_object), tree, kind)
 
 
 def _mapped(visit: Callable[[Any], Any], tree: Any, kind: Any) -> Any:
     """An unusual container with the results of ``visit`` in it; the same object if nothing changes."""
     parts = _parts(tree, kind)
-    found = {key: visit(item) for key, item in parts.items()}
-    if all(found[key] is item for key, item in parts.items()):
+    items = {key: visit(item) for key, item in parts.items()}
+    if all(items[key] is item for key, item in parts.items()):
         return tree
     if isinstance(tree, (dict, UserDict, list, UserList, deque)):  # a copy also has the attributes of a subclass
         copied: Any = copy.copy(tree)
-        for key, item in found.items():
+        for key, item in items.items():
             copied[key] = item
         return copied
     try:
         if isinstance(tree, Mapping):
-            return kind(found)
+            return kind(items)
         if isinstance(tree, Sequence):
-            return kind(*found.values()) if hasattr(kind, "_fields") else kind(list(found.values()))
+            return kind(*items.values()) if hasattr(kind, "_fields") else kind(list(items.values()))
     except TypeError as error:
         raise TypeError(
             f"a batch holds a {kind.__name__}, which cannot be made again from its items ({error}): give the class a method "
             "to(device), or use a dict or a list"
         ) from error
     copied = copy.copy(tree)
-    for name, item in found.items():
+    for name, item in items.items():
         object.__setattr__(copied, name, item)  # frozen classes, Loss among them, refuse other ways
     return copied
 
@@ -97,19 +97,19 @@ def _parts(tree: Any, kind: type) -> dict[Any, Any]:
     if isinstance(tree, (Sequence, deque)):
         return {} if isinstance(tree, (str, bytes, bytearray, memoryview, range)) else dict(enumerate(tree))
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else getattr(kind, "__attrs_attrs__", ())
-    return {each.name: getattr(tree, each.name) for each in fields if hasattr(tree, each.name)}
+    return {field.name: getattr(tree, field.name) for field in fields if hasattr(tree, field.name)}
 
 
 def leaves(tree: Any) -> list[Tensor]:
     """The tensors of ``tree``, in the order of :func:`map_tensors`."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+    def collect(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
         return tensor
 
-    map_tensors(keep, tree)
-    return found
+    map_tensors(collect, tree)
+    return tensors
 
 
 def move(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -120,32 +120,32 @@ def move(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> A
     move in place and can be copied (``__copy__``), a copy is moved: a list of batches would fill the device otherwise.
     """
 
-    wanted = _UNCHANGED if dtype is None else formats(dtype)
+    dtypes = _UNCHANGED if dtype is None else formats(dtype)
     waits = device.type in _WAITS
 
     def to(tensor: Tensor) -> Tensor:
-        return tensor.to(device, wanted.get(tensor.dtype), non_blocking=not waits)
+        return tensor.to(device, dtypes.get(tensor.dtype), non_blocking=not waits)
 
-    def own(item: Any) -> Any:
+    def move_object(item: Any) -> Any:
         if not _moves_itself(item):
             return NotImplemented
         kind: Any = type(item)
-        found = copy.copy(item) if hasattr(item, "__copy__") else item
+        item_to_move = copy.copy(item) if hasattr(item, "__copy__") else item
         how = {"non_blocking": True} if not waits and _takes_non_blocking(kind) else {}
-        moved = found.to(device, **how)
-        return cast(found if moved is None else moved, dtype)  # some classes move in place and return nothing
+        moved = item_to_move.to(device, **how)
+        return cast(item_to_move if moved is None else moved, dtype)  # some classes move in place and return nothing
 
-    return map_tensors(to, tree, own)
+    return map_tensors(to, tree, move_object)
 
 
 def on_host(tree: Any) -> Any:
     """``tree`` with its tensors on the CPU, without graphs; a tensor that occurs several times stays shared. Waits for the device."""
-    found: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
 
     def copied(tensor: Tensor) -> Tensor:
-        if id(tensor) not in found:
-            found[id(tensor)] = tensor.detach().cpu()
-        return found[id(tensor)]
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().cpu()
+        return copies[id(tensor)]
 
     return map_tensors(copied, tree)
 
@@ -154,8 +154,8 @@ def cast(tree: Any, dtype: torch.dtype | None) -> Any:
     """``tree`` with its tensors in the format of :func:`formats`, on their devices; ``None``: unchanged. Objects that are no containers stay."""
     if dtype is None:
         return tree
-    wanted = formats(dtype)
-    return map_tensors(lambda tensor: tensor.to(wanted.get(tensor.dtype)), tree)
+    dtypes = formats(dtype)
+    return map_tensors(lambda tensor: tensor.to(dtypes.get(tensor.dtype)), tree)
 
 
 def _moves_itself(item: Any) -> bool:
@@ -169,11 +169,13 @@ def _takes_non_blocking(kind: Any) -> bool:
         parameters = inspect.signature(kind.to).parameters
     except (AttributeError, TypeError, ValueError):  # forwarded by __getattr__, or written in C
         return False
-    return "non_blocking" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return "non_blocking" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor (``DTensor``) as the full one on each rank, with its graph; a collective. Others are unchanged."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor (``DTensor``) into the full one on each rank, with its graph; a collective. Return other tensors unchanged."""
     if type(tensor) is Tensor:
         return tensor
     gather: Any = getattr(tensor, "full_tensor", None)
@@ -192,11 +194,11 @@ def batch_size(tree: Any) -> int | None:
     if isinstance(tree, Mapping):
         tree = list(tree.values())
     if isinstance(tree, (list, tuple)):
-        return next((found for item in tree if (found := batch_size(item)) is not None), None)
+        return next((size_of_item for item in tree if (size_of_item := batch_size(item)) is not None), None)
     parts = _parts(tree, type(tree))
     if parts:
         return batch_size(list(parts.values()))
-    told = getattr(tree, "batch_size", None)
-    if isinstance(told, tuple):
-        told = told[0] if told else None
-    return told if isinstance(told, int) else None
+    size = getattr(tree, "batch_size", None)
+    if isinstance(size, tuple):
+        size = size[0] if size else None
+    return size if isinstance(size, int) else None

@@ -17,7 +17,7 @@ from support.ranks import run_script
 from torch import nn
 
 from engine.checkpoint.files import BLOCK, DamagedCheckpoint, blocks, fill
-from engine.checkpoint.tensors import FORMATS, TensorFiles, _untiled, write_tensors
+from engine.checkpoint.tensors import FORMATS, TensorFiles, _coverage_error, write_tensors
 
 
 def every_format() -> dict[str, torch.Tensor]:
@@ -68,7 +68,7 @@ def test_what_torch_writes_we_read_and_back(tmp_path: Path) -> None:
             storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "theirs"), save_distributed=True),
             no_dist=True,
         )
-    theirs = TensorFiles(tmp_path / "theirs").whole()
+    theirs = TensorFiles(tmp_path / "theirs").whole_tensors()
     assert all(torch.equal(theirs[name], tensor) for name, tensor in tensors.items())
     (tmp_path / "ours").mkdir()
     halves = {0: {"a": tensors["a"][:2], "n": tensors["n"]}, 1: {"a": tensors["a"][2:], "step": tensors["step"]}}
@@ -84,7 +84,7 @@ def test_what_torch_writes_we_read_and_back(tmp_path: Path) -> None:
 
 def test_a_plain_file_is_read(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    assert TensorFiles(tmp_path).whole()["w"].tolist() == [1, 1]
+    assert TensorFiles(tmp_path).whole_tensors()["w"].tolist() == [1, 1]
 
 
 def test_wrong_names_and_shapes(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_parts_fill_a_tensor_once(
         with pytest.raises(DamagedCheckpoint, match=wrong):
             TensorFiles(tmp_path)
     else:
-        assert torch.equal(TensorFiles(tmp_path).whole()["a"], whole)
+        assert torch.equal(TensorFiles(tmp_path).whole_tensors()["a"], whole)
 
 
 def test_small_tensors_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_small_tensors_are_written_together(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "write", counted)
     write_tensors(tmp_path / "a.safetensors", tensors)
     assert writes <= 7
-    saved = TensorFiles(tmp_path).whole()
+    saved = TensorFiles(tmp_path).whole_tensors()
     assert saved.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert saved[name].dtype == tensor.dtype
@@ -176,8 +176,8 @@ def test_small_tensors_are_written_together(tmp_path: Path, monkeypatch: pytest.
 def test_many_parts_are_compared_quickly(tmp_path: Path) -> None:
     """Those of 40,000 ranks in an order of their own; each is compared with those that lie beside it."""
     cut = [((row, column), (1, 2)) for column in (0, 2) for row in range(20_000)]
-    assert _untiled((20_000, 4), cut) == ""
-    assert _untiled((20_000, 4), [*cut[:-1], ((7, 1), (1, 2))]) == "overlap, and others are missing"
+    assert _coverage_error((20_000, 4), cut) == ""
+    assert _coverage_error((20_000, 4), [*cut[:-1], ((7, 1), (1, 2))]) == "overlap, and others are missing"
 
 
 REPLACED = """
@@ -206,7 +206,7 @@ else:
         write_tensors(other, {"w": torch.zeros(1 << 20)})
     other.rename(path)
 try:
-    files.whole()
+    files.whole_tensors()
 except DamagedCheckpoint as error:
     report(str(error))
 """

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engine import Callback, Fit, TrainModule
 from engine.checkpoint.manifest import RANK, SHARED
-from engine.checkpoint.reader import Source, whole
+from engine.checkpoint.reader import Source, empty_tensor
 from engine.checkpoint.storage_paths import split_path
 from support.internals import checkpoint_source, new_content, new_folder, new_writer, open_checkpoint
 
@@ -60,11 +60,11 @@ def read(directory: Path | str) -> Read:
     place, name = split_path(directory)  # while it is there, a copy of what it has fetched is
     with open_checkpoint(place.fetch(name)) as checkpoint:
         weights = checkpoint_source(checkpoint)
-        model = checkpoint.tensors("model").whole()
+        model = checkpoint.tensors("model").whole_tensors()
         model |= {alias: model[name] for alias, name in weights.aliases.items()}
         return Read(
             model,
-            weights.read_optim(weights.optim, whole),
+            weights.read_optim(weights.optim, empty_tensor),
             checkpoint.tree(SHARED),
             checkpoint.tree(RANK.format(0)),
             checkpoint.manifest,

@@ -181,8 +181,8 @@ def test_a_device_without_collectives() -> None:
 
 def test_a_single_device_that_a_launcher_left_is_the_processs_own() -> None:
     """``srun --ntasks 4 --gpus-per-task 1``: each task sees one device."""
-    assert [visible_index(local_rank, 1, own=True) for local_rank in range(4)] == [0, 0, 0, 0]
-    assert [visible_index(local_rank, 4, own=True) for local_rank in range(4)] == [0, 1, 2, 3]
+    assert [visible_index(local_rank, 1, binds_devices=True) for local_rank in range(4)] == [0, 0, 0, 0]
+    assert [visible_index(local_rank, 4, binds_devices=True) for local_rank in range(4)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("index", "there", "own"), [(1, 1, False), (4, 4, True), (0, 0, True)])

@@ -9,7 +9,10 @@ import pytest
 
 from engine.utils import scratch
 
-KILLED = "import os, signal; from engine.utils import scratch; print(scratch.make('fit-x-'), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+KILLED = (
+    "import os, signal; from engine.utils import scratch; "
+    "print(scratch.make_directory('fit-x-'), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+)
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next_and_what_is_in_use_stays(
@@ -23,9 +26,9 @@ def test_what_a_killed_process_left_is_removed_by_the_next_and_what_is_in_use_st
     assert left.is_dir(), ran.stderr
     foreign = tmp_path / "fit-x-notes"  # nobody's that has our form
     foreign.mkdir()
-    first = scratch.make("fit-x-")
+    first = scratch.make_directory("fit-x-")
     assert not left.exists()
-    second = scratch.make("fit-x-")
+    second = scratch.make_directory("fit-x-")
     assert {*tmp_path.iterdir()} == {foreign, first, second}
     scratch.remove(first)
     scratch.remove(first)

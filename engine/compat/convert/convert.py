@@ -277,7 +277,7 @@ def _distributed(path: Path) -> _Content:
     for top, leaves in entries_by_top.items():
         if any(p[:1] == ("param_groups",) for p in leaves):
             values = {
-                p: files.whole([name])[name] if name in files.stored else files.value(name)
+                p: files.whole_tensors([name])[name] if name in files.stored else files.value(name)
                 for p, name in leaves.items()
             }
             content.optim.append(_by_names({"state": {}, **nested(values)}, content, f"optimizer {top!r}"))
@@ -339,7 +339,7 @@ def _write(draft: Draft, path: Path | str, content: _Content, source_name: str) 
     size = 0
     files: dict[str, Record] = {}
     for index, shard in enumerate(_shards(content)):
-        tensors = content.model.whole([content.names[name] for name in shard])
+        tensors = content.model.whole_tensors([content.names[name] for name in shard])
         files |= _write_tensors(
             draft, f"model/rank={index:05d}.safetensors", {name: tensors[content.names[name]] for name in shard}
         )

@@ -38,7 +38,7 @@ class Tensors(Protocol):
 
     @property
     def stored(self) -> Mapping[str, Stored]: ...
-    def whole(self, names: Sequence[str]) -> dict[str, Tensor]: ...
+    def whole_tensors(self, names: Sequence[str]) -> dict[str, Tensor]: ...
 
 
 class InMemory:
@@ -48,7 +48,7 @@ class InMemory:
         self.tensors = tensors
         self.stored = {name: Stored(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
-    def whole(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def whole_tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self.tensors[name].detach().cpu() for name in names}
 
 
@@ -134,7 +134,7 @@ class DistributedFiles:
                 raise ValueError(f"parts of {name!r} are missing")
             self.stored[name] = Stored(name, size, dtype)
 
-    def whole(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def whole_tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for name in names:
             tensors[name] = torch.empty(self.stored[name].shape, dtype=self.stored[name].dtype)

@@ -17,7 +17,7 @@ from engine.checkpoint.catalog import open_path
 from engine.checkpoint.files import held
 from engine.checkpoint.manifest import MANIFEST, SHARED
 from engine.checkpoint.one_file import is_one_file
-from engine.checkpoint.reader import Source, weights_folder, whole
+from engine.checkpoint.reader import Source, empty_tensor, weights_folder
 from engine.compat.convert.convert import convert
 from engine.compat.convert.untrusted_files import check_pickles
 from engine.compat.lightning.plugins import reader
@@ -81,7 +81,7 @@ def as_dict(path: str | Path, map_location: Any = None, weights: str | None = No
             checkpoint.tree(SHARED) or {},
             checkpoint.manifest.get("counters") or {},
         )
-        tensors = {name: whole(source.stored(name)) for name in source.names if name not in source.extra}
+        tensors = {name: empty_tensor(source.stored(name)) for name in source.names if name not in source.extra}
         source.read_model(tensors)
     device = torch.device("cpu" if map_location is None else map_location)
     return {

@@ -50,7 +50,7 @@ def live(run: Run | BeforeRun) -> dict[str, Any]:
 def live_shown(run: Run | BeforeRun) -> dict[str, Any]:
     """The values of :func:`live` that were logged with ``prog_bar=True``."""
     names = set(run.progress) | run.logbook.training.progress_names() | run.recorder.progress_names()
-    names |= set() if run.logbook.evaluation is None else run.logbook.evaluation.shown
+    names |= set() if run.logbook.evaluation is None else run.logbook.evaluation.progress_names
     values = live(run)
     forked = {name.removesuffix("_step") for name in values if name.endswith("_step")}
     return {name: value for name, value in values.items() if name in names and name not in forked}

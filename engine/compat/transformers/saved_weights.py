@@ -53,7 +53,7 @@ class SavedWeights:
         """The elements ``low`` up to ``high`` of a flattened tensor: only the rows that they are in are read."""
         width = math.prod(shape[1:])
         first, last = low // width, -(-high // width)
-        rows = self._files.rows(name, first, last) if shape else self._files.whole([name])[name]
+        rows = self._files.rows(name, first, last) if shape else self._files.whole_tensors([name])[name]
         return rows.flatten()[low - first * width : high - first * width]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.checkpoint.reader import Report, Source, whole
+from engine.checkpoint.reader import Report, Source, empty_tensor
 from engine.strategies.base import numbered_state
 
 
@@ -195,7 +195,7 @@ def load_model(module: nn.Module, shards: Shards | None, source: Source, strict:
             if id(tensor) in done or not isinstance(tensor, Tensor) or name not in source or name in wrong:
                 continue
             done.add(id(tensor))
-            full = whole(source.stored(name))
+            full = empty_tensor(source.stored(name))
             source.read_model({name: full})
             if hasattr(tensor, "ds_id"):
                 import deepspeed

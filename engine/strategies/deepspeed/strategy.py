@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine.checkpoint.reader import Report, Source, whole
+from engine.checkpoint.reader import Report, Source, empty_tensor
 from engine.config.settings import Settings
 from engine.distributed.group import Group
 from engine.step.optimizer_step import Stepper
@@ -426,7 +426,7 @@ class DeepSpeed(Strategy, OwnsStep):
         if optimizer_shards is None:
             super().load_optimizer(optimizer, module, state, source)
         else:
-            shards.load_optimizer(optimizer_shards, module, state, lambda value: source.read_optim(value, whole))
+            shards.load_optimizer(optimizer_shards, module, state, lambda value: source.read_optim(value, empty_tensor))
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         return shards.model_state(module, self._shards(module), lambda number: self.group.is_main)

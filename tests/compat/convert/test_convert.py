@@ -338,7 +338,7 @@ def test_parts_of_a_distributed_checkpoint_are_put_together(tmp_path: Path) -> N
 
 def weights(path: Path) -> dict[str, Tensor]:
     with open_checkpoint(path) as opened:
-        return opened.tensors("model").whole()
+        return opened.tensors("model").whole_tensors()
 
 
 @pytest.mark.parametrize("distributed", [True, False])

@@ -18,7 +18,7 @@ from .kills import DECK, Kill, draw
 from .setups import TREE, Setup
 from .start import PATIENCE, Start, marked
 
-NEXT_JOB = "from engine.utils import scratch; scratch.remove(scratch.make('fitw-'))"
+NEXT_JOB = "from engine.utils import scratch; scratch.remove(scratch.make_directory('fitw-'))"
 """What any job does with data workers as it begins."""
 SHOWN = 3000
 """Characters of a failed start's output that are shown."""

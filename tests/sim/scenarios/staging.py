@@ -24,7 +24,7 @@ def _finishing(staging: Staging) -> Iterator[dict[str, torch.Tensor]]:
 
     def write() -> None:
         try:
-            found.update(device_copies.on(DEVICE, staging.complete))
+            found.update(device_copies.call_on_device(DEVICE, staging.complete))
             assert torch.accelerator.current_device_index() == 1
             staging.verify(last=True)
         except BaseException as error:
