@@ -23,7 +23,7 @@ _SAID = ("out of memory", "can't allocate memory", "not enough memory", "cublas_
 SMALLEST = 2
 """Where no plan says more."""
 _MARGIN = 0.9
-"""The share of the memory that the first guess fills: a start that is a little too small costs a doubling, one that is too large a training that fails."""
+"""The share of the memory that the first guess fills: one that is a little too small costs a doubling, one that is too large a training."""
 
 
 def find_batch_size(

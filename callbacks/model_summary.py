@@ -30,7 +30,7 @@ class Layer:
     held: int
     """Bytes of them that this rank holds."""
     flops: int | None = None
-    """Floating point operations of a forward pass of the example batch on this rank; a multiplication and an addition are two. ``None``: not measured."""
+    """Floating point operations of a forward pass of the example batch on this rank: a multiplication and an addition are two. ``None``: unknown."""
     inputs: Any = field(default=None)
     """Shapes of its inputs in the first call, ``[2, 10]`` or a list of them; ``None``: not measured, or not called."""
     outputs: Any = field(default=None)
