@@ -102,7 +102,7 @@ def test_gpt_under_every_strategy_by_its_argument_alone(tmp_path, strategy):
     text = run(
         tmp_path, EXAMPLES / "gpt.py", "--max-steps", 12, "--strategy", strategy, "--devices", STRATEGIES[strategy]
     )
-    # 12 steps of a right training come to about 5.6 bits from 8; the same seed, another global batch.
+    # 12 steps of a right training come to about 5.6 bits from 8, on the way to the 4.7 that byte frequencies alone give.
     assert 5 < float(re.search(r"([\d.]+) bits per byte", text)[1]) < 5.9
 
 
@@ -117,7 +117,7 @@ def test_digits_on_two_processes(tmp_path):
 @pytest.mark.slow
 def test_digits_resumes(tmp_path):
     pytest.importorskip("sklearn")
-    run(tmp_path, EXAMPLES / "digits.py", "--max-epochs", 1)
+    run(tmp_path, EXAMPLES / "digits.py", "--max-epochs", 1, "--devices", 1)
     text = run(tmp_path, EXAMPLES / "digits.py", "--max-epochs", 3, "--resume", "--devices", 1)
     assert "epoch 1/2:" in text
     assert "epoch 0/2:" not in text
@@ -131,13 +131,6 @@ def test_raw_loop_on_two_processes(tmp_path):
     found = accuracy(run(tmp_path, *launcher, EXAMPLES / "raw_loop.py"))
     assert len(found) == 2
     assert min(found) >= 95
-
-
-@pytest.mark.slow
-def test_gpt_learns(tmp_path):
-    text = run(tmp_path, EXAMPLES / "gpt.py", "--max-steps", 40)
-    # 40 steps reach 4.3 bits, below the 4.7 that byte frequencies alone give.
-    assert float(re.search(r"([\d.]+) bits per byte", text)[1]) < 4.5
 
 
 @pytest.mark.slow
