@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import inspect
 import json
 import os
 import socket
@@ -200,7 +201,7 @@ class _Scripts:
         from engine.interop import accelerate as ours
         from engine.interop.accelerate import accelerator, data_loader, operations, state, utils
 
-        ours.Accelerator.__init__.__kwdefaults__["rules"] = target
+        inspect.unwrap(ours.Accelerator.__init__).__kwdefaults__["rules"] = target  # below the check of its arguments
         for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
             del sys.modules[name]
         accelerator.DataLoaderConfiguration = settings.DataLoaderConfiguration
