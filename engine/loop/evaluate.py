@@ -59,12 +59,11 @@ def sanity_check(run: Run) -> None:
     count = run.settings.num_sanity_val_steps
     if not count or not run.loaders.validation or run.state.step:
         return
-    run.stage = "sanity"
-    call_hooks(run, run.hooks.on_sanity_check_start)
-    with watched(run):
-        run.logbook.sanity_names = set().union(*validate(run, None if count < 0 else count))
-    call_hooks(run, run.hooks.on_sanity_check_end)
-    run.stage = "fit"
+    with run.in_sanity_check():
+        call_hooks(run, run.hooks.on_sanity_check_start)
+        with watched(run):
+            run.logbook.sanity_names = set().union(*validate(run, None if count < 0 else count))
+        call_hooks(run, run.hooks.on_sanity_check_end)
 
 
 def evaluate(

@@ -64,11 +64,9 @@ def frame(run: Run, building: Callable[[], AbstractContextManager[Any]] = nullco
         if isinstance(error, SystemExit) and run.terminated:
             raise
         cause = _cause(run, error)
-        run.exception = cause
         if run.interrupted:
             failures.show_interrupts(run.engine.group.environment)
-        run.engine.group.failed = not isinstance(cause, CheckError)  # all ranks raise that one together
-        _report(run, cause)
+        _fail(run, cause)
         if cause is not error:
             raise cause from error
         raise
@@ -191,7 +189,10 @@ def _prepare_data(run: Run, owner: DataModule | TrainModule) -> None:
             owner.prepare_data()
 
 
-def _report(run: Run, error: BaseException) -> None:
+def _fail(run: Run, error: BaseException) -> None:
+    """End the run with this error, and tell every ``on_exception``, whose own errors are logged."""
+    run.exception = error
+    run.engine.group.failed = not isinstance(error, CheckError)  # all ranks raise that one together
     hooks: list[Callable[[], Any]] = [partial(hook, run, run.module, error) for hook in run.hooks.on_exception]
     if run.datamodule is not None:
         hooks.append(partial(run.datamodule.on_exception, error))
@@ -219,9 +220,7 @@ def _tear_down(run: Run) -> None:
             step()
         except Exception as error:
             if run.exception is None:
-                run.exception = error
-                run.engine.group.failed = True
-                _report(run, error)
+                _fail(run, error)
             else:
                 logger.exception("teardown failed after %s", type(run.exception).__name__)
     if run.exception is not None and not failed:

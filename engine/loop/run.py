@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -278,6 +279,15 @@ class Run:
     def elapsed_s(self) -> float:
         """Seconds of training, including those before a resume; with several ranks, the value they last agreed on."""
         return self.control.elapsed_s
+
+    @contextmanager
+    def in_sanity_check(self) -> Iterator[None]:
+        """Inside the block :attr:`stage` is ``"sanity"``."""
+        self.stage = "sanity"
+        try:
+            yield
+        finally:  # the teardown gets the stage that the setup got
+            self.stage = "fit"
 
     # -- stopping ---------------------------------------------------------------------------------------------------------------
 

@@ -98,6 +98,17 @@ def test_teardown_after_an_error(tmp_path: Path) -> None:
     assert data.seen == ["prepare_data", "setup fit", "teardown fit"]
 
 
+def test_teardown_after_an_error_in_the_sanity_check(tmp_path: Path) -> None:
+    class Fails(Weight):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            raise OSError("no disk")
+
+    data = Notes()
+    with pytest.raises(OSError, match="no disk"):
+        fit(tmp_path, num_sanity_val_steps=1).run(Fails(), datamodule=data)
+    assert data.seen[-1] == "teardown fit"
+
+
 def test_its_state_is_in_the_checkpoint(tmp_path: Path) -> None:
     class Counts(Callback):
         def on_train_batch_end(self, run: Any, *args: Any) -> None:
