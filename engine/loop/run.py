@@ -131,7 +131,7 @@ class Run:
     @cached_property
     def trainer(self) -> Any:
         """The run as an installed extension shows it, or what was set instead: with ``engine.interop`` under the names of Lightning's ``Trainer``."""
-        return attribute("trainer", self)
+        return attribute(self, "trainer")
 
     @property
     def total_steps(self) -> int | None:

@@ -35,16 +35,16 @@ def adapted(value: Any) -> Any:
     return value
 
 
-def attribute(name: str, run: object) -> Any:
-    """The attribute of a ``run`` that an annex provides.
+def attribute(owner: object, name: str) -> Any:
+    """The attribute of a run, its ``owner``, that an annex provides.
 
     Raises:
         AttributeError: no annex has this one.
     """
     for point, provide in _extensions(ATTRIBUTES):
         if point == name:
-            return provide(run)
-    raise AttributeError(f"run.{name}: nothing in this installation provides it", name=name, obj=run)
+            return provide(owner)
+    raise AttributeError(f"run.{name}: nothing in this installation provides it", name=name, obj=owner)
 
 
 @cache

@@ -75,9 +75,9 @@ def can_split(group: dist.ProcessGroup, device: torch.device) -> bool:
     return bool(group._get_backend(device).supports_splitting)
 
 
-def member(group: object) -> dist.ProcessGroup | None:
-    """A new group, or ``None`` for a rank outside of it, to which torch gives ``NON_GROUP_MEMBER`` (``dist.split_group`` does from torch 2.14 on)."""
-    return group if isinstance(group, dist.ProcessGroup) else None
+def member(new_group: object) -> dist.ProcessGroup | None:
+    """The ``new_group``; ``None`` for a rank outside of it, to which torch gives ``NON_GROUP_MEMBER`` (``dist.split_group`` too, from 2.14 on)."""
+    return new_group if isinstance(new_group, dist.ProcessGroup) else None
 
 
 def nccl_record() -> bytes | str | None:

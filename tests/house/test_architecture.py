@@ -22,7 +22,7 @@ LIMITS = {
     "core_imports": 0,
     "core_names": 0,
     "private_torch": 0,
-    "any": 2,
+    "any": 0,
     "callables": 14,
     "protocols": 0,
     "run_assignments": 6,

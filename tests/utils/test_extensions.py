@@ -45,7 +45,7 @@ def test_without_annexes_every_question_has_an_answer(registered: Callable[..., 
     assert extensions.completed(Weight) is Weight
     extensions.checked(Weight(), Callback())
     with pytest.raises(AttributeError, match=r"^run.trainer: nothing in this installation provides it$"):
-        extensions.attribute("trainer", object())
+        extensions.attribute(object(), "trainer")
 
 
 def test_an_annex_that_is_not_in_this_copy_is_left_out(registered: Callable[..., None]) -> None:
@@ -55,7 +55,7 @@ def test_an_annex_that_is_not_in_this_copy_is_left_out(registered: Callable[...,
     )
     assert extensions.hint("setting", "gpus") == ""
     with pytest.raises(AttributeError, match="nothing in this installation"):
-        extensions.attribute("trainer", object())
+        extensions.attribute(object(), "trainer")
 
 
 def test_an_annex_that_lacks_a_package_says_so(
