@@ -212,5 +212,8 @@ def _unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
     if kind == "number" and value["dtype"] in _NUMPY:
         import numpy
 
-        return numpy.dtype(value["dtype"]).type(_unpack(value["value"], tensors))
+        dtype, number = numpy.dtype(value["dtype"]), _unpack(value["value"], tensors)
+        if dtype.kind in "iu" and not numpy.iinfo(dtype).min <= number <= numpy.iinfo(dtype).max:
+            raise OverflowError(f"{number} is out of the bounds of {dtype}")  # NumPy 1 would wrap it around
+        return dtype.type(number)
     raise ValueError(f"not a packed tree: unknown kind {value!r}")

@@ -31,7 +31,8 @@ _SECTION = "fit-section"
 """The option under which a parser takes the file's values; no parameter has this name."""
 
 for _type, _reader in TEXT_READERS.items():
-    register_type(_type, deserializer=_reader, type_check=isinstance)
+    # jsonargparse has its own reader of paths, and before 4.52 replaces it by request only.
+    register_type(_type, deserializer=_reader, type_check=isinstance, fail_already_registered=False)
 
 
 class ObjectParser:

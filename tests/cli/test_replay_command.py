@@ -256,7 +256,8 @@ def test_a_run_runs_nothing_that_it_names(made: Path, tmp_path: Path, monkeypatc
 def test_nothing_beside_a_run_is_imported_in_its_folder(module: str, made: Path, tmp_path: Path) -> None:
     """Not even as one of Python's own modules, or of an installed package, that is not loaded yet."""
     proof = tmp_path / "ran"
-    for name in {*sys.stdlib_module_names, *packages_distributions(), "sitecustomize", "docstring_parser", "triton"}:
+    installed = (name for name in packages_distributions() if name.isidentifier())
+    for name in {*sys.stdlib_module_names, *installed, "sitecustomize", "docstring_parser", "triton"}:
         (made / f"{name}.py").write_text(f"open({str(proof)!r}, 'a').write('{name} ')")
     program = [sys.executable, "-P", "-c", "import sys; from engine.cli.main import main; sys.exit(main(sys.argv[1:]))"]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -157,7 +157,9 @@ def _measure(case: Any, root: Path) -> dict[str, Any]:
     with (
         warnings.catch_warnings(),
         patiently(),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as recorder,
+        profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, acc_events=True
+        ) as recorder,
     ):
         warnings.filterwarnings("ignore", ".*FSDP2-wrapped module.*")
         module = case.module()

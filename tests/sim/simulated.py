@@ -124,6 +124,9 @@ def _module() -> types.ModuleType:
     )
     vars(module).update(
         is_available=lambda: True,
+        _lazy_init=lambda: (
+            None
+        ),  # without one torch before 2.13 takes the device for uninitialized, and synchronize() does nothing
         is_initialized=lambda: True,
         _is_in_bad_fork=lambda: False,
         device_count=lambda: count,

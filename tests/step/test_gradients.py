@@ -267,6 +267,7 @@ def test_divide(divisor: Any) -> None:
     gradients.divide([], divisor)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 warns although they are asked for
 def test_scale_takes_sparse_gradients() -> None:
     sparse = torch.sparse_coo_tensor([[1]], [2.0], (3,), check_invariants=True)
     dense = torch.ones(1)

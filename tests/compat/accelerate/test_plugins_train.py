@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -268,7 +269,8 @@ def rank_profile() -> dict[str, Any]:
         schedule_option={"wait": 1, "warmup": 1, "active": 1, "repeat": 1, "skip_first": 0},
         on_trace_ready=lambda profiler: ready.append(profiler.step_num),
     )
-    with accelerator.profile(handler) as profiler:
+    with warnings.catch_warnings(), accelerator.profile(handler) as profiler:
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11's, about its default
         for _ in range(4):
             script.epoch(stop=1)
             profiler.step()

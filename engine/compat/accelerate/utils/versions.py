@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import operator
 
-import torch
 from packaging.version import Version
 
 _COMPARISONS = {
@@ -23,5 +22,5 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether torch's version, with the part after ``+``, compares so with another one."""
-    return compare_versions(Version(torch.__version__), operation, version)
+    """Whether the installed package torch compares so with another version. PyPI's builds for CUDA have no part after ``+`` there."""
+    return compare_versions("torch", operation, version)
