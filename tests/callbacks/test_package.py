@@ -2,16 +2,25 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import callbacks
+from engine import Callback
 
 
 def test_every_public_name_resolves():
     for name in callbacks.__all__:
         assert getattr(callbacks, name).__name__ == name
         assert name in dir(callbacks)
+
+
+def test_every_callback_has_a_row_in_the_readme():
+    rows = Path(callbacks.__file__).with_name("README.md").read_text()
+    exported = {name: getattr(callbacks, name) for name in callbacks.__all__}
+    ours = [name for name, value in exported.items() if isinstance(value, type) and issubclass(value, Callback)]
+    assert [name for name in ours if f"\n| `{name}` |" not in rows] == []
 
 
 def test_loggers_are_in_their_own_package_too():
