@@ -78,13 +78,30 @@ FOREIGN = re.compile(
 )
 """Names that the core does not know."""
 
-WEAK_WORDS = _words("of those what as whose these such them likewise its their whether")
-"""A docstring that starts with one of these words, or with "the same", needs the line before it."""
+WEAK_WORDS = _words("of those what as whose these such them that likewise ditto also beside besides from so in")
+"""A docstring that starts with one of these words needs the line before it."""
+
+ELSEWHERE = re.compile(
+    r"(the same|as (in|of|above|before|for|if|long)|like (it|that)|its|their|them|it|they|here|this is|whether (it|they|there)|"
+    r"whether (this|that) (is|was|has|may|can|only|ends|saves|shows|sets))\b",
+    re.IGNORECASE,
+)
+"""The start of a docstring whose subject stands elsewhere. "Whether this process is rank 0" has its noun, "Whether this is rank 0" has not."""
+
+ROLE = re.compile(r":(?:class|func|meth|mod|data|attr|exc):`~?((?:engine|callbacks)\.[\w.]+)`")
+FILE = re.compile(r"\b((?:engine|callbacks)(?:/\w+)+\.(?:py|md))\b")
 
 PRONOUNS = _words(
-    "found each own given told there kept taken held wanted asked meant housed joins likewise settle settled whole_again"
+    "found each own given told there kept made known said this these those theirs ours here shown taken held wanted asked meant rest few "
+    "likewise others which whose whom such same it them they one ones least most"
 )
-"""Words that do not name anything."""
+"""Parameters and variables with these names do not say what they hold."""
+
+VAGUE = PRONOUNS | _words(
+    "settled whole whole_again housed on off at of joins takes gone done begun tell say take give make put keep unlike again now mine "
+    "own_kind of_the_step of_the_epoch given_out call_first with_own the_others all_of some_of explained"
+)
+"""Functions and classes with these names do not say what they act on."""
 
 OWN_PARAMETERS = _words(
     "run fit engine strategy group environment writer recorder window scaler stepper settings precision registry snapshot home"
@@ -500,30 +517,62 @@ def run_assignments(tree: Tree) -> Figure:
 
 
 def docstrings(tree: Tree) -> Figure:
-    """A docstring is read alone, in an editor's box: its first word is no pronoun and no preposition."""
-    places = []
-    for name in tree.engine:
-        for node in tree.nodes[name]:
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                places += _weak(ast.get_docstring(node), f"{tree.path(name)}:{getattr(node, 'lineno', 1)}")
-                for before, after in zip(node.body, node.body[1:], strict=False):
-                    if isinstance(before, (ast.Assign, ast.AnnAssign)) and _is_text(after):
-                        places += _weak(after.value.value, f"{tree.path(name)}:{after.lineno}")  # type: ignore[attr-defined]
+    """A docstring is read alone, in an editor's box: its first sentence has a subject of its own, or is an imperative."""
+    places = [
+        f"{place} {text.splitlines()[0][:90]}"
+        for name in tree.files
+        for place, text in _documentation(tree, name)
+        if ELSEWHERE.match(text) or re.sub(r"^\W+", "", text).split(maxsplit=1)[:1][0].lower() in WEAK_WORDS
+    ]
     return Figure("docstrings", len(places), "docstrings that need the line before", tuple(places))
+
+
+def stale(tree: Tree) -> Figure:
+    """What a docstring refers to is there: the file, or the module, class or function of a role such as ``:class:``."""
+    places = []
+    for name in tree.files:
+        for place, text in _documentation(tree, name):
+            places += [f"{place} {target}" for target in ROLE.findall(text) if not _defined(tree.root, target)]
+            places += [f"{place} {file}" for file in FILE.findall(text) if not (tree.root / file).exists()]
+    return Figure("stale", len(places), "references to what does not exist", tuple(places))
 
 
 def names(tree: Tree) -> Figure:
     """Parameters, variables and functions are nouns and verbs of the field."""
     places = []
-    for name in tree.engine:
+    for name in tree.files:
         for node in tree.nodes[name]:
             if isinstance(node, ast.arg) and node.arg in PRONOUNS:
                 places.append(f"{tree.path(name)}:{node.lineno} parameter {node.arg}")
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in PRONOUNS:
                 places.append(f"{tree.path(name)}:{node.lineno} variable {node.id}")
-            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name.strip("_") in PRONOUNS:
+            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name.strip("_") in VAGUE:
                 places.append(f"{tree.path(name)}:{node.lineno} def {node.name}")
     return Figure("names", len(places), "names that are pronouns or participles", tuple(places))
+
+
+def _documentation(tree: Tree, name: str) -> Iterator[tuple[str, str]]:
+    """The docstrings of a module, of its classes and functions, and the texts under its attributes, each with its place."""
+    for node in tree.nodes[name]:
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            if text := ast.get_docstring(node):
+                yield f"{tree.path(name)}:{getattr(node, 'lineno', 1)}", text
+            for before, after in zip(node.body, node.body[1:], strict=False):
+                if isinstance(before, (ast.Assign, ast.AnnAssign)) and _is_text(after) and after.value.value.strip():  # type: ignore[attr-defined]
+                    yield f"{tree.path(name)}:{after.lineno}", after.value.value.strip()  # type: ignore[attr-defined]
+
+
+def _defined(root: Path, dotted: str) -> bool:
+    """Whether a dotted name is a module, or stands in the module or the stub that its first parts name."""
+    parts = dotted.split(".")
+    for count in range(len(parts), 0, -1):
+        base, rest = root.joinpath(*parts[:count]), parts[count:]
+        sources = [
+            path for path in (base.with_suffix(".py"), base / "__init__.py", base / "__init__.pyi") if path.exists()
+        ]
+        if sources:
+            return not rest or any(re.search(rf"\b{re.escape(rest[0])}\b", path.read_text()) for path in sources)
+    return False
 
 
 # -- for information ----------------------------------------------------------------------------------------------------
@@ -726,15 +775,6 @@ def _members(cls: ast.ClassDef) -> set[str]:
     return names
 
 
-def _weak(text: str | None, place: str) -> list[str]:
-    match = re.match(r"[\W_]*([A-Za-z']+)(?: (\w+))?", text or "")
-    if match is None:
-        return []
-    word, second = match[1].lower(), (match[2] or "").lower()
-    weak = word in WEAK_WORDS or (word, second) == ("the", "same")
-    return [f"{place} {str(text).splitlines()[0][:90]}"] if weak else []
-
-
 CHECKS: dict[str, Callable[[Tree], Figure | Iterator[Figure]]] = {
     "planted_faults": planted_faults,
     "layers": layers,
@@ -749,6 +789,7 @@ CHECKS: dict[str, Callable[[Tree], Figure | Iterator[Figure]]] = {
     "protocols": protocols,
     "run_assignments": run_assignments,
     "docstrings": docstrings,
+    "stale": stale,
     "names": names,
     "tests_reach": tests_reach,
     "units_by_name": units_by_name,
