@@ -17,20 +17,20 @@ from engine import Callback, Device, Run
 
 
 class DeviceStatsMonitor(Callback):
-    """Adds, at each log boundary of the training, the largest value over all ranks of each of these to the metrics:
+    """Adds memory and utilization to the logged metrics of the training, each as its maximum over all ranks:
 
     ============================================  ====================================================================
     ``device/allocated_bytes``, ``reserved_...``  memory of tensors now, and held by torch's allocator (an accelerator)
     ``device/max_allocated_bytes``                the most since the process started (an accelerator)
-    ``device/utilization_percent``                time in which a kernel ran, of the last second or so (where the device tells it)
+    ``device/utilization_percent``                time in which a kernel ran, of the last second or so (if the device reports it)
     ``cpu/rss_bytes``                             resident memory of the process
     ``cpu/process_percent``                       processor time of the process since the last boundary; 200: two cores
     ``cpu/percent``, ``cpu/memory_percent``       of the whole machine (with ``psutil``), read at most once a second
     ============================================  ====================================================================
 
-    The rank with the largest value is the one that runs out of memory. The ranks share their values in one collective at a log boundary, so an error
-    in this callback ends the run; a value that cannot be read is left out. Nothing is measured, and the device does not wait, between
-    two boundaries. Bytes of a whole log interval are not sampled: ``max_allocated_bytes`` has the peak.
+    The rank with the largest value is the one that runs out of memory. Values are read at log boundaries, where the ranks share them in one
+    collective; so an error in this callback ends the run. A value that cannot be read is left out. Between two boundaries nothing is
+    measured, and the device does not wait: ``max_allocated_bytes`` has the peak of memory.
     """
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
@@ -84,7 +84,7 @@ class DeviceStatsMonitor(Callback):
 
 
 def _read(reader: Callable[[], float]) -> float:
-    """The value, or -1 if it cannot be read."""
+    """Return the value, or -1 if it cannot be read."""
     try:
         return float(reader())
     except Exception:  # drivers and psutil have many kinds of errors, and none of them is a reason to end a run
@@ -120,8 +120,8 @@ def _bytes(of_device: Device, what: str) -> float:
 
 
 def _utilization(of_device: Device) -> float:
-    found = of_device.utilization()
-    return -1.0 if found is None else found
+    percent = of_device.utilization()
+    return -1.0 if percent is None else percent
 
 
 def _of_processor() -> dict[str, Callable[[], float]]:
@@ -150,5 +150,5 @@ def _resident() -> float:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except FileNotFoundError:
         resource = importlib.import_module("resource")  # not on Windows
-    most: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

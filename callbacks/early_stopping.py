@@ -1,4 +1,4 @@
-"""Stop when a metric no longer improves."""
+"""Stops a run when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 class EarlyStopping(Callback):
     """Ask the run to stop when ``monitor`` has not improved for ``patience`` checks in a row.
 
-    It checks after each validation: of an epoch's end, once the epoch's own values are known; within an epoch, by the latest step's value of a
-    name that training logs. In a run without validation it checks at the end of each epoch. The value is over all ranks, so all ranks stop at the
-    same step. Values are compared in torch's default dtype (float32), as in Lightning: a smaller difference is no improvement. It does not check
-    in the sanity check and under ``fast_dev_run``. ``Result.stop_reason`` has the reason. The arguments mean the same as in Lightning.
+    The callback checks after each validation. At an epoch's end it waits until the epoch's own values are known; within an epoch, a metric that
+    training logs has the value of the latest step. In a run without validation it checks at the end of each epoch. Values are reduced over all
+    ranks, so all ranks stop at the same step. They are compared in torch's default dtype (float32), as in Lightning: a smaller difference is
+    not an improvement. The sanity check and ``fast_dev_run`` do not count. ``Result.stop_reason`` has the reason. The arguments mean the
+    same as in Lightning.
     """
 
     is_early_stopping = True
@@ -109,9 +110,9 @@ class EarlyStopping(Callback):
         if self.monitor not in metrics:
             if not self.strict:
                 return
-            there = ", ".join(sorted(metrics)) or "none"
+            logged = ", ".join(sorted(metrics)) or "none"
             raise ValueError(
-                f"EarlyStopping(monitor={self.monitor!r}): this metric was not logged (logged so far: {there}); "
+                f"EarlyStopping(monitor={self.monitor!r}): this metric was not logged (logged so far: {logged}); "
                 f"log it with self.log({self.monitor!r}, value) in validation_step"
             )
         reason = self._reason_to_stop(metrics[self.monitor])
@@ -136,15 +137,15 @@ class EarlyStopping(Callback):
             return None
         return f"EarlyStopping: {self.monitor} did not improve in the last {self.wait_count} checks (best: {self.best_score})"
 
-    def _better(self, value: float, other: float, margin: float = 0.0) -> bool:
-        """Whether ``value`` is better than ``other`` by more than ``margin``."""
+    def _better(self, value: float, reference: float, margin: float = 0.0) -> bool:
+        """Whether ``value`` is better than ``reference`` by more than ``margin``."""
         import torch  # fit migrate looks at this class without it
 
-        first, second = torch.tensor([value, other])
+        first, second = torch.tensor([value, reference])
         return bool(first + margin < second if self.mode == "min" else first - margin > second)
 
 
 def _validates_at_ends(run: Run) -> bool:
-    """Whether validation comes at ends of epochs alone."""
+    """Whether validation runs only at ends of epochs."""
     every = run.settings.val_every
     return every is not None and every.unit == "epochs" and isinstance(every.value, int)

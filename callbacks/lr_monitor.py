@@ -18,7 +18,7 @@ class LearningRateMonitor(Callback):
     """Adds each optimizer's learning rate to the metrics that are logged in training.
 
     Names are Lightning's: ``lr-AdamW``; ``lr-AdamW/pg1``, ``lr-AdamW/pg2`` with several parameter groups (or the groups' own
-    ``name``); a second optimizer of the same class is ``lr-AdamW-1``; a scheduler that was given a ``name`` names its optimizer's. As in
+    ``name``); a second optimizer of the same class is ``lr-AdamW-1``; a scheduler's ``name`` takes the place of its optimizer's. As in
     Lightning, the value at step n is the one that step n + 1 will use. A learning rate that is a tensor is read at the log boundary.
     """
 
@@ -98,18 +98,18 @@ class LearningRateMonitor(Callback):
 
 
 def _sources(run: Run) -> list[tuple[torch.optim.Optimizer, str, str]]:
-    """Each optimizer once, with its unique name and its interval: those with a scheduler first."""
-    found: list[tuple[torch.optim.Optimizer, str | None, str]] = []
+    """Each optimizer once, with its unique name and its interval; optimizers with a scheduler come first."""
+    candidates: list[tuple[torch.optim.Optimizer, str | None, str]] = []
     for record in run.schedulers:
-        found.append((record.scheduler.optimizer, record.name, record.interval))
-    found += [(optimizer, None, "step") for optimizer in run.optimizers]
+        candidates.append((record.scheduler.optimizer, record.name, record.interval))
+    candidates += [(optimizer, None, "step") for optimizer in run.optimizers]
     sources: list[tuple[torch.optim.Optimizer, str, str]] = []
     count: Counter[str] = Counter()
-    for optimizer, given, interval in found:
+    for optimizer, scheduler_name, interval in candidates:
         optimizer = getattr(optimizer, "optimizer", optimizer)  # what the engine prepared wraps the user's
         if any(optimizer is seen for seen, _, _ in sources):
             continue
-        name = given or f"lr-{type(optimizer).__name__}"
+        name = scheduler_name or f"lr-{type(optimizer).__name__}"
         number = count[name]
         count[name] += 1
         sources.append((optimizer, f"{name}-{number}" if number else name, interval))
@@ -118,18 +118,18 @@ def _sources(run: Run) -> list[tuple[torch.optim.Optimizer, str, str]]:
 
 
 def _group_suffixes(optimizer: torch.optim.Optimizer, name: str) -> list[str]:
-    """The suffix of ``name`` for each parameter group.
+    """Return the suffix of ``name`` for each parameter group.
 
     Raises:
         ValueError: two groups of the optimizer have the same ``name``.
     """
     groups = optimizer.param_groups
     if len(groups) == 1:
-        own = groups[0].get("name")
-        return [f"/{own}" if own else ""]
+        group_name = groups[0].get("name")
+        return [f"/{group_name}" if group_name else ""]
     names = [str(group.get("name", f"pg{number}")) for number, group in enumerate(groups, start=1)]
     if len(set(names)) < len(names):
         raise ValueError(
             f"LearningRateMonitor: the parameter groups of {name} must have different names; they are {names}"
         )
-    return [f"/{own}" for own in names]
+    return [f"/{group_name}" for group_name in names]
