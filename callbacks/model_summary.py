@@ -119,7 +119,7 @@ class ModelSummary(Callback):
             rows.append(cells)
         columns = ["name", "type", "params", "trainable", "bytes", *(["FLOPs", "in", "out"] if measured else [])]
         width = shutil.get_terminal_size((120, 24)).columns
-        return rich_table(columns, rows, width, left=("name", "type", "in", "out")).split("\n")
+        return rich_table(columns, rows, width, text_columns=("name", "type", "in", "out")).split("\n")
 
     def _totals(self, run: Run) -> list[str]:
         whole = self.layers[0]

@@ -76,7 +76,7 @@ class SimpleProfiler(Callback):
         return measured
 
     def summary(self) -> str:
-        """The table: the longest first."""
+        """Return the table of durations, the longest first."""
         total = self._before + time.perf_counter() - self._began
         rows = sorted(self.durations.items(), key=lambda item: item[1][1], reverse=True)
         names = [terminal_text(name, one_line=True) for name, _ in rows]

@@ -14,22 +14,22 @@ from .weight_averaging import Average, WeightAveraging
 
 
 class SWA(WeightAveraging):
-    """The mean of the weights at the ends of the last epochs, whose learning rate is annealed to ``swa_lrs`` and stays there.
+    """Averages the weights at the ends of the last epochs, in which the learning rate is annealed to ``swa_lrs`` and stays there.
 
     Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization" (2018). :class:`callbacks.WeightAveraging` says where the
-    mean is used and how it is saved. The learning rate is that of ``torch.optim.swa_utils.SWALR``, one step an epoch, and takes the place of
-    what schedulers say. The mean includes the weights after the last epoch.
+    mean is used and how it is saved. The learning rate is that of ``torch.optim.swa_utils.SWALR``, one step an epoch, and replaces the
+    schedulers' rate. The mean includes the weights after the last epoch.
 
     Args:
         swa_lrs: the learning rate to anneal to, or one for each parameter group (of all optimizers, in their order); ``None``: schedulers continue.
-        swa_epoch_start: the first of these epochs, counted from 1, or its share of ``max_epochs`` (``0.8``).
-        annealing_epochs: epochs until the learning rate is reached.
+        swa_epoch_start: the first epoch that is averaged, counted from 1, or its share of ``max_epochs`` (``0.8``).
+        annealing_epochs: epochs until the learning rate reaches ``swa_lrs``.
         annealing_strategy: ``"cos"`` or ``"linear"``.
         avg_fn, use_buffers, name: as in :class:`callbacks.WeightAveraging`.
 
     Raises:
         ValueError, TypeError: an argument is not valid. At the start of the training: a share without ``max_epochs``, a start after the last epoch,
-            other numbers of learning rates and parameter groups.
+            different numbers of learning rates and parameter groups.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class SWA(WeightAveraging):
             self._from, self._before, self._now = None, [], []
 
     def _first_epoch(self, max_epochs: int | None) -> int:
-        """The first epoch, from 0."""
+        """The first epoch that is averaged, from 0."""
         first = self.swa_epoch_start
         if isinstance(first, float):
             if max_epochs is None:
@@ -116,7 +116,7 @@ class SWA(WeightAveraging):
         self._set(groups)
 
     def _share(self, epochs: int) -> float:
-        """How much of the way to the new learning rate is gone, ``epochs`` after the start."""
+        """Share of the new learning rate in the mixture with the old one, ``epochs`` after the start."""
         part = min(1.0, epochs / self.annealing_epochs) if self.annealing_epochs else 1.0
         return (1 - math.cos(math.pi * part)) / 2 if self.annealing_strategy == "cos" else part
 

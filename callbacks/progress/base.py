@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine import Callback, terminal_text
 
-from ..text import random_kept, results_table
+from ..text import keep_random_state, results_table
 from .estimates import Progress, RunEstimates, duration, number, speed
 from .screen import Screen, screen_of
 
@@ -80,7 +80,7 @@ class ProgressBar(Callback):
         self._estimates = RunEstimates()
         if not run.is_main_process:
             return
-        with random_kept():
+        with keep_random_state():
             from rich.console import Console
 
             self._screen = screen_of(self._console or Console(), self._console is not None)
