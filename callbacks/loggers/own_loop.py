@@ -49,8 +49,8 @@ class LoggedLoop:
                 log({"loss": loss}, step=step)
 
     Args:
-        folder: of this loop; loggers without a folder of their own write into it.
-        hyperparameters: what the trackers show beside the values.
+        folder: the loop's folder; loggers without a folder of their own write into it.
+        hyperparameters: hyperparameters that trackers show next to the values.
     """
 
     def __init__(
@@ -109,18 +109,18 @@ TRACKERS: dict[str, tuple[type[Logger], str]] = {
     "trackio": (TrackioLogger, "project"),
     "wandb": (WandbLogger, "project"),
 }
-"""The logger of each tracker, and its argument for the name of the project; empty: its files are in the run's folder."""
+"""Tracker -> its logger, and the logger's argument for the project's name; empty: the files are in the run's folder."""
 
 
 def logger_for(tracker: str, project: str | None = None, **options: Any) -> Logger:
-    """A logger for the ``tracker`` of this name: ``logger_for("wandb", "digits")`` is ``WandbLogger(project="digits")``.
+    """Create the logger of a ``tracker``: ``logger_for("wandb", "digits")`` is ``WandbLogger(project="digits")``.
 
     Args:
-        project: the name under which the tracker files the run, where it has such names.
-        options: other arguments of the logger; they win.
+        project: name of the project or experiment in the tracker, if the tracker has projects.
+        options: other arguments of the logger; they win over ``project``.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: ``tracker`` is unknown.
     """
     if tracker not in TRACKERS:
         raise ValueError(f"tracker={tracker!r} is unknown; possible: {', '.join(TRACKERS)}")

@@ -88,7 +88,7 @@ class Record:
         self._sender.end(self._file.close, 30.0)
 
     def _write(self, line: bytes) -> None:
-        self._sender.put(Item(partial(self._file.write, line)))
+        self._sender.submit(Item(partial(self._file.write, line)))
 
 
 def packed(numbers: Sequence[float]) -> bytes:
