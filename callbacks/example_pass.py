@@ -208,7 +208,7 @@ class _CopyOnWrite(TorchDispatchMode):
 
 
 def _storage_address(tensor: Tensor) -> int:
-    """Address of the tensor's storage, the same for all of its views."""
+    """Address of the tensor's storage, which all of its views share."""
     local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     try:
         return (tensor if local is None else local()).untyped_storage()._cdata

@@ -199,7 +199,7 @@ class BaseFinetuning(Callback):
 
 
 def show_shards(module: nn.Module) -> None:
-    """Under FSDP, free the parameters that a forward pass has gathered, so that modules and optimizers have the same shards."""
+    """Under FSDP, free the parameters that a forward pass has gathered, so that modules have the shards of the optimizers."""
     module.state_dict(keep_vars=True)
 
 

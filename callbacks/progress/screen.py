@@ -109,8 +109,11 @@ class Terminal:
 
 
 _FORGET = "\x1b7\x1b[r\x1b8\x1b7\x1b[C\x1b[J\x1b8"
-"""Control sequence that erases the bars after a change of the window. The terminal has wrapped its lines again, but below the cursor there are only bars. (A column to the right: erasing
-the whole screen would move it into tmux's history.)"""
+"""Control sequence that erases the bars after a change of the window.
+
+The terminal has wrapped its lines again, but below the cursor there are only bars. The erasing begins a column to the right of the cursor: erasing
+the whole screen would move it into tmux's history.
+"""
 
 
 class Notebook:
