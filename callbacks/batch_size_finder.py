@@ -193,7 +193,9 @@ def _next_size(best: int, failed: int, mode: str, largest: int | None) -> int:
 
 def _sizer_of_owner(owner: DataModule | TrainModule, name: str) -> Sizer:
     if getattr(type(owner), "train_dataloader", None) in (None, TrainModule.train_dataloader):
-        raise ValueError("find_batch_size needs a DataLoader, or a datamodule with a batch size")
+        raise ValueError(
+            f"find_batch_size needs a DataLoader, and {type(owner).__name__} has no train_dataloader: give train_loader= or datamodule="
+        )
     in_hparams = name in owner.hparams
     if not in_hparams and not hasattr(owner, name):
         raise ValueError(

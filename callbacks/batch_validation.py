@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from fractions import Fraction
 
 from torch import nn
 
@@ -52,7 +52,7 @@ class _BatchInterval(Every):
         """Micro-batches so far: in this epoch, or in all epochs if the count goes on across them."""
         return self.run.state.batches if self.epochs is None else self.run.state.batch_idx
 
-    def start(self, step: int, epochs: Any = None) -> None:
+    def start(self, step: int, epochs: Fraction | None = None) -> None:
         length, window, batches = self.run.num_train_batches, self.run.window_at(self.run.epoch), self.batches
         if batches is not None and batches not in (0, length) and batches < window:
             raise ValueError(
@@ -60,11 +60,11 @@ class _BatchInterval(Every):
             )
         if batches is not None and self.epochs is not None and length is not None and batches > length:
             raise ValueError(
-                f"val_check_interval={self.interval}: validation every {batches} batches, in epochs of {length}: give a number that an epoch has, "
-                "or no epochs (in Lightning check_val_every_n_epoch=None) to count over all"
+                f"val_check_interval={self.interval}: validation every {batches} batches, in epochs of {length}: give at most {length}, "
+                "or epochs=None (in Lightning check_val_every_n_epoch=None) to count across epochs"
             )
 
-    def due(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Any = None) -> bool:
+    def due(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None = None) -> bool:
         if self.epochs is not None and (self.run.state.epoch + 1) % self.epochs:
             return False
         if epoch_end is not None and self.run.num_train_batches is None:

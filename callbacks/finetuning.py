@@ -335,7 +335,7 @@ class BackboneFinetuning(BaseFinetuning):
         if missing := [p for p in parameters if id(p) not in optimized_ids]:
             if not run.optimizers:
                 raise ValueError(
-                    "BackboneFinetuning: configure_optimizers gives no optimizer to train the backbone with"
+                    "BackboneFinetuning: configure_optimizers returns no optimizer, and the backbone needs one: return an optimizer"
                 )
             run.optimizers[0].add_param_group({"params": missing})
             check_schedulers(self, run, run.optimizers[0])

@@ -53,5 +53,5 @@ def _check(event: str, function: Any) -> None:
         signature.bind(*passed)
     except TypeError:
         raise TypeError(
-            f"LambdaCallback({event}=...): the event passes ({', '.join(passed)}), and the function takes {signature}"
+            f"LambdaCallback({event}=...): the event passes ({', '.join(passed)}), and the function takes {signature}: give it the event's arguments"
         ) from None

@@ -129,7 +129,9 @@ class _SweepRecorder(Callback):
 
     def on_fit_start(self, run: Run, module: nn.Module) -> None:
         if len(run.optimizers) != 1:
-            raise ValueError(f"find_lr: {type(module).__name__} has {len(run.optimizers)} optimizers, it must have one")
+            raise ValueError(
+                f"find_lr: {type(module).__name__} has {len(run.optimizers)} optimizers, and find_lr needs exactly one"
+            )
         run.set_optimizers(run.optimizers, [], True)  # schedulers would change the learning rate too
 
     def on_train_batch_start(self, run: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
@@ -178,7 +180,7 @@ def _weighted(outputs: Any, size: int, device: torch.device) -> Tensor:
     loss = outputs["loss"] if isinstance(outputs, dict) else outputs
     if loss is None or size == 0:
         return torch.zeros(2, dtype=wide, device=device)
-    weight: Any = loss.count if isinstance(loss, Loss) else max(size, 1)
+    weight: Tensor | float = loss.count if isinstance(loss, Loss) else max(size, 1)
     total = loss.sum if isinstance(loss, Loss) else loss * weight
     pair = [torch.as_tensor(value, dtype=wide, device=device).detach().reshape(()) for value in (total, weight)]
     return torch.stack(pair)

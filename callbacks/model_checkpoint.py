@@ -393,7 +393,7 @@ def _check(mode: str, save_top_k: Any, keeps_other_checkpoints: bool, max_failur
         example = filename.format_map(dict.fromkeys(names, 0))
     except (ValueError, LookupError, AttributeError) as error:
         raise ValueError(
-            f"ModelCheckpoint(filename={filename!r}) is not a format ({error}): 'epoch={{epoch}}-{{loss:.2f}}'"
+            f"ModelCheckpoint(filename={filename!r}) is not a format ({error}): write it as in 'epoch={{epoch}}-{{loss:.2f}}'"
         ) from error
     _check_name(filename, example)
     return set(names)

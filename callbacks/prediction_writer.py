@@ -331,7 +331,7 @@ def read_predictions(folder: str | Path, *, partial: bool = False) -> list[Any]:
     read_counts = [len(by_loader.get(loader, {})) for loader in range(len(counts))]
     if not partial and read_counts != counts:
         raise ValueError(
-            f"{folder} has {read_counts} batches of its loaders, and {counts} were written: files are missing"
+            f"{folder} has {read_counts} batches of its loaders, and {counts} were written: files are missing; partial=True reads the others"
         )
     results = [
         [by_loader[loader][i] for i in sorted(by_loader[loader])] if loader in by_loader else []
@@ -447,7 +447,8 @@ def _with_full_tensors(value: Any, who: str) -> Any:
         items = {str(key): _with_full_tensors(item, who) for key, item in value.items()}
         if len(items) < len(value):
             raise TypeError(
-                f"{who}.predict_step returned two keys of one text among {[*value]!r:.60}: keys are written as texts"
+                f"{who}.predict_step returned two keys with the same text among {[*value]!r:.60}: keys are written as texts, "
+                "which must differ"
             )
         return items
     if isinstance(value, (list, tuple)):

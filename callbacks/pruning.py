@@ -63,17 +63,18 @@ class Pruning(Callback):
         structured = getattr(self.method, "PRUNING_TYPE", "unstructured") == "structured"
         if structured and use_global_unstructured:
             raise ValueError(
-                f"Pruning(pruning_fn={pruning_fn!r}, use_global_unstructured=True): a structured method prunes each parameter"
+                f"Pruning(pruning_fn={pruning_fn!r}, use_global_unstructured=True): a structured method prunes each parameter by itself; "
+                "leave use_global_unstructured out"
             )
         if structured and pruning_dim is None:
             raise ValueError(f"Pruning(pruning_fn={pruning_fn!r}) needs pruning_dim: 0 removes output channels")
         if not structured and (pruning_dim is not None or pruning_norm is not None):
             raise ValueError(
-                f"Pruning(pruning_fn={pruning_fn!r}): pruning_dim and pruning_norm are for structured methods"
+                f"Pruning(pruning_fn={pruning_fn!r}): pruning_dim and pruning_norm are for structured methods; leave them out"
             )
         if (pruning_norm is None) == (self.method is prune.LnStructured):
             raise ValueError(
-                f"Pruning(pruning_fn={pruning_fn!r}, pruning_norm={pruning_norm}): 'ln_structured' needs it, others do not"
+                f"Pruning(pruning_fn={pruning_fn!r}, pruning_norm={pruning_norm}): 'ln_structured' needs pruning_norm, other methods do not take it"
             )
         if isinstance(parameter_names, str):
             raise TypeError(f"Pruning(parameter_names={parameter_names!r}): give a list of names")
@@ -94,7 +95,7 @@ class Pruning(Callback):
     def on_fit_start(self, run: Run, module: nn.Module) -> None:
         if isinstance(module, TrainModule) and not module.automatic_optimization:
             raise ValueError(
-                f"Pruning: {type(module).__name__} has automatic_optimization = False, and Pruning needs automatic optimization"
+                f"Pruning: {type(module).__name__} has automatic_optimization = False, and Pruning needs automatic optimization: remove the callback"
             )
         if callable(getattr(run.engine.strategy, "step", None)):
             raise ValueError(
@@ -180,7 +181,8 @@ class Pruning(Callback):
                 chosen[".".join(filter(None, [names[id(owner)], name]))] = (owner, name)
         if not chosen:
             raise ValueError(
-                f"Pruning: {type(module).__name__} has no parameter of at least two dims called {' or '.join(map(repr, self.parameter_names))}"
+                f"Pruning: {type(module).__name__} has no parameter of at least two dims called {' or '.join(map(repr, self.parameter_names))}: "
+                "give parameters_to_prune or other parameter_names"
             )
         return chosen
 

@@ -99,10 +99,12 @@ class ServableModuleValidator(Callback):
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         if not isinstance(run.engine.strategy, (DDP, Single)):
             raise NotImplementedError(
-                "ServableModuleValidator: the strategy shards the weights: check with 'single' or 'ddp'"
+                f"ServableModuleValidator: {type(run.engine.strategy).__name__} shards the weights: check with strategy='single' or 'ddp'"
             )
         if not isinstance(module, ServableModule):
-            raise TypeError(f"ServableModuleValidator: {type(module).__name__} does not inherit from ServableModule")
+            raise TypeError(
+                f"ServableModuleValidator: {type(module).__name__} does not inherit from ServableModule: add it to its bases"
+            )
         payload = module.configure_payload()
         if "body" not in payload:
             raise ValueError(f"{type(module).__name__}.configure_payload() gave {payload}, which has no 'body'")

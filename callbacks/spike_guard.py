@@ -224,7 +224,7 @@ class SpikeGuard(Callback):
         name = type(module).__name__
         if isinstance(module, TrainModule) and not module.automatic_optimization:
             raise ValueError(
-                f"SpikeGuard: {name} has automatic_optimization = False, and SpikeGuard needs automatic optimization"
+                f"SpikeGuard: {name} has automatic_optimization = False, and SpikeGuard needs automatic optimization: remove the callback"
             )
         if run.optimization is not None and run.optimization.calls_closures:
             raise ValueError(
@@ -247,7 +247,7 @@ class SpikeGuard(Callback):
 
 def _weighted(loss: Tensor | Loss, size: int, device: torch.device, wide: torch.dtype) -> Tensor:
     """A micro-batch's loss times its weight, and the weight. Shape [2], of dtype ``wide``."""
-    weight: Any = loss.count if isinstance(loss, Loss) else max(size, 1)
+    weight: Tensor | float = loss.count if isinstance(loss, Loss) else max(size, 1)
     total = (loss.sum if isinstance(loss, Loss) else loss).detach().to(wide).reshape(())
     total = total if isinstance(loss, Loss) else total * weight
     count = weight.detach().to(wide) if isinstance(weight, Tensor) else total.new_full((), float(weight))

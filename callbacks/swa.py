@@ -79,11 +79,13 @@ class SWA(WeightAveraging):
         if isinstance(first, float):
             if max_epochs is None:
                 raise ValueError(
-                    f"SWA(swa_epoch_start={first}) is a share of max_epochs, which was not given: give the epoch instead"
+                    f"SWA(swa_epoch_start={first}) is a share of max_epochs, which is not set: set it, or give an epoch"
                 )
             first = int(max_epochs * first)
         if max_epochs is not None and first > max_epochs:
-            raise ValueError(f"SWA(swa_epoch_start={first}) is after the last epoch, max_epochs={max_epochs}")
+            raise ValueError(
+                f"SWA(swa_epoch_start={first}) is after the last epoch, max_epochs={max_epochs}: give an earlier one"
+            )
         return max(first - 1, 0)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -96,7 +98,8 @@ class SWA(WeightAveraging):
         groups = _groups(run)
         if self._several and len(self._rates) != len(groups):
             raise ValueError(
-                f"SWA(swa_lrs=...) has {len(self._rates)} learning rates, and the optimizers have {len(groups)} parameter groups"
+                f"SWA(swa_lrs=...) has {len(self._rates)} learning rates, and the optimizers have {len(groups)} parameter groups: "
+                "give a rate for each group, or one number for all"
             )
         self._every_step = any(schedule.interval == "step" for schedule in run.schedulers) or not getattr(
             module, "automatic_optimization", True

@@ -63,7 +63,9 @@ class ThroughputMonitor(Callback):
                 f"ThroughputMonitor(peak_flops={peak_flops!r}): it must be positive, in operations a second"
             )
         if peak_flops is not None and not count_flops:
-            raise ValueError("ThroughputMonitor(peak_flops=..., count_flops=False): MFU needs the count")
+            raise ValueError(
+                "ThroughputMonitor(peak_flops=..., count_flops=False): MFU needs the count: leave one of the two out"
+            )
         self.peak_flops, self.count_flops, self.tokens_fn = peak_flops, count_flops, tokens_fn
         if tokens_fn is not None:
             self.on_train_batch_end = self._count_tokens  # type: ignore[method-assign]

@@ -344,7 +344,7 @@ class EMA(WeightAveraging):
             super().average(averages, currents)
 
 
-_MEAN: Any = get_swa_multi_avg_fn()
+_MEAN: MultiAverage = get_swa_multi_avg_fn()
 
 
 def _parameter_count(run: Run) -> int:

@@ -275,7 +275,7 @@ class Logger(Callback):
 
     def _require_run(self, what: str) -> Run:
         if self._current_run is None:
-            raise AttributeError(f"{type(self).__name__}.{what} is there during a run only")
+            raise AttributeError(f"{type(self).__name__}.{what} is available only during a run")
         return self._current_run
 
     def _ensure_open(self, run: Run) -> None:
@@ -344,7 +344,13 @@ class Logger(Callback):
             )
 
     def _send_call(
-        self, position: Position, send: Any, has: Any, record: Any = None, row_step: int | None = None, media: str = ""
+        self,
+        position: Position,
+        send: Callable[[], None],
+        has: Callable[[], bool] | None,
+        record: list[Any] | None = None,
+        row_step: int | None = None,
+        media: str = "",
     ) -> None:
         if self._sender is not None and self._sent_mark is not None:
             work = partial(_send, self._sent_mark, position if self._training else None, send, has, row_step)

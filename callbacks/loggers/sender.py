@@ -26,7 +26,7 @@ class Item:
     """A call to make."""
 
     call: Callable[[], object]
-    record: Any = None
+    record: list[Any] | None = None
     """JSON form of the call, saved in checkpoints while it waits; ``None``: lost with the process."""
     media: str = ""
     """Name of the medium that the call sends; if the call fails, only this medium is left out. Empty: no medium."""
@@ -77,7 +77,7 @@ class Sender:
             self._changed.notify()
             return True
 
-    def waiting(self) -> list[Any]:
+    def waiting(self) -> list[list[Any]]:
         """Return the records of the calls that wait."""
         with self._changed:
             return [item.record for item in self._items if item.record is not None]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from engine import Callback, Device, Run
 
@@ -57,7 +58,7 @@ class Report(Callback):
         self._record: Record | None = None
         # Open as long as the record: opening the file takes longer than everything else that a row needs.
         self._statm: FileIO | None = None
-        self._optimizers: list[tuple[str, Any]] = []
+        self._optimizers: list[tuple[str, Optimizer]] = []
         self._computed = 0.0
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
@@ -155,9 +156,9 @@ def _step_of(path: Path | str) -> int | None:
         return None if match is None else int(match[1])
 
 
-def _with_unique_names(optimizers: list[Any]) -> list[tuple[str, Any]]:
+def _with_unique_names(optimizers: list[Any]) -> list[tuple[str, Optimizer]]:
     """Pairs of a unique name and an optimizer."""
-    by_name: dict[str, Any] = {}
+    by_name: dict[str, Optimizer] = {}
     for optimizer in optimizers:
         optimizer = getattr(optimizer, "optimizer", optimizer)  # what the engine prepared wraps the user's
         name = first = type(optimizer).__name__
@@ -169,7 +170,7 @@ def _with_unique_names(optimizers: list[Any]) -> list[tuple[str, Any]]:
     return list(by_name.items())
 
 
-def _learning_rates(optimizers: list[tuple[str, Any]]) -> dict[str, float]:
+def _learning_rates(optimizers: list[tuple[str, Optimizer]]) -> dict[str, float]:
     """Learning rates by optimizer and parameter group; if the groups are many, only the lowest and the highest."""
     by_group = {}
     for name, optimizer in optimizers:
