@@ -269,7 +269,7 @@ class _Trials:
         probe = _Probe(size)
         settings: dict[str, Any] = {"max_steps": self._steps, "limit_train_batches": None, "overfit_batches": 0}
         if self._fit is not None and self._fit.settings.global_batch_size is not None:
-            # Its window would depend on the batch size. Gradients of an earlier micro-batch take memory, so there is one.
+            # The window would depend on the batch size. Two micro-batches are enough: gradients of an earlier one take memory.
             settings.update(global_batch_size=None, accumulate_grad_batches=2)
         try:
             train_copy(module, loader, datamodule, self._fit, probe, **settings)

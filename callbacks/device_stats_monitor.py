@@ -53,13 +53,13 @@ class DeviceStatsMonitor(Callback):
         self._step = -1
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
-        self._readers = _of_accelerator(run.device)
+        self._readers = _accelerator_readers(run.device)
         if self.cpu_stats or (self.cpu_stats is None and run.device.type == "cpu"):
-            self._readers |= {"cpu/process_percent": self._process_percent, **_of_processor()}
+            self._readers |= {"cpu/process_percent": self._process_percent, **_processor_readers()}
         self._clock = (time.perf_counter(), time.process_time())
         self._training, self._step = True, -1
 
-    # An evaluation's metrics are logged between these two.
+    # An evaluation's metrics are logged between these two hooks.
     def on_validation_start(self, run: Run, module: nn.Module) -> None:
         self._training = False
 
@@ -91,8 +91,8 @@ def _read(reader: Callable[[], float]) -> float:
         return -1.0
 
 
-class _Slow:
-    """A value of the whole machine: expensive to read (0.2 ms), and a percentage of less than 0.1 s of time means nothing."""
+class _CachedReader:
+    """Reads a value of the whole machine at most once a second: it takes 0.2 ms, and a percentage of less than 0.1 s of time means nothing."""
 
     def __init__(self, reader: Callable[[], float]) -> None:
         self._reader, self._value, self._next = reader, -1.0, 0.0
@@ -103,47 +103,48 @@ class _Slow:
         return self._value
 
 
-# Every rank has the same readers, whatever is installed on its machine: they share as many values as each other.
-def _of_accelerator(device: torch.device) -> dict[str, Callable[[], float]]:
+# Every rank has the same readers, whatever is installed on its machine, since all ranks must share equally many values.
+def _accelerator_readers(device: torch.device) -> dict[str, Callable[[], float]]:
     if device.type == "cpu":
         return {}
-    of_device = Device(device)
+    statistics = Device(device)
     readers: dict[str, Callable[[], float]] = {
-        f"device/{what}_bytes": partial(_bytes, of_device, what) for what in ("allocated", "reserved", "max_allocated")
+        f"device/{kind}_bytes": partial(_device_bytes, statistics, kind)
+        for kind in ("allocated", "reserved", "max_allocated")
     }
-    readers["device/utilization_percent"] = _Slow(partial(_utilization, of_device))
+    readers["device/utilization_percent"] = _CachedReader(partial(_device_utilization, statistics))
     return readers
 
 
-def _bytes(of_device: Device, what: str) -> float:
-    return of_device.memory().get(what, -1)
+def _device_bytes(statistics: Device, kind: str) -> float:
+    return statistics.memory().get(kind, -1)
 
 
-def _utilization(of_device: Device) -> float:
-    percent = of_device.utilization()
+def _device_utilization(statistics: Device) -> float:
+    percent = statistics.utilization()
     return -1.0 if percent is None else percent
 
 
-def _of_processor() -> dict[str, Callable[[], float]]:
+def _processor_readers() -> dict[str, Callable[[], float]]:
     readers: dict[str, Callable[[], float]] = {
-        "cpu/rss_bytes": _resident,
-        "cpu/percent": _never,
-        "cpu/memory_percent": _never,
+        "cpu/rss_bytes": _resident_bytes,
+        "cpu/percent": _not_available,
+        "cpu/memory_percent": _not_available,
     }
     if importlib.util.find_spec("psutil") is not None:
         psutil = importlib.import_module("psutil")
 
         psutil.cpu_percent()  # later calls give the time since the call before
-        readers["cpu/percent"] = _Slow(psutil.cpu_percent)
-        readers["cpu/memory_percent"] = _Slow(lambda: psutil.virtual_memory().percent)
+        readers["cpu/percent"] = _CachedReader(psutil.cpu_percent)
+        readers["cpu/memory_percent"] = _CachedReader(lambda: psutil.virtual_memory().percent)
     return readers
 
 
-def _never() -> float:
+def _not_available() -> float:
     return -1.0
 
 
-def _resident() -> float:
+def _resident_bytes() -> float:
     """Resident memory in bytes; where the system does not report it, the peak so far."""
     try:
         with open("/proc/self/statm", "rb") as file:

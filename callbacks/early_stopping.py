@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Callback):
-    """Ask the run to stop when ``monitor`` has not improved for ``patience`` checks in a row.
+    """Asks the run to stop when ``monitor`` has not improved for ``patience`` checks in a row.
 
     The callback checks after each validation. At an epoch's end it waits until the epoch's own values are known; within an epoch, a metric that
     training logs has the value of the latest step. In a run without validation it checks at the end of each epoch. Values are reduced over all
@@ -76,7 +76,7 @@ class EarlyStopping(Callback):
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         self._training = not run.settings.fast_dev_run
-        if self._training and run.step and self.wait_count >= self.patience:  # it had stopped the run that is resumed
+        if self._training and run.step and self.wait_count >= self.patience:  # it stopped the run that is resumed
             run.stop(
                 f"EarlyStopping: {self.monitor} had not improved in the last {self.wait_count} checks (best: {self.best_score})"
             )
@@ -124,11 +124,11 @@ class EarlyStopping(Callback):
         """Check one value; return why to stop, or ``None``."""
         if self.check_finite and not math.isfinite(value):
             return f"EarlyStopping: {self.monitor} = {value} is not finite (best: {self.best_score})"
-        if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):
+        if self.stopping_threshold is not None and self._is_better(value, self.stopping_threshold):
             return f"EarlyStopping: {self.monitor} = {value} reached stopping_threshold = {self.stopping_threshold}"
-        if self.divergence_threshold is not None and self._better(self.divergence_threshold, value):
+        if self.divergence_threshold is not None and self._is_better(self.divergence_threshold, value):
             return f"EarlyStopping: {self.monitor} = {value} is past divergence_threshold = {self.divergence_threshold}"
-        if self._better(value, self.best_score, self.min_delta):
+        if self._is_better(value, self.best_score, self.min_delta):
             self.best_score = value
             self.wait_count = 0
             return None
@@ -137,7 +137,7 @@ class EarlyStopping(Callback):
             return None
         return f"EarlyStopping: {self.monitor} did not improve in the last {self.wait_count} checks (best: {self.best_score})"
 
-    def _better(self, value: float, reference: float, margin: float = 0.0) -> bool:
+    def _is_better(self, value: float, reference: float, margin: float = 0.0) -> bool:
         """Whether ``value`` is better than ``reference`` by more than ``margin``."""
         import torch  # fit migrate looks at this class without it
 

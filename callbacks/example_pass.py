@@ -52,11 +52,11 @@ def pass_through(run: Run, names: Iterable[str]) -> dict[str, SubmodulePass]:
     seen = {"": SubmodulePass()}
     step = run.call if run.engine.strategy.matched_forward else run.training_step
     with ExitStack() as stack:
-        stack.enter_context(_unchanged(run, batch))
+        stack.enter_context(_restored_afterwards(run, batch))
         for name in names:
             if name:
                 seen[name] = SubmodulePass()
-                stack.enter_context(_watched(run.module.get_submodule(name), seen[name], counter))
+                stack.enter_context(_measuring(run.module.get_submodule(name), seen[name], counter))
         with counter, run.engine.autocast():
             step(batch, 0)
     seen[""].flops = counter.get_total_flops()
@@ -80,7 +80,7 @@ def _why_not_measured(run: Run) -> str:
 
 
 @contextmanager
-def _watched(module: nn.Module, measured: SubmodulePass, counter: FlopCounterMode) -> Iterator[None]:
+def _measuring(module: nn.Module, measured: SubmodulePass, counter: FlopCounterMode) -> Iterator[None]:
     flops_before: list[int] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -118,11 +118,11 @@ def shapes(value: Any) -> Any:
     return sizes[0] if len(sizes) == 1 else sizes or None
 
 
-# -- to leave no trace --------------------------------------------------------------------------------------------------------------
+# -- restoring the module -------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _unchanged(run: Run, batch: Any) -> Iterator[None]:
+def _restored_afterwards(run: Run, batch: Any) -> Iterator[None]:
     module = run.module
     modules = list(module.modules())
     attributes = [(submodule, _attributes(submodule)) for submodule in modules]
@@ -131,7 +131,7 @@ def _unchanged(run: Run, batch: Any) -> Iterator[None]:
     for _, saved in attributes:
         values += tree_leaves([value for value, _ in saved.values()])
     on_write = _CopyOnWrite([tensor for tensor in values if isinstance(tensor, Tensor)])
-    vars(run)["log_media"] = _nothing
+    vars(run)["log_media"] = _log_nothing
     try:
         with (
             run.logbook.silenced(),
@@ -150,7 +150,7 @@ def _unchanged(run: Run, batch: Any) -> Iterator[None]:
             _restore_attributes(submodule, saved)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
     """Replaces ``log_media`` during the pass, which logs nothing."""
 
 

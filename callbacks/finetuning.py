@@ -39,9 +39,9 @@ class BaseFinetuning(Callback):
         self._saved: dict[str, Any] | None = None
         self._group_counts: list[int] = []
         self._added: list[list[dict[str, Any]]] = []
-        self._still: dict[_BatchNorm, bool] = {}  # frozen batch norms, which keep their statistics
+        self._frozen_norms: dict[_BatchNorm, bool] = {}  # frozen batch norm -> whether it was in training mode
 
-    # -- what to define ---------------------------------------------------------------------------------------------------------
+    # -- methods to override -------------------------------------------------------------------------------------------------------
 
     def freeze_before_training(self, module: Any) -> None:
         """Freeze the parts that are not trained at first. Called before ``configure_optimizers``."""
@@ -56,7 +56,7 @@ class BaseFinetuning(Callback):
             f"{type(self).__name__} must define finetune_function(self, module, epoch, optimizer)"
         )
 
-    # -- what to call -----------------------------------------------------------------------------------------------------------
+    # -- methods to call ----------------------------------------------------------------------------------------------------------
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
@@ -74,13 +74,13 @@ class BaseFinetuning(Callback):
 
     def make_trainable(self, modules: Modules) -> None:
         """Unfreeze ``modules``; batch norms among them that were frozen compute statistics again."""
-        self._train(self.flatten_modules(modules))
+        self._unfreeze(self.flatten_modules(modules))
 
-    def _train(self, flat: list[nn.Module]) -> None:
+    def _unfreeze(self, flat: list[nn.Module]) -> None:
         for module in flat:
             for parameter in module.parameters(recurse=False):
                 parameter.requires_grad_(True)
-            if isinstance(module, _BatchNorm) and self._still.pop(module, False):
+            if isinstance(module, _BatchNorm) and self._frozen_norms.pop(module, False):
                 module.train()
 
     def freeze(self, modules: Modules, train_bn: bool = True) -> None:
@@ -94,7 +94,7 @@ class BaseFinetuning(Callback):
             if isinstance(module, _BatchNorm):
                 if train_bn:
                     continue
-                self._still[module] = module.training
+                self._frozen_norms[module] = module.training
             for parameter in module.parameters(recurse=False):
                 parameter.requires_grad_(False)
 
@@ -116,14 +116,14 @@ class BaseFinetuning(Callback):
         (``StepLR``, ``MultiStepLR``, ``ExponentialLR``, ``PolynomialLR``); any other scheduler is an error.
         """
         flat = [m for m in self.flatten_modules(modules) if train_bn or not isinstance(m, _BatchNorm)]
-        self._train(flat)
+        self._unfreeze(flat)
         optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = [p for module in flat for p in module.parameters(recurse=False) if id(p) not in optimized_ids]
         if parameters:
             rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
             optimizer.add_param_group({"params": list(dict.fromkeys(parameters)), "lr": rate})
 
-    # -- when -------------------------------------------------------------------------------------------------------------------
+    # -- events of the run -----------------------------------------------------------------------------------------------------------
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         if stage != "fit":
@@ -134,7 +134,7 @@ class BaseFinetuning(Callback):
                 f"{type(self).__name__} does not work with {type(strategy).__name__}, which shards only parameters that are trained at the "
                 "start: use 'fsdp' or 'ddp'"
             )
-        self._module, self._saved, self._group_counts, self._added, self._still = module, None, [], [], {}
+        self._module, self._saved, self._group_counts, self._added, self._frozen_norms = module, None, [], [], {}
         show_shards(module)
         self.freeze_before_training(module)
 
@@ -155,7 +155,9 @@ class BaseFinetuning(Callback):
                 optimizer.add_param_group({**group, "params": [named[name] for name in group["params"]]})
         self._added = self._saved["added"]
         still = set(self._saved["statistics"])
-        self._still = {m: True for name, m in module.named_modules() if name in still and isinstance(m, _BatchNorm)}
+        self._frozen_norms = {
+            m: True for name, m in module.named_modules() if name in still and isinstance(m, _BatchNorm)
+        }
 
     def on_fit_start(self, run: Run, module: nn.Module) -> None:
         if not self._group_counts:
@@ -168,7 +170,7 @@ class BaseFinetuning(Callback):
         for optimizer in run.optimizers:
             check_schedulers(self, run, optimizer)
         self._note_added_groups(run, module)
-        for frozen in self._still:
+        for frozen in self._frozen_norms:
             frozen.eval()
 
     def _note_added_groups(self, run: Run, module: nn.Module) -> None:
@@ -183,14 +185,14 @@ class BaseFinetuning(Callback):
         ]
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
-        self._module, self._still = None, {}
+        self._module, self._frozen_norms = None, {}
 
     def state_dict(self) -> dict[str, Any]:
         if self._module is None:
             return {"frozen": [], "statistics": [], "added": []}
         return {
             "frozen": [name for name, p in self._module.named_parameters() if not p.requires_grad],
-            "statistics": [name for name, m in self._module.named_modules() if m in self._still],
+            "statistics": [name for name, m in self._module.named_modules() if m in self._frozen_norms],
             "added": self._added,
         }
 
@@ -282,8 +284,8 @@ class BackboneFinetuning(BaseFinetuning):
         self.unfreeze_backbone_at_epoch, self.lambda_func = unfreeze_backbone_at_epoch, lambda_func
         self.backbone_initial_ratio_lr, self.backbone_initial_lr = backbone_initial_ratio_lr, backbone_initial_lr
         self.should_align, self.train_bn, self.backbone = should_align, train_bn, backbone
-        self._frozen = False
-        self._controls = False
+        self._is_frozen = False
+        self._controls_rate = False
         self._rate: float | None = None
         self._epoch = -1
         self._every_step = False
@@ -300,25 +302,31 @@ class BackboneFinetuning(BaseFinetuning):
 
     def freeze_before_training(self, module: Any) -> None:
         """Freeze the backbone, if it is not built in ``configure_model``."""
-        self._frozen, self._controls, self._rate, self._epoch, self._backbone_groups = False, False, None, -1, []
+        self._is_frozen, self._controls_rate, self._rate, self._epoch, self._backbone_groups = (
+            False,
+            False,
+            None,
+            -1,
+            [],
+        )
         if not self.backbone or not any(name == self.backbone for name, _ in module.named_modules()):
             return
         self.freeze(self._backbone_in(module), self.train_bn)
-        self._frozen = True
+        self._is_frozen = True
 
     def on_load_checkpoint(self, run: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         if self._saved is not None:
-            self._separate(run, module)
+            self._separate_groups(run, module)
         super().on_load_checkpoint(run, module, checkpoint)
 
     def on_fit_start(self, run: Run, module: nn.Module) -> None:
-        if not self._frozen and self._saved is None:
+        if not self._is_frozen and self._saved is None:
             self.freeze(self._backbone_in(module), self.train_bn)
-        self._separate(run, module)
+        self._separate_groups(run, module)
         super().on_fit_start(run, module)
         self._every_step = any(schedule.interval == "step" for schedule in run.schedulers)
 
-    def _separate(self, run: Run, module: nn.Module) -> None:
+    def _separate_groups(self, run: Run, module: nn.Module) -> None:
         """Give the backbone parameter groups of its own."""
         show_shards(module)
         parameters = list(dict.fromkeys(self._backbone_in(module).parameters()))
@@ -329,7 +337,7 @@ class BackboneFinetuning(BaseFinetuning):
                 in_group = [p for p in group["params"] if id(p) in ids]
                 optimized_ids |= {id(p) for p in in_group}
                 if in_group and len(in_group) < len(group["params"]):
-                    _split(optimizer, group, ids)
+                    _split_group(optimizer, group, ids)
                     check_schedulers(self, run, optimizer)
                     controls = True
         if missing := [p for p in parameters if id(p) not in optimized_ids]:
@@ -340,30 +348,32 @@ class BackboneFinetuning(BaseFinetuning):
             run.optimizers[0].add_param_group({"params": missing})
             check_schedulers(self, run, run.optimizers[0])
             controls = True
-        self._controls = self._controls or controls
+        self._controls_rate = self._controls_rate or controls
 
     # -- the learning rate ------------------------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, run: Run, module: nn.Module) -> None:
         super().on_train_epoch_start(run, module)
-        if self._controls and run.epoch >= self.unfreeze_backbone_at_epoch:
-            self._backbone_groups = self._groups(run, module, True)
-            self._grow(run, module)
-            self._set()
+        if self._controls_rate and run.epoch >= self.unfreeze_backbone_at_epoch:
+            self._backbone_groups = self._parameter_groups(run, module, True)
+            self._update_rate(run, module)
+            self._set_rates()
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._every_step and self._backbone_groups:
-            self._set()  # a scheduler has stepped
+            self._set_rates()  # a scheduler has stepped
 
     def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
         """Unfreeze the backbone at the start of its first epoch."""
         if epoch >= self.unfreeze_backbone_at_epoch:
-            self._train([part for part in self.flatten_modules(self._backbone_in(module)) if part not in self._still])
+            self._unfreeze(
+                [part for part in self.flatten_modules(self._backbone_in(module)) if part not in self._frozen_norms]
+            )
 
-    def _grow(self, run: Run, module: nn.Module) -> None:
+    def _update_rate(self, run: Run, module: nn.Module) -> None:
         if run.epoch == self._epoch:  # the epoch was resumed in its middle
             return
-        other_group = next(iter(self._groups(run, module, False)), None)
+        other_group = next(iter(self._parameter_groups(run, module, False)), None)
         limit = None if other_group is None else float(other_group["lr"])
         if self._rate is None:
             share = (float(self._backbone_groups[0]["lr"]) if limit is None else limit) * self.backbone_initial_ratio_lr
@@ -374,13 +384,13 @@ class BackboneFinetuning(BaseFinetuning):
             self._rate = min(self._rate, limit)
         self._epoch = run.epoch
 
-    def _groups(self, run: Run, module: nn.Module, of_backbone: bool) -> list[dict[str, Any]]:
+    def _parameter_groups(self, run: Run, module: nn.Module, of_backbone: bool) -> list[dict[str, Any]]:
         """The parameter groups of the backbone; with ``of_backbone=False`` all other groups."""
         ids = {id(p) for p in self._backbone_in(module).parameters()}
         groups = [group for optimizer in run.optimizers for group in optimizer.param_groups if group["params"]]
         return [group for group in groups if (id(group["params"][0]) in ids) == of_backbone]
 
-    def _set(self) -> None:
+    def _set_rates(self) -> None:
         assert self._rate is not None
         for group in self._backbone_groups:
             if isinstance(group["lr"], Tensor):
@@ -400,7 +410,7 @@ class BackboneFinetuning(BaseFinetuning):
         self._rate, self._epoch = state["rate"], state["epoch"]
 
 
-def _split(optimizer: Any, group: dict[str, Any], ids: set[int]) -> None:
+def _split_group(optimizer: Any, group: dict[str, Any], ids: set[int]) -> None:
     """Move the parameters whose ``id`` is in ``ids`` from a group of the optimizer to a new group."""
     names = group.get("param_names") or [None] * len(group["params"])
     pairs = list(zip(names, group["params"], strict=True))

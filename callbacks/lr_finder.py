@@ -136,7 +136,7 @@ class _SweepRecorder(Callback):
 
     def on_train_batch_start(self, run: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
         if not self._sums:
-            lr = self._lr(run.step)
+            lr = self._rate_at(run.step)
             for group in run.optimizers[0].param_groups:
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(lr)
@@ -144,7 +144,7 @@ class _SweepRecorder(Callback):
                     group["lr"] = lr
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._sums.append(_weighted(outputs, run.recorder.size, run.device))
+        self._sums.append(_loss_and_weight(outputs, run.recorder.size, run.device))
         if not run.engine.sync_gradients:
             return
         total, weight = run.engine.reduce(torch.stack(self._sums).sum(dim=0)).tolist()
@@ -157,7 +157,7 @@ class _SweepRecorder(Callback):
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         """Log nothing."""
 
-    def _lr(self, step: int) -> float:
+    def _rate_at(self, step: int) -> float:
         low, high, steps = self._span
         share = min(step / (steps - 1), 1.0)
         return low * (high / low) ** share if self.sweep.mode == "exponential" else low + (high - low) * share
@@ -174,7 +174,7 @@ class _SweepRecorder(Callback):
         self.sweep.stopped = not math.isfinite(loss) or grown
 
 
-def _weighted(outputs: Any, size: int, device: torch.device) -> Tensor:
+def _loss_and_weight(outputs: Any, size: int, device: torch.device) -> Tensor:
     """A micro-batch's loss times its weight, and the weight. Shape [2], fp64 (fp32 on a device without fp64)."""
     wide = Device(device).wide
     loss = outputs["loss"] if isinstance(outputs, dict) else outputs
@@ -230,18 +230,18 @@ class LRSweep:
         """
         if skip_begin < 0 or skip_end < 0:
             raise ValueError(f"suggestion(skip_begin={skip_begin}, skip_end={skip_end}): both must be at least 0")
-        lrs, losses, block = self._finite()
+        lrs, losses, block = self._finite_part()
         first, last = min(skip_begin // block, len(losses) // 3), len(losses) - math.ceil(skip_end / block)
         if last - first < 2:
             return None
-        weights = _weights(len(losses))
-        capped, noise = _capped(losses)
+        weights = _smoothing_weights(len(losses))
+        capped, noise = _capped_losses(losses)
         curve = weights @ capped
         signs = np.random.default_rng(0).choice([-1.0, 1.0], (len(losses), _REPETITIONS))
         repeated = weights @ (curve[:, None] + (capped - curve)[:, None] * signs)
         lowest = first + int(curve[first:last].argmin())
         places = first + repeated[first:last].argmin(axis=0)
-        resolution = math.ceil(_width(len(losses)))
+        resolution = math.ceil(_smoothing_width(len(losses)))
         low = min(int(np.quantile(places, 0.1)), max(lowest - resolution, 0))
         high = max(math.ceil(np.quantile(places, 0.9)), min(lowest + resolution, len(losses) - 1))
         suggestion, lower, upper = (
@@ -253,14 +253,14 @@ class LRSweep:
 
     def smooth(self) -> None:
         """Fill ``results["smoothed"]`` from ``results["loss"]``; ``find_lr`` has done so."""
-        _, losses, block = self._finite()
-        curve = _weights(len(losses)) @ _capped(losses)[0]
+        _, losses, block = self._finite_part()
+        curve = _smoothing_weights(len(losses)) @ _capped_losses(losses)[0]
         steps = np.arange(len(losses) * block)
         smoothed = np.interp(steps, np.arange(len(losses)) * block + (block - 1) / 2, curve) if len(losses) else curve
         padding = [math.nan] * (len(self.results["loss"]) - len(steps))
         self.results["smoothed"] = [*smoothed.tolist(), *padding]
 
-    def _finite(self) -> tuple[NDArray[Any], NDArray[Any], int]:
+    def _finite_part(self) -> tuple[NDArray[Any], NDArray[Any], int]:
         """Learning rates and losses before the first loss that is NaN or infinite, and the steps of an entry: long sweeps are means of blocks."""
         losses = np.array(self.results["loss"], dtype=np.float64)
         count = int(np.append(np.isfinite(losses), False).argmin())
@@ -343,7 +343,7 @@ class LRSweep:
 
     def _loss_limits(self) -> tuple[float, float]:
         """Lowest and highest loss in the picture: of an explosion of the loss, it shows only the beginning."""
-        losses = self._finite()[1]
+        losses = self._finite_part()[1]
         if not len(losses):
             return 0.0, 1.0
         low, start = float(losses.min()), float(losses[: max(1, len(losses) // 3)].max())
@@ -431,22 +431,22 @@ def _ticks(low: float, high: float, whole: bool = False) -> list[float]:
     return [step * count for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _width(count: int) -> float:
+def _smoothing_width(count: int) -> float:
     return max(1.5, _SMOOTHING_WIDTH * count)
 
 
-def _weights(count: int) -> NDArray[Any]:
+def _smoothing_weights(count: int) -> NDArray[Any]:
     """Shape [count, count]: row ``i`` times the losses is the value at ``i`` of the straight line that fits its neighbours best (local linear
     regression with Gaussian weights). It follows a slope without a delay, up to both ends, which a moving average does not."""
     away = np.arange(count)[None, :] - np.arange(count)[:, None]
-    near = np.exp(-0.5 * (away / _width(count)) ** 2)
+    near = np.exp(-0.5 * (away / _smoothing_width(count)) ** 2)
     sums = [(near * away**power).sum(axis=1, keepdims=True) for power in range(3)]
     determinant = sums[0] * sums[2] - sums[1] ** 2
     weights: NDArray[Any] = near * (sums[2] - sums[1] * away) / np.where(determinant > 0, determinant, 1.0)
     return weights
 
 
-def _capped(losses: NDArray[Any]) -> tuple[NDArray[Any], float]:
+def _capped_losses(losses: NDArray[Any]) -> tuple[NDArray[Any], float]:
     """The losses, cut off at the level where they began, and the standard deviation of their noise.
 
     An explosion is cut off so that it does not bend the curve before it. The noise comes from the median difference of neighbours, which a trend

@@ -46,7 +46,7 @@ class LearningRateMonitor(Callback):
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
         self._sources: list[tuple[torch.optim.Optimizer, str, str]] = []
-        self._of_epoch: dict[str, float] = {}
+        self._epoch_values: dict[str, float] = {}
         self._step = -1
         self._training = False
 
@@ -59,9 +59,9 @@ class LearningRateMonitor(Callback):
         self._training = True
 
     def on_train_epoch_start(self, run: Run, module: nn.Module) -> None:
-        self._of_epoch = self._values("epoch")
+        self._epoch_values = self._values("epoch")
 
-    # The learning rate is not a result of an evaluation, whose metrics are logged between these two.
+    # The learning rate is not a result of an evaluation, whose metrics are logged between these two hooks.
     def on_validation_start(self, run: Run, module: nn.Module) -> None:
         self._training = False
 
@@ -74,8 +74,8 @@ class LearningRateMonitor(Callback):
 
     def on_before_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         if self._training:
-            metrics.update(self._of_epoch)
-            self._of_epoch = {}
+            metrics.update(self._epoch_values)
+            self._epoch_values = {}
             if step != self._step:  # at an epoch's end the step may have been logged already
                 self._step = step
                 metrics.update(self._values("step"))
@@ -85,10 +85,10 @@ class LearningRateMonitor(Callback):
         for optimizer, name, own_interval in self._sources:
             if (self.logging_interval or own_interval) == interval:
                 for suffix, group in zip(_group_suffixes(optimizer, name), optimizer.param_groups, strict=True):
-                    values.update(self._of_group(name + suffix, group))
+                    values.update(self._values_of_group(name + suffix, group))
         return values
 
-    def _of_group(self, name: str, group: dict[str, Any]) -> dict[str, float]:
+    def _values_of_group(self, name: str, group: dict[str, Any]) -> dict[str, float]:
         values = {name: float(group["lr"])}
         if self.log_momentum:
             values[f"{name}-momentum"] = float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))

@@ -88,18 +88,16 @@ class ModelCheckpoint(Callback):
         """Step -> name of the checkpoints that are kept."""
         self.permanent: set[int] = set()
         """Steps whose checkpoints are kept forever."""
-        self._given_every, self._given_keep = every, keep_every
+        self._every_argument, self._keep_every_argument = every, keep_every
         self._names_metrics = not fields <= {"epoch", "step"}
         self._waits_for_score = self._permanent_next = False
         self._due_step = 0  # the first step at which a save can be due
         self._first_step = 0
         self._training = False
-        self._storage: Any = (
-            None  # of the latest training's checkpoints; the run itself would keep the module in memory
-        )
-        self._before: tuple[int, dict[int, float | None], dict[int, str]] | None = (
-            None  # the latest step, and what was kept without it
-        )
+        # Where the latest training's checkpoints are; a reference to the run itself would keep the module in memory.
+        self._storage: Any = None
+        # Step of the save in progress, and scores and names of the checkpoints before it.
+        self._save_under_way: tuple[int, dict[int, float | None], dict[int, str]] | None = None
 
     @property
     def finds_best(self) -> bool:
@@ -142,11 +140,11 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         self._training = True
-        self._waits_for_score, self._before = False, None
+        self._waits_for_score, self._save_under_way = False, None
         self._first_step = run.step
         if run.step == 0:
             self.scores, self.names, self.permanent = {}, {}, set()
-            self.every, self.keep_every = Every(self._given_every), Every(self._given_keep)
+            self.every, self.keep_every = Every(self._every_argument), Every(self._keep_every_argument)
         for interval in (self.every, self.keep_every):
             interval.start(run.step, run.epochs)
         self._plan_next(run.step)
@@ -162,7 +160,7 @@ class ModelCheckpoint(Callback):
             return
         step = run.step + run.engine.pending_steps
         if step >= self._due_step:
-            self._when_due(run, step, None)
+            self._save_if_due(run, step, None)
             self._plan_next(step)
 
     def on_validation_end(self, run: Run, module: nn.Module) -> None:
@@ -173,7 +171,7 @@ class ModelCheckpoint(Callback):
 
     def on_train_epoch_end(self, run: Run, module: nn.Module) -> None:
         if self._training:
-            self._when_due(run, run.step, run.epoch + 1)
+            self._save_if_due(run, run.step, run.epoch + 1)
 
     def on_train_end(self, run: Run, module: nn.Module) -> None:
         if not self._training:
@@ -238,14 +236,14 @@ class ModelCheckpoint(Callback):
     def _plan_next(self, step: int) -> None:
         self._due_step = min(interval.next_step(step) for interval in (self.every, self.keep_every))
 
-    def _when_due(self, run: Run, step: int, epoch_end: int | None) -> None:
+    def _save_if_due(self, run: Run, step: int, epoch_end: int | None) -> None:
         elapsed_s = run.elapsed_s
         epochs = run.epochs if self.every.of_epochs or self.keep_every.of_epochs else None
         if self.keep_every.due(step, epoch_end, elapsed_s, epochs):
             self._permanent_next = True
         if self.every.due(step, epoch_end, elapsed_s, epochs):
             run.engine.settle()  # a step whose overflow check is still on the device now counts, or was skipped
-            self._waits_for_score = self.monitor is not None and _validates(run) and run.validated_step != run.step
+            self._waits_for_score = self.monitor is not None and _has_validation(run) and run.validated_step != run.step
             if not self._waits_for_score:
                 self._save(run)
 
@@ -282,7 +280,7 @@ class ModelCheckpoint(Callback):
         except BaseException:
             self.scores, self.names = earlier
             raise
-        self._before = (step, *earlier)
+        self._save_under_way = (step, *earlier)
         if not self.asynchronous:
             self._catch_up(run)
         self._publish(run)
@@ -290,9 +288,9 @@ class ModelCheckpoint(Callback):
     def _catch_up(self, run: Run) -> None:
         """Wait for the checkpoint in progress. If it was lost, keep the checkpoints that it would have replaced."""
         lost = run.wait_for_checkpoint()
-        if self._before is not None:
-            step, scores, names = self._before
-            self._before = None
+        if self._save_under_way is not None:
+            step, scores, names = self._save_under_way
+            self._save_under_way = None
             if self.names.get(step) in lost:
                 self.scores, self.names = scores, names
                 self.permanent &= scores.keys()
@@ -325,7 +323,7 @@ class ModelCheckpoint(Callback):
         Raises:
             ValueError: the metric was not logged.
         """
-        if self.monitor is None or (_validates(run) and run.validated_step != run.step):
+        if self.monitor is None or (_has_validation(run) and run.validated_step != run.step):
             return None
         if self.monitor not in metrics:
             logged = ", ".join(sorted(metrics)) or "none"
@@ -355,7 +353,7 @@ class ModelCheckpoint(Callback):
 
     def _publish(self, run: Run) -> None:
         """Tell the run which complete checkpoints are the best and the last."""
-        unfinished_step = None if self._before is None or not self.asynchronous else self._before[0]
+        unfinished_step = None if self._save_under_way is None or not self.asynchronous else self._save_under_way[0]
         names = {step: name for step, name in _kept_names_by_step(run).items() if step != unfinished_step}
         if names:
             run.last_checkpoint = run.checkpoint_path(names[max(names)])
@@ -423,5 +421,5 @@ def _kept_names(run: Run) -> set[str]:
     }
 
 
-def _validates(run: Run) -> bool:
+def _has_validation(run: Run) -> bool:
     return run.settings.val_every is not None and any(count != 0 for count in run.num_eval_batches)

@@ -72,7 +72,7 @@ class ModelSummary(Callback):
         note = ""
         if self.measure:
             try:
-                note = self._measured(run)
+                note = self._measure(run)
             except NotMeasured as reason:
                 note = f"FLOPs and shapes are not measured: {reason}"
             except Exception as error:  # the first step will show it with its traceback
@@ -84,7 +84,7 @@ class ModelSummary(Callback):
     def _shows(self, name: str) -> bool:
         return not name or self.max_depth < 0 or name.count(".") < self.max_depth
 
-    def _measured(self, run: Run) -> str:
+    def _measure(self, run: Run) -> str:
         seen = pass_through(run, [layer.name for layer in self.layers])
         for layer in self.layers:
             measured = seen.get(layer.name, SubmodulePass())

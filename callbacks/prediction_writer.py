@@ -227,7 +227,7 @@ class PredictionWriter(Callback):
             (self.folder / f"{_WAITING}{run.rank}").unlink()
         counts = run.engine.reduce(torch.tensor(self._counts, dtype=torch.int64, device=run.device)).tolist()
         if run.is_main_process:
-            _replace(self.folder / _COMPLETE, json.dumps({"format": self.format, "batches": counts}).encode())
+            _write_whole_file(self.folder / _COMPLETE, json.dumps({"format": self.format, "batches": counts}).encode())
         run.engine.wait_for_everyone()
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
@@ -422,7 +422,7 @@ def _naming_file(path: Any) -> Iterator[None]:
         raise
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _write_whole_file(path: Path, content: bytes) -> None:
     """Write a file as a whole or not at all."""
     hidden = path.with_name(f".{path.name}")
     hidden.unlink(missing_ok=True)  # it may be a pipe, or a link to somewhere else

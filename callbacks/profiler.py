@@ -117,53 +117,53 @@ class Profiler(Callback):
     # -- counting -------------------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
-        self._start(run)
+        self._begin_if_due(run)
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._count(run)
+        self._count_batch(run)
 
     def on_validation_start(self, run: Run, module: nn.Module) -> None:
         if run.stage == "validate":
-            self._start(run)
+            self._begin_if_due(run)
 
     def on_validation_batch_end(
         self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if run.stage == "validate":
-            self._count(run)
+            self._count_batch(run)
 
     def on_test_start(self, run: Run, module: nn.Module) -> None:
-        self._start(run)
+        self._begin_if_due(run)
 
     def on_test_batch_end(
         self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._count(run)
+        self._count_batch(run)
 
     def on_predict_start(self, run: Run, module: nn.Module) -> None:
-        self._start(run)
+        self._begin_if_due(run)
 
     def on_predict_batch_end(
         self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._count(run)
+        self._count_batch(run)
 
-    def _start(self, run: Run) -> None:
+    def _begin_if_due(self, run: Run) -> None:
         if self._waited >= self.wait and self._has_more:
-            self._begin()
+            self._begin_window()
 
-    def _count(self, run: Run) -> None:
+    def _count_batch(self, run: Run) -> None:
         """Count a finished micro-batch, and start, continue or end a window."""
         if self._profile is not None:
             self._done += 1
             if self._done == self.warmup + self.active:
-                self._finish(run)
+                self._finish_window(run)
             else:
                 self._profile.step()
         elif self._has_more:
             self._waited += 1
             if self._waited >= self.wait:
-                self._begin()
+                self._begin_window()
 
     @property
     def _has_more(self) -> bool:
@@ -171,7 +171,7 @@ class Profiler(Callback):
 
     # -- a window -------------------------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin_window(self) -> None:
         self._done = 0
         self._profile = profile(schedule=self._action, acc_events=True, **self._options)
         self._profile.start()
@@ -179,7 +179,7 @@ class Profiler(Callback):
     def _action(self, number: int) -> ProfilerAction:
         return ProfilerAction.WARMUP if number < self.warmup else ProfilerAction.RECORD
 
-    def _finish(self, run: Run) -> None:
+    def _finish_window(self, run: Run) -> None:
         """End the window, and write its trace and table."""
         assert self._profile is not None
         profiler, self._profile = self._profile, None
@@ -218,7 +218,7 @@ class Profiler(Callback):
             self._allocations._record_memory_history(enabled=None)
             self._allocations = None
         if self._profile is not None:
-            self._finish(run)
+            self._finish_window(run)
         elif not self._windows and self._waited:
             _log.warning(
                 "Profiler: nothing was profiled: the run ended after %d micro-batches, wait=%d", self._waited, self.wait

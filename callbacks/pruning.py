@@ -129,7 +129,7 @@ class Pruning(Callback):
                 parameter.grad.mul_(mask)  # clipping and the optimizer see the gradient of the pruned network
 
     def on_before_zero_grad(self, run: Run, module: nn.Module, optimizer: Any) -> None:
-        self._apply()  # momentum from before the pruning would move pruned weights
+        self._zero_pruned_weights()  # momentum from before the pruning would move pruned weights
 
     def on_fit_end(self, run: Run, module: nn.Module) -> None:
         if not self.make_permanent:
@@ -189,10 +189,10 @@ class Pruning(Callback):
     def _use_masks(self, masks: dict[str, Tensor]) -> None:
         self.masks = masks
         self._pairs = [(getattr(*self._chosen[name]), mask) for name, mask in masks.items()]
-        self._apply()
+        self._zero_pruned_weights()
 
     @torch.no_grad()
-    def _apply(self) -> None:
+    def _zero_pruned_weights(self) -> None:
         for parameter, mask in self._pairs:
             parameter.mul_(mask)
 
@@ -202,14 +202,14 @@ class Pruning(Callback):
         weights = {name: getattr(*place) for name, place in self._chosen.items()}
         before = {name: self.masks.get(name, torch.ones_like(w, dtype=torch.bool)) for name, w in weights.items()}
         if not self.use_global:
-            return {name: self._mask(weight, before[name], amount) for name, weight in weights.items()}
+            return {name: self._combined_mask(weight, before[name], amount) for name, weight in weights.items()}
         sizes = [weight.numel() for weight in weights.values()]
         flat = torch.cat([weight.flatten() for weight in weights.values()])
-        mask = self._mask(flat, torch.cat([earlier.flatten() for earlier in before.values()]), amount)
+        mask = self._combined_mask(flat, torch.cat([earlier.flatten() for earlier in before.values()]), amount)
         parts = mask.split(sizes)
         return {name: part.reshape(weights[name].shape) for name, part in zip(weights, parts, strict=True)}
 
-    def _mask(self, weight: Tensor, before: Tensor, amount: float | int) -> Tensor:
+    def _combined_mask(self, weight: Tensor, before: Tensor, amount: float | int) -> Tensor:
         """Compute a weight's mask as ``prune.global_unstructured`` does: torch's container prunes the weights that an earlier mask kept."""
         method: Any = self.method(amount=amount, **self._options)  # type: ignore[call-arg]
         container = prune.PruningContainer()

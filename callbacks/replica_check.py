@@ -106,7 +106,7 @@ class ReplicaCheck(Callback):
             for name, tensor in _tensors(module, self.buffers)
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignore)
         ]
-        keys = torch.tensor([_key(name, tensor) for name, tensor in named], dtype=torch.int64)
+        keys = torch.tensor([_part_key(name, tensor) for name, tensor in named], dtype=torch.int64)
         hashes = torch.stack([_hash(tensor) for _, tensor in named]).cpu() if named else keys  # waits for the device
         ranks = torch.full_like(keys, run.rank)
         gathered = run.engine.gather([keys, hashes, ranks])
@@ -147,7 +147,7 @@ def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
-def _key(name: str, tensor: Tensor) -> int:
+def _part_key(name: str, tensor: Tensor) -> int:
     """Return a number for the part of the tensor on this rank. It is equal on ranks with replicas of that part."""
     part = ""
     if isinstance(tensor, DTensor):

@@ -54,17 +54,17 @@ class SimpleProfiler(Callback):
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         self.durations, self._began, self._before = {}, time.perf_counter(), 0.0
-        run.phases.timers += (self._add,)
-        run.hooks.wrap(self._measured)
+        run.phases.timers += (self._add_duration,)
+        run.hooks.wrap(self._timed)
 
-    def _add(self, name: str, seconds: float) -> None:
+    def _add_duration(self, name: str, seconds: float) -> None:
         count, total = self.durations.get(name, (0, 0.0))
         self.durations[name] = (count + 1, total + seconds)
 
-    def _measured(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         if name.startswith(f"[Callback]{self.state_key}."):
             return hook
-        add, clock = self._add, time.perf_counter
+        add, clock = self._add_duration, time.perf_counter
 
         def measured(*args: Any) -> Any:
             began = clock()

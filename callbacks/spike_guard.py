@@ -75,7 +75,7 @@ class SpikeGuard(Callback):
         """Steps that were left out so far."""
         self._history: Tensor | None = None  # [monitors, window], fp64; column count % window is the next
         self._count: Tensor | None = None  # values that have entered it, shape ()
-        self._wide = torch.float64
+        self._wide_dtype = torch.float64
         self._latest: Tensor | None = None  # the latest step's values and limits, [2, monitors]
         self._sums: list[Tensor] = []
         self._spike_pending = self._logs = False
@@ -86,13 +86,13 @@ class SpikeGuard(Callback):
     # -- events of the run --------------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, run: Run, module: nn.Module) -> None:
-        self._refuse(run, module)
-        self._wide = Device(run.device).wide
+        self._check_run(run, module)
+        self._wide_dtype = Device(run.device).wide
         if run.step == 0 or self._history is None or self._count is None:
             self.spikes = 0
-            self._history = torch.zeros(len(self.monitor), self.window, dtype=self._wide)
+            self._history = torch.zeros(len(self.monitor), self.window, dtype=self._wide_dtype)
             self._count = torch.zeros((), dtype=torch.int64)
-        self._history, self._count = self._history.to(run.device, self._wide), self._count.to(run.device)
+        self._history, self._count = self._history.to(run.device, self._wide_dtype), self._count.to(run.device)
         self._columns = torch.arange(self.window, device=run.device)
         self._run, self._spikes_in_a_row, self._latest_spike_step, self._spike_pending = run, 0, -1, False
         self._saved = [] if run.last_checkpoint is None else [run.last_checkpoint]
@@ -101,7 +101,7 @@ class SpikeGuard(Callback):
 
     def on_before_backward(self, run: Run, module: nn.Module, loss: Any) -> None:
         if "loss" in self.monitor and run.recorder.size:
-            self._sums.append(_weighted(loss, run.recorder.size, run.device, self._wide))
+            self._sums.append(_loss_and_weight(loss, run.recorder.size, run.device, self._wide_dtype))
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._spike_pending:
@@ -160,7 +160,9 @@ class SpikeGuard(Callback):
         history, count = self._history, self._count
         assert history is not None
         assert count is not None
-        values = torch.stack([self._loss() if name == "loss" else norm.to(self._wide) for name in self.monitor])
+        values = torch.stack(
+            [self._mean_loss() if name == "loss" else norm.to(self._wide_dtype) for name in self.monitor]
+        )
         filled = self._columns < count
         number = filled.sum()
         mean = history.sum(dim=1) / number
@@ -212,15 +214,15 @@ class SpikeGuard(Callback):
             if run.is_main_process:
                 _log.warning("SpikeGuard: back to the weights of %s, past the bad batches", self._saved[-1])
 
-    def _loss(self) -> Tensor:
+    def _mean_loss(self) -> Tensor:
         """Mean loss over the step's micro-batches and all ranks."""
-        none = torch.zeros(2, dtype=self._wide, device=self._columns.device)
+        none = torch.zeros(2, dtype=self._wide_dtype, device=self._columns.device)
         pair = torch.stack(self._sums).sum(dim=0) if self._sums else none
         self._sums.clear()
         total, weight = self._run.engine.reduce(pair) if self._run.world_size > 1 else pair
         return total / weight.clamp(min=1e-12)  # a step without any item has the loss 0
 
-    def _refuse(self, run: Run, module: nn.Module) -> None:
+    def _check_run(self, run: Run, module: nn.Module) -> None:
         name = type(module).__name__
         if isinstance(module, TrainModule) and not module.automatic_optimization:
             raise ValueError(
@@ -245,7 +247,7 @@ class SpikeGuard(Callback):
             )
 
 
-def _weighted(loss: Tensor | Loss, size: int, device: torch.device, wide: torch.dtype) -> Tensor:
+def _loss_and_weight(loss: Tensor | Loss, size: int, device: torch.device, wide: torch.dtype) -> Tensor:
     """A micro-batch's loss times its weight, and the weight. Shape [2], of dtype ``wide``."""
     weight: Tensor | float = loss.count if isinstance(loss, Loss) else max(size, 1)
     total = (loss.sum if isinstance(loss, Loss) else loss).detach().to(wide).reshape(())

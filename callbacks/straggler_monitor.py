@@ -75,9 +75,9 @@ class StragglerMonitor(Callback):
         self._latest, self.slow = {}, {}
         self._seconds.clear()
         self._last, self._next = -1, run.step + _WARM_UP
-        run.phases.timers += (self._add,)
+        run.phases.timers += (self._add_duration,)
 
-    def _add(self, name: str, seconds: float) -> None:
+    def _add_duration(self, name: str, seconds: float) -> None:
         self._seconds[name] += seconds
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -123,4 +123,4 @@ class StragglerMonitor(Callback):
         self._latest = {}
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
-        run.phases.timers = tuple(timer for timer in run.phases.timers if timer != self._add)
+        run.phases.timers = tuple(timer for timer in run.phases.timers if timer != self._add_duration)

@@ -43,8 +43,8 @@ class SWA(WeightAveraging):
         use_buffers: bool = True,
         name: str = "swa",
     ) -> None:
-        self._several = isinstance(swa_lrs, Sequence) and not isinstance(swa_lrs, bytes)
-        rates: list[Any] = [] if swa_lrs is None else list(swa_lrs) if self._several else [swa_lrs]  # type: ignore[arg-type]
+        self._rate_per_group = isinstance(swa_lrs, Sequence) and not isinstance(swa_lrs, bytes)
+        rates: list[Any] = [] if swa_lrs is None else list(swa_lrs) if self._rate_per_group else [swa_lrs]  # type: ignore[arg-type]
         numbers = all(isinstance(rate, (int, float)) and not isinstance(rate, bool) for rate in rates)
         if not numbers or not all(0 < rate < math.inf for rate in rates) or (swa_lrs is not None and not rates):
             raise ValueError(f"SWA(swa_lrs={swa_lrs!r}): it must be a positive number, a list of them, or None")
@@ -62,16 +62,16 @@ class SWA(WeightAveraging):
         self.annealing_epochs, self.annealing_strategy = annealing_epochs, annealing_strategy
         self._rates = rates
         self._start = 0
-        self._from: int | None = None
-        self._before: list[float] = []
-        self._now: list[float] = []
+        self._annealing_start: int | None = None
+        self._rates_before: list[float] = []
+        self._current_rates: list[float] = []
         self._every_step = False
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         super().setup(run, module, stage)
         if stage == "fit":
             self._start = self._first_epoch(run.settings.max_epochs)
-            self._from, self._before, self._now = None, [], []
+            self._annealing_start, self._rates_before, self._current_rates = None, [], []
 
     def _first_epoch(self, max_epochs: int | None) -> int:
         """The first epoch that is averaged, from 0."""
@@ -95,8 +95,8 @@ class SWA(WeightAveraging):
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         super().on_train_start(run, module)
-        groups = _groups(run)
-        if self._several and len(self._rates) != len(groups):
+        groups = _parameter_groups(run)
+        if self._rate_per_group and len(self._rates) != len(groups):
             raise ValueError(
                 f"SWA(swa_lrs=...) has {len(self._rates)} learning rates, and the optimizers have {len(groups)} parameter groups: "
                 "give a rate for each group, or one number for all"
@@ -107,42 +107,44 @@ class SWA(WeightAveraging):
 
     def on_train_epoch_start(self, run: Run, module: nn.Module) -> None:
         if not self._rates or run.epoch < self._start:
-            self._now = []
+            self._current_rates = []
             return
-        groups = _groups(run)
-        if self._from is None:
-            self._from = run.epoch
-        self._before += [float(group["lr"]) for group in groups[len(self._before) :]]
-        share = self._share(run.epoch - self._from)
-        rates = self._rates if self._several else self._rates * len(groups)
-        self._now = [rate * share + old * (1 - share) for rate, old in zip(rates, self._before, strict=True)]
-        self._set(groups)
+        groups = _parameter_groups(run)
+        if self._annealing_start is None:
+            self._annealing_start = run.epoch
+        self._rates_before += [float(group["lr"]) for group in groups[len(self._rates_before) :]]
+        share = self._new_rate_share(run.epoch - self._annealing_start)
+        rates = self._rates if self._rate_per_group else self._rates * len(groups)
+        self._current_rates = [
+            rate * share + old * (1 - share) for rate, old in zip(rates, self._rates_before, strict=True)
+        ]
+        self._set_rates(groups)
 
-    def _share(self, epochs: int) -> float:
+    def _new_rate_share(self, epochs: int) -> float:
         """Share of the new learning rate in the mixture with the old one, ``epochs`` after the start."""
         part = min(1.0, epochs / self.annealing_epochs) if self.annealing_epochs else 1.0
         return (1 - math.cos(math.pi * part)) / 2 if self.annealing_strategy == "cos" else part
 
-    def _set(self, groups: list[dict[str, Any]]) -> None:
-        for group, rate in zip(groups, self._now, strict=False):
+    def _set_rates(self, groups: list[dict[str, Any]]) -> None:
+        for group, rate in zip(groups, self._current_rates, strict=False):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._every_step and self._now:
-            self._set(_groups(run))  # a scheduler has stepped
+        if self._every_step and self._current_rates:
+            self._set_rates(_parameter_groups(run))  # a scheduler has stepped
         super().on_train_batch_end(run, module, outputs, batch, batch_idx)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "from": self._from, "before": list(self._before)}
+        return {**super().state_dict(), "from": self._annealing_start, "before": list(self._rates_before)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._from, self._before = state["from"], [float(rate) for rate in state["before"]]
+        self._annealing_start, self._rates_before = state["from"], [float(rate) for rate in state["before"]]
 
 
-def _groups(run: Run) -> list[dict[str, Any]]:
+def _parameter_groups(run: Run) -> list[dict[str, Any]]:
     """The parameter groups of all optimizers."""
     return [group for optimizer in run.optimizers for group in optimizer.param_groups]

@@ -72,7 +72,7 @@ class ThroughputMonitor(Callback):
         self.flops = 0
         """Operations of the counted micro-batch on this rank; 0 until it has run."""
         self._own_tokens = 0.0
-        self._counting: _Count | None = None
+        self._counting: _OperationCounter | None = None
         self._training = False
         self._began: float | None = None
         self._productive = 0.0
@@ -89,12 +89,12 @@ class ThroughputMonitor(Callback):
         self._run, self._entered, self._apart = run, time.perf_counter(), run.times.apart
         self._name = "hfu" if run.settings.activation_checkpointing else "mfu"
         self._peak = self.peak_flops or peak_of(run.device, run.engine.precision.name) or 0.0
-        self._last: _Mark | None = None
+        self._last: _Counters | None = None
         self._training, self.flops, self._own_tokens = True, 0, 0.0
         if self.count_flops:
             run.phases.timers += (self._after_phase,)
 
-    # An evaluation's metrics are logged between these two.
+    # An evaluation's metrics are logged between these two hooks.
     def on_validation_start(self, run: Run, module: nn.Module) -> None:
         self._training = False
 
@@ -103,7 +103,7 @@ class ThroughputMonitor(Callback):
 
     def on_before_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         if self._training and (self._last is None or step > self._last.step):
-            now = _Mark(run, self._own_tokens)
+            now = _Counters(run, self._own_tokens)
             before, self._last = self._last, now
             if before is not None:
                 metrics.update(self._values(run, before, now))
@@ -124,7 +124,7 @@ class ThroughputMonitor(Callback):
 
     # -- values ---------------------------------------------------------------------------------------------------------------------
 
-    def _values(self, run: Run, before: _Mark, now: _Mark) -> dict[str, float]:
+    def _values(self, run: Run, before: _Counters, now: _Counters) -> dict[str, float]:
         assert self._began is not None
         seconds, steps = now.seconds - before.seconds, now.step - before.step
         local_values = [seconds, self.flops * (now.batches - before.batches), self._peak, float(not self._peak)]
@@ -159,17 +159,17 @@ class ThroughputMonitor(Callback):
     def _after_phase(self, name: str, seconds: float) -> None:
         """Count operations from the arrival of the first batch to the end of its backward pass."""
         if name == "data":
-            self._leave()  # the micro-batch before had no loss
-            self._counting = _Count()
+            self._end_count()  # the micro-batch before had no loss
+            self._counting = _OperationCounter()
             self._counting.__enter__()
         elif name in ("backward", "forward_backward", "training_step") and self._counting is not None:
             if name == "backward" and self._run is not None and not self._run.module.automatic_optimization:
                 return  # training_step continues
-            self.flops = self._leave()
+            self.flops = self._end_count()
             if self._run is not None:
                 self._stop_counting(self._run)
 
-    def _leave(self) -> int:
+    def _end_count(self) -> int:
         counting, self._counting = self._counting, None
         if counting is None:
             return 0
@@ -177,11 +177,11 @@ class ThroughputMonitor(Callback):
         return counting.total
 
     def _stop_counting(self, run: Run) -> None:
-        self._leave()
+        self._end_count()
         run.phases.timers = tuple(timer for timer in run.phases.timers if timer != self._after_phase)
 
 
-class _Mark:
+class _Counters:
     """Counters at a log boundary."""
 
     __slots__ = ("batches", "own_tokens", "samples", "seconds", "step", "tokens")
@@ -192,7 +192,7 @@ class _Mark:
         self.seconds = time.perf_counter() - run.times.validation - run.times.checkpoint
 
 
-class _Count(TorchDispatchMode):
+class _OperationCounter(TorchDispatchMode):
     """Adds up the operations of the code that runs in it, by ``FlopCounterMode``'s formulas.
 
     Unlike ``FlopCounterMode`` it counts this rank's part of a DTensor, leaves out the tensors that torch infers shapes with, and sets no hooks on

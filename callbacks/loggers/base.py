@@ -260,7 +260,7 @@ class Logger(Callback):
         self._current_run = None
         if self._sender is not None:
             self._send_early()
-            self._sender.end(partial(self._finish, self._sent_mark, _status(run)), self.patience_s)
+            self._sender.end(partial(self._close_tracker, self._sent_mark, _status(run)), self.patience_s)
         self._sender = self._sent_mark = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -310,7 +310,7 @@ class Logger(Callback):
         self.open(run)
         self._sender = Sender(type(self).__name__, self.retries, self.waiting, self.threaded)
 
-    def _finish(self, sent_mark: SentMark | None, status: str) -> None:
+    def _close_tracker(self, sent_mark: SentMark | None, status: str) -> None:
         try:
             self.close(status)
         finally:

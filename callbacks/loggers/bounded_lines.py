@@ -16,7 +16,7 @@ LONGEST_OWN = 1 << 30
 def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
     """The lines of a file from its position on; an empty line stands for a line of more than :data:`LONGEST` bytes."""
     while line := file.readline(LONGEST):
-        yield line if is_whole(line) else _rest_skipped(file)
+        yield line if is_whole(line) else _skip_rest(file)
 
 
 def is_whole(line: bytes, longest: int = LONGEST) -> bool:
@@ -36,7 +36,7 @@ def skip_hole(file: BinaryIO) -> None:
     file.seek(place)
 
 
-def _rest_skipped(file: BinaryIO) -> bytes:
+def _skip_rest(file: BinaryIO) -> bytes:
     skip_hole(file)
     while not is_whole(file.readline(LONGEST)):
         skip_hole(file)

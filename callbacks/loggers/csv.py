@@ -133,11 +133,11 @@ class CSVLogger(Logger):
             self._open()
         new = [name for name in row if name not in self._columns]
         if new:
-            self._widen(new)
+            self._add_columns(new)
         assert self._file is not None
         self._file.write(_line([row.get(name, "") for name in self._columns]))
 
-    def _widen(self, new: list[str]) -> None:
+    def _add_columns(self, new: list[str]) -> None:
         assert self.path is not None
         self.close("")
         columns, rows = _read(self.path)

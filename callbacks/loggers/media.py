@@ -24,7 +24,7 @@ ENDINGS = {"image": ".png", "figure": ".png", "audio": ".wav", "text": ".txt"}
 def pixels(value: Any) -> Array:
     """An image or a figure as an array of bytes, shape [H, W, C] with 1, 3 or 4 channels; several images are put side by side."""
     if not isinstance(value, Tensor):
-        return _drawn(value)
+        return _figure_pixels(value)
     image = numbers(value)
     if image.ndim == 2:
         image = image[None]
@@ -118,7 +118,7 @@ def file_name(name: str, step: int, ending: str, number: int = 0) -> Path:
     return Path(*folders, f"{last}-step={step:08d}{f'-{number}' if number else ''}{ending}")
 
 
-def _drawn(figure: Any) -> Array:
+def _figure_pixels(figure: Any) -> Array:
     """A figure's pixels, as matplotlib draws them."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 

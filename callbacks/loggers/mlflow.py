@@ -94,20 +94,20 @@ class MLflowLogger(Logger):
 
         everything = values if at.repeated else {"epoch": at.epoch, "samples": at.samples, **values}
         when = int(at.time * 1000)
-        metrics = [Metric(_allowed(name), float(value), when, at.step) for name, value in everything.items()]
+        metrics = [Metric(_allowed_name(name), float(value), when, at.step) for name, value in everything.items()]
         for start in range(0, len(metrics), 1000):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + 1000])
 
     def has(self, values: Mapping[str, float], at: Moment) -> bool:
         name, value = list(values.items())[-1]
-        history = self._client.get_metric_history(self.run_id, _allowed(name))
+        history = self._client.get_metric_history(self.run_id, _allowed_name(name))
         return any(metric.step == at.step and metric.value == value for metric in history)
 
     def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
         client, path = self._client, file_name(name, at.step, ".json").as_posix()
         if kind == "image":
             when = int(at.time * 1000)
-            client.log_image(self.run_id, pixels(value), key=_allowed(name), step=at.step, timestamp=when)
+            client.log_image(self.run_id, pixels(value), key=_allowed_name(name), step=at.step, timestamp=when)
         elif kind == "histogram":
             counts, edges = histogram(value)
             client.log_dict(self.run_id, {"counts": counts, "edges": edges}, path)
@@ -152,7 +152,7 @@ class MLflowLogger(Logger):
     def _send_parameters(self, settings: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        parameters = {_allowed(name): str(value)[:6000] for name, value in settings.items()}
+        parameters = {_allowed_name(name): str(value)[:6000] for name, value in settings.items()}
         sent = self._client.get_run(self.run_id).data.params
         new = [Param(name, value) for name, value in parameters.items() if name not in sent]
         for start in range(0, len(new), _BATCH):
@@ -162,5 +162,5 @@ class MLflowLogger(Logger):
                 self._client.set_tag(self.run_id, name, value)
 
 
-def _allowed(name: str) -> str:
+def _allowed_name(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)

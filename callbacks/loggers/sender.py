@@ -99,11 +99,11 @@ class Sender:
 
     def _start_thread(self) -> threading.Thread:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"fit-{self._name}", daemon=True)
+            self._thread = threading.Thread(target=self._make_calls, name=f"fit-{self._name}", daemon=True)
             self._thread.start()
         return self._thread
 
-    def _work(self) -> None:
+    def _make_calls(self) -> None:
         while not self._abandoned.is_set():
             with self._changed:
                 while not self._items and self._close is None:

@@ -61,7 +61,7 @@ class ProgressBar(Callback):
         self._next = math.inf  # when to draw
         self._line_due = 0.0  # when to write a line, where nothing is drawn
         self._training = False  # in an epoch
-        self._ended = ""  # the start of a finished epoch's line, until its metrics are known
+        self._ended_line = ""  # the start of a finished epoch's line, until its metrics are known
 
     # -- to define or to override -------------------------------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ class ProgressBar(Callback):
     # -- events of the run --------------------------------------------------------------------------------------------------------
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
-        self._next, self._training, self._ended, self._screen = math.inf, False, "", None
+        self._next, self._training, self._ended_line, self._screen = math.inf, False, "", None
         self._estimates = RunEstimates()
         if not run.is_main_process:
             return
@@ -91,8 +91,8 @@ class ProgressBar(Callback):
         self._close(run, module)
 
     def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
-        if self._screen is not None and self._training and not self._ended:
-            self._write(self._line(self._estimates.epoch(run)), run, module)
+        if self._screen is not None and self._training and not self._ended_line:
+            self._write(self._as_text(self._estimates.epoch(run)), run, module)
         self._close(run, module)
 
     def on_train_end(self, run: Run, module: nn.Module) -> None:
@@ -116,7 +116,7 @@ class ProgressBar(Callback):
             self._estimates.measure(run)
             self._estimates.end_epoch(run)
             rate = speed(self._estimates.epoch_rate(run), "step")
-            self._ended = f"{self._estimates.epoch(run).title}: step {run.step}, {rate}"
+            self._ended_line = f"{self._estimates.epoch(run).title}: step {run.step}, {rate}"
 
     def on_sanity_check_start(self, run: Run, module: nn.Module) -> None:
         limit = run.settings.num_sanity_val_steps
@@ -200,9 +200,9 @@ class ProgressBar(Callback):
         elif time.monotonic() >= self._line_due:
             self._line_due = time.monotonic() + self.interval_s
             if self._estimates.eval_name is None:
-                self._write(self._line(self._estimates.epoch(run)), run, module)
+                self._write(self._as_text(self._estimates.epoch(run)), run, module)
             else:
-                screen.write(self._line(self._estimates.evaluation()))
+                screen.write(self._as_text(self._estimates.evaluation()))
 
     def _draw(self, run: Run, module: nn.Module) -> None:
         screen = self._screen
@@ -219,7 +219,7 @@ class ProgressBar(Callback):
         live = self._screen is not None and self._screen.live
         self._next = time.monotonic() + (1.0 / self.refresh_rate if live else min(1.0, self.interval_s))
 
-    def _line(self, progress: Progress) -> str:
+    def _as_text(self, progress: Progress) -> str:
         """Return a bar's content as text."""
         count = progress.whole or f"{progress.unit} {progress.done}" + (
             "" if progress.total is None else f"/{progress.total}"
@@ -239,9 +239,9 @@ class ProgressBar(Callback):
 
     def _write_epoch(self, run: Run, module: nn.Module) -> None:
         """Write the finished epoch's line when the next one starts, since its metrics are logged after its last hook."""
-        if self._ended and self._screen is not None:
-            self._write(self._ended, run, module)
-        self._ended = ""
+        if self._ended_line and self._screen is not None:
+            self._write(self._ended_line, run, module)
+        self._ended_line = ""
 
     def _close(self, run: Run, module: nn.Module) -> None:
         if self._screen is not None:

@@ -53,7 +53,7 @@ class RunEstimates:
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=RECENT)  # seconds of training, steps, micro-batches
-        self._away = 0.0  # seconds in evaluations
+        self._evaluation_s = 0.0  # seconds in evaluations
         self._epoch_began = self._eval_began = 0.0
         self._first_step = 0
         self._length: int | None = None  # micro-batches of the last epoch
@@ -71,11 +71,11 @@ class RunEstimates:
 
     def begin_epoch(self, run: Run) -> None:
         """Note that an epoch starts, or continues after a resume."""
-        self._epoch_began, self._first_step = self._trained(), run.step
+        self._epoch_began, self._first_step = self._training_clock(), run.step
 
     def measure(self, run: Run) -> None:
         """Take a measurement after a micro-batch. Called before a bar is drawn."""
-        now = self._trained()
+        now = self._training_clock()
         if not self._recent or now - self._recent[-1][0] >= 1.0:
             self._recent.append((now, run.step, run.state.batches))
 
@@ -96,7 +96,7 @@ class RunEstimates:
     def end_evaluation(self) -> None:
         """Note that the evaluation has ended."""
         seconds = time.monotonic() - self._eval_began
-        self._away += seconds
+        self._evaluation_s += seconds
         if self.eval_done:
             self._eval_batch_s = seconds / self.eval_done
         if self.eval_name == "validation":
@@ -120,14 +120,14 @@ class RunEstimates:
             fraction=min(1.0, state.batch_idx / batches) if batches else None,
             unit="step",
             rate=self._rate(run),
-            elapsed_s=self._trained() - self._epoch_began,
+            elapsed_s=self._training_clock() - self._epoch_began,
             eta_s=self._seconds_left(run),
             whole=self._training_position(run),
         )
 
     def epoch_rate(self, run: Run) -> float:
         """Steps a second in this epoch so far, without validation."""
-        return (run.step - self._first_step) / max(self._trained() - self._epoch_began, 1e-9)
+        return (run.step - self._first_step) / max(self._training_clock() - self._epoch_began, 1e-9)
 
     def evaluation(self) -> Progress:
         """Content of the bar of the evaluation under way."""
@@ -148,16 +148,16 @@ class RunEstimates:
 
     # -- estimates ------------------------------------------------------------------------------------------------------------------
 
-    def _trained(self) -> float:
+    def _training_clock(self) -> float:
         """The clock without the time of evaluations: inside one it stands still."""
-        return (self._eval_began if self.eval_name is not None else time.monotonic()) - self._away
+        return (self._eval_began if self.eval_name is not None else time.monotonic()) - self._evaluation_s
 
     def _recent_work(self, run: Run) -> tuple[float, int, int]:
         """Seconds, steps and micro-batches of the last minute of training."""
         if not self._recent:
             return 0.0, 0, 0
         seconds, step, batches = self._recent[0]
-        return self._trained() - seconds, run.step - step, run.state.batches - batches
+        return self._training_clock() - seconds, run.step - step, run.state.batches - batches
 
     def _rate(self, run: Run) -> float | None:
         seconds, steps, _ = self._recent_work(run)

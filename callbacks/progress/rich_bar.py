@@ -51,7 +51,7 @@ class RichProgressBar(ProgressBar):
                 parts[name] = text
         if parts["bar"]:
             length = min(40, 10 + limit - len(_joined(parts)))
-            parts["bar"] = _strip(shown.fraction or 0.0, length, screen.color)
+            parts["bar"] = _bar_text(shown.fraction or 0.0, length, screen.color)
             return _joined(parts)
         return _joined(parts)[:limit]
 
@@ -60,7 +60,7 @@ def _joined(parts: Mapping[str, str]) -> str:
     return "  ".join(text for text in parts.values() if text)
 
 
-def _strip(fraction: float, length: int, color: bool) -> str:
+def _bar_text(fraction: float, length: int, color: bool) -> str:
     full = int(fraction * length)
     done, ahead = "━" * full, "─" * (length - full)
     return f"\x1b[32m{done}\x1b[0;2m{ahead}\x1b[0m" if color else done + ahead

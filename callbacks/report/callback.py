@@ -72,14 +72,14 @@ class Report(Callback):
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         if run.is_main_process:
-            self._open(run)
+            self._open_record(run)
             self._optimizers = _with_unique_names(run.optimizers)
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         if not run.is_main_process:
             return
         if self._record is None:
-            self._open(run)
+            self._open_record(run)
         assert self._record is not None
         if run.stage == "fit":
             if run.times.compute != self._computed:  # an epoch has ended, and its times were added
@@ -121,7 +121,7 @@ class Report(Callback):
         record.close()
         write_report([run.folder], self.path or run.folder / "report.html", only=True)
 
-    def _open(self, run: Run) -> None:
+    def _open_record(self, run: Run) -> None:
         self._record = Record(run.folder)
         with contextlib.suppress(OSError):  # where there is no /proc
             self._statm = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115

@@ -41,7 +41,7 @@ class Points:
             shared: arrays of steps and of seconds that other curves have.
         """
         pieces = list(zip(*self._pieces, strict=True)) or [(np.empty(0),)] * 3
-        steps, seconds = (_shared(arrays, shared) for arrays in pieces[:2])
+        steps, seconds = (_shared_array(arrays, shared) for arrays in pieces[:2])
         values = np.concatenate(pieces[2])
         if (np.diff(steps) > 0).all():
             return Curve(steps, seconds, values)
@@ -50,7 +50,7 @@ class Points:
         return Curve(steps[latest], seconds[latest], values[latest])
 
 
-def _shared(arrays: tuple[Array, ...], shared: dict[tuple[int, ...], Array]) -> Array:
+def _shared_array(arrays: tuple[Array, ...], shared: dict[tuple[int, ...], Array]) -> Array:
     key = tuple(map(id, arrays))
     if key not in shared:
         shared[key] = np.concatenate(arrays)

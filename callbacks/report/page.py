@@ -245,7 +245,7 @@ def where_the_time_went(runs: Sequence[RunData]) -> Html | None:
     rows: list[list[object]] = []
     for phase, text in PHASES.items():
         if any(run.times.get(phase, 0.0) > 0 for run in timed):
-            cells = [f"{duration(run.times.get(phase, 0.0))} ({_part(run, phase):.0%})" for run in timed]
+            cells = [f"{duration(run.times.get(phase, 0.0))} ({_share_of_time(run, phase):.0%})" for run in timed]
             rows.append([element("span", "", class_=f"key {phase}"), *cells])
             rows[-1][0] = Html(f"{rows[-1][0]}{element('span', text)}")
     rows.append(["in all", *(duration(sum(run.times.values())) for run in timed)])
@@ -254,7 +254,7 @@ def where_the_time_went(runs: Sequence[RunData]) -> Html | None:
     return _section("time", "Where the time went", bars, html_table("Time of each phase", head, rows, numbers_from=1))
 
 
-def _part(run: RunData, phase: str) -> float:
+def _share_of_time(run: RunData, phase: str) -> float:
     return run.times.get(phase, 0.0) / sum(run.times.values())
 
 
@@ -262,7 +262,7 @@ def _bar(run: RunData, titled: bool) -> Html:
     """Draw one horizontal bar. The table has its numbers, so screen readers skip it."""
     start, pieces = 0.0, []
     for phase in PHASES:
-        width = 1000 * _part(run, phase)
+        width = 1000 * _share_of_time(run, phase)
         if width > 0:
             pieces.append(element("rect", x=f"{start:.2f}", y=0, width=f"{width:.2f}", height=10, class_=phase))
             start += width

@@ -181,7 +181,7 @@ class _Reader:
             if handle is not None and now is not None:
                 handle(event, now)
                 self.last = max(now, self.last) if event["event"] == "rows" else now
-        self._close()
+        self._add_times()
         run = self.run
         run.trained = run.starts > 0
         groups = self.metrics, self.rates, self.speed, self.memory
@@ -190,7 +190,7 @@ class _Reader:
         run.checkpoints = _checkpoints(run.folder, self.checkpoints_by_name)
 
     def _on_start(self, event: Mapping[str, Any], now: float) -> None:
-        self._close()
+        self._add_times()
         run = self.run
         self.began, self.last, self.before, self.times = now, now, None, {}
         self.training = event.get("stage") == "fit"
@@ -275,10 +275,10 @@ class _Reader:
             for checkpoint in self.checkpoints_by_name.values():
                 checkpoint["best"] = False
         entry = {"path": path, "step": _step(event.get("step")), "score": _number(event.get("score")), "best": best}
-        self.checkpoints_by_name[_name(path)] = {**entry, "time": now}
+        self.checkpoints_by_name[_last_part(path)] = {**entry, "time": now}
 
     def _on_removed(self, event: Mapping[str, Any], now: float) -> None:
-        self.checkpoints_by_name.pop(_name(str(event.get("path"))), None)
+        self.checkpoints_by_name.pop(_last_part(str(event.get("path"))), None)
 
     def _on_times(self, event: Mapping[str, Any], now: float) -> None:
         self.times = {
@@ -297,7 +297,7 @@ class _Reader:
         self.ended = True
         self._on_times(event, now)
 
-    def _close(self) -> None:
+    def _add_times(self) -> None:
         """Add the times of a start, when all of its events are read."""
         if not self.training:
             return
@@ -330,7 +330,7 @@ def _same_rates_once(rates: dict[str, Curve]) -> dict[str, Curve]:
     return merged
 
 
-def _name(path: str) -> str:
+def _last_part(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
@@ -352,7 +352,7 @@ def _checkpoints(folder: Path, recorded: Mapping[str, dict[str, Any]]) -> list[d
         entry["step"] = checkpoint["step"]  # the record has the step at which the save was noticed
     for checkpoint in existing.values():
         checkpoint["weights"] = _scored_with(
-            Path(checkpoint["path"]), folder / "checkpoints" / _name(checkpoint["path"])
+            Path(checkpoint["path"]), folder / "checkpoints" / _last_part(checkpoint["path"])
         )
     return sorted(existing.values(), key=lambda each: (each["step"] or 0, each["time"]))
 
@@ -464,7 +464,7 @@ def _cells_with_numbers(cells: Sequence[str]) -> tuple[Array, Array]:
     try:
         numbers = [float(cells[place]) for place in places]
     except ValueError:
-        pairs = [(place, number) for place in places if (number := _parsed(cells[place])) is not None]
+        pairs = [(place, number) for place in places if (number := _parsed_float(cells[place])) is not None]
         places, numbers = [place for place, _ in pairs], [number for _, number in pairs]
     return np.array(places, dtype=np.int64), np.array(numbers, dtype=np.float64)
 
@@ -512,7 +512,7 @@ def _number(value: Any, finite: bool = True) -> float | None:
     return number if math.isfinite(number) or not finite else None
 
 
-def _parsed(text: Any) -> float | None:
+def _parsed_float(text: Any) -> float | None:
     try:
         return float(text)
     except (TypeError, ValueError):
