@@ -1,4 +1,4 @@
-"""Memory and utilization of device and processor among the logged metrics."""
+"""Adds memory and utilization of device and processor to the logged metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The norm of the gradients, of the whole model and of each parameter."""
+"""Adds the norm of the gradients, of the whole model and of each parameter, to the logged metrics."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ _SMOOTHING_WIDTH = 0.05
 """Standard deviation of the smoothing's weights, as a share of the sweep."""
 _REPETITIONS = 200
 _LONGEST = 1000
-"""Steps that are smoothed one by one: time and memory grow with the square."""
+"""Longest sweep whose steps are smoothed one by one: time and memory grow with the square."""
 _PER_DECADE = 10
-"""Steps that a factor of 10 in the learning rate needs at least: with fewer, chance decides where the loss is lowest."""
+"""Fewest steps for a factor of 10 in the learning rate: with fewer, chance decides where the loss is lowest."""
 _UNSURE = 30.0
 """Widest range (highest divided by lowest) that is still a suggestion."""
 
@@ -436,8 +436,11 @@ def _smoothing_width(count: int) -> float:
 
 
 def _smoothing_weights(count: int) -> NDArray[Any]:
-    """Shape [count, count]: row ``i`` times the losses is the value at ``i`` of the straight line that fits its neighbours best (local linear
-    regression with Gaussian weights). It follows a slope without a delay, up to both ends, which a moving average does not."""
+    """Weights of the smoothing, shape [count, count]: row ``i`` times the losses is the smoothed loss of step ``i``.
+
+    It is the value at ``i`` of the straight line that fits the neighbours best (local linear regression with Gaussian weights), which follows
+    a slope without a delay, up to both ends; a moving average does not.
+    """
     away = np.arange(count)[None, :] - np.arange(count)[:, None]
     near = np.exp(-0.5 * (away / _smoothing_width(count)) ** 2)
     sums = [(near * away**power).sum(axis=1, keepdims=True) for power in range(3)]

@@ -1,4 +1,4 @@
-"""Learning rates among the logged metrics."""
+"""Adds learning rates to the logged metrics."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _sources(run: Run) -> list[tuple[torch.optim.Optimizer, str, str]]:
     sources: list[tuple[torch.optim.Optimizer, str, str]] = []
     count: Counter[str] = Counter()
     for optimizer, scheduler_name, interval in candidates:
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # what the engine prepared wraps the user's
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # a prepared optimizer wraps the user's
         if any(optimizer is seen for seen, _, _ in sources):
             continue
         name = scheduler_name or f"lr-{type(optimizer).__name__}"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine import Run
 
 _LONGEST_NAME = 200
-"""Maximum bytes of a checkpoint's name: file systems allow 255, and suffixes are added."""
+"""Longest name of a checkpoint in bytes: file systems allow 255, and suffixes are added."""
 
 
 class ModelCheckpoint(Callback):
@@ -148,9 +148,8 @@ class ModelCheckpoint(Callback):
         for interval in (self.every, self.keep_every):
             interval.start(run.step, run.epochs)
         self._plan_next(run.step)
-        existing_names = (
-            run.checkpoint_names() if run.continues_in_place else set()
-        )  # in another folder these are other checkpoints' names
+        # Another folder may have other checkpoints with the same names.
+        existing_names = run.checkpoint_names() if run.continues_in_place else set()
         self._keep_only({step for step, name in self.names.items() if name in existing_names})
         self._publish(run)
 
@@ -181,9 +180,8 @@ class ModelCheckpoint(Callback):
             self._save(run, last=True)
             self._catch_up(run)
             if run.step not in self.names and self.save_last:
-                run.save_checkpoint(
-                    self._name(run, self._metrics(run))
-                )  # the checkpoint was lost: now its error ends the run
+                # The checkpoint was lost: now its error ends the run.
+                run.save_checkpoint(self._name(run, self._metrics(run)))
         self._training = False
         self._publish(run)
 

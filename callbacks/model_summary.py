@@ -19,27 +19,27 @@ class Layer:
     """A submodule and everything inside it. Parameters that two submodules share count in both."""
 
     name: str
-    """``""``: the whole module."""
+    """Name of the submodule; ``""``: the whole module."""
     type: str
     parameters: int
-    """Elements of its parameters, over all ranks."""
+    """Elements of all parameters, over all ranks."""
     trainable: int
     """Elements of the parameters that require a gradient, over all ranks."""
     bytes: int
-    """Bytes of its parameters and buffers, over all ranks."""
+    """Bytes of parameters and buffers, over all ranks."""
     held: int
-    """Bytes of its parameters and buffers that this rank holds."""
+    """Bytes of parameters and buffers on this rank."""
     flops: int | None = None
     """FLOPs of a forward pass of the example batch on this rank; a multiplication and an addition are two. ``None``: not measured."""
     inputs: Any = field(default=None)
-    """Shapes of its inputs in the first call, ``[2, 10]`` or a list of them; ``None``: not measured, or not called."""
+    """Shapes of the inputs of the first call, ``[2, 10]`` or a list of shapes; ``None``: not measured, or not called."""
     outputs: Any = field(default=None)
-    """Shapes of its outputs in the first call."""
+    """Shapes of the outputs of the first call."""
 
 
 class ModelSummary(Callback):
-    """Prints the module as a table when a training starts, on the main process: for each submodule its type, parameters, how many of them
-    are trainable, bytes, FLOPs and shapes, and below it the totals and what one rank holds of a sharded model.
+    """Prints the module as a table when a training starts, on the main process: for each submodule its type, parameters (and how many are
+    trainable), bytes, FLOPs and shapes; below, the totals and the part of a sharded model that one rank holds.
 
     FLOPs (multiplications and additions of matrix products, convolutions and attention, by ``torch.utils.flop_counter``) and shapes come
     from one call of ``training_step`` with ``run.example_batch``, without gradients. The training does not change: random numbers,

@@ -158,8 +158,8 @@ class PredictionWriter(Callback):
         if write_interval == "batch" or (write_interval == "auto" and format == "jsonl"):
             self._every = 1
         self._waiting_file: FileIO | None = None
-        self._bytes = 0  # of the batches in it
-        # Batches for the next file: their lines, or their trees and tensors. Texts and not objects, which the garbage collector would visit.
+        self._bytes = 0  # of the batches in the waiting file
+        # Batches for the next file: their lines, or their trees and tensors. They are texts, because the garbage collector would visit objects.
         self._waiting: list[str] = []
         self._tensors: dict[str, Tensor] = {}
         self._first = self._loader = 0
@@ -185,7 +185,7 @@ class PredictionWriter(Callback):
 
     def on_predict_start(self, run: Run, module: nn.Module) -> None:
         assert self.folder is not None
-        run.engine.wait_for_everyone()  # all have looked
+        run.engine.wait_for_everyone()  # all ranks have looked for earlier predictions
         if run.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             for path in _prediction_files(self.folder):
@@ -250,7 +250,7 @@ class PredictionWriter(Callback):
         size = sum(map(len, parts))
         content = b"".join([size.to_bytes(8, "little"), *parts])
         with _naming_file(self._waiting_file.name):
-            while content:  # of 2 GiB and more, or on a disk that is nearly full, only a part is written
+            while content:  # one call writes only a part of 2 GiB and more, or on a disk that is nearly full
                 content = content[self._waiting_file.write(content) :]
         self._bytes += size
         if self._bytes >= _BYTES:
@@ -466,9 +466,8 @@ def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> str:
     """Return ``value`` as JSON, where each container is a list of its kind and its items, and copy its tensors into ``tensors``."""
     if isinstance(value, Tensor):
         path = path.encode("utf-8", "backslashreplace").decode()  # a lone surrogate cannot be in a file
-        while path in tensors or path.endswith(
-            "@complex128"
-        ):  # {"a.b": ..., "a": {"b": ...}}; a name for pairs of numbers
+        # {"a.b": ..., "a": {"b": ...}} has one name twice; the suffix stands for pairs of numbers.
+        while path in tensors or path.endswith("@complex128"):
             path += "'"
         tensors[path] = value.clone() if value.is_cpu else value.cpu()
         return f'["tensor", {json.dumps(path)}]'

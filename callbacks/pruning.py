@@ -86,7 +86,7 @@ class Pruning(Callback):
         self.use_global = not structured if use_global_unstructured is None else use_global_unstructured
         self.masks: dict[str, Tensor] = {}
         """Parameter's name -> mask, which is ``False`` where the parameter is pruned."""
-        self._epoch = -1  # before which the latest pruning was
+        self._epoch = -1  # the epoch of the latest pruning
         self._chosen: dict[str, tuple[nn.Module, str]] = {}
         self._pairs: list[tuple[nn.Parameter, Tensor]] = []
 

@@ -122,9 +122,8 @@ class ReplicaCheck(Callback):
             return
         first = wrong[0]
         local_name = next((name for key, (name, _) in zip(keys.tolist(), named, strict=True) if key == first), "")
-        name_bytes = (
-            local_name.encode() if run.rank == min(holders[first]) else b""
-        )  # other ranks may not have this part
+        # Only one rank sends the name; ranks without this part do not know it.
+        name_bytes = local_name.encode() if run.rank == min(holders[first]) else b""
         name = bytes(run.engine.gather(torch.tensor(list(name_bytes), dtype=torch.uint8)).tolist()).decode()
         message = _message(name, holders[first], len(wrong), len(holders), run.step)
         if self.on_mismatch == "raise":

@@ -20,7 +20,7 @@ _log = logging.getLogger("engine")
 
 
 class SimpleProfiler(Callback):
-    """Adds up how long each phase of the run and each hook of the callbacks and of the module takes, and shows a table at the end.
+    """Measures the time of each phase of the run and of each hook of the callbacks and the module, and shows a table at the end.
 
     Phases are ``data``, ``forward``, ``backward``, ``optimizer``, ``validation``, ``checkpoint``, ``test``, ``predict`` (under a pipeline
     ``forward_backward``; in manual optimization ``training_step``, which contains ``backward`` and ``optimizer``). Hooks are named as by
@@ -49,7 +49,7 @@ class SimpleProfiler(Callback):
             raise ValueError(f"SimpleProfiler(dirpath={str(dirpath)!r}) writes no file without filename=: give both")
         self.dirpath, self.filename, self.extended = dirpath, filename, extended
         self.durations: dict[str, tuple[int, float]] = {}
-        """For each phase and hook, how often it ran and how long in total (s)."""
+        """Phase or hook -> how often it ran, and how long in total (s)."""
         self._began = self._before = 0.0
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:

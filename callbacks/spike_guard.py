@@ -74,7 +74,7 @@ class SpikeGuard(Callback):
         self.spikes = 0
         """Steps that were left out so far."""
         self._history: Tensor | None = None  # [monitors, window], fp64; column count % window is the next
-        self._count: Tensor | None = None  # values that have entered it, shape ()
+        self._count: Tensor | None = None  # values that have entered the history, shape ()
         self._wide_dtype = torch.float64
         self._latest: Tensor | None = None  # the latest step's values and limits, [2, monitors]
         self._sums: list[Tensor] = []
@@ -206,7 +206,7 @@ class SpikeGuard(Callback):
                 "has diverged, or its level has changed. Lower the learning rate, or give more sigmas, a longer window or more patience"
             )
         if self.action == "rollback":
-            run.finish_checkpoints()  # the newest may be on its way
+            run.finish_checkpoints()  # the newest may not be complete yet
             if not self._saved:
                 _log.warning("SpikeGuard: no checkpoint has been saved yet, so the weights stay as they are")
                 return

@@ -208,7 +208,7 @@ class _OperationCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it calls the same on its local tensors
+            return NotImplemented  # a DTensor calls the operation again, on its local tensors
         result = func(*args, **(kwargs or {}))
         formula = self._formulas.get(getattr(func, "_overloadpacket", None))
         if formula is not None and not any(
@@ -220,8 +220,8 @@ class _OperationCounter(TorchDispatchMode):
 
 KINDS = ("fp64", "fp32", "tf32", "fp16", "bf16")
 
-# Dense matrix multiplications (without sparsity) at the boost clock of the full power limit, in 1e12 operations a second. The first pattern that
-# is found in the device's name counts.
+# Dense matrix multiplications (without sparsity) at the boost clock of the full power limit, in 1e12 operations a second. The first pattern
+# that matches the device's name counts.
 _TERA: tuple[tuple[str, dict[str, float]], ...] = (
     # NVIDIA H100 datasheet (2023), and H200 datasheet (2024): half of the numbers "with sparsity".
     (r"H100 PCIe", {"fp64": 51, "fp32": 51, "tf32": 378, "fp16": 756, "bf16": 756}),

@@ -77,9 +77,8 @@ class WeightAveraging(Callback):
         self._names: dict[str, str] = {}  # name in the model -> the first name of the same tensor
         self._weights: dict[str, Tensor] = {}
         self._averages: dict[str, Tensor] = {}
-        self._swapped_out: dict[str, Tensor] | None = (
-            None  # while they are swapped: weights whose dtype differs from their average's
-        )
+        # While weights and averages are swapped: the weights whose dtype differs from their average's.
+        self._swapped_out: dict[str, Tensor] | None = None
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # local averages, and the tensors that they are of
         self._found_count = 0
 
@@ -348,5 +347,5 @@ _MEAN: MultiAverage = get_swa_multi_avg_fn()
 
 
 def _parameter_count(run: Run) -> int:
-    """The number of parameters that the optimizers have."""
+    """Number of parameters in all optimizers."""
     return sum(len(group["params"]) for optimizer in run.optimizers for group in optimizer.param_groups)

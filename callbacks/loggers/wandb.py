@@ -141,9 +141,8 @@ class WandbLogger(Logger):
         before = path.stat().st_size if path.is_file() else 0
         # W&B's own step counts rows, also those of earlier offline folders; it must rise with each row.
         row = {"epoch": at.epoch, "samples": at.samples, **values, "step": at.step}
-        self._wandb_run.log(
-            row, step=max(self.count, self._wandb_run.step), commit=True
-        )  # a module may have logged rows itself
+        row_number = max(self.count, self._wandb_run.step)  # a module may have logged rows itself
+        self._wandb_run.log(row, step=row_number, commit=True)
         deadline = time.monotonic() + 5.0
         while path.is_file() and path.stat().st_size == before and time.monotonic() < deadline:
-            time.sleep(_FLUSH_S / 4)  # what W&B's process has not written yet is lost if this process is killed
+            time.sleep(_FLUSH_S / 4)  # if this process is killed, rows that W&B's process has not written are lost

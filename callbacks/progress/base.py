@@ -152,7 +152,7 @@ class ProgressBar(Callback):
         self.on_validation_batch_end(run, module, outputs, batch, batch_idx, dataloader_idx)
 
     def on_validation_end(self, run: Run, module: nn.Module) -> None:
-        if run.stage != "sanity":  # its bar has the outer name
+        if run.stage != "sanity":  # on_sanity_check_end ends its bar
             self._eval_end(run, module)
 
     def on_sanity_check_end(self, run: Run, module: nn.Module) -> None:

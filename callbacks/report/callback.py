@@ -160,7 +160,7 @@ def _with_unique_names(optimizers: list[Any]) -> list[tuple[str, Optimizer]]:
     """Pairs of a unique name and an optimizer."""
     by_name: dict[str, Optimizer] = {}
     for optimizer in optimizers:
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # what the engine prepared wraps the user's
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # a prepared optimizer wraps the user's
         name = first = type(optimizer).__name__
         number = 1
         while name in by_name:
