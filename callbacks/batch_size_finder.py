@@ -53,7 +53,7 @@ def find_batch_size(
     Args:
         module: as in :meth:`engine.Fit.run`.
         train_loader: a ``DataLoader`` over a map-style dataset; it is copied with another batch size.
-        datamodule: instead of a loader; its attribute (or hyperparameter) ``batch_arg_name`` is set in a copy. Without loader and data
+        datamodule: a data module instead of a loader; its attribute (or hyperparameter) ``batch_arg_name`` is set in a copy. Without loader and data
             module, it is set in a copy of the module, whose ``train_dataloader`` uses it.
         fit: gives strategy, devices, precision and accumulation window; default: a plain ``Fit()``.
         mode: ``"binsearch"`` finds the exact maximum; ``"power"`` the largest ``init_val * 2 ** n`` that fits.

@@ -22,7 +22,7 @@ class DeviceStatsMonitor(Callback):
     ============================================  ====================================================================
     ``device/allocated_bytes``, ``reserved_...``  memory of tensors now, and held by torch's allocator (an accelerator)
     ``device/max_allocated_bytes``                the most since the process started (an accelerator)
-    ``device/utilization_percent``                time in which a kernel ran, of the last second or so (if the device reports it)
+    ``device/utilization_percent``                share of the last second or so in which a kernel ran (if the device reports it)
     ``cpu/rss_bytes``                             resident memory of the process
     ``cpu/process_percent``                       processor time of the process since the last boundary; 200: two cores
     ``cpu/percent``, ``cpu/memory_percent``       of the whole machine (with ``psutil``), read at most once a second

@@ -45,7 +45,7 @@ class EarlyStopping(Callback):
             check_finite: stop as soon as the metric is NaN or infinite.
             stopping_threshold: stop as soon as the metric is better than this.
             divergence_threshold: stop as soon as the metric is worse than this.
-            strict: a check before the metric was logged is an error; with False it is left out.
+            strict: a check before the metric was logged is an error; with False the check is skipped.
 
         Raises:
             ValueError: ``mode``, ``patience`` or ``min_delta`` is not valid.

@@ -106,7 +106,7 @@ def _measuring(module: nn.Module, measured: SubmodulePass, counter: FlopCounterM
 def shapes(value: Any) -> Any:
     """Return the sizes of a tensor as a list, and of a container as a list of its items' sizes.
 
-    ``None`` if there is no tensor. A single item stands for its container.
+    ``None`` if there is no tensor. A container of a single item has that item's sizes.
     """
     if isinstance(value, Tensor):
         return list(value.shape)

@@ -235,8 +235,8 @@ class BackboneFinetuning(BaseFinetuning):
     """Freezes ``module.backbone`` at first and trains it from a given epoch on. Its smaller learning rate grows to that of the rest.
 
     The backbone's parameters are in an optimizer from the start. If ``configure_optimizers`` left them out, or put them into a group with other
-    parameters, they get a group of their own. A scheduler is made for the groups that it finds, so with one ``configure_optimizers`` must return
-    that group itself::
+    parameters, they get a group of their own. A scheduler knows only the groups that the optimizer had when it was made, so with a scheduler
+    ``configure_optimizers`` must return the backbone's group itself::
 
         torch.optim.AdamW([{"params": self.head.parameters()}, {"params": self.backbone.parameters(), "lr": 1e-5}], lr=1e-3)
 

@@ -13,7 +13,7 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_") or name
 
 
 class LambdaCallback(Callback):
-    """Calls a function at each event that is given by its name: ``LambdaCallback(on_train_epoch_end=lambda run, module: print(run.metrics))``.
+    """Calls your functions at events of the run: ``LambdaCallback(on_train_epoch_end=lambda run, module: print(run.metrics))``.
 
     Functions get the arguments of the methods of :class:`engine.Callback`. The callback has no state in checkpoints: write a class to have one.
 

@@ -32,11 +32,11 @@ class LearningRateMonitor(Callback):
         Args:
             logging_interval: ``"step"``: with all metrics logged in training; ``"epoch"``: once per epoch, the value at the start
                 of the epoch; ``None``: each optimizer at the ``interval`` of its scheduler, without a scheduler at ``"step"``.
-            log_momentum: also the momentum (the first of ``betas``), as ``lr-SGD-momentum``; 0 if there is none.
-            log_weight_decay: also the weight decay, as ``lr-SGD-weight_decay``; 0 if there is none.
+            log_momentum: log the momentum too (the first of ``betas``), as ``lr-SGD-momentum``; 0 if there is none.
+            log_weight_decay: log the weight decay too, as ``lr-SGD-weight_decay``; 0 if there is none.
 
         Raises:
-            ValueError: an unknown ``logging_interval``.
+            ValueError: ``logging_interval`` is unknown.
         """
         if logging_interval not in (None, "step", "epoch"):
             raise ValueError(

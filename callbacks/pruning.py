@@ -53,7 +53,7 @@ class Pruning(Callback):
             use_global_unstructured: compare the weights of all parameters with each other (the default of unstructured methods), or
                 prune ``amount`` of each parameter.
             pruning_dim: the dim along which a structured method removes channels.
-            pruning_norm: n of ``"ln_structured"``.
+            pruning_norm: the n of the norm of ``"ln_structured"``.
             make_permanent: ``False``: after the training the module has torch's masks (``weight_orig`` and ``weight_mask``).
 
         Raises:

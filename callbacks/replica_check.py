@@ -28,10 +28,10 @@ class ReplicaCheck(Callback):
     """Compares replicas of parameters between ranks, every ``every_n_steps`` steps and at the end of the training.
 
     Replicas start equal and get the same updates, so they stay equal bit for bit. If they differ, a device has computed something wrong (silent
-    data corruption), or the ranks run different code. All ranks raise an error, which names the first parameter that differs, and the ranks whose
-    value differs from most. A parameter divided among ranks (FSDP, tensor parallel) is compared over the ranks with the same part of it, HSDP's
-    replicas for example. A part that only one rank holds is not compared; if that is the whole model (FSDP without replicas, one process), the log
-    says so once. Under DeepSpeed's stage 3, whose shards cannot be read, the callback raises an error.
+    data corruption), or the ranks run different code. The error, which all ranks raise, names the first parameter that differs, and the ranks
+    whose value differs from that of most ranks. A parameter divided among ranks (FSDP, tensor parallel) is compared over the ranks with the same
+    part of it, HSDP's replicas for example. A part that only one rank holds is not compared; if that is the whole model (FSDP without replicas,
+    one process), the log says so once. Under DeepSpeed's stage 3, whose shards cannot be read, the callback raises an error.
 
     Each tensor is hashed on its device: the sum over its elements' bits, times an odd number that depends on the position, modulo 2**64.
     A change of one element always changes the hash. A check reads the parameters once, waits for the device, and shares 16 bytes a tensor.

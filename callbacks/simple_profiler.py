@@ -25,7 +25,7 @@ class SimpleProfiler(Callback):
     Phases are ``data``, ``forward``, ``backward``, ``optimizer``, ``validation``, ``checkpoint``, ``test``, ``predict`` (under a pipeline
     ``forward_backward``; in manual optimization ``training_step``, which contains ``backward`` and ``optimizer``). Hooks are named as by
     Lightning's profiler: ``[Callback]EarlyStopping.on_validation_end``, ``[TrainModule]Net.on_train_start``. The hooks of an evaluation
-    are part of its phase, too. Times are those of the host: on CUDA, a phase that only queues kernels is short, and the one that waits
+    are part of its phase, too. Times are measured on the host: on CUDA, a phase that only queues kernels is short, and the one that waits
     for them is long; use :class:`callbacks.Profiler` there. Each measurement adds about 1 us.
 
     Every rank measures; the log shows rank 0's table, or standard error if logging is not configured. A resumed run continues rank 0's sums.

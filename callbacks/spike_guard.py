@@ -20,15 +20,15 @@ _ACTIONS = ("skip", "rollback", "raise")
 class SpikeGuard(Callback):
     """Leaves out each step whose loss or gradient norm is more than ``sigmas`` standard deviations above the mean of the latest ``window`` steps.
 
-    The device decides before the step is applied, the same on all ranks: parameters, optimizers, schedulers and counters
-    are as if the step's batches were not in the data. (Random numbers that the batches have used stay used, and running statistics of batch
+    The decision is made on the device, before the step is applied, and is the same on all ranks: parameters, optimizers, schedulers and
+    counters are as if the step's batches were not in the data. (Random numbers that the batches have used stay used, and running statistics of batch
     norms have seen them.) On the CPU, and with optimizers that are not fused, the step waits for the decision, as with ``on_nonfinite``; with
     fused optimizers on a device nothing waits. Values of steps that are left out do not enter the window. Losses are means over the step's
     micro-batches and all ranks.
 
     Actions: ``"skip"`` continues with the next batches. ``"rollback"`` also takes weights, optimizers and schedulers of the newest
     checkpoint, because the steps before a spike may have led to it; data and counters continue after the bad batches. ``"raise"`` ends the
-    run with an error; the parameters are those from before the step.
+    run with an error; the parameters stay as they were before the step.
 
     A loss or norm that is not finite is a spike too, unless ``on_nonfinite`` or fp16's loss scale leaves the step out. The metric
     ``spikes`` counts the steps that were left out.
@@ -45,8 +45,8 @@ class SpikeGuard(Callback):
     ) -> None:
         """
         Args:
-            monitor: what is compared: ``"loss"``, ``"grad_norm"`` (before clipping) or both.
-            action: what happens at a spike.
+            monitor: the values that are compared: ``"loss"``, ``"grad_norm"`` (before clipping) or both.
+            action: the action at a spike.
             window: number of steps over which mean and standard deviation are computed.
             sigmas: standard deviations above the mean from which a value is a spike.
             warmup_steps: steps before the first decision.

@@ -33,11 +33,11 @@ class StragglerMonitor(Callback):
     is slow if a phase in which ranks do not wait for each other took more than ``threshold`` times the median (of an even number of ranks: the
     lower of the two in the middle), and more than ``min_seconds`` a step longer. These phases are ``data``, and ``forward`` if the strategy
     has no collectives in it (FSDP and tensor parallelism have). In ``backward`` a fast rank waits for a slow one, so it is only
-    logged. Times are those of the host: on CUDA a slow device shows where the host waits for it.
+    logged. Times are measured on the host: on CUDA a slow device shows where the host waits for it.
 
-    Logged, each as seconds a step: ``straggler/data``, ``straggler/forward``, ... (the longest of all ranks), and ``straggler/slowest_rank``,
-    the rank with the longest time in the compared phases. On one process the same values are logged, and nothing is compared. Each
-    micro-batch costs about 4 us. The first two steps of a run, resumed or not, are not measured.
+    The callback logs ``straggler/data``, ``straggler/forward``, ..., the longest time of all ranks in seconds a step, and
+    ``straggler/slowest_rank``, the rank with the longest time in the compared phases. On one process it logs the same values, and compares
+    nothing. Each micro-batch costs about 4 us. The first two steps of a run, resumed or not, are not measured.
     """
 
     def __init__(self, every_n_steps: int = 50, threshold: float = 2.0, min_seconds: float = 0.01) -> None:

@@ -109,7 +109,7 @@ def join(*children: object) -> Html:
 
 
 def html_table(caption: str, head: list[object], rows: list[list[object]], *, numbers_from: int | None = None) -> Html:
-    """A table that scrolls sideways where it is too wide.
+    """An HTML table, which scrolls sideways if it is too wide.
 
     Args:
         caption: the table's title.

@@ -30,8 +30,8 @@ class ThroughputMonitor(Callback):
     ==============================  ==================================================================================
 
     Time in validation and checkpoints does not count, waiting for data does. The first boundary only starts the clock: its steps include
-    compilation. Goodput counts waiting for data, validation, checkpoints, starts, the time between a kill and the resume, and steps that
-    were lost and repeated as lost time.
+    compilation. Goodput counts as lost: waiting for data, validation, checkpoints, starts, the time between a kill and the resume, and
+    steps that were lost and repeated.
 
     Operations are counted once, by the formulas of ``torch.utils.flop_counter.FlopCounterMode``, while the first micro-batch runs: nothing is
     computed twice, and each rank counts its own part under tensor and pipeline parallelism. A compiled model runs that
@@ -195,7 +195,7 @@ class _Counters:
 class _OperationCounter(TorchDispatchMode):
     """Adds up the operations of the code that runs in it, by ``FlopCounterMode``'s formulas.
 
-    Unlike ``FlopCounterMode`` it counts this rank's part of a DTensor, leaves out the tensors that torch infers shapes with, and sets no hooks on
+    Unlike ``FlopCounterMode`` it counts this rank's part of a DTensor, leaves out operations that only infer shapes, and sets no hooks on
     modules, which would make compiled models compile again.
     """
 

@@ -17,10 +17,10 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class WeightAveraging(Callback):
-    """Averages the weights; :class:`callbacks.EMA` and :class:`callbacks.SWA` are the usual averages.
+    """Averages the weights during a training; :class:`callbacks.EMA` and :class:`callbacks.SWA` are the usual averages.
 
     The average starts as a copy of the weights at the first update. It is on the device, sharded as the parameters are: nothing is
-    gathered or copied to the host. Averaged are the parameters that an optimizer has, and the buffers that the model saves. Averages of
+    gathered or copied to the host. It covers the parameters that an optimizer has, and the buffers that the model saves. Averages of
     half-precision parameters are kept in fp32, in which small changes are not lost.
 
     - Validation uses the averages. Afterwards the trained weights are back, bit for bit, also after an error.
@@ -28,7 +28,7 @@ class WeightAveraging(Callback):
       ``fit.test(module, checkpoint=path)``, ``engine.Resume(path, weights_only=True)`` and ``fit checkpoint export`` use the weights with which
       its score was measured: the averages, unless there were none yet, or the score is a metric of the training. ``weights="trained"`` and
       ``weights="ema"`` ask for one of them.
-    - After the training the module has the averages (with ``Fit(reload_best=True)``, those of the best checkpoint).
+    - After the training the module has the averages (with ``Fit(reload_best=True)``, the best checkpoint's averages).
 
     If a run has several callbacks that average, validation and the module get the averages of the first; checkpoints have all.
     A resumed run continues with its averages. Steps that were skipped, of fp16 for example, are not averaged. To decide when to update,
@@ -87,7 +87,7 @@ class WeightAveraging(Callback):
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Whether to update now; called after each optimizer step with ``step_idx``, and at the end of each epoch with ``epoch_idx``, from 0.
 
-        Override it to decide otherwise; by default after each step. All ranks must return the same.
+        By default it returns true after each step; override it to decide otherwise. All ranks must return the same.
         """
         return step_idx is not None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class AppendFile:
-    """A file open for appending by one writer, created when missing.
+    """A file open for appending by one writer, created if missing.
 
     Args:
         path: a file in an existing folder.

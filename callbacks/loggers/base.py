@@ -100,7 +100,7 @@ class Logger(Callback):
         """
         Args:
             retries: how often a failed call is repeated.
-            waiting: values that may wait to be sent.
+            waiting: largest number of values that wait to be sent.
             patience_s: how long the end of a run waits for the tracker (s).
 
         Raises:

@@ -49,7 +49,7 @@ class CSVLogger(Logger):
     def __init__(self, dir: str | os.PathLike[str] | None = None, name: str = "metrics.csv") -> None:
         """
         Args:
-            dir: the folder of the file, created when missing; ``None`` is the run's folder.
+            dir: the folder of the file, created if missing; ``None`` is the run's folder.
             name: the file's name.
 
         Raises:

@@ -42,7 +42,7 @@ class JSONLLogger(Logger):
     def __init__(self, dir: str | os.PathLike[str] | None = None, name: str = "metrics.jsonl") -> None:
         """
         Args:
-            dir: the folder of the file, created when missing; ``None`` is the run's folder.
+            dir: the folder of the file, created if missing; ``None`` is the run's folder.
             name: the file's name; media are in the folder ``media`` beside it.
 
         Raises:

@@ -22,7 +22,7 @@ class TensorBoardLogger(Logger):
     """Writes event files for TensorBoard: ``pip install tensorboard``, then ``tensorboard --logdir runs``.
 
     Each metric is a series over the steps (optimizer steps done), with the series ``epoch`` and ``samples`` (trained on so far, by all ranks) beside
-    them. Hyperparameters and settings, without secrets, are in its tab HPARAMS. Everything is in the file soon after it is logged: a
+    them. Hyperparameters and settings, without secrets, are in the tab HPARAMS. Everything is in the file soon after it is logged: a
     kill loses nothing. A run that resumes from an earlier step writes the step from which TensorBoard cuts the series (``purge_step``).
     An artifact becomes a text with its path; a sound becomes the mean of its channels.
     """

@@ -42,9 +42,9 @@ class Screen(Protocol):
 
 
 class Terminal:
-    """The bottom rows of a terminal. The rest of it scrolls above them.
+    """The bottom rows of a terminal; the rest of the terminal scrolls above them.
 
-    The terminal itself keeps the two apart, by its scroll region (DECSTBM), as ``apt`` does it. So nothing that this process, its libraries, a
+    The terminal itself keeps bars and text apart, with its scroll region (DECSTBM), as ``apt`` does. So nothing that this process, its libraries, a
     debugger's prompt or another rank on this terminal prints can damage the bars, or be damaged: no stream is replaced. Each drawing is
     a single ``write``, and leaves the cursor where it was.
     """

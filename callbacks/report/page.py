@@ -31,7 +31,7 @@ def write_report(
     max_points: int = MOST_POINTS,
     only: bool = False,
 ) -> Path:
-    """Write one HTML page about the runs in ``folders``; it opens without network. It compares several runs.
+    """Write one HTML page about the runs in ``folders``, which opens without network; several runs are compared.
 
     A folder is a run's own, or a ``root_dir``, which stands for all of its runs. Next to runs that trained, runs that only evaluated are rows of
     a table. The runs need ``Report`` or ``CSVLogger`` among their callbacks; they may still be running, or have been killed.

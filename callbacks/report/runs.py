@@ -113,7 +113,7 @@ def runs_in(folder: Path, only: bool = False) -> list[RunData]:
 def _run_folders(root: Path, limit: int, unreadable: list[PermissionError] | None = None) -> list[Path]:
     """Return the folders of the newest runs of one ``root_dir``, oldest first. The first run's folder is the root itself.
 
-    A root that may not be read is added to ``unreadable``; without it, that is an error.
+    A root that may not be read is added to ``unreadable``; without ``unreadable`` it is an error.
     """
     if root.name == "version_0" and not root.exists():  # the name of the first run
         return [root.parent] if _has_metrics(str(root.parent)) else []
