@@ -1,4 +1,4 @@
-"""The largest batch size that fits into memory: train copies with ever larger batches until one does not."""
+"""Finds the largest batch size that fits into memory: copies of the module train with larger and larger batches until one runs out of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,18 @@ from engine import Callback, CheckError, DataModule, Fit, Loss, Run, TrainModule
 
 from .trial import is_main, log, train_copy
 
-_SAID = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed")
+if TYPE_CHECKING:
+    from engine import Plan
+
+_MEMORY_MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed")
 """Messages of out-of-memory errors that are not a ``torch.OutOfMemoryError``."""
 SMALLEST = 2
-"""Where no plan says more."""
+"""First batch size where no plan gives one."""
 _MARGIN = 0.9
-"""The share of the memory that the first guess fills: one that is a little too small costs a doubling, one that is too large a training."""
+"""Share of the memory that the first batch size may fill. A start that is too small costs one doubling, one that is too large a failed training."""
+
+Sizer = Callable[[int], DataLoader[Any] | DataModule | TrainModule]
+"""Returns a copy of the loader, the data module or the module with a batch size."""
 
 
 def find_batch_size(
@@ -41,18 +47,18 @@ def find_batch_size(
 ) -> int:
     """Train copies of ``module`` for a few steps each, and double the batch size until memory runs out; then halve the interval.
 
-    The search restores the module, the loader and the state of all random number generators; set the batch size yourself. With several ranks
+    The search leaves the module, the loader and all random number generators as they were; set the batch size yourself. With several ranks
     (``ddp``), call it on all of them: each gets the size that fits on every rank. Leave a margin if your samples differ in size.
 
     Args:
         module: as in :meth:`engine.Fit.run`.
         train_loader: a ``DataLoader`` over a map-style dataset; it is copied with another batch size.
-        datamodule: instead of a loader; its attribute (or hyperparameter) ``batch_arg_name`` is set in a copy. Without both, the
-            module's, whose ``train_dataloader`` uses it.
-        fit: gives strategy, devices, precision and accumulation window; by default a plain ``Fit()``.
+        datamodule: a data module instead of a loader; its attribute (or hyperparameter) ``batch_arg_name`` is set in a copy. Without loader and data
+            module, it is set in a copy of the module, whose ``train_dataloader`` uses it.
+        fit: gives strategy, devices, precision and accumulation window; default: a plain ``Fit()``.
         mode: ``"binsearch"`` finds the exact maximum; ``"power"`` the largest ``init_val * 2 ** n`` that fits.
-        init_val: the first batch size, on each rank; ``None``: what fits by a plan (:meth:`engine.Fit.plan`), and 2 where there is no accelerator or
-            the plan does not say.
+        init_val: the first batch size, on each rank; ``None``: the one that fits according to a plan (:meth:`engine.Fit.plan`), or 2 if there is no
+            accelerator or the run cannot be planned.
         max_trials: the maximum number of trainings.
         steps_per_trial: optimizer steps of a training; memory is complete from the second one on.
         batch_arg_name: the data module's name of the batch size.
@@ -63,21 +69,28 @@ def find_batch_size(
 
     Raises:
         ValueError: an argument is not valid, or the batch size cannot be changed (not a ``DataLoader``, or no attribute ``batch_arg_name``).
-        torch.OutOfMemoryError, MemoryError, RuntimeError: not even one sample fits; this is the error of that training.
+        torch.OutOfMemoryError, MemoryError, RuntimeError: not even one sample fits; the error is the one of that training.
     """
     _check(mode, init_val, max_trials, steps_per_trial)
-    data = train_loader if datamodule is None and isinstance(train_loader, DataModule) else datamodule
-    by_owner = train_loader is None or data is train_loader
-    sized = _of_owner(module if data is None else data, batch_arg_name) if by_owner else _of_loader(train_loader)
+    data_module = train_loader if datamodule is None and isinstance(train_loader, DataModule) else datamodule
+    sizes_owner = train_loader is None or data_module is train_loader
+    if sizes_owner:
+        with_batch_size = _sizer_of_owner(module if data_module is None else data_module, batch_arg_name)
+    else:
+        with_batch_size = _sizer_of_loader(train_loader)
     if init_val is None:
-        init_val = planned_start(module, sized, None if data is train_loader else data, fit, memory)
-    trials = _Trials(module, sized, None if data is train_loader else data, fit, steps_per_trial)
+        init_val = planned_start(
+            module, with_batch_size, None if data_module is train_loader else data_module, fit, memory
+        )
+    trials = _Trials(
+        module, with_batch_size, None if data_module is train_loader else data_module, fit, steps_per_trial
+    )
     best, failed = 0, 0
     size = init_val
     for _ in range(max_trials):
-        if trials.fits(size):
-            best = size if trials.most is None else min(size, trials.most)
-            if best == trials.most:
+        if trials.size_fits(size):
+            best = size if trials.samples_per_rank is None else min(size, trials.samples_per_rank)
+            if best == trials.samples_per_rank:
                 break
         else:
             failed = size
@@ -85,58 +98,58 @@ def find_batch_size(
                 raise trials.error()
         if failed and (failed - best <= 1 or (mode == "power" and best)):
             break
-        size = _next(best, failed, mode, trials.most)
+        size = _next_size(best, failed, mode, trials.samples_per_rank)
     trials.clear()
     if not best:
         raise ValueError(
             f"find_batch_size: batch size {failed} does not fit, and max_trials={max_trials} is reached: give a smaller init_val"
         )
     if is_main(fit):
-        log().info("find_batch_size: %d (%s)", best, _limit(best, failed, trials.most, max_trials))
+        log().info("find_batch_size: %d (%s)", best, _why_not_larger(best, failed, trials.samples_per_rank, max_trials))
     return best
 
 
 def planned_start(
     module: TrainModule,
-    sized: Callable[[int], Any],
+    with_batch_size: Sizer,
     datamodule: DataModule | None,
     fit: Fit | None,
     memory: int | None,
 ) -> int:
-    """The largest batch size whose plan fits, by the plans of 2 and 4 samples: memory grows at least as fast beyond them.
+    """Estimate the largest batch size that fits from the plans of 2 and 4 samples: beyond them memory grows at least as fast.
 
     Args:
-        module, datamodule, fit: as of ``find_batch_size``.
-        sized: the loader, the data module or the module with a batch size.
-        memory: bytes of the device; ``None``: of the accelerator.
+        module, datamodule, fit: as in ``find_batch_size``.
+        with_batch_size: returns a copy of the loader, the data module or the module with a batch size.
+        memory: bytes of the device; ``None``: the accelerator's.
 
     Returns:
-        :data:`SMALLEST` without an accelerator, and for what cannot be planned.
+        :data:`SMALLEST` without an accelerator, and if the run cannot be planned.
     """
     fit = Fit() if fit is None else fit
-    room = _accelerator_memory(fit) if memory is None else memory
-    if room is None:
+    memory_bytes = _accelerator_memory(fit) if memory is None else memory
+    if memory_bytes is None:
         return SMALLEST
 
-    def need(size: int) -> Any:
-        changed = sized(size)
-        own, data, loader = module, datamodule, changed
-        if isinstance(changed, TrainModule):
-            own, loader = changed, None
-        elif isinstance(changed, DataModule):
-            data, loader = changed, None
-        return fit.plan(own, loader, datamodule=data, world_size=_ranks(fit), device=f"h100,{room}").need
+    def plan_of(size: int) -> Plan:
+        changed = with_batch_size(size)
+        model = changed if isinstance(changed, TrainModule) else module
+        data = changed if isinstance(changed, DataModule) else datamodule
+        loader = None if isinstance(changed, (TrainModule, DataModule)) else changed
+        return fit.plan(model, loader, datamodule=data, world_size=_ranks(fit), device=f"h100,{memory_bytes}")
 
     try:
-        low, high = need(SMALLEST), need(2 * SMALLEST)
+        low, high = plan_of(SMALLEST).need, plan_of(2 * SMALLEST).need
     except Exception as error:
         log().info("find_batch_size starts with %d: no plan (%s: %s)", SMALLEST, type(error).__name__, error)
         return SMALLEST
-    # Of tensors: the allocator's segments hide what few samples add.
-    each = (high.tensors - low.tensors) / SMALLEST
-    found = SMALLEST if each <= 0 else SMALLEST + int(max(0.0, _MARGIN * room - low.total) / each)
-    log().info("find_batch_size starts with %d, by a plan", found)
-    return found
+    # Counted in tensors: the allocator's segments hide what few samples add.
+    bytes_per_sample = (high.tensors - low.tensors) / SMALLEST
+    start = SMALLEST
+    if bytes_per_sample > 0:
+        start += int(max(0.0, _MARGIN * memory_bytes - low.total) / bytes_per_sample)
+    log().info("find_batch_size starts with %d, by a plan", start)
+    return start
 
 
 def _ranks(fit: Fit) -> int:
@@ -149,7 +162,7 @@ def _ranks(fit: Fit) -> int:
 
 
 def _accelerator_memory(fit: Fit) -> int | None:
-    """Bytes of the current accelerator, if it is what ``fit`` trains on."""
+    """Memory of the current accelerator in bytes, if ``fit`` trains on it."""
     with suppress(RuntimeError, AttributeError, NotImplementedError):
         if fit.settings.accelerator != "cpu" and torch.accelerator.is_available():
             return int(torch.accelerator.get_memory_info()[1])
@@ -166,25 +179,23 @@ def _check(mode: str, init_val: int | None, max_trials: int, steps_per_trial: in
             raise ValueError(f"find_batch_size({name}={value!r}): it must be an int of at least 1")
 
 
-def _limit(best: int, failed: int, most: int | None, max_trials: int) -> str:
-    if best == most:
+def _why_not_larger(best: int, failed: int, largest: int | None, max_trials: int) -> str:
+    if best == largest:
         return "all of the data"
     return f"{failed} does not fit" if failed else f"max_trials={max_trials}"
 
 
-def _next(best: int, failed: int, mode: str, most: int | None) -> int:
+def _next_size(best: int, failed: int, mode: str, largest: int | None) -> int:
     if not failed:
-        return 2 * best if most is None else min(2 * best, most)
+        return 2 * best if largest is None else min(2 * best, largest)
     return failed // 2 if mode == "power" or not best else (best + failed) // 2
 
 
-Sized = Callable[[int], Any]
-"""The loader, the data module or the module with this batch size."""
-
-
-def _of_owner(owner: DataModule | TrainModule, name: str) -> Sized:
+def _sizer_of_owner(owner: DataModule | TrainModule, name: str) -> Sizer:
     if getattr(type(owner), "train_dataloader", None) in (None, TrainModule.train_dataloader):
-        raise ValueError("find_batch_size needs a DataLoader, or a datamodule with a batch size")
+        raise ValueError(
+            f"find_batch_size needs a DataLoader, and {type(owner).__name__} has no train_dataloader: give train_loader= or datamodule="
+        )
     in_hparams = name in owner.hparams
     if not in_hparams and not hasattr(owner, name):
         raise ValueError(
@@ -192,7 +203,7 @@ def _of_owner(owner: DataModule | TrainModule, name: str) -> Sized:
             "(DataLoader(data, batch_size=self.batch_size)), or name it with batch_arg_name"
         )
 
-    def sized(size: int) -> Any:
+    def with_batch_size(size: int) -> DataModule | TrainModule:
         changed = copy.copy(owner)
         if in_hparams:
             changed._hparams = copy.copy(owner.hparams)
@@ -201,10 +212,10 @@ def _of_owner(owner: DataModule | TrainModule, name: str) -> Sized:
             setattr(changed, name, size)
         return changed
 
-    return sized
+    return with_batch_size
 
 
-def _of_loader(loader: Any) -> Sized:
+def _sizer_of_loader(loader: Any) -> Sizer:
     batches = getattr(loader, "batch_sampler", None)
     if (
         not isinstance(loader, DataLoader)
@@ -221,32 +232,33 @@ def _of_loader(loader: Any) -> Sized:
             "dataset, or a DataModule with batch_size"
         )
 
-    def sized(size: int) -> Any:
-        changed = copy.copy(loader)  # of the same class, with workers and collate function
+    def with_batch_size(size: int) -> DataLoader[Any]:
+        changed = copy.copy(loader)  # keeps class, workers and collate function
         # DataLoader refuses these assignments: they contradict how it was created.
         object.__setattr__(changed, "batch_sampler", BatchSampler(batches.sampler, size, batches.drop_last))
         object.__setattr__(changed, "batch_size", size)
         changed._iterator = None
         return changed
 
-    return sized
+    return with_batch_size
 
 
 class _Trials:
     """Trainings with different batch sizes."""
 
     def __init__(
-        self, module: TrainModule, sized: Sized, datamodule: DataModule | None, fit: Fit | None, steps: int
+        self, module: TrainModule, with_batch_size: Sizer, datamodule: DataModule | None, fit: Fit | None, steps: int
     ) -> None:
-        self._module, self._sized, self._datamodule, self._fit, self._steps = module, sized, datamodule, fit, steps
-        self.most: int | None = None
-        """Samples of the data for each rank; ``None``: not known yet."""
+        self._module, self._with_batch_size, self._datamodule = module, with_batch_size, datamodule
+        self._fit, self._steps = fit, steps
+        self.samples_per_rank: int | None = None
+        """Samples of the dataset for each rank; ``None``: not known yet."""
         self._error: BaseException | None = None
 
-    def fits(self, size: int) -> bool:
+    def size_fits(self, size: int) -> bool:
         """Whether a training with this batch size ends without running out of memory."""
         self.clear()
-        changed = self._sized(size)
+        changed = self._with_batch_size(size)
         module, datamodule, loader = self._module, self._datamodule, None
         if isinstance(changed, TrainModule):
             module = changed
@@ -257,17 +269,17 @@ class _Trials:
         probe = _Probe(size)
         settings: dict[str, Any] = {"max_steps": self._steps, "limit_train_batches": None, "overfit_batches": 0}
         if self._fit is not None and self._fit.settings.global_batch_size is not None:
-            # Its window would depend on the batch size. Gradients of an earlier micro-batch take memory, so there is one.
+            # The window would depend on the batch size. Two micro-batches are enough: gradients of an earlier one take memory.
             settings.update(global_batch_size=None, accumulate_grad_batches=2)
         try:
             train_copy(module, loader, datamodule, self._fit, probe, **settings)
         except Exception as error:
-            if not _is_memory(error):
+            if not _is_memory_error(error):
                 raise
-            traceback.clear_frames(error.__traceback__)  # they hold the model and its activations
+            traceback.clear_frames(error.__traceback__)  # frames hold the model and its activations
             self._error = error.with_traceback(None)
             error.__cause__ = error.__context__ = None
-        self.most = probe.most
+        self.samples_per_rank = probe.samples_per_rank
         return self._error is None
 
     def error(self) -> BaseException:
@@ -286,30 +298,30 @@ class _Trials:
 
 
 class _TooLarge(CheckError):
-    """A rank ran out of memory. All ranks raise it at the same place, so that they can try another size."""
+    """A rank ran out of memory. All ranks raise the error at the same place, so that they can try another size."""
 
 
 class _Probe(Callback):
-    """Finds how many samples a rank has (``most``). With several ranks, each tries each step for itself first: one that ran out of
-    memory in the middle of a backward pass would leave the others waiting for its gradients."""
+    """Counts the samples of a rank. With several ranks, each one first tries every step alone: a rank that ran out of memory in the middle of
+    a backward pass would leave the others waiting for its gradients."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.most: int | None = None
+        self.samples_per_rank: int | None = None
 
     def on_fit_start(self, run: Run, module: nn.Module) -> None:
         assert run.train_loader is not None
         loader, samples = run.train_loader.loader, run.train_loader.samples
-        there = getattr(loader, "batch_size", None)
-        if isinstance(loader, DataLoader) and there != self.size:
+        batch_size = getattr(loader, "batch_size", None)
+        if isinstance(loader, DataLoader) and batch_size != self.size:
             raise ValueError(
-                f"find_batch_size: the loader of train_dataloader has batch_size={there} where {self.size} was set: use the data module's batch "
+                f"find_batch_size: the loader of train_dataloader has batch_size={batch_size} where {self.size} was set: use the data module's batch "
                 "size in it"
             )
         if isinstance(loader, DataLoader) and samples is not None:
-            self.most = max(1, samples // run.world_size)
+            self.samples_per_rank = max(1, samples // run.world_size)
         elif run.num_train_batches == 1:
-            self.most = self.size
+            self.samples_per_rank = self.size
         if run.world_size > 1:
             if type(run.engine.strategy).__name__ != "DDP" or not isinstance(module, TrainModule):
                 raise ValueError(
@@ -318,20 +330,20 @@ class _Probe(Callback):
                 )
             step = module.training_step
 
-            def tried(*args: Any) -> Any:
-                error = _tried(lambda: step(*args), module)
+            def step_after_trial(*args: Any) -> Any:
+                error = _memory_error_of(lambda: step(*args), module)
                 if run.engine.reduce(torch.tensor(float(error is not None), device=run.device), "max"):
                     raise _TooLarge("out of memory on a rank" if error is None else str(error))
                 return step(*args)
 
-            module.training_step = tried  # type: ignore[method-assign,assignment]
+            module.training_step = step_after_trial  # type: ignore[method-assign,assignment]
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
-        """Nothing is shown."""
+        """Log nothing."""
 
 
-def _tried(step: Callable[[], Any], module: nn.Module) -> str | None:
-    """Run the forward and backward pass on this rank alone, without effect on gradients; return its out-of-memory error, if any."""
+def _memory_error_of(step: Callable[[], Any], module: nn.Module) -> str | None:
+    """Run the forward and backward pass on this rank alone, without effect on gradients; return the message of its out-of-memory error, if any."""
     try:
         with torch.random.fork_rng():
             outputs = step()
@@ -341,14 +353,14 @@ def _tried(step: Callable[[], Any], module: nn.Module) -> str | None:
                 trained = [p for p in module.parameters() if p.requires_grad]
                 torch.autograd.grad(root.sum(), trained, allow_unused=True)
     except Exception as error:
-        if not _is_memory(error):
+        if not _is_memory_error(error):
             raise
         traceback.clear_frames(error.__traceback__)
         return str(error)
     return None
 
 
-def _is_memory(error: BaseException) -> bool:
+def _is_memory_error(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError, _TooLarge)):
         return True
-    return isinstance(error, RuntimeError) and any(said in str(error).lower() for said in _SAID)
+    return isinstance(error, RuntimeError) and any(message in str(error).lower() for message in _MEMORY_MESSAGES)

@@ -1,8 +1,8 @@
-"""Validation after a number of micro-batches, for those who do not count in optimizer steps."""
+"""Validation after a number of micro-batches instead of optimizer steps."""
 
 from __future__ import annotations
 
-from typing import Any
+from fractions import Fraction
 
 from torch import nn
 
@@ -12,16 +12,16 @@ _NEVER = 1 << 62
 
 
 class BatchValidation(Callback):
-    """Validates every so many micro-batches, instead of ``Fit(val_every=...)``, which counts optimizer steps, epochs or time.
+    """Validates after every ``interval`` micro-batches. ``Fit(val_every=...)`` counts optimizer steps, epochs or time instead.
 
     Args:
-        interval: micro-batches of one rank, or a float: a share of an epoch's, rounded down to whole ones.
-        epochs: count within each epoch from its start, and validate in every ``epochs``-th one; ``None``: count over epochs.
+        interval: micro-batches of one rank; a float is a share of an epoch, rounded down to whole micro-batches.
+        epochs: count from the start of each epoch, and validate in every ``epochs``-th one; ``None``: count across epochs.
 
-    A validation that falls within the micro-batches of an optimizer step comes before them: the weights are the same.
+    A validation that is due between the micro-batches of one optimizer step runs before the first of them: the weights are the same.
 
     Raises:
-        ValueError: before the first step: more than an epoch has, or fewer than an optimizer step.
+        ValueError: before the first step, if ``interval`` is longer than an epoch or shorter than an optimizer step.
     """
 
     def __init__(self, interval: int | float, epochs: int | None = 1) -> None:
@@ -29,11 +29,11 @@ class BatchValidation(Callback):
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         if stage == "fit":
-            run.val_every = _InBatches(run, self.interval, self.epochs)
+            run.val_every = _BatchInterval(run, self.interval, self.epochs)
 
 
-class _InBatches(Every):
-    """The arguments of :class:`BatchValidation`, in a run."""
+class _BatchInterval(Every):
+    """The interval of :class:`BatchValidation`, measured with the counters of a run."""
 
     def __init__(self, run: Run, interval: int | float, epochs: int | None) -> None:
         super().__init__(None)
@@ -41,18 +41,18 @@ class _InBatches(Every):
 
     @property
     def batches(self) -> int | None:
-        """Between two validations; ``None``: the epoch's, whose number is not known."""
+        """Micro-batches between two validations; ``None``: one validation an epoch, whose length is not known."""
         length = self.run.num_train_batches
         if isinstance(self.interval, int):
             return self.interval
         return None if length is None else max(1, int(length * self.interval))
 
     @property
-    def done(self) -> int:
-        """Micro-batches so far."""
+    def batches_done(self) -> int:
+        """Micro-batches so far: in this epoch, or in all epochs if the count goes on across them."""
         return self.run.state.batches if self.epochs is None else self.run.state.batch_idx
 
-    def start(self, step: int, epochs: Any = None) -> None:
+    def start(self, step: int, epochs: Fraction | None = None) -> None:
         length, window, batches = self.run.num_train_batches, self.run.window_at(self.run.epoch), self.batches
         if batches is not None and batches not in (0, length) and batches < window:
             raise ValueError(
@@ -60,19 +60,19 @@ class _InBatches(Every):
             )
         if batches is not None and self.epochs is not None and length is not None and batches > length:
             raise ValueError(
-                f"val_check_interval={self.interval}: validation every {batches} batches, in epochs of {length}: give a number that an epoch has, "
-                "or no epochs (in Lightning check_val_every_n_epoch=None) to count over all"
+                f"val_check_interval={self.interval}: validation every {batches} batches, in epochs of {length}: give at most {length}, "
+                "or epochs=None (in Lightning check_val_every_n_epoch=None) to count across epochs"
             )
 
-    def due(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Any = None) -> bool:
+    def due(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None = None) -> bool:
         if self.epochs is not None and (self.run.state.epoch + 1) % self.epochs:
             return False
         if epoch_end is not None and self.run.num_train_batches is None:
             return True
-        if self.batches is None or not self.done:
+        if self.batches is None or not self.batches_done:
             return False
-        left = -self.done % self.batches  # micro-batches until the validation is due
-        return not left or left < self._next_window()
+        until_due = -self.batches_done % self.batches
+        return not until_due or until_due < self._next_window()
 
     def _next_window(self) -> int:
         """Micro-batches of the next optimizer step; 1 after the last step of an epoch, if each epoch has its own count."""
@@ -91,4 +91,6 @@ class _InBatches(Every):
             return _NEVER
         if not self.run.module.automatic_optimization:
             return step  # the module's steps are not counted in batches
-        return step + max(1, (self.batches - self.done % self.batches) // self.run.window_at(self.run.state.epoch))
+        return step + max(
+            1, (self.batches - self.batches_done % self.batches) // self.run.window_at(self.run.state.epoch)
+        )

@@ -1,4 +1,4 @@
-"""Memory and utilization of device and processor among the logged metrics."""
+"""Adds memory and utilization of device and processor to the logged metrics."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from engine import Callback, Device, Run
 
 
 class DeviceStatsMonitor(Callback):
-    """Adds, at each log boundary of the training, the largest value over all ranks of each of these to the metrics:
+    """Adds memory and utilization to the logged metrics of the training, each as its maximum over all ranks:
 
     ============================================  ====================================================================
     ``device/allocated_bytes``, ``reserved_...``  memory of tensors now, and held by torch's allocator (an accelerator)
     ``device/max_allocated_bytes``                the most since the process started (an accelerator)
-    ``device/utilization_percent``                time in which a kernel ran, of the last second or so (where the device tells it)
+    ``device/utilization_percent``                share of the last second or so in which a kernel ran (if the device reports it)
     ``cpu/rss_bytes``                             resident memory of the process
     ``cpu/process_percent``                       processor time of the process since the last boundary; 200: two cores
     ``cpu/percent``, ``cpu/memory_percent``       of the whole machine (with ``psutil``), read at most once a second
     ============================================  ====================================================================
 
-    The rank with the largest value is the one that runs out of memory. The ranks share their values in one collective at a log boundary, so an error
-    in this callback ends the run; a value that cannot be read is left out. Nothing is measured, and the device does not wait, between
-    two boundaries. Bytes of a whole log interval are not sampled: ``max_allocated_bytes`` has the peak.
+    The rank with the largest value is the one that runs out of memory. Values are read at log boundaries, where the ranks share them in one
+    collective; so an error in this callback ends the run. A value that cannot be read is left out. Between two boundaries nothing is
+    measured, and the device does not wait: ``max_allocated_bytes`` has the peak of memory.
     """
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
@@ -53,13 +53,13 @@ class DeviceStatsMonitor(Callback):
         self._step = -1
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
-        self._readers = _of_accelerator(run.device)
+        self._readers = _accelerator_readers(run.device)
         if self.cpu_stats or (self.cpu_stats is None and run.device.type == "cpu"):
-            self._readers |= {"cpu/process_percent": self._process_percent, **_of_processor()}
+            self._readers |= {"cpu/process_percent": self._process_percent, **_processor_readers()}
         self._clock = (time.perf_counter(), time.process_time())
         self._training, self._step = True, -1
 
-    # An evaluation's metrics are logged between these two.
+    # An evaluation's metrics are logged between these two hooks.
     def on_validation_start(self, run: Run, module: nn.Module) -> None:
         self._training = False
 
@@ -84,15 +84,15 @@ class DeviceStatsMonitor(Callback):
 
 
 def _read(reader: Callable[[], float]) -> float:
-    """The value, or -1 if it cannot be read."""
+    """Return the value, or -1 if it cannot be read."""
     try:
         return float(reader())
     except Exception:  # drivers and psutil have many kinds of errors, and none of them is a reason to end a run
         return -1.0
 
 
-class _Slow:
-    """A value of the whole machine: expensive to read (0.2 ms), and a percentage of less than 0.1 s of time means nothing."""
+class _CachedReader:
+    """Reads a value of the whole machine at most once a second: it takes 0.2 ms, and a percentage of less than 0.1 s of time means nothing."""
 
     def __init__(self, reader: Callable[[], float]) -> None:
         self._reader, self._value, self._next = reader, -1.0, 0.0
@@ -103,52 +103,53 @@ class _Slow:
         return self._value
 
 
-# Every rank has the same readers, whatever is installed on its machine: they share as many values as each other.
-def _of_accelerator(device: torch.device) -> dict[str, Callable[[], float]]:
+# Every rank has the same readers, whatever is installed on its machine, since all ranks must share equally many values.
+def _accelerator_readers(device: torch.device) -> dict[str, Callable[[], float]]:
     if device.type == "cpu":
         return {}
-    of_device = Device(device)
+    statistics = Device(device)
     readers: dict[str, Callable[[], float]] = {
-        f"device/{what}_bytes": partial(_bytes, of_device, what) for what in ("allocated", "reserved", "max_allocated")
+        f"device/{kind}_bytes": partial(_device_bytes, statistics, kind)
+        for kind in ("allocated", "reserved", "max_allocated")
     }
-    readers["device/utilization_percent"] = _Slow(partial(_utilization, of_device))
+    readers["device/utilization_percent"] = _CachedReader(partial(_device_utilization, statistics))
     return readers
 
 
-def _bytes(of_device: Device, what: str) -> float:
-    return of_device.memory().get(what, -1)
+def _device_bytes(statistics: Device, kind: str) -> float:
+    return statistics.memory().get(kind, -1)
 
 
-def _utilization(of_device: Device) -> float:
-    found = of_device.utilization()
-    return -1.0 if found is None else found
+def _device_utilization(statistics: Device) -> float:
+    percent = statistics.utilization()
+    return -1.0 if percent is None else percent
 
 
-def _of_processor() -> dict[str, Callable[[], float]]:
+def _processor_readers() -> dict[str, Callable[[], float]]:
     readers: dict[str, Callable[[], float]] = {
-        "cpu/rss_bytes": _resident,
-        "cpu/percent": _never,
-        "cpu/memory_percent": _never,
+        "cpu/rss_bytes": _resident_bytes,
+        "cpu/percent": _not_available,
+        "cpu/memory_percent": _not_available,
     }
     if importlib.util.find_spec("psutil") is not None:
         psutil = importlib.import_module("psutil")
 
         psutil.cpu_percent()  # later calls give the time since the call before
-        readers["cpu/percent"] = _Slow(psutil.cpu_percent)
-        readers["cpu/memory_percent"] = _Slow(lambda: psutil.virtual_memory().percent)
+        readers["cpu/percent"] = _CachedReader(psutil.cpu_percent)
+        readers["cpu/memory_percent"] = _CachedReader(lambda: psutil.virtual_memory().percent)
     return readers
 
 
-def _never() -> float:
+def _not_available() -> float:
     return -1.0
 
 
-def _resident() -> float:
+def _resident_bytes() -> float:
     """Resident memory in bytes; where the system does not report it, the peak so far."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except FileNotFoundError:
         resource = importlib.import_module("resource")  # not on Windows
-    most: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,4 +1,4 @@
-"""Stop when a metric no longer improves."""
+"""Stops a run when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Callback):
-    """Ask the run to stop when ``monitor`` has not improved for ``patience`` checks in a row.
+    """Asks the run to stop when ``monitor`` has not improved for ``patience`` checks in a row.
 
-    It checks after each validation: of an epoch's end, once the epoch's own values are known; within an epoch, by the latest step's value of a
-    name that training logs. In a run without validation it checks at the end of each epoch. The value is over all ranks, so all ranks stop at the
-    same step. Values are compared in torch's default dtype (float32), as in Lightning: a smaller difference is no improvement. It does not check
-    in the sanity check and under ``fast_dev_run``. ``Result.stop_reason`` has the reason. The arguments mean the same as in Lightning.
+    The callback checks after each validation. At an epoch's end it waits until the epoch's own values are known; within an epoch, a metric that
+    training logs has the value of the latest step. In a run without validation it checks at the end of each epoch. Values are reduced over all
+    ranks, so all ranks stop at the same step. They are compared in torch's default dtype (float32), as in Lightning: a smaller difference is
+    not an improvement. The sanity check and ``fast_dev_run`` do not count. ``Result.stop_reason`` has the reason. The arguments mean the
+    same as in Lightning.
     """
 
     is_early_stopping = True
@@ -44,7 +45,7 @@ class EarlyStopping(Callback):
             check_finite: stop as soon as the metric is NaN or infinite.
             stopping_threshold: stop as soon as the metric is better than this.
             divergence_threshold: stop as soon as the metric is worse than this.
-            strict: a check before the metric was logged is an error; with False it is left out.
+            strict: a check before the metric was logged is an error; with False the check is skipped.
 
         Raises:
             ValueError: ``mode``, ``patience`` or ``min_delta`` is not valid.
@@ -75,7 +76,7 @@ class EarlyStopping(Callback):
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         self._training = not run.settings.fast_dev_run
-        if self._training and run.step and self.wait_count >= self.patience:  # it had stopped the run that is resumed
+        if self._training and run.step and self.wait_count >= self.patience:  # it stopped the run that is resumed
             run.stop(
                 f"EarlyStopping: {self.monitor} had not improved in the last {self.wait_count} checks (best: {self.best_score})"
             )
@@ -109,9 +110,9 @@ class EarlyStopping(Callback):
         if self.monitor not in metrics:
             if not self.strict:
                 return
-            there = ", ".join(sorted(metrics)) or "none"
+            logged = ", ".join(sorted(metrics)) or "none"
             raise ValueError(
-                f"EarlyStopping(monitor={self.monitor!r}): this metric was not logged (logged so far: {there}); "
+                f"EarlyStopping(monitor={self.monitor!r}): this metric was not logged (logged so far: {logged}); "
                 f"log it with self.log({self.monitor!r}, value) in validation_step"
             )
         reason = self._reason_to_stop(metrics[self.monitor])
@@ -123,11 +124,11 @@ class EarlyStopping(Callback):
         """Check one value; return why to stop, or ``None``."""
         if self.check_finite and not math.isfinite(value):
             return f"EarlyStopping: {self.monitor} = {value} is not finite (best: {self.best_score})"
-        if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):
+        if self.stopping_threshold is not None and self._is_better(value, self.stopping_threshold):
             return f"EarlyStopping: {self.monitor} = {value} reached stopping_threshold = {self.stopping_threshold}"
-        if self.divergence_threshold is not None and self._better(self.divergence_threshold, value):
+        if self.divergence_threshold is not None and self._is_better(self.divergence_threshold, value):
             return f"EarlyStopping: {self.monitor} = {value} is past divergence_threshold = {self.divergence_threshold}"
-        if self._better(value, self.best_score, self.min_delta):
+        if self._is_better(value, self.best_score, self.min_delta):
             self.best_score = value
             self.wait_count = 0
             return None
@@ -136,15 +137,15 @@ class EarlyStopping(Callback):
             return None
         return f"EarlyStopping: {self.monitor} did not improve in the last {self.wait_count} checks (best: {self.best_score})"
 
-    def _better(self, value: float, other: float, margin: float = 0.0) -> bool:
-        """Whether ``value`` is better than ``other`` by more than ``margin``."""
+    def _is_better(self, value: float, reference: float, margin: float = 0.0) -> bool:
+        """Whether ``value`` is better than ``reference`` by more than ``margin``."""
         import torch  # fit migrate looks at this class without it
 
-        first, second = torch.tensor([value, other])
+        first, second = torch.tensor([value, reference])
         return bool(first + margin < second if self.mode == "min" else first - margin > second)
 
 
 def _validates_at_ends(run: Run) -> bool:
-    """Whether validation comes at ends of epochs alone."""
+    """Whether validation runs only at ends of epochs."""
     every = run.settings.val_every
     return every is not None and every.unit == "epochs" and isinstance(every.value, int)

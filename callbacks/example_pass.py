@@ -18,44 +18,45 @@ from engine import Run, isolated
 
 
 @dataclass(slots=True)
-class Seen:
-    """Measurements of one submodule in the pass."""
+class SubmodulePass:
+    """FLOPs and shapes of one submodule in the example pass."""
 
     flops: int = 0
-    """Floating point operations of all its calls."""
+    """FLOPs of all calls of the submodule."""
     inputs: Any = None
-    """Shapes of the first call's arguments: a list of sizes, or several of them."""
+    """Shapes of the first call's arguments: a list of sizes, or a list of such lists."""
     outputs: Any = None
+    """Shapes of the first call's outputs."""
 
 
-def pass_through(run: Run, names: Iterable[str]) -> dict[str, Seen]:
+def pass_through(run: Run, names: Iterable[str]) -> dict[str, SubmodulePass]:
     """Call ``training_step`` once with ``run.example_batch``, in ``on_fit_start``; all ranks call this together.
 
-    It runs without gradients, uncompiled, in the run's precision. Afterwards the random numbers, buffers, parameters, modes, the attributes of
-    modules (with metrics and counters) and the batch are as before; nothing is logged. Objects that are not modules are not
+    The call runs without gradients, uncompiled, in the run's precision, and nothing is logged. Afterwards random numbers, buffers, parameters,
+    modes, the modules' attributes (metrics and counters included) and the batch are as before. Objects that are not modules are not
     restored.
 
     Args:
-        names: the submodules to look at; ``""`` is the module itself, and is always included.
+        names: the submodules to measure; ``""`` is the module itself, and is always included.
 
     Raises:
         NotMeasured: this run cannot be measured; the message says why.
         Exception: whatever the module raised.
     """
-    if reason := _obstacle(run):
+    if reason := _why_not_measured(run):
         raise NotMeasured(reason)
     batch = run.example_batch
     if batch is None:
         raise NotMeasured("a stream's batches cannot be read ahead of the training")
     counter = FlopCounterMode(display=False)
-    seen = {"": Seen()}
+    seen = {"": SubmodulePass()}
     step = run.call if run.engine.strategy.matched_forward else run.training_step
     with ExitStack() as stack:
-        stack.enter_context(_unchanged(run, batch))
+        stack.enter_context(_restored_afterwards(run, batch))
         for name in names:
             if name:
-                seen[name] = Seen()
-                stack.enter_context(_watched(run.module.get_submodule(name), seen[name], counter))
+                seen[name] = SubmodulePass()
+                stack.enter_context(_measuring(run.module.get_submodule(name), seen[name], counter))
         with counter, run.engine.autocast():
             step(batch, 0)
     seen[""].flops = counter.get_total_flops()
@@ -64,10 +65,10 @@ def pass_through(run: Run, names: Iterable[str]) -> dict[str, Seen]:
 
 
 class NotMeasured(Exception):
-    """Why there are no FLOPs and shapes."""
+    """FLOPs and shapes cannot be measured; the message says why."""
 
 
-def _obstacle(run: Run) -> str:
+def _why_not_measured(run: Run) -> str:
     strategy = run.engine.strategy
     if not run.module.automatic_optimization:
         return "training_step would train, with automatic_optimization=False"
@@ -79,20 +80,20 @@ def _obstacle(run: Run) -> str:
 
 
 @contextmanager
-def _watched(module: nn.Module, seen: Seen, counter: FlopCounterMode) -> Iterator[None]:
-    began: list[int] = []
+def _measuring(module: nn.Module, measured: SubmodulePass, counter: FlopCounterMode) -> Iterator[None]:
+    flops_before: list[int] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        began.append(counter.get_total_flops())
-        if seen.inputs is None:
-            seen.inputs = shapes([*args, *kwargs.values()])
+        flops_before.append(counter.get_total_flops())
+        if measured.inputs is None:
+            measured.inputs = shapes([*args, *kwargs.values()])
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        start = began.pop()
-        if not began:  # a module that calls itself is counted once
-            seen.flops += counter.get_total_flops() - start
-        if seen.outputs is None:
-            seen.outputs = shapes(output)
+        start = flops_before.pop()
+        if not flops_before:  # a module that calls itself is counted once
+            measured.flops += counter.get_total_flops() - start
+        if measured.outputs is None:
+            measured.outputs = shapes(output)
 
     handles = [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
     try:
@@ -103,31 +104,34 @@ def _watched(module: nn.Module, seen: Seen, counter: FlopCounterMode) -> Iterato
 
 
 def shapes(value: Any) -> Any:
-    """The sizes of a tensor as a list, or of those in a container; ``None`` if there are none. A single one stands for its container."""
+    """Return the sizes of a tensor as a list, and of a container as a list of its items' sizes.
+
+    ``None`` if there is no tensor. A container of a single item has that item's sizes.
+    """
     if isinstance(value, Tensor):
         return list(value.shape)
     if isinstance(value, Mapping):
         value = list(value.values())
     if not isinstance(value, (list, tuple)):
         return None
-    found = [shape for shape in map(shapes, value) if shape is not None]
-    return found[0] if len(found) == 1 else found or None
+    sizes = [shape for shape in map(shapes, value) if shape is not None]
+    return sizes[0] if len(sizes) == 1 else sizes or None
 
 
-# -- to leave no trace --------------------------------------------------------------------------------------------------------------
+# -- restoring the module -------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _unchanged(run: Run, batch: Any) -> Iterator[None]:
+def _restored_afterwards(run: Run, batch: Any) -> Iterator[None]:
     module = run.module
     modules = list(module.modules())
-    attributes = [(each, _attributes(each)) for each in modules]
+    attributes = [(submodule, _attributes(submodule)) for submodule in modules]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    known = [*module.parameters(), *tree_leaves(batch)]
-    for _, kept in attributes:
-        known += tree_leaves([value for value, _ in kept.values()])
-    on_write = _CopyOnWrite([tensor for tensor in known if isinstance(tensor, Tensor)])
-    vars(run)["log_media"] = _nothing
+    values = [*module.parameters(), *tree_leaves(batch)]
+    for _, saved in attributes:
+        values += tree_leaves([value for value, _ in saved.values()])
+    on_write = _CopyOnWrite([tensor for tensor in values if isinstance(tensor, Tensor)])
+    vars(run)["log_media"] = _log_nothing
     try:
         with (
             run.logbook.silenced(),
@@ -142,16 +146,16 @@ def _unchanged(run: Run, batch: Any) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in [*buffers, *on_write.copies]:
                 tensor.copy_(value)
-        for each, kept in attributes:
-            _put_back(each, kept)
+        for submodule, saved in attributes:
+            _restore_attributes(submodule, saved)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Instead of logging."""
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    """Replaces ``log_media`` during the pass, which logs nothing."""
 
 
-_LEFT_ALONE = ("_parameters", "_modules")
-"""A strategy that shards exchanges parameters in a forward pass, and knows it."""
+_NOT_RESTORED = ("_parameters", "_modules")
+"""Attributes that the pass leaves alone: a sharding strategy exchanges parameters in a forward pass, and puts them back itself."""
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
@@ -159,30 +163,30 @@ def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     return {
         name: (value, next((kind(value) for kind in (list, deque, dict, set) if isinstance(value, kind)), None))
         for name, value in vars(module).items()
-        if name not in _LEFT_ALONE
+        if name not in _NOT_RESTORED
     }
 
 
-def _put_back(module: nn.Module, kept: Mapping[str, tuple[Any, Any]]) -> None:
-    own = vars(module)
-    for name in [name for name in own if name not in kept and name not in _LEFT_ALONE]:
-        del own[name]
-    for name, (value, content) in kept.items():
-        own[name] = value
-        if content is not None:  # the same object: handles of hooks know it
+def _restore_attributes(module: nn.Module, saved: Mapping[str, tuple[Any, Any]]) -> None:
+    attributes = vars(module)
+    for name in [name for name in attributes if name not in saved and name not in _NOT_RESTORED]:
+        del attributes[name]
+    for name, (value, content) in saved.items():
+        attributes[name] = value
+        if content is not None:  # keep the object: handles of hooks refer to it
             value.clear()
             (value.extend if isinstance(value, (list, deque)) else value.update)(content)
 
 
 class _CopyOnWrite(TorchDispatchMode):
-    """Copies each of these tensors before an operation first writes to it."""
+    """Copies each of the given tensors before an operation first writes to it."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
         self.copies: list[tuple[Tensor, Tensor]] = []
-        self._known: dict[int, list[Tensor]] = {}
+        self._by_address: dict[int, list[Tensor]] = {}
         for tensor in tensors:
-            self._known.setdefault(_place(tensor), []).append(tensor)
+            self._by_address.setdefault(_storage_address(tensor), []).append(tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -192,17 +196,19 @@ class _CopyOnWrite(TorchDispatchMode):
             for number, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     value = args[number] if number < len(args) else kwargs.get(argument.name)
-                    self._keep(tree_leaves(value))
+                    self._copy_before_write(tree_leaves(value))
         return func(*args, **kwargs)
 
-    def _keep(self, written: Iterable[Any]) -> None:
+    def _copy_before_write(self, written: Iterable[Any]) -> None:
         for tensor in written:
             if isinstance(tensor, Tensor):
-                self.copies += [(each, each.detach().clone()) for each in self._known.pop(_place(tensor), ())]
+                self.copies += [
+                    (alias, alias.detach().clone()) for alias in self._by_address.pop(_storage_address(tensor), ())
+                ]
 
 
-def _place(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory, which views share."""
+def _storage_address(tensor: Tensor) -> int:
+    """Address of the tensor's storage, which all of its views share."""
     local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     try:
         return (tensor if local is None else local()).untyped_storage()._cdata

@@ -16,7 +16,7 @@ Modules = nn.Module | Iterable[nn.Module]
 
 
 class BaseFinetuning(Callback):
-    """The base of callbacks that freeze and unfreeze parts of the model. Override the two methods::
+    """Base class of callbacks that freeze and unfreeze parts of the model. Override two methods::
 
         class Gradual(BaseFinetuning):
             def freeze_before_training(self, module):
@@ -27,8 +27,8 @@ class BaseFinetuning(Callback):
                     self.unfreeze_and_add_param_group(module.backbone, optimizer, lr=1e-5)
 
     Parameters that an optimizer has from the start may be frozen: it leaves them as they are until they have gradients. A checkpoint has the
-    names of frozen parameters, and the parameter groups that were added: a resumed run has both before its optimizers' states are loaded.
-    All ranks must freeze and unfreeze the same at the same step, which follows from the epoch.
+    names of frozen parameters, and the parameter groups that were added; a resumed run restores both before it loads its optimizers' states.
+    All ranks must freeze and unfreeze the same parameters at the same step; a decision by the epoch does so.
 
     Raises:
         ValueError: in ``setup``, under DeepSpeed, which shards only parameters that are trained at the start.
@@ -37,65 +37,64 @@ class BaseFinetuning(Callback):
     def __init__(self) -> None:
         self._module: nn.Module | None = None
         self._saved: dict[str, Any] | None = None
-        self._given: list[int] = []
+        self._group_counts: list[int] = []
         self._added: list[list[dict[str, Any]]] = []
-        self._still: dict[_BatchNorm, bool] = {}  # frozen batch norms, which keep their statistics
+        self._frozen_norms: dict[_BatchNorm, bool] = {}  # frozen batch norm -> whether it was in training mode
 
-    # -- what to define ---------------------------------------------------------------------------------------------------------
+    # -- methods to override -------------------------------------------------------------------------------------------------------
 
     def freeze_before_training(self, module: Any) -> None:
-        """Freeze what is not trained at first; called before ``configure_optimizers``."""
+        """Freeze the parts that are not trained at first. Called before ``configure_optimizers``."""
         raise NotImplementedError(f"{type(self).__name__} must define freeze_before_training(self, module)")
 
     def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
-        """Unfreeze what is trained from this epoch on; called at the start of each epoch, for each optimizer.
+        """Unfreeze the parts that are trained from this epoch on. Called at the start of each epoch, for each optimizer.
 
-        Called again when a run resumes in the middle of an epoch.
+        Also called when a run resumes in the middle of an epoch.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define finetune_function(self, module, epoch, optimizer)"
         )
 
-    # -- what to call -----------------------------------------------------------------------------------------------------------
+    # -- methods to call ----------------------------------------------------------------------------------------------------------
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
         """The modules in ``modules`` that have parameters of their own, or no submodules."""
         roots = [modules] if isinstance(modules, nn.Module) else list(modules)
-        found = dict.fromkeys(inner for root in roots for inner in root.modules())
-        return [m for m in found if m._parameters or not list(m.children())]
+        submodules = dict.fromkeys(inner for root in roots for inner in root.modules())
+        return [m for m in submodules if m._parameters or not list(m.children())]
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """The parameters of ``modules`` that are trained (``requires_grad=False``: that are frozen), without those of batch norms if ``train_bn`` is
-        False."""
+        """The trained parameters of ``modules``, or with ``requires_grad=False`` the frozen ones; ``train_bn=False`` leaves out batch norms."""
         for module in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(module, _BatchNorm):
                 yield from (p for p in module.parameters(recurse=False) if p.requires_grad == requires_grad)
 
     def make_trainable(self, modules: Modules) -> None:
-        """Unfreeze these modules; batch norms among them that were frozen compute statistics again."""
-        self._train(self.flatten_modules(modules))
+        """Unfreeze ``modules``; batch norms among them that were frozen compute statistics again."""
+        self._unfreeze(self.flatten_modules(modules))
 
-    def _train(self, flat: list[nn.Module]) -> None:
+    def _unfreeze(self, flat: list[nn.Module]) -> None:
         for module in flat:
             for parameter in module.parameters(recurse=False):
                 parameter.requires_grad_(True)
-            if isinstance(module, _BatchNorm) and self._still.pop(module, False):
+            if isinstance(module, _BatchNorm) and self._frozen_norms.pop(module, False):
                 module.train()
 
     def freeze(self, modules: Modules, train_bn: bool = True) -> None:
-        """Freeze these modules.
+        """Freeze all parameters of ``modules``.
 
         Args:
-            train_bn: batch norms among them stay as they are. With False they are frozen too, and use the statistics that they have, which
+            train_bn: leave batch norms as they are. With False they are frozen too: they normalize with their running statistics, which
                 then do not change.
         """
         for module in self.flatten_modules(modules):
             if isinstance(module, _BatchNorm):
                 if train_bn:
                     continue
-                self._still[module] = module.training
+                self._frozen_norms[module] = module.training
             for parameter in module.parameters(recurse=False):
                 parameter.requires_grad_(False)
 
@@ -107,24 +106,24 @@ class BaseFinetuning(Callback):
         initial_denom_lr: float = 10.0,
         train_bn: bool = True,
     ) -> None:
-        """Unfreeze modules. Those of their parameters that the optimizer does not have become a parameter group of it.
+        """Unfreeze ``modules``, and add the parameters that the optimizer does not have yet as a parameter group.
 
         Args:
-            lr: of that group; by default that of the first group divided by ``initial_denom_lr``.
+            lr: learning rate of the new group; default: the first group's, divided by ``initial_denom_lr``.
             train_bn: unfreeze batch norms too.
 
-        Afterwards a scheduler of this optimizer that was made for fewer groups scales the rates of all, if it goes from each group's present rate
-        (``StepLR``, ``MultiStepLR``, ``ExponentialLR``, ``PolynomialLR``); others are an error.
+        The optimizer's scheduler was made for fewer groups. It scales the rates of all of them if it computes each rate from the present one
+        (``StepLR``, ``MultiStepLR``, ``ExponentialLR``, ``PolynomialLR``); any other scheduler is an error.
         """
         flat = [m for m in self.flatten_modules(modules) if train_bn or not isinstance(m, _BatchNorm)]
-        self._train(flat)
-        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        parameters = [p for module in flat for p in module.parameters(recurse=False) if id(p) not in known]
+        self._unfreeze(flat)
+        optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = [p for module in flat for p in module.parameters(recurse=False) if id(p) not in optimized_ids]
         if parameters:
             rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
             optimizer.add_param_group({"params": list(dict.fromkeys(parameters)), "lr": rate})
 
-    # -- when -------------------------------------------------------------------------------------------------------------------
+    # -- events of the run -----------------------------------------------------------------------------------------------------------
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         if stage != "fit":
@@ -135,7 +134,7 @@ class BaseFinetuning(Callback):
                 f"{type(self).__name__} does not work with {type(strategy).__name__}, which shards only parameters that are trained at the "
                 "start: use 'fsdp' or 'ddp'"
             )
-        self._module, self._saved, self._given, self._added, self._still = module, None, [], [], {}
+        self._module, self._saved, self._group_counts, self._added, self._frozen_norms = module, None, [], [], {}
         show_shards(module)
         self.freeze_before_training(module)
 
@@ -150,17 +149,19 @@ class BaseFinetuning(Callback):
             )
         for name, parameter in named.items():
             parameter.requires_grad_(name not in frozen)
-        self._given = [len(optimizer.param_groups) for optimizer in run.optimizers]
+        self._group_counts = [len(optimizer.param_groups) for optimizer in run.optimizers]
         for optimizer, groups in zip(run.optimizers, self._saved["added"], strict=False):
             for group in groups:
                 optimizer.add_param_group({**group, "params": [named[name] for name in group["params"]]})
         self._added = self._saved["added"]
         still = set(self._saved["statistics"])
-        self._still = {m: True for name, m in module.named_modules() if name in still and isinstance(m, _BatchNorm)}
+        self._frozen_norms = {
+            m: True for name, m in module.named_modules() if name in still and isinstance(m, _BatchNorm)
+        }
 
     def on_fit_start(self, run: Run, module: nn.Module) -> None:
-        if not self._given:
-            self._given = [len(optimizer.param_groups) for optimizer in run.optimizers]
+        if not self._group_counts:
+            self._group_counts = [len(optimizer.param_groups) for optimizer in run.optimizers]
 
     def on_train_epoch_start(self, run: Run, module: nn.Module) -> None:
         show_shards(module)
@@ -168,30 +169,30 @@ class BaseFinetuning(Callback):
             self.finetune_function(module, run.epoch, optimizer)
         for optimizer in run.optimizers:
             check_schedulers(self, run, optimizer)
-        self._note(run, module)
-        for frozen in self._still:
+        self._note_added_groups(run, module)
+        for frozen in self._frozen_norms:
             frozen.eval()
 
-    def _note(self, run: Run, module: nn.Module) -> None:
-        """Remember the groups that were added."""
+    def _note_added_groups(self, run: Run, module: nn.Module) -> None:
+        """Note the groups that were added, for checkpoints."""
         names = {id(p): name for name, p in module.named_parameters()}
         self._added = [
             [
                 {**{k: v for k, v in group.items() if k != "params"}, "params": [names[id(p)] for p in group["params"]]}
-                for group in optimizer.param_groups[given:]
+                for group in optimizer.param_groups[count:]
             ]
-            for optimizer, given in zip(run.optimizers, self._given, strict=True)
+            for optimizer, count in zip(run.optimizers, self._group_counts, strict=True)
         ]
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
-        self._module, self._still = None, {}
+        self._module, self._frozen_norms = None, {}
 
     def state_dict(self) -> dict[str, Any]:
         if self._module is None:
             return {"frozen": [], "statistics": [], "added": []}
         return {
             "frozen": [name for name, p in self._module.named_parameters() if not p.requires_grad],
-            "statistics": [name for name, m in self._module.named_modules() if m in self._still],
+            "statistics": [name for name, m in self._module.named_modules() if m in self._frozen_norms],
             "added": self._added,
         }
 
@@ -200,20 +201,20 @@ class BaseFinetuning(Callback):
 
 
 def show_shards(module: nn.Module) -> None:
-    """Under FSDP, free the parameters that a forward pass gathered, so that the modules have the shards that the optimizers have."""
+    """Under FSDP, free the parameters that a forward pass has gathered, so that modules have the shards of the optimizers."""
     module.state_dict(keep_vars=True)
 
 
-_FROM_PRESENT_RATES = tuple(each.get_lr for each in (StepLR, MultiStepLR, ExponentialLR, PolynomialLR))
-"""Rules by which a group's next rate follows from its present one, whatever it was when the scheduler was made. Those of warm-ups do too, but
-would raise a group that was added later above the rate that it was given."""
+_FROM_PRESENT_RATES = tuple(scheduler.get_lr for scheduler in (StepLR, MultiStepLR, ExponentialLR, PolynomialLR))
+"""Rules by which a group's next rate follows from its present one, whatever its rate was when the scheduler was made. Rules of warm-ups do too,
+but would raise a group that was added later above its own rate."""
 
 
 def check_schedulers(callback: Callback, run: Run, optimizer: Any) -> None:
     """Check that the schedulers of this optimizer know all of its groups, or need not know them.
 
     Raises:
-        ValueError: one does not, and its next step would fail, or set a rate that nobody has asked for.
+        ValueError: a scheduler does not know a group: its next step would fail, or set a learning rate that nobody has asked for.
     """
     raw = getattr(optimizer, "optimizer", optimizer)
     for schedule in run.schedulers:
@@ -233,20 +234,21 @@ def check_schedulers(callback: Callback, run: Run, optimizer: Any) -> None:
 class BackboneFinetuning(BaseFinetuning):
     """Freezes ``module.backbone`` at first and trains it from a given epoch on. Its smaller learning rate grows to that of the rest.
 
-    The backbone's parameters are in an optimizer from the start. Those that ``configure_optimizers`` has left out, or given together with
-    others, get a group of their own. With a scheduler, which is made for the groups that it finds, ``configure_optimizers`` must give that group::
+    The backbone's parameters are in an optimizer from the start. If ``configure_optimizers`` left them out, or put them into a group with other
+    parameters, they get a group of their own. A scheduler knows only the groups that the optimizer had when it was made, so with a scheduler
+    ``configure_optimizers`` must return the backbone's group itself::
 
         torch.optim.AdamW([{"params": self.head.parameters()}, {"params": self.backbone.parameters(), "lr": 1e-5}], lr=1e-3)
 
-    A group that it gives keeps its learning rate, and its scheduler, unless ``backbone_initial_lr`` or ``lambda_func`` is given here.
+    Such a group keeps its learning rate and its scheduler, unless ``backbone_initial_lr`` or ``lambda_func`` is given here.
 
     Args:
         unfreeze_backbone_at_epoch: the first epoch, from 0, in which the backbone is trained.
         lambda_func: ``f(epoch)``: the factor by which the backbone's learning rate grows at the start of each later epoch; by default 2.
         backbone_initial_ratio_lr: the backbone's first learning rate, as a share of the rest's.
-        backbone_initial_lr: the same as a number; wins over the share.
+        backbone_initial_lr: the backbone's first learning rate as a number; wins over the share.
         should_align: the backbone's learning rate does not grow beyond the rest's.
-        train_bn: the backbone's batch norms are trained from the start. With False they are frozen with it, in eval mode, and stay so.
+        train_bn: train the backbone's batch norms from the start. With False they are frozen with it, in eval mode, and stay frozen.
         backbone: the name of the submodule (``"model.encoder"``).
 
     Raises:
@@ -282,107 +284,115 @@ class BackboneFinetuning(BaseFinetuning):
         self.unfreeze_backbone_at_epoch, self.lambda_func = unfreeze_backbone_at_epoch, lambda_func
         self.backbone_initial_ratio_lr, self.backbone_initial_lr = backbone_initial_ratio_lr, backbone_initial_lr
         self.should_align, self.train_bn, self.backbone = should_align, train_bn, backbone
-        self._frozen = False
-        self._controls = False
+        self._is_frozen = False
+        self._controls_rate = False
         self._rate: float | None = None
         self._epoch = -1
         self._every_step = False
-        self._mine: list[dict[str, Any]] = []
+        self._backbone_groups: list[dict[str, Any]] = []
 
-    def _part(self, module: nn.Module) -> nn.Module:
+    def _backbone_in(self, module: nn.Module) -> nn.Module:
         try:
             return module.get_submodule(self.backbone)
         except AttributeError:
-            there = ", ".join(name for name, _ in module.named_children()) or "none"
+            names = ", ".join(name for name, _ in module.named_children()) or "none"
             raise ValueError(
-                f"BackboneFinetuning: {type(module).__name__} has no submodule {self.backbone!r}; it has {there}: give its name with backbone="
+                f"BackboneFinetuning: {type(module).__name__} has no submodule {self.backbone!r}; it has {names}: give its name with backbone="
             ) from None
 
     def freeze_before_training(self, module: Any) -> None:
         """Freeze the backbone, if it is not built in ``configure_model``."""
-        self._frozen, self._controls, self._rate, self._epoch, self._mine = False, False, None, -1, []
+        self._is_frozen, self._controls_rate, self._rate, self._epoch, self._backbone_groups = (
+            False,
+            False,
+            None,
+            -1,
+            [],
+        )
         if not self.backbone or not any(name == self.backbone for name, _ in module.named_modules()):
             return
-        self.freeze(self._part(module), self.train_bn)
-        self._frozen = True
+        self.freeze(self._backbone_in(module), self.train_bn)
+        self._is_frozen = True
 
     def on_load_checkpoint(self, run: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         if self._saved is not None:
-            self._separate(run, module)
+            self._separate_groups(run, module)
         super().on_load_checkpoint(run, module, checkpoint)
 
     def on_fit_start(self, run: Run, module: nn.Module) -> None:
-        if not self._frozen and self._saved is None:
-            self.freeze(self._part(module), self.train_bn)
-        self._separate(run, module)
+        if not self._is_frozen and self._saved is None:
+            self.freeze(self._backbone_in(module), self.train_bn)
+        self._separate_groups(run, module)
         super().on_fit_start(run, module)
         self._every_step = any(schedule.interval == "step" for schedule in run.schedulers)
 
-    def _separate(self, run: Run, module: nn.Module) -> None:
+    def _separate_groups(self, run: Run, module: nn.Module) -> None:
         """Give the backbone parameter groups of its own."""
         show_shards(module)
-        own = list(dict.fromkeys(self._part(module).parameters()))
-        ids, there = {id(p) for p in own}, set()
-        asked = self.backbone_initial_lr is not None or self.lambda_func is not None
+        parameters = list(dict.fromkeys(self._backbone_in(module).parameters()))
+        ids, optimized_ids = {id(p) for p in parameters}, set()
+        controls = self.backbone_initial_lr is not None or self.lambda_func is not None
         for optimizer in run.optimizers:
             for group in list(optimizer.param_groups):
-                mine = [p for p in group["params"] if id(p) in ids]
-                there |= {id(p) for p in mine}
-                if mine and len(mine) < len(group["params"]):
-                    _split(optimizer, group, ids)
+                in_group = [p for p in group["params"] if id(p) in ids]
+                optimized_ids |= {id(p) for p in in_group}
+                if in_group and len(in_group) < len(group["params"]):
+                    _split_group(optimizer, group, ids)
                     check_schedulers(self, run, optimizer)
-                    asked = True
-        if left := [p for p in own if id(p) not in there]:
+                    controls = True
+        if missing := [p for p in parameters if id(p) not in optimized_ids]:
             if not run.optimizers:
                 raise ValueError(
-                    "BackboneFinetuning: configure_optimizers gives no optimizer to train the backbone with"
+                    "BackboneFinetuning: configure_optimizers returns no optimizer, and the backbone needs one: return an optimizer"
                 )
-            run.optimizers[0].add_param_group({"params": left})
+            run.optimizers[0].add_param_group({"params": missing})
             check_schedulers(self, run, run.optimizers[0])
-            asked = True
-        self._controls = self._controls or asked
+            controls = True
+        self._controls_rate = self._controls_rate or controls
 
     # -- the learning rate ------------------------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, run: Run, module: nn.Module) -> None:
         super().on_train_epoch_start(run, module)
-        if self._controls and run.epoch >= self.unfreeze_backbone_at_epoch:
-            self._mine = self._groups(run, module, True)
-            self._grow(run, module)
-            self._set()
+        if self._controls_rate and run.epoch >= self.unfreeze_backbone_at_epoch:
+            self._backbone_groups = self._parameter_groups(run, module, True)
+            self._update_rate(run, module)
+            self._set_rates()
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._every_step and self._mine:
-            self._set()  # a scheduler has stepped
+        if self._every_step and self._backbone_groups:
+            self._set_rates()  # a scheduler has stepped
 
     def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
         """Unfreeze the backbone at the start of its first epoch."""
         if epoch >= self.unfreeze_backbone_at_epoch:
-            self._train([part for part in self.flatten_modules(self._part(module)) if part not in self._still])
+            self._unfreeze(
+                [part for part in self.flatten_modules(self._backbone_in(module)) if part not in self._frozen_norms]
+            )
 
-    def _grow(self, run: Run, module: nn.Module) -> None:
+    def _update_rate(self, run: Run, module: nn.Module) -> None:
         if run.epoch == self._epoch:  # the epoch was resumed in its middle
             return
-        rest = next(iter(self._groups(run, module, False)), None)
-        top = None if rest is None else float(rest["lr"])
+        other_group = next(iter(self._parameter_groups(run, module, False)), None)
+        limit = None if other_group is None else float(other_group["lr"])
         if self._rate is None:
-            share = (float(self._mine[0]["lr"]) if top is None else top) * self.backbone_initial_ratio_lr
+            share = (float(self._backbone_groups[0]["lr"]) if limit is None else limit) * self.backbone_initial_ratio_lr
             self._rate = share if self.backbone_initial_lr is None else self.backbone_initial_lr
         else:
             self._rate *= 2.0 if self.lambda_func is None else float(self.lambda_func(run.epoch))
-        if self.should_align and top is not None:
-            self._rate = min(self._rate, top)
+        if self.should_align and limit is not None:
+            self._rate = min(self._rate, limit)
         self._epoch = run.epoch
 
-    def _groups(self, run: Run, module: nn.Module, own: bool) -> list[dict[str, Any]]:
-        """The groups of the backbone's parameters, or the others."""
-        ids = {id(p) for p in self._part(module).parameters()}
+    def _parameter_groups(self, run: Run, module: nn.Module, of_backbone: bool) -> list[dict[str, Any]]:
+        """The parameter groups of the backbone; with ``of_backbone=False`` all other groups."""
+        ids = {id(p) for p in self._backbone_in(module).parameters()}
         groups = [group for optimizer in run.optimizers for group in optimizer.param_groups if group["params"]]
-        return [group for group in groups if (id(group["params"][0]) in ids) == own]
+        return [group for group in groups if (id(group["params"][0]) in ids) == of_backbone]
 
-    def _set(self) -> None:
+    def _set_rates(self) -> None:
         assert self._rate is not None
-        for group in self._mine:
+        for group in self._backbone_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(self._rate)
             else:
@@ -390,7 +400,7 @@ class BackboneFinetuning(BaseFinetuning):
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
         super().teardown(run, module, stage)
-        self._mine = []
+        self._backbone_groups = []
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "rate": self._rate, "epoch": self._epoch}
@@ -400,18 +410,18 @@ class BackboneFinetuning(BaseFinetuning):
         self._rate, self._epoch = state["rate"], state["epoch"]
 
 
-def _split(optimizer: Any, group: dict[str, Any], ids: set[int]) -> None:
-    """Move the parameters with these ``id`` from a group of the optimizer to a new one."""
+def _split_group(optimizer: Any, group: dict[str, Any], ids: set[int]) -> None:
+    """Move the parameters whose ``id`` is in ``ids`` from a group of the optimizer to a new group."""
     names = group.get("param_names") or [None] * len(group["params"])
     pairs = list(zip(names, group["params"], strict=True))
-    rest = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    if "name" in rest:
-        rest["name"] = f"{rest['name']}-backbone"
-    if isinstance(rest.get("lr"), Tensor):
-        rest["lr"] = rest["lr"].clone()
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    if "name" in options:
+        options["name"] = f"{options['name']}-backbone"
+    if isinstance(options.get("lr"), Tensor):
+        options["lr"] = options["lr"].clone()
     named = "param_names" in group
     moved = [(name, p) if named else p for name, p in pairs if id(p) in ids]
     group["params"] = [p for _, p in pairs if id(p) not in ids]
     if named:
         group["param_names"] = [name for name, p in pairs if id(p) not in ids]
-    optimizer.add_param_group({**rest, "params": moved})
+    optimizer.add_param_group({**options, "params": moved})

@@ -1,4 +1,4 @@
-"""``GradientNorm``: how large the gradients are, of the whole model and of each parameter."""
+"""Adds the norm of the gradients, of the whole model and of each parameter, to the logged metrics."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class GradientNorm(Callback):
 
         Fit(callbacks=[GradientNorm(per_parameter=True)])  # grad_norm, grad_norm/layers.0.weight, ...
 
-    Nothing is clipped, and steps that are not logged compute nothing. With several optimizers that step by themselves, each counts at its latest
-    step. It does not work under DeepSpeed, which does not expose its gradients.
+    Nothing is clipped, and steps that are not logged compute nothing. If several optimizers step at different times, each counts with the
+    gradients of its latest step. The callback does not work under DeepSpeed, which does not expose its gradients.
     """
 
     def __init__(self, norm_type: float = 2.0, *, per_parameter: bool = False) -> None:
@@ -50,9 +50,9 @@ class GradientNorm(Callback):
     def on_before_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         if not self._newest:
             return
-        found = torch.stack(list(self._newest.values()))
-        each = dict(zip(self._newest, found.tolist(), strict=True))
-        metrics["grad_norm"] = float(torch.linalg.vector_norm(found.cpu().double(), self.norm_type))
+        norms = torch.stack(list(self._newest.values()))
+        by_name = dict(zip(self._newest, norms.tolist(), strict=True))
+        metrics["grad_norm"] = float(torch.linalg.vector_norm(norms.cpu().double(), self.norm_type))
         if self.per_parameter:
-            metrics.update({f"grad_norm/{name}": value for name, value in each.items()})
+            metrics.update({f"grad_norm/{name}": value for name, value in by_name.items()})
         self._newest = {}

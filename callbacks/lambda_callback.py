@@ -1,4 +1,4 @@
-"""Functions as a callback."""
+"""A callback made of functions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_") or name
 
 
 class LambdaCallback(Callback):
-    """Calls a function at each event that is given by its name: ``LambdaCallback(on_train_epoch_end=lambda run, module: print(run.metrics))``.
+    """Calls your functions at events of the run: ``LambdaCallback(on_train_epoch_end=lambda run, module: print(run.metrics))``.
 
-    Functions get what the methods of :class:`engine.Callback` get. It has no state: write a class to have one in checkpoints.
+    Functions get the arguments of the methods of :class:`engine.Callback`. The callback has no state in checkpoints: write a class to have one.
 
     Args:
-        functions: by event; ``None`` means no function.
+        functions: a function for each event; ``None`` means no function.
 
     Raises:
         TypeError: a name is not an event of :class:`engine.Callback`, or a function does not take the event's arguments.
@@ -37,7 +37,7 @@ class LambdaCallback(Callback):
 
 
 def _check(event: str, function: Any) -> None:
-    """Check that the function takes the arguments of the event; those with defaults are not always passed."""
+    """Check that the function takes the arguments of the event. Arguments with defaults are not always passed."""
     if not callable(function):
         raise TypeError(f"LambdaCallback({event}={function!r}): it must be a function")
     passed = [
@@ -53,5 +53,5 @@ def _check(event: str, function: Any) -> None:
         signature.bind(*passed)
     except TypeError:
         raise TypeError(
-            f"LambdaCallback({event}=...): the event passes ({', '.join(passed)}), and the function takes {signature}"
+            f"LambdaCallback({event}=...): the event passes ({', '.join(passed)}), and the function takes {signature}: give it the event's arguments"
         ) from None

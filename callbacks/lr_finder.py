@@ -1,4 +1,4 @@
-"""A learning rate for a module: train a copy with growing learning rates, and look where the loss falls."""
+"""Finds a learning rate for a module: trains a copy with growing learning rates, and looks where the loss falls."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _SMOOTHING = 0.98
 _WIDTH, _HEIGHT, _MARGIN = 720, 420, 64
 _BELOW_LOWEST = 10.0
 _SMOOTHING_WIDTH = 0.05
-"""Standard deviation of the smoothing's weights, as a part of the sweep."""
+"""Standard deviation of the smoothing's weights, as a share of the sweep."""
 _REPETITIONS = 200
 _LONGEST = 1000
-"""Steps that are smoothed one by one: time and memory grow with the square."""
+"""Longest sweep whose steps are smoothed one by one: time and memory grow with the square."""
 _PER_DECADE = 10
-"""Fewer steps than these for a factor of 10 in the learning rate leave the lowest loss to chance."""
+"""Fewest steps for a factor of 10 in the learning rate: with fewer, chance decides where the loss is lowest."""
 _UNSURE = 30.0
-"""A wider range (highest by lowest) is no suggestion."""
+"""Widest range (highest divided by lowest) that is still a suggestion."""
 
 
 def find_lr(
@@ -48,20 +48,20 @@ def find_lr(
 ) -> LRSweep:
     """Train a copy of ``module`` for ``num_steps`` steps, with a learning rate that grows from ``min_lr`` to ``max_lr``.
 
-    The search restores the module, the loader and the state of all random number generators; set the learning rate yourself. With
-    several ranks, call it on all of them: each gets the same result. Learning rate schedulers are left out, and so are validation and callbacks.
+    The search leaves the module, the loader and all random number generators as they were; set the learning rate yourself. With
+    several ranks, call it on all of them: each gets the same result. It runs without learning rate schedulers, validation and callbacks.
     All parameter groups get the same learning rate. Based on Smith, "Cyclical Learning Rates for Training Neural Networks", 2017. Losses of
     small batches are noisy: give at least 10 steps for each factor of 10 between the learning rates. The log says in which range the
     suggestion is stable, and warns if the curve is too short or too noisy.
 
     Args:
         module, train_loader, datamodule: as in :meth:`engine.Fit.run`.
-        fit: gives strategy, devices, precision, accumulation window and clipping; by default a plain ``Fit()``.
+        fit: gives strategy, devices, precision, accumulation window and clipping; default: a plain ``Fit()``.
         num_steps: optimizer steps.
         mode: the learning rate grows by a constant ``"exponential"`` factor or by a constant ``"linear"`` difference.
         early_stop_threshold: stop when the smoothed loss is this many times the smallest so far; ``None``: only when the loss is not finite.
-        smoothing: weight of the past in the moving average of the loss that ``early_stop_threshold`` looks at; 0: none.
-        picture: the file for the picture, in ``root_dir`` unless it is absolute; ``None``: none. Formats other than ``.svg`` need matplotlib.
+        smoothing: weight of the past in the moving average of the loss that ``early_stop_threshold`` looks at; 0: no average.
+        picture: the path of the picture, in ``root_dir`` unless it is absolute; ``None``: no picture. Formats other than ``.svg`` need matplotlib.
 
     Returns:
         The losses; ``find_lr(...).suggestion()`` is a tenth of the learning rate at which the smoothed loss is lowest, and ``.estimate()``
@@ -75,24 +75,24 @@ def find_lr(
         raise ValueError(
             f"find_lr: {type(module).__name__} has automatic_optimization = False and steps by itself: try learning rates in training_step"
         )
-    sweep = _Sweep(LRSweep(mode), min_lr, max_lr, num_steps, early_stop_threshold, smoothing)
+    recorder = _SweepRecorder(LRSweep(mode), min_lr, max_lr, num_steps, early_stop_threshold, smoothing)
     # A loss that diverges is the end of the sweep, not an error.
-    train_copy(module, train_loader, datamodule, fit, sweep, max_steps=num_steps, on_nonfinite=None)
-    found = sweep.found
-    found.smooth()
+    train_copy(module, train_loader, datamodule, fit, recorder, max_steps=num_steps, on_nonfinite=None)
+    sweep = recorder.sweep
+    sweep.smooth()
     if is_main(fit):
-        estimate = found.estimate()
+        estimate = sweep.estimate()
         if estimate is None:
-            said = "too few losses for a suggestion"
+            summary = "too few losses for a suggestion"
         else:
-            said = f"suggestion {estimate.suggestion:.3g}, stable from {estimate.low:.3g} to {estimate.high:.3g}"
+            summary = f"suggestion {estimate.suggestion:.3g}, stable from {estimate.low:.3g} to {estimate.high:.3g}"
         if picture is not None:
             root = (Fit() if fit is None else fit).settings.root_dir
-            said += f"; picture: {found.save(root / picture)}"
-        log().info("find_lr: %s", said)
+            summary += f"; picture: {sweep.save(root / picture)}"
+        log().info("find_lr: %s", summary)
         if estimate is not None and estimate.warning:
             log().warning("find_lr: do not rely on the suggestion %.3g: %s", estimate.suggestion, estimate.warning)
-    return found
+    return sweep
 
 
 def _check(min_lr: float, max_lr: float, num_steps: int, mode: str, threshold: float | None, smoothing: float) -> None:
@@ -110,31 +110,33 @@ def _check(min_lr: float, max_lr: float, num_steps: int, mode: str, threshold: f
         raise ValueError(f"find_lr(smoothing={smoothing}): it must be in [0, 1)")
 
 
-class _Sweep(Callback):
-    """Sets the learning rate before each step, and keeps the loss."""
+class _SweepRecorder(Callback):
+    """Sets the learning rate before each step, and records the loss."""
 
     def __init__(
         self,
-        found: LRSweep,
+        sweep: LRSweep,
         min_lr: float,
         max_lr: float,
         num_steps: int,
         threshold: float | None,
         smoothing: float,
     ) -> None:
-        self.found, self.smoothing, self.threshold = found, smoothing, threshold
+        self.sweep, self.smoothing, self.threshold = sweep, smoothing, threshold
         self._span = min_lr, max_lr, num_steps
         self._sums: list[Tensor] = []
         self._average, self._lowest = 0.0, math.inf
 
     def on_fit_start(self, run: Run, module: nn.Module) -> None:
         if len(run.optimizers) != 1:
-            raise ValueError(f"find_lr: {type(module).__name__} has {len(run.optimizers)} optimizers, it must have one")
+            raise ValueError(
+                f"find_lr: {type(module).__name__} has {len(run.optimizers)} optimizers, and find_lr needs exactly one"
+            )
         run.set_optimizers(run.optimizers, [], True)  # schedulers would change the learning rate too
 
     def on_train_batch_start(self, run: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
         if not self._sums:
-            lr = self._lr(run.step)
+            lr = self._rate_at(run.step)
             for group in run.optimizers[0].param_groups:
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(lr)
@@ -142,26 +144,26 @@ class _Sweep(Callback):
                     group["lr"] = lr
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._sums.append(_weighted(outputs, run.recorder.size, run.device))
+        self._sums.append(_loss_and_weight(outputs, run.recorder.size, run.device))
         if not run.engine.sync_gradients:
             return
         total, weight = run.engine.reduce(torch.stack(self._sums).sum(dim=0)).tolist()
         self._sums.clear()
-        if not self.found.stopped and weight:
-            self._keep(float(run.optimizers[0].param_groups[0]["lr"]), total / weight)
-            if self.found.stopped:
+        if not self.sweep.stopped and weight:
+            self._record_loss(float(run.optimizers[0].param_groups[0]["lr"]), total / weight)
+            if self.sweep.stopped:
                 run.stop("the loss diverged")
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
-        """Nothing is shown."""
+        """Log nothing."""
 
-    def _lr(self, step: int) -> float:
+    def _rate_at(self, step: int) -> float:
         low, high, steps = self._span
         share = min(step / (steps - 1), 1.0)
-        return low * (high / low) ** share if self.found.mode == "exponential" else low + (high - low) * share
+        return low * (high / low) ** share if self.sweep.mode == "exponential" else low + (high - low) * share
 
-    def _keep(self, lr: float, loss: float) -> None:
-        results, beta, best = self.found.results, self.smoothing, self._lowest
+    def _record_loss(self, lr: float, loss: float) -> None:
+        results, beta, best = self.sweep.results, self.smoothing, self._lowest
         results["lr"].append(lr)
         results["loss"].append(loss)
         self._average = beta * self._average + (1 - beta) * loss
@@ -169,35 +171,35 @@ class _Sweep(Callback):
         self._lowest = min(best, smoothed)
         # Written for negative losses as well; for positive ones this is smoothed > threshold * best.
         grown = self.threshold is not None and smoothed > best + (self.threshold - 1) * abs(best)
-        self.found.stopped = not math.isfinite(loss) or grown
+        self.sweep.stopped = not math.isfinite(loss) or grown
 
 
-def _weighted(outputs: Any, size: int, device: torch.device) -> Tensor:
-    """A micro-batch's loss times its weight, and the weight. Shape [2], fp64 (fp32 on a device without)."""
+def _loss_and_weight(outputs: Any, size: int, device: torch.device) -> Tensor:
+    """A micro-batch's loss times its weight, and the weight. Shape [2], fp64 (fp32 on a device without fp64)."""
     wide = Device(device).wide
     loss = outputs["loss"] if isinstance(outputs, dict) else outputs
     if loss is None or size == 0:
         return torch.zeros(2, dtype=wide, device=device)
-    weight: Any = loss.count if isinstance(loss, Loss) else max(size, 1)
+    weight: Tensor | float = loss.count if isinstance(loss, Loss) else max(size, 1)
     total = loss.sum if isinstance(loss, Loss) else loss * weight
     pair = [torch.as_tensor(value, dtype=wide, device=device).detach().reshape(()) for value in (total, weight)]
     return torch.stack(pair)
 
 
 class Estimate(NamedTuple):
-    """Where a sweep suggests to train."""
+    """Learning rate that a sweep suggests."""
 
     suggestion: float
     low: float
     high: float
-    """Bounds of the suggestion: between them it stays in 8 of 10 repetitions of the sweep, as far as its noise can tell."""
+    """Bounds of the suggestion: in 8 of 10 repetitions of the sweep it stays between them, as far as the noise can tell."""
     warning: str
-    """Why the suggestion is not to be relied on, and what to do; empty if nothing is wrong."""
+    """Why not to rely on the suggestion, and what to do; empty if nothing is wrong."""
 
 
 @dataclass
 class LRSweep:
-    """Losses at growing learning rates, the same on all ranks."""
+    """Losses at growing learning rates. All ranks have equal values."""
 
     mode: Literal["exponential", "linear"]
     """How the learning rate grew."""
@@ -205,7 +207,7 @@ class LRSweep:
     """One entry a step: ``"lr"``; ``"loss"``: the step's mean loss over all ranks, before the step; ``"smoothed"``: the loss smoothed over
     the neighbouring steps on both sides."""
     stopped: bool = False
-    """The loss diverged before ``max_lr``."""
+    """Whether the loss diverged before ``max_lr``."""
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """A tenth of the learning rate at which the smoothed loss is lowest; ``None``: too few losses.
@@ -215,7 +217,7 @@ class LRSweep:
             skip_end: how many of the last losses to leave out.
 
         Raises:
-            ValueError: one of them is negative.
+            ValueError: ``skip_begin`` or ``skip_end`` is negative.
         """
         estimate = self.estimate(skip_begin, skip_end)
         return None if estimate is None else estimate.suggestion
@@ -224,22 +226,22 @@ class LRSweep:
         """:meth:`suggestion` with the range in which it is stable, and a warning if the curve is too noisy or too short to trust it.
 
         For the range, the distances of the losses from the smoothed curve get random signs, 200 times (a "wild bootstrap", Wu 1986), and the
-        suggestion is made again from each curve. It is never narrower than the smoothing can resolve.
+        suggestion is computed again from each curve. The range is never narrower than the smoothing can resolve.
         """
         if skip_begin < 0 or skip_end < 0:
             raise ValueError(f"suggestion(skip_begin={skip_begin}, skip_end={skip_end}): both must be at least 0")
-        lrs, losses, block = self._finite()
+        lrs, losses, block = self._finite_part()
         first, last = min(skip_begin // block, len(losses) // 3), len(losses) - math.ceil(skip_end / block)
         if last - first < 2:
             return None
-        weights = _weights(len(losses))
-        capped, noise = _capped(losses)
+        weights = _smoothing_weights(len(losses))
+        capped, noise = _capped_losses(losses)
         curve = weights @ capped
         signs = np.random.default_rng(0).choice([-1.0, 1.0], (len(losses), _REPETITIONS))
         repeated = weights @ (curve[:, None] + (capped - curve)[:, None] * signs)
         lowest = first + int(curve[first:last].argmin())
         places = first + repeated[first:last].argmin(axis=0)
-        resolution = math.ceil(_width(len(losses)))
+        resolution = math.ceil(_smoothing_width(len(losses)))
         low = min(int(np.quantile(places, 0.1)), max(lowest - resolution, 0))
         high = max(math.ceil(np.quantile(places, 0.9)), min(lowest + resolution, len(losses) - 1))
         suggestion, lower, upper = (
@@ -251,15 +253,15 @@ class LRSweep:
 
     def smooth(self) -> None:
         """Fill ``results["smoothed"]`` from ``results["loss"]``; ``find_lr`` has done so."""
-        _, losses, block = self._finite()
-        curve = _weights(len(losses)) @ _capped(losses)[0]
+        _, losses, block = self._finite_part()
+        curve = _smoothing_weights(len(losses)) @ _capped_losses(losses)[0]
         steps = np.arange(len(losses) * block)
         smoothed = np.interp(steps, np.arange(len(losses)) * block + (block - 1) / 2, curve) if len(losses) else curve
-        rest = [math.nan] * (len(self.results["loss"]) - len(steps))
-        self.results["smoothed"] = [*smoothed.tolist(), *rest]
+        padding = [math.nan] * (len(self.results["loss"]) - len(steps))
+        self.results["smoothed"] = [*smoothed.tolist(), *padding]
 
-    def _finite(self) -> tuple[NDArray[Any], NDArray[Any], int]:
-        """Learning rates and losses before the first loss that is NaN or infinite; of long sweeps the means of so many neighbours."""
+    def _finite_part(self) -> tuple[NDArray[Any], NDArray[Any], int]:
+        """Learning rates and losses before the first loss that is NaN or infinite, and the steps of an entry: long sweeps are means of blocks."""
         losses = np.array(self.results["loss"], dtype=np.float64)
         count = int(np.append(np.isfinite(losses), False).argmin())
         block = math.ceil(count / _LONGEST) or 1
@@ -286,7 +288,7 @@ class LRSweep:
         return ""
 
     def save(self, path: str | Path, suggest: bool = True) -> Path:
-        """Write the picture: ``.svg`` needs nothing, any other format (``.png``, ``.pdf``) needs matplotlib.
+        """Write the picture: ``.svg`` needs nothing more, any other format (``.png``, ``.pdf``) needs matplotlib.
 
         Args:
             suggest: mark :meth:`suggestion` and the range in which it is stable.
@@ -306,7 +308,7 @@ class LRSweep:
         return path
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
-        """A matplotlib figure, or that of ``ax``. ``show``: open its window.
+        """Draw the sweep with matplotlib: into a new figure, or into ``ax``. Returns the figure; ``show`` opens its window.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
@@ -332,16 +334,16 @@ class LRSweep:
             )
             ax.set_title(estimate.warning, fontsize="small", wrap=True)
         if lrs:
-            ax.set_ylim(*self._shown())
+            ax.set_ylim(*self._loss_limits())
         ax.set_xscale("log" if self.mode == "exponential" else "linear")
         ax.set_xlabel("learning rate")
         ax.set_ylabel("loss")
         ax.legend()
         return figure
 
-    def _shown(self) -> tuple[float, float]:
-        """The losses between which the picture is drawn: where they explode, only the beginning of it."""
-        losses = self._finite()[1]
+    def _loss_limits(self) -> tuple[float, float]:
+        """Lowest and highest loss in the picture: of an explosion of the loss, it shows only the beginning."""
+        losses = self._finite_part()[1]
         if not len(losses):
             return 0.0, 1.0
         low, start = float(losses.min()), float(losses[: max(1, len(losses) // 3)].max())
@@ -352,12 +354,12 @@ class LRSweep:
     def _svg(self, estimate: Estimate | None) -> str:
         logarithmic = self.mode == "exponential"
         lrs = [math.log10(lr) for lr in self.results["lr"]] if logarithmic else self.results["lr"]
-        low, high = self._shown()
-        left, right = (min(lrs), max(lrs)) if lrs else (0.0, 1.0)
+        low, high = self._loss_limits()
+        first_lr, last_lr = (min(lrs), max(lrs)) if lrs else (0.0, 1.0)
         bottom = _HEIGHT - _MARGIN
 
         def x(lr: float) -> float:
-            return _MARGIN + (lr - left) / ((right - left) or 1.0) * (_WIDTH - 2 * _MARGIN)
+            return _MARGIN + (lr - first_lr) / ((last_lr - first_lr) or 1.0) * (_WIDTH - 2 * _MARGIN)
 
         def y(loss: float) -> float:
             return bottom - (loss - low) / (high - low) * (_HEIGHT - 2 * _MARGIN)
@@ -386,7 +388,7 @@ class LRSweep:
                 text(best, _MARGIN - 8, _range_text(estimate), style=' fill="#c0392b"'),
                 text(_WIDTH / 2, 16, estimate.warning, style=' font-size="11"'),
             ]
-        for tick in _ticks(left, right, whole=logarithmic):
+        for tick in _ticks(first_lr, last_lr, whole=logarithmic):
             parts.append(f'<path d="M{x(tick):.1f} {_MARGIN}V{bottom}" stroke="#ddd"/>')
             parts.append(text(x(tick), bottom + 18, f"{10**tick:.3g}" if logarithmic else f"{tick:.3g}"))
         for tick in _ticks(low, high):
@@ -419,7 +421,7 @@ def _range_text(estimate: Estimate) -> str:
 
 
 def _ticks(low: float, high: float, whole: bool = False) -> list[float]:
-    """At least two and at most about ten round numbers between ``low`` and ``high``; ``whole``: whole ones, if there are two."""
+    """Between two and about ten round numbers from ``low`` to ``high``; ``whole``: whole numbers only, if the range has two."""
     if whole and math.floor(high + 1e-9) > math.ceil(low - 1e-9):
         return [float(tick) for tick in range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1)]
     if whole or high <= low:
@@ -429,24 +431,30 @@ def _ticks(low: float, high: float, whole: bool = False) -> list[float]:
     return [step * count for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _width(count: int) -> float:
+def _smoothing_width(count: int) -> float:
     return max(1.5, _SMOOTHING_WIDTH * count)
 
 
-def _weights(count: int) -> NDArray[Any]:
-    """Shape [count, count]: row ``i`` times the losses is the value at ``i`` of the straight line that fits its neighbours best (local linear
-    regression with Gaussian weights). It follows a slope without a delay, up to both ends, which a moving average does not."""
+def _smoothing_weights(count: int) -> NDArray[Any]:
+    """Weights of the smoothing, shape [count, count]: row ``i`` times the losses is the smoothed loss of step ``i``.
+
+    It is the value at ``i`` of the straight line that fits the neighbours best (local linear regression with Gaussian weights), which follows
+    a slope without a delay, up to both ends; a moving average does not.
+    """
     away = np.arange(count)[None, :] - np.arange(count)[:, None]
-    near = np.exp(-0.5 * (away / _width(count)) ** 2)
+    near = np.exp(-0.5 * (away / _smoothing_width(count)) ** 2)
     sums = [(near * away**power).sum(axis=1, keepdims=True) for power in range(3)]
     determinant = sums[0] * sums[2] - sums[1] ** 2
     weights: NDArray[Any] = near * (sums[2] - sums[1] * away) / np.where(determinant > 0, determinant, 1.0)
     return weights
 
 
-def _capped(losses: NDArray[Any]) -> tuple[NDArray[Any], float]:
-    """The losses, cut off above where they began, so that an explosion does not bend the curve before it; and the standard deviation of
-    their noise, by the median difference of neighbours, which a trend and a few outliers do not change."""
+def _capped_losses(losses: NDArray[Any]) -> tuple[NDArray[Any], float]:
+    """The losses, cut off at the level where they began, and the standard deviation of their noise.
+
+    An explosion is cut off so that it does not bend the curve before it. The noise comes from the median difference of neighbours, which a trend
+    and a few outliers do not change.
+    """
     if len(losses) < 2:
         return losses, 0.0
     noise = 1.4826 * float(np.median(np.abs(np.diff(losses)))) / math.sqrt(2.0)

@@ -1,4 +1,4 @@
-"""Learning rates among the logged metrics."""
+"""Adds learning rates to the logged metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LearningRateMonitor(Callback):
     """Adds each optimizer's learning rate to the metrics that are logged in training.
 
     Names are Lightning's: ``lr-AdamW``; ``lr-AdamW/pg1``, ``lr-AdamW/pg2`` with several parameter groups (or the groups' own
-    ``name``); a second optimizer of the same class is ``lr-AdamW-1``; a scheduler that was given a ``name`` names its optimizer's. As in
+    ``name``); a second optimizer of the same class is ``lr-AdamW-1``; a scheduler's ``name`` takes the place of its optimizer's. As in
     Lightning, the value at step n is the one that step n + 1 will use. A learning rate that is a tensor is read at the log boundary.
     """
 
@@ -32,11 +32,11 @@ class LearningRateMonitor(Callback):
         Args:
             logging_interval: ``"step"``: with all metrics logged in training; ``"epoch"``: once per epoch, the value at the start
                 of the epoch; ``None``: each optimizer at the ``interval`` of its scheduler, without a scheduler at ``"step"``.
-            log_momentum: also the momentum (the first of ``betas``), as ``lr-SGD-momentum``; 0 if there is none.
-            log_weight_decay: also the weight decay, as ``lr-SGD-weight_decay``; 0 if there is none.
+            log_momentum: log the momentum too (the first of ``betas``), as ``lr-SGD-momentum``; 0 if there is none.
+            log_weight_decay: log the weight decay too, as ``lr-SGD-weight_decay``; 0 if there is none.
 
         Raises:
-            ValueError: an unknown ``logging_interval``.
+            ValueError: ``logging_interval`` is unknown.
         """
         if logging_interval not in (None, "step", "epoch"):
             raise ValueError(
@@ -46,7 +46,7 @@ class LearningRateMonitor(Callback):
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
         self._sources: list[tuple[torch.optim.Optimizer, str, str]] = []
-        self._of_epoch: dict[str, float] = {}
+        self._epoch_values: dict[str, float] = {}
         self._step = -1
         self._training = False
 
@@ -59,9 +59,9 @@ class LearningRateMonitor(Callback):
         self._training = True
 
     def on_train_epoch_start(self, run: Run, module: nn.Module) -> None:
-        self._of_epoch = self._values("epoch")
+        self._epoch_values = self._values("epoch")
 
-    # The learning rate is not a result of an evaluation, whose metrics are logged between these two.
+    # The learning rate is not a result of an evaluation, whose metrics are logged between these two hooks.
     def on_validation_start(self, run: Run, module: nn.Module) -> None:
         self._training = False
 
@@ -74,8 +74,8 @@ class LearningRateMonitor(Callback):
 
     def on_before_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         if self._training:
-            metrics.update(self._of_epoch)
-            self._of_epoch = {}
+            metrics.update(self._epoch_values)
+            self._epoch_values = {}
             if step != self._step:  # at an epoch's end the step may have been logged already
                 self._step = step
                 metrics.update(self._values("step"))
@@ -85,10 +85,10 @@ class LearningRateMonitor(Callback):
         for optimizer, name, own_interval in self._sources:
             if (self.logging_interval or own_interval) == interval:
                 for suffix, group in zip(_group_suffixes(optimizer, name), optimizer.param_groups, strict=True):
-                    values.update(self._of_group(name + suffix, group))
+                    values.update(self._values_of_group(name + suffix, group))
         return values
 
-    def _of_group(self, name: str, group: dict[str, Any]) -> dict[str, float]:
+    def _values_of_group(self, name: str, group: dict[str, Any]) -> dict[str, float]:
         values = {name: float(group["lr"])}
         if self.log_momentum:
             values[f"{name}-momentum"] = float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
@@ -98,18 +98,18 @@ class LearningRateMonitor(Callback):
 
 
 def _sources(run: Run) -> list[tuple[torch.optim.Optimizer, str, str]]:
-    """Each optimizer once, with its unique name and its interval: those with a scheduler first."""
-    found: list[tuple[torch.optim.Optimizer, str | None, str]] = []
+    """Each optimizer once, with its unique name and its interval; optimizers with a scheduler come first."""
+    candidates: list[tuple[torch.optim.Optimizer, str | None, str]] = []
     for record in run.schedulers:
-        found.append((record.scheduler.optimizer, record.name, record.interval))
-    found += [(optimizer, None, "step") for optimizer in run.optimizers]
+        candidates.append((record.scheduler.optimizer, record.name, record.interval))
+    candidates += [(optimizer, None, "step") for optimizer in run.optimizers]
     sources: list[tuple[torch.optim.Optimizer, str, str]] = []
     count: Counter[str] = Counter()
-    for optimizer, given, interval in found:
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # what the engine prepared wraps the user's
+    for optimizer, scheduler_name, interval in candidates:
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # a prepared optimizer wraps the user's
         if any(optimizer is seen for seen, _, _ in sources):
             continue
-        name = given or f"lr-{type(optimizer).__name__}"
+        name = scheduler_name or f"lr-{type(optimizer).__name__}"
         number = count[name]
         count[name] += 1
         sources.append((optimizer, f"{name}-{number}" if number else name, interval))
@@ -118,18 +118,18 @@ def _sources(run: Run) -> list[tuple[torch.optim.Optimizer, str, str]]:
 
 
 def _group_suffixes(optimizer: torch.optim.Optimizer, name: str) -> list[str]:
-    """The suffix of ``name`` for each parameter group.
+    """Return the suffix of ``name`` for each parameter group.
 
     Raises:
         ValueError: two groups of the optimizer have the same ``name``.
     """
     groups = optimizer.param_groups
     if len(groups) == 1:
-        own = groups[0].get("name")
-        return [f"/{own}" if own else ""]
+        group_name = groups[0].get("name")
+        return [f"/{group_name}" if group_name else ""]
     names = [str(group.get("name", f"pg{number}")) for number, group in enumerate(groups, start=1)]
     if len(set(names)) < len(names):
         raise ValueError(
             f"LearningRateMonitor: the parameter groups of {name} must have different names; they are {names}"
         )
-    return [f"/{own}" for own in names]
+    return [f"/{group_name}" for group_name in names]

@@ -1,4 +1,4 @@
-"""When to save a checkpoint, and which ones to keep."""
+"""Decides when a checkpoint is saved, and which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
     from engine import Run
 
-_LONGEST = 200
-"""Maximum bytes of a checkpoint's name: file systems allow 255, and suffixes are added."""
+_LONGEST_NAME = 200
+"""Longest name of a checkpoint in bytes: file systems allow 255, and suffixes are added."""
 
 
 class ModelCheckpoint(Callback):
-    """Saves every Duration, when training ends, fails or is terminated; keeps the best and the last.
+    """Saves checkpoints at an interval, and when training ends, fails or is terminated; keeps the best and the last.
 
-    Without ``monitor`` a checkpoint is saved as soon as it is due. With ``monitor`` one that is due waits for the end of the next
-    validation, because a score counts only if it was measured on exactly the saved weights; give a second ``ModelCheckpoint``
+    Without ``monitor`` a checkpoint is saved as soon as it is due. With ``monitor`` it waits for the end of the next validation,
+    because a score counts only if it was measured on exactly the saved weights; give a second ``ModelCheckpoint``
     without ``monitor`` to also save between validations. In a run without validation the score is the last value logged in training, over all
-    ranks: after an epoch the epoch's, if there is one, otherwise the latest step's, also between log boundaries. Lower scores win with
-    ``mode="min"``; NaN and a missing score lose against every number; among equal ones the earlier wins.
+    ranks: after an epoch the epoch's value, if it has one, otherwise the latest step's, also between log boundaries. Lower scores win with
+    ``mode="min"``; NaN and a missing score lose against every number; among equal scores the earlier wins.
 
     Training continues while a checkpoint is written. A failed write is reported as an error in the log, and older checkpoints are kept.
-    The checkpoint at the end of training (or at SIGTERM, or Ctrl-C) is saved unless this step is saved already. After an error in a run of
-    one process the last complete step is also saved (random numbers, running statistics and the epoch's means are those at the time of the
-    error); not after an error inside an optimizer step, nor with several processes, since saving needs all of them and one may be gone.
+    At the end of training (or at SIGTERM, or Ctrl-C) a checkpoint is saved, unless this step has one already. After an error in a run of
+    one process the last complete step is saved too, with random numbers, running statistics and the epoch's means as they were at the error;
+    not after an error inside an optimizer step, nor with several processes, since saving needs all of them and one may be gone.
 
-    Sets ``run.best_checkpoint`` (with ``monitor`` only) and ``run.last_checkpoint``. ``Fit`` leaves it out under ``fast_dev_run``.
+    The callback sets ``run.best_checkpoint`` (with ``monitor`` only) and ``run.last_checkpoint``. ``Fit`` leaves it out under ``fast_dev_run``.
     """
 
     runs_last = True
@@ -56,17 +56,17 @@ class ModelCheckpoint(Callback):
         """
         Args:
             every: a Duration: ``"1 epochs"``, ``"500 steps"``, ``"10 min"``, an int of steps; ``None``: only at the end.
-            monitor: the name of a logged metric by which checkpoints are compared; ``None``: the newest is the best.
+            monitor: the name of the logged metric that ranks checkpoints; ``None``: the newest is the best.
             mode: ``"min"``: a smaller ``monitor`` is better; ``"max"``: a larger one.
-            save_top_k: how many of the best are kept; -1 keeps all.
-            save_last: also keep the newest, whatever its score.
-            keep_every: a Duration: the first checkpoint after each such interval is kept forever.
+            save_top_k: number of best checkpoints to keep; -1 keeps all.
+            save_last: also keep the newest checkpoint, whatever its score.
+            keep_every: a Duration: the first checkpoint after each interval of this length is kept forever.
             dirpath: the directory, or a URL that fsspec knows (``s3://bucket/run``); by default ``checkpoints`` in the run's folder. If it
                 has another run's checkpoints already, a new run uses ``<dirpath>/version_1``, and so on.
             filename: a checkpoint's name: ``{epoch}``, ``{step}`` and the names of metrics, formatted as by ``str.format``
                 (``"epoch={epoch}-loss={val_loss:.3f}"``). If two steps would have the same name, the later one gets ``-step=N``.
             asynchronous: write while the training continues; ``False`` waits for the disk.
-            max_failures: this many consecutive failed writes end the training with an error.
+            max_failures: number of consecutive failed writes that ends the training with an error.
 
         Raises:
             ValueError: an argument is not valid, or nothing would be kept.
@@ -83,48 +83,46 @@ class ModelCheckpoint(Callback):
         self.asynchronous = asynchronous
         self.max_failures = max_failures
         self.scores: dict[int, float | None] = {}
-        """The checkpoints that are kept, oldest first: step and score (``None``: not measured)."""
+        """Step -> score (``None``: not measured) of the checkpoints that are kept, oldest first."""
         self.names: dict[int, str] = {}
-        """The checkpoints' names."""
+        """Step -> name of the checkpoints that are kept."""
         self.permanent: set[int] = set()
         """Steps whose checkpoints are kept forever."""
-        self._given_every, self._given_keep = every, keep_every
+        self._every_argument, self._keep_every_argument = every, keep_every
         self._names_metrics = not fields <= {"epoch", "step"}
-        self._owed = self._permanent_next = False
+        self._waits_for_score = self._permanent_next = False
         self._due_step = 0  # the first step at which a save can be due
         self._first_step = 0
         self._training = False
-        self._storage: Any = (
-            None  # of the latest training's checkpoints; the run itself would keep the module in memory
-        )
-        self._before: tuple[int, dict[int, float | None], dict[int, str]] | None = (
-            None  # the latest step, and what was kept without it
-        )
+        # Where the latest training's checkpoints are; a reference to the run itself would keep the module in memory.
+        self._storage: Any = None
+        # Step of the save in progress, and scores and names of the checkpoints before it.
+        self._save_under_way: tuple[int, dict[int, float | None], dict[int, str]] | None = None
 
     @property
     def finds_best(self) -> bool:
-        """With ``monitor``."""
+        """Whether checkpoints are ranked by a metric: with ``monitor``."""
         return self.monitor is not None
 
     @property
     def best_k_models(self) -> dict[str, float | None]:
-        """The paths or URLs of the checkpoints that are kept, best first, and their scores; those without a score only if nothing is monitored."""
-        kept = [step for step in self._ranked(self.scores) if self.monitor is None or self.scores[step] is not None]
-        return {self._path(step): self.scores[step] for step in kept}
+        """Path or URL -> score of the checkpoints that are kept, best first. With ``monitor``, checkpoints without a score are left out."""
+        steps = [step for step in self._ranked(self.scores) if self.monitor is None or self.scores[step] is not None]
+        return {self._path(step): self.scores[step] for step in steps}
 
     @property
     def best_model_path(self) -> str:
-        """The first of :attr:`best_k_models`, and with ``monitor`` so the best; empty if there is none."""
+        """Path or URL of the best checkpoint, the first of :attr:`best_k_models`; empty if there is none."""
         return next(iter(self.best_k_models), "")
 
     @property
     def best_model_score(self) -> float | None:
-        """The value of ``monitor`` of the best."""
+        """The value of ``monitor`` for the best checkpoint."""
         return self.best_k_models.get(self.best_model_path)
 
     @property
     def last_model_path(self) -> str:
-        """The newest checkpoint, with ``save_last``; empty if there is none."""
+        """Path or URL of the newest checkpoint, with ``save_last``; empty if there is none."""
         return self._path(max(self.names)) if self.names and self.save_last else ""
 
     def _path(self, step: int) -> str:
@@ -142,18 +140,17 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         self._training = True
-        self._owed, self._before = False, None
+        self._waits_for_score, self._save_under_way = False, None
         self._first_step = run.step
         if run.step == 0:
             self.scores, self.names, self.permanent = {}, {}, set()
-            self.every, self.keep_every = Every(self._given_every), Every(self._given_keep)
+            self.every, self.keep_every = Every(self._every_argument), Every(self._keep_every_argument)
         for interval in (self.every, self.keep_every):
             interval.start(run.step, run.epochs)
         self._plan_next(run.step)
-        there = (
-            run.checkpoint_names() if run.continues_in_place else set()
-        )  # in another folder these are other checkpoints' names
-        self._keep_only({step for step, name in self.names.items() if name in there})
+        # Another folder may have other checkpoints with the same names.
+        existing_names = run.checkpoint_names() if run.continues_in_place else set()
+        self._keep_only({step for step, name in self.names.items() if name in existing_names})
         self._publish(run)
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -162,18 +159,18 @@ class ModelCheckpoint(Callback):
             return
         step = run.step + run.engine.pending_steps
         if step >= self._due_step:
-            self._when_due(run, step, None)
+            self._save_if_due(run, step, None)
             self._plan_next(step)
 
     def on_validation_end(self, run: Run, module: nn.Module) -> None:
         # A signal may have cut off the validation of the step that this run resumed from: its checkpoint has no score yet.
         unscored = run.step == self._first_step and self.monitor is not None and self.scores.get(run.step, 0.0) is None
-        if self._training and (self._owed or unscored):
+        if self._training and (self._waits_for_score or unscored):
             self._save(run)
 
     def on_train_epoch_end(self, run: Run, module: nn.Module) -> None:
         if self._training:
-            self._when_due(run, run.step, run.epoch + 1)
+            self._save_if_due(run, run.step, run.epoch + 1)
 
     def on_train_end(self, run: Run, module: nn.Module) -> None:
         if not self._training:
@@ -183,7 +180,8 @@ class ModelCheckpoint(Callback):
             self._save(run, last=True)
             self._catch_up(run)
             if run.step not in self.names and self.save_last:
-                run.save_checkpoint(self._name(run, self._metrics(run)))  # it was lost: now the error is the run's
+                # The checkpoint was lost: now its error ends the run.
+                run.save_checkpoint(self._name(run, self._metrics(run)))
         self._training = False
         self._publish(run)
 
@@ -217,7 +215,7 @@ class ModelCheckpoint(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         steps, names, permanent = state.get("steps"), dict(state["names"]), set(state["permanent"])
-        if steps is None:  # of an earlier version
+        if steps is None:  # a checkpoint of an earlier version
             scores = dict(state["scores"])
         else:
             scores = dict(zip(steps, [None] * len(steps) if state["scores"] is None else state["scores"], strict=True))
@@ -236,61 +234,61 @@ class ModelCheckpoint(Callback):
     def _plan_next(self, step: int) -> None:
         self._due_step = min(interval.next_step(step) for interval in (self.every, self.keep_every))
 
-    def _when_due(self, run: Run, step: int, epoch_end: int | None) -> None:
+    def _save_if_due(self, run: Run, step: int, epoch_end: int | None) -> None:
         elapsed_s = run.elapsed_s
         epochs = run.epochs if self.every.of_epochs or self.keep_every.of_epochs else None
         if self.keep_every.due(step, epoch_end, elapsed_s, epochs):
             self._permanent_next = True
         if self.every.due(step, epoch_end, elapsed_s, epochs):
             run.engine.settle()  # a step whose overflow check is still on the device now counts, or was skipped
-            self._owed = self.monitor is not None and _validates(run) and run.validated_step != run.step
-            if not self._owed:
+            self._waits_for_score = self.monitor is not None and _has_validation(run) and run.validated_step != run.step
+            if not self._waits_for_score:
                 self._save(run)
 
     def _save(self, run: Run, last: bool = False) -> None:
-        """Save this step if it would be kept, and remove those that no longer are. All ranks call this at the same step.
+        """Save the current step if its checkpoint would be kept, and remove checkpoints that no longer are. All ranks call this at the same step.
 
         Args:
-            last: the run ends here. After Ctrl-C or SIGTERM the step is kept whatever its score: a later run resumes from it.
+            last: the run ends here. After Ctrl-C or SIGTERM its checkpoint is kept whatever its score: a later run resumes from it.
         """
-        self._owed = False
+        self._waits_for_score = False
         self._catch_up(run)
         metrics = run.latest_metrics() if self.monitor is not None else self._metrics(run)
         step, earlier = run.step, (dict(self.scores), dict(self.names))
         scores = {**self.scores, step: self._score(run, metrics)}
         if self._permanent_next:
             self.permanent.add(step)
-        kept = self._kept(scores) | ({step} if last and run.preempted else set())
-        if step not in kept:
+        kept_steps = self._steps_to_keep(scores) | ({step} if last and run.preempted else set())
+        if step not in kept_steps:
             return
         self._permanent_next = False
         # Set before saving: the checkpoint's own state then counts the checkpoint itself.
         self.names[step] = self._name(run, metrics)
         self.scores = scores
-        gone = [self.names[old] for old in scores if old not in kept]
-        self._keep_only(kept)
+        removed_names = [self.names[old] for old in scores if old not in kept_steps]
+        self._keep_only(kept_steps)
         score = None if scores[step] is None else {"monitor": self.monitor, "mode": self.mode, "value": scores[step]}
         try:
-            held = _held(run)
-            gone = [name for name in gone if name not in held]
+            names_in_use = _kept_names(run)
+            removed_names = [name for name in removed_names if name not in names_in_use]
             path = run.save_checkpoint(
-                self.names[step], score=score, asynchronous=self.asynchronous, tolerant=True, remove=gone
+                self.names[step], score=score, asynchronous=self.asynchronous, tolerant=True, remove=removed_names
             )
             self.names[step] = str(path).rpartition("/")[2]  # another one if a checkpoint of that name must stay
         except BaseException:
             self.scores, self.names = earlier
             raise
-        self._before = (step, *earlier)
+        self._save_under_way = (step, *earlier)
         if not self.asynchronous:
             self._catch_up(run)
         self._publish(run)
 
     def _catch_up(self, run: Run) -> None:
-        """Wait for the checkpoint in progress. If it was lost, keep what it would have replaced."""
+        """Wait for the checkpoint in progress. If it was lost, keep the checkpoints that it would have replaced."""
         lost = run.wait_for_checkpoint()
-        if self._before is not None:
-            step, scores, names = self._before
-            self._before = None
+        if self._save_under_way is not None:
+            step, scores, names = self._save_under_way
+            self._save_under_way = None
             if self.names.get(step) in lost:
                 self.scores, self.names = scores, names
                 self.permanent &= scores.keys()
@@ -302,7 +300,7 @@ class ModelCheckpoint(Callback):
         self.permanent &= steps
 
     def _metrics(self, run: Run) -> Mapping[str, float]:
-        """The values that the name may have."""
+        """Values that the file name may contain."""
         return run.latest_metrics() if self._names_metrics else run.metrics
 
     def _name(self, run: Run, metrics: Mapping[str, float]) -> str:
@@ -314,27 +312,27 @@ class ModelCheckpoint(Callback):
                 f"ModelCheckpoint(filename={self.filename!r}): {error} is not known here; available: epoch, step, {', '.join(sorted(metrics))}"
             ) from error
         _check_name(self.filename, name)
-        taken = {other for step, other in self.names.items() if step != run.step}
-        return f"{name}-step={run.step}" if name in taken else name
+        used_names = {used for step, used in self.names.items() if step != run.step}
+        return f"{name}-step={run.step}" if name in used_names else name
 
     def _score(self, run: Run, metrics: Mapping[str, float]) -> float | None:
-        """The value of ``monitor`` for the current weights; ``None``: it was not measured.
+        """Return the value of ``monitor`` for the current weights; ``None``: not measured.
 
         Raises:
-            ValueError: this metric was not logged.
+            ValueError: the metric was not logged.
         """
-        if self.monitor is None or (_validates(run) and run.validated_step != run.step):
+        if self.monitor is None or (_has_validation(run) and run.validated_step != run.step):
             return None
         if self.monitor not in metrics:
-            there = ", ".join(sorted(metrics)) or "none"
+            logged = ", ".join(sorted(metrics)) or "none"
             raise ValueError(
-                f"ModelCheckpoint(monitor={self.monitor!r}): this metric was not logged (logged so far: {there}); "
+                f"ModelCheckpoint(monitor={self.monitor!r}): this metric was not logged (logged so far: {logged}); "
                 f"log it with self.log({self.monitor!r}, value) in validation_step"
             )
         return metrics[self.monitor]
 
     def _ranked(self, scores: dict[int, float | None]) -> list[int]:
-        """Steps, best first."""
+        """Steps in the order of their scores, best first."""
         if self.monitor is None:
             return sorted(scores, reverse=True)
         sign = 1.0 if self.mode == "min" else -1.0
@@ -345,21 +343,22 @@ class ModelCheckpoint(Callback):
 
         return sorted(scores, key=key)
 
-    def _kept(self, scores: dict[int, float | None]) -> set[int]:
-        kept = set(self._ranked(scores)[: None if self.save_top_k == -1 else self.save_top_k]) | (
+    def _steps_to_keep(self, scores: dict[int, float | None]) -> set[int]:
+        steps = set(self._ranked(scores)[: None if self.save_top_k == -1 else self.save_top_k]) | (
             self.permanent & scores.keys()
         )
-        return kept | {max(scores)} if self.save_last else kept
+        return steps | {max(scores)} if self.save_last else steps
 
     def _publish(self, run: Run) -> None:
         """Tell the run which complete checkpoints are the best and the last."""
-        on_its_way = None if self._before is None or not self.asynchronous else self._before[0]
-        held = {step: name for step, name in _all_held(run).items() if step != on_its_way}
-        if held:
-            run.last_checkpoint = run.checkpoint_path(held[max(held)])
+        unfinished_step = None if self._save_under_way is None or not self.asynchronous else self._save_under_way[0]
+        names = {step: name for step, name in _kept_names_by_step(run).items() if step != unfinished_step}
+        if names:
+            run.last_checkpoint = run.checkpoint_path(names[max(names)])
         if self.monitor is not None:
             best = next(
-                iter(self._ranked({step: score for step, score in self.scores.items() if step != on_its_way})), None
+                iter(self._ranked({step: score for step, score in self.scores.items() if step != unfinished_step})),
+                None,
             )
             score = None if best is None else self.scores[best]
             run.best_checkpoint = (
@@ -371,15 +370,15 @@ def _usual_name(step: object) -> str:
     return f"step={step:0>8}"
 
 
-def _check(mode: str, save_top_k: Any, keeps_others: bool, max_failures: Any, filename: str) -> set[str]:
-    """Check the arguments, and return what ``filename`` names."""
+def _check(mode: str, save_top_k: Any, keeps_other_checkpoints: bool, max_failures: Any, filename: str) -> set[str]:
+    """Check the arguments, and return the names in ``filename``."""
     if mode not in ("min", "max"):
         raise ValueError(f"ModelCheckpoint(mode={mode!r}): mode must be 'min' or 'max'")
     if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
         raise ValueError(
             f"ModelCheckpoint(save_top_k={save_top_k!r}): it must be a number of checkpoints, or -1 for all"
         )
-    if save_top_k == 0 and not keeps_others:
+    if save_top_k == 0 and not keeps_other_checkpoints:
         raise ValueError(
             "ModelCheckpoint(save_top_k=0, save_last=False) would keep no checkpoint; raise one of the two"
         )
@@ -390,22 +389,22 @@ def _check(mode: str, save_top_k: Any, keeps_others: bool, max_failures: Any, fi
         example = filename.format_map(dict.fromkeys(names, 0))
     except (ValueError, LookupError, AttributeError) as error:
         raise ValueError(
-            f"ModelCheckpoint(filename={filename!r}) is not a format ({error}): 'epoch={{epoch}}-{{loss:.2f}}'"
+            f"ModelCheckpoint(filename={filename!r}) is not a format ({error}): write it as in 'epoch={{epoch}}-{{loss:.2f}}'"
         ) from error
     _check_name(filename, example)
     return set(names)
 
 
 def _check_name(filename: str, name: str) -> None:
-    if not name or name.startswith(".") or not name.isprintable() or len(name.encode()) > _LONGEST:
+    if not name or name.startswith(".") or not name.isprintable() or len(name.encode()) > _LONGEST_NAME:
         raise ValueError(
             f"ModelCheckpoint(filename={filename!r:.300}) gives {name!r:.300}: names must not be empty, start with a dot, have characters that "
-            f"cannot be printed, or be longer than {_LONGEST} bytes"
+            f"cannot be printed, or be longer than {_LONGEST_NAME} bytes"
         )
 
 
-def _all_held(run: Run) -> dict[int, str]:
-    """The checkpoints that some ModelCheckpoint of this run keeps: several of them share one folder."""
+def _kept_names_by_step(run: Run) -> dict[int, str]:
+    """Step -> name of the checkpoints that any ModelCheckpoint of this run keeps: several of them share one folder."""
     return {
         step: name
         for callback in run.callbacks
@@ -414,11 +413,11 @@ def _all_held(run: Run) -> dict[int, str]:
     }
 
 
-def _held(run: Run) -> set[str]:
+def _kept_names(run: Run) -> set[str]:
     return {
         name for callback in run.callbacks if isinstance(callback, ModelCheckpoint) for name in callback.names.values()
     }
 
 
-def _validates(run: Run) -> bool:
+def _has_validation(run: Run) -> bool:
     return run.settings.val_every is not None and any(count != 0 for count in run.num_eval_batches)

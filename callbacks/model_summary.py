@@ -10,40 +10,41 @@ from torch import Tensor, nn
 
 from engine import Callback, Run, Strategy, terminal_text
 
-from .example_pass import NotMeasured, Seen, pass_through
+from .example_pass import NotMeasured, SubmodulePass, pass_through
 from .text import rich_table
 
 
 @dataclass(slots=True)
 class Layer:
-    """A submodule, with all that is inside it. Parameters that two submodules share count in both."""
+    """A submodule and everything inside it. Parameters that two submodules share count in both."""
 
     name: str
-    """``""``: the whole module."""
+    """Name of the submodule; ``""``: the whole module."""
     type: str
     parameters: int
-    """Numbers in its parameters, over all ranks."""
+    """Elements of all parameters, over all ranks."""
     trainable: int
-    """Numbers in the parameters that require a gradient."""
+    """Elements of the parameters that require a gradient, over all ranks."""
     bytes: int
-    """Bytes of its parameters and buffers, over all ranks."""
+    """Bytes of parameters and buffers, over all ranks."""
     held: int
-    """Bytes of them that this rank holds."""
+    """Bytes of parameters and buffers on this rank."""
     flops: int | None = None
-    """Floating point operations of a forward pass of the example batch on this rank: a multiplication and an addition are two. ``None``: unknown."""
+    """FLOPs of a forward pass of the example batch on this rank; a multiplication and an addition are two. ``None``: not measured."""
     inputs: Any = field(default=None)
-    """Shapes of its inputs in the first call, ``[2, 10]`` or a list of them; ``None``: not measured, or not called."""
+    """Shapes of the inputs of the first call, ``[2, 10]`` or a list of shapes; ``None``: not measured, or not called."""
     outputs: Any = field(default=None)
+    """Shapes of the outputs of the first call."""
 
 
 class ModelSummary(Callback):
-    """Prints the module as a table when a training starts, on the main process: for each submodule its type, parameters, how many of them
-    are trainable, bytes, FLOPs and shapes, and below it the totals and what one rank holds of a sharded model.
+    """Prints the module as a table when a training starts, on the main process: for each submodule its type, parameters (and how many are
+    trainable), bytes, FLOPs and shapes; below, the totals and the part of a sharded model that one rank holds.
 
     FLOPs (multiplications and additions of matrix products, convolutions and attention, by ``torch.utils.flop_counter``) and shapes come
-    from one call of ``training_step`` with ``run.example_batch``, without gradients. The training does not notice: random numbers,
-    buffers, parameters, modes and the modules' attributes are restored, and nothing is logged. What ``training_step`` does to other objects
-    (printing, counting in an object that is not a module) happens once more; ``measure=False`` leaves it out. Where it
+    from one call of ``training_step`` with ``run.example_batch``, without gradients. The training does not change: random numbers,
+    buffers, parameters, modes and the modules' attributes are restored, and nothing is logged. Other effects of ``training_step``
+    (printing, counting in an object that is not a module) happen once more; ``measure=False`` leaves the call out. Where the call
     is not possible, the table says why: manual optimization, pipelines, DeepSpeed, streams, lazy modules.
     """
 
@@ -64,12 +65,14 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, run: Run, module: nn.Module) -> None:
         self.layers = [
-            _layer(name, each, run.engine.strategy) for name, each in module.named_modules() if self._shows(name)
+            _layer(name, submodule, run.engine.strategy)
+            for name, submodule in module.named_modules()
+            if self._shows(name)
         ]
         note = ""
         if self.measure:
             try:
-                note = self._measured(run)
+                note = self._measure(run)
             except NotMeasured as reason:
                 note = f"FLOPs and shapes are not measured: {reason}"
             except Exception as error:  # the first step will show it with its traceback
@@ -81,11 +84,11 @@ class ModelSummary(Callback):
     def _shows(self, name: str) -> bool:
         return not name or self.max_depth < 0 or name.count(".") < self.max_depth
 
-    def _measured(self, run: Run) -> str:
+    def _measure(self, run: Run) -> str:
         seen = pass_through(run, [layer.name for layer in self.layers])
         for layer in self.layers:
-            found = seen.get(layer.name, Seen())
-            layer.flops, layer.inputs, layer.outputs = found.flops, found.inputs, found.outputs
+            measured = seen.get(layer.name, SubmodulePass())
+            layer.flops, layer.inputs, layer.outputs = measured.flops, measured.inputs, measured.outputs
         return (
             f"{quantity(self.layers[0].flops or 0)} FLOPs in a forward pass of a batch {_text(self.layers[0].inputs)}"
         )
@@ -116,7 +119,7 @@ class ModelSummary(Callback):
             rows.append(cells)
         columns = ["name", "type", "params", "trainable", "bytes", *(["FLOPs", "in", "out"] if measured else [])]
         width = shutil.get_terminal_size((120, 24)).columns
-        return rich_table(columns, rows, width, left=("name", "type", "in", "out")).split("\n")
+        return rich_table(columns, rows, width, text_columns=("name", "type", "in", "out")).split("\n")
 
     def _totals(self, run: Run) -> list[str]:
         whole = self.layers[0]
@@ -128,26 +131,26 @@ class ModelSummary(Callback):
 
 def _layer(name: str, module: nn.Module, strategy: Strategy) -> Layer:
     parameters = list(module.parameters())
-    numbers = [_count(p, strategy) for p in parameters]
-    trainable = sum(n for n, p in zip(numbers, parameters, strict=True) if p.requires_grad)
+    elements = [_elements(p, strategy) for p in parameters]
+    trainable = sum(n for n, p in zip(elements, parameters, strict=True) if p.requires_grad)
     tensors = [*parameters, *module.buffers()]
     return Layer(
         name,
         type(module).__name__,
-        sum(numbers),
+        sum(elements),
         trainable,
-        sum(_count(t, strategy) * t.element_size() for t in tensors),
-        sum(_held(t, strategy) * t.element_size() for t in tensors),
+        sum(_elements(t, strategy) * t.element_size() for t in tensors),
+        sum(_local_elements(t, strategy) * t.element_size() for t in tensors),
     )
 
 
-def _count(tensor: Tensor, strategy: Strategy) -> int:
-    """Elements over all ranks."""
+def _elements(tensor: Tensor, strategy: Strategy) -> int:
+    """Elements of the whole tensor, over all ranks."""
     return 0 if nn.parameter.is_lazy(tensor) else strategy.whole_shape(tensor).numel()
 
 
-def _held(tensor: Tensor, strategy: Strategy) -> int:
-    """Elements on this rank."""
+def _local_elements(tensor: Tensor, strategy: Strategy) -> int:
+    """Elements of the tensor on this rank."""
     if nn.parameter.is_lazy(tensor):
         return 0
     part: Any = strategy.local([tensor])[0]
@@ -159,12 +162,12 @@ def _text(shape: Any) -> str:
 
 
 def quantity(number: int) -> str:
-    """Three digits: ``"1.23 M"``."""
+    """A number in three digits: ``"1.23 M"``."""
     return _scaled(float(number), 1000, ("", " K", " M", " G", " T", " P", " E"))
 
 
 def size(number: int) -> str:
-    """Three digits: ``"4.94 MB"``."""
+    """A number of bytes in three digits: ``"4.94 MB"``."""
     return _scaled(float(number), 1000, (" B", " KB", " MB", " GB", " TB", " PB"))
 
 

@@ -17,11 +17,11 @@ from engine import Callback, Device, Run
 _log = logging.getLogger("engine")
 
 SORT_KEYS = tuple(
-    f"{own}{place}_{what}"
-    for own in ("", "self_")
-    for place in ("cpu", "cuda", "device", "xpu")  # as torch's columns are called
-    for what in ("time_total", "memory_usage", "time")
-    if (own, what) != ("self_", "time")
+    f"{prefix}{device}_{quantity}"
+    for prefix in ("", "self_")
+    for device in ("cpu", "cuda", "device", "xpu")  # as torch's columns are called
+    for quantity in ("time_total", "memory_usage", "time")
+    if (prefix, quantity) != ("self_", "time")
 )
 
 
@@ -38,8 +38,8 @@ class Profiler(Callback):
     - ``rank=0_step=00000016.txt``: the operations that took the most time; rank 0's is also logged.
 
     The trace has the run's phases as ranges: ``data``, ``forward``, ``backward``, ``optimizer``, ``validation``, ``checkpoint`` (under a pipeline
-    ``forward_backward``, in manual optimization ``training_step``). Outside the windows a micro-batch costs one call. If the run ends, or
-    fails, within a window, what was recorded is written. A resumed run continues to count; a window in which the run was
+    ``forward_backward``, in manual optimization ``training_step``). Outside the windows a micro-batch costs one call. If the run ends or
+    fails within a window, the part that was recorded is written. A resumed run continues to count; a window in which the run was
     killed starts again with its ``warmup``.
     """
 
@@ -66,11 +66,11 @@ class Profiler(Callback):
         """
         Args:
             wait, warmup, active: micro-batches before a window, in which the profiler warms up, and which it records.
-            repeat: the number of windows; 0: until the end of the run.
+            repeat: the number of windows; 0: windows until the end of the run.
             activities, record_shapes, profile_memory, with_stack, with_flops, with_modules: as in ``torch.profiler.profile``.
-            sort_by: the column by which the table is sorted; ``None``: time on the device, without one on the CPU.
+            sort_by: the column by which the table is sorted; ``None``: time on the device, or on the CPU if there is no other device.
             row_limit: rows of the table.
-            dirpath: where the files go; ``None``: ``profiler`` in the run's folder.
+            dirpath: the folder of the files; ``None``: ``profiler`` in the run's folder.
             memory_snapshot: record the allocations of device memory (a few microseconds each), and write them as
                 ``rank=0_out_of_memory.pickle``, for pytorch.org/memory_viz, when the memory is exhausted.
 
@@ -79,9 +79,9 @@ class Profiler(Callback):
         """
         numbers = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat, "row_limit": row_limit}
         for name, value in numbers.items():
-            least = 1 if name in ("active", "row_limit") else 0
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"Profiler({name}={value!r}): it must be an int of at least {least}")
+            minimum = 1 if name in ("active", "row_limit") else 0
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                raise ValueError(f"Profiler({name}={value!r}): it must be an int of at least {minimum}")
         if sort_by is not None and sort_by not in SORT_KEYS:
             raise ValueError(f"Profiler(sort_by={sort_by!r}): possible: {', '.join(SORT_KEYS)}")
         self.wait, self.warmup, self.active, self.repeat = wait, warmup, active, repeat
@@ -117,53 +117,53 @@ class Profiler(Callback):
     # -- counting -------------------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
-        self._start(run)
+        self._begin_if_due(run)
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._count(run)
+        self._count_batch(run)
 
     def on_validation_start(self, run: Run, module: nn.Module) -> None:
         if run.stage == "validate":
-            self._start(run)
+            self._begin_if_due(run)
 
     def on_validation_batch_end(
         self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if run.stage == "validate":
-            self._count(run)
+            self._count_batch(run)
 
     def on_test_start(self, run: Run, module: nn.Module) -> None:
-        self._start(run)
+        self._begin_if_due(run)
 
     def on_test_batch_end(
         self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._count(run)
+        self._count_batch(run)
 
     def on_predict_start(self, run: Run, module: nn.Module) -> None:
-        self._start(run)
+        self._begin_if_due(run)
 
     def on_predict_batch_end(
         self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._count(run)
+        self._count_batch(run)
 
-    def _start(self, run: Run) -> None:
+    def _begin_if_due(self, run: Run) -> None:
         if self._waited >= self.wait and self._has_more:
-            self._begin()
+            self._begin_window()
 
-    def _count(self, run: Run) -> None:
-        """A micro-batch is over."""
+    def _count_batch(self, run: Run) -> None:
+        """Count a finished micro-batch, and start, continue or end a window."""
         if self._profile is not None:
             self._done += 1
             if self._done == self.warmup + self.active:
-                self._finish(run)
+                self._finish_window(run)
             else:
                 self._profile.step()
         elif self._has_more:
             self._waited += 1
             if self._waited >= self.wait:
-                self._begin()
+                self._begin_window()
 
     @property
     def _has_more(self) -> bool:
@@ -171,7 +171,7 @@ class Profiler(Callback):
 
     # -- a window -------------------------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin_window(self) -> None:
         self._done = 0
         self._profile = profile(schedule=self._action, acc_events=True, **self._options)
         self._profile.start()
@@ -179,11 +179,11 @@ class Profiler(Callback):
     def _action(self, number: int) -> ProfilerAction:
         return ProfilerAction.WARMUP if number < self.warmup else ProfilerAction.RECORD
 
-    def _finish(self, run: Run) -> None:
-        """End the window and write what it has recorded."""
+    def _finish_window(self, run: Run) -> None:
+        """End the window, and write its trace and table."""
         assert self._profile is not None
-        done, self._profile = self._profile, None
-        done.stop()
+        profiler, self._profile = self._profile, None
+        profiler.stop()
         recorded = self._done - self.warmup
         if recorded <= 0:
             _log.warning("Profiler: the run ended while the profiler warmed up: nothing was recorded")
@@ -193,9 +193,9 @@ class Profiler(Callback):
         self._windows += 1
         self._waited = 0
         path = self._folder(run) / f"rank={run.rank}_step={run.step:08d}"
-        done.export_chrome_trace(f"{path}.pt.trace.json.gz")
+        profiler.export_chrome_trace(f"{path}.pt.trace.json.gz")
         sort_by = self.sort_by or f"self_{'cpu' if run.device.type == 'cpu' else 'device'}_time_total"
-        table = done.key_averages().table(sort_by=sort_by, row_limit=self.row_limit)
+        table = profiler.key_averages().table(sort_by=sort_by, row_limit=self.row_limit)
         path.with_suffix(".txt").write_text(table)
         if run.is_main_process:
             _log.info("Profiler: %d micro-batches until step %d, in %s\n%s", recorded, run.step, path.parent, table)
@@ -218,7 +218,7 @@ class Profiler(Callback):
             self._allocations._record_memory_history(enabled=None)
             self._allocations = None
         if self._profile is not None:
-            self._finish(run)
+            self._finish_window(run)
         elif not self._windows and self._waited:
             _log.warning(
                 "Profiler: nothing was profiled: the run ended after %d micro-batches, wait=%d", self._waited, self.wait

@@ -1,3 +1,3 @@
-"""The earlier place of :class:`callbacks.RichProgressBar`, still importable."""
+"""Earlier import path of :class:`callbacks.RichProgressBar`, still supported."""
 
 from .progress.rich_bar import RichProgressBar as RichProgressBar

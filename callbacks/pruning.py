@@ -1,4 +1,4 @@
-"""Pruning: the least important weights become zero, and stay zero, while the training continues."""
+"""Pruning: the least important weights become zero, and stay zero while the training continues."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _METHODS: dict[str, type[prune.BasePruningMethod]] = {
 
 
 class Pruning(Callback):
-    """Before the first batch of an epoch, sets weights to zero that a method of ``torch.nn.utils.prune`` chooses; they stay zero from then on.
+    """Sets weights to zero before the first batch of an epoch, chosen by a method of ``torch.nn.utils.prune``; they stay zero from then on.
 
-    Lightning's ``ModelPruning`` prunes at the end of epochs; here the epoch that follows trains what is left, and its validation and its
-    checkpoints are of pruned weights. Nothing is renamed: parameters, checkpoints and exports are plain weights with zeros. The masks are
-    the same on all ranks, and part of this callback's state. For models that every rank holds whole (one process, ``ddp``).
+    Lightning's ``ModelPruning`` prunes at the end of epochs. Here the epoch after the pruning trains the remaining weights, so its validation and
+    its checkpoints have pruned weights. Nothing is renamed: parameters, checkpoints and exports are plain weights with zeros. The masks are
+    the same on all ranks, and part of this callback's state. Every rank must hold the whole model (one process, ``ddp``).
     """
 
     def __init__(
@@ -45,35 +45,36 @@ class Pruning(Callback):
         Args:
             pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``, ``"random_structured"``, or a class of
                 ``torch.nn.utils.prune`` (or a subclass), which is created with ``amount=...``.
-            amount: of the weights that are left, each time: a fraction (``0.2``), a number of them (``100``), or a function of the epoch
-                (from 0) that returns one.
-            apply_pruning: a function of the epoch that returns whether to prune before it; ``True``: before each.
+            amount: how many of the remaining weights to prune each time: a fraction (``0.2``), a number (``100``), or a function of the epoch
+                (from 0) that returns one of the two.
+            apply_pruning: a function of the epoch that returns whether to prune before it; ``True``: prune before each epoch.
             parameters_to_prune: pairs of a submodule and the name of its parameter; by default all with ``parameter_names`` and at least two dims.
-            parameter_names: used without ``parameters_to_prune``.
+            parameter_names: names of the parameters to prune, if ``parameters_to_prune`` is empty.
             use_global_unstructured: compare the weights of all parameters with each other (the default of unstructured methods), or
-                prune ``amount`` of each.
-            pruning_dim: along which dim a structured method removes channels.
-            pruning_norm: n of ``"ln_structured"``.
+                prune ``amount`` of each parameter.
+            pruning_dim: the dim along which a structured method removes channels.
+            pruning_norm: the n of the norm of ``"ln_structured"``.
             make_permanent: ``False``: after the training the module has torch's masks (``weight_orig`` and ``weight_mask``).
 
         Raises:
             ValueError, TypeError: an argument is not valid.
         """
-        self.method = _method(pruning_fn)
+        self.method = _method_class(pruning_fn)
         structured = getattr(self.method, "PRUNING_TYPE", "unstructured") == "structured"
         if structured and use_global_unstructured:
             raise ValueError(
-                f"Pruning(pruning_fn={pruning_fn!r}, use_global_unstructured=True): a structured method prunes each parameter"
+                f"Pruning(pruning_fn={pruning_fn!r}, use_global_unstructured=True): a structured method prunes each parameter by itself; "
+                "leave use_global_unstructured out"
             )
         if structured and pruning_dim is None:
             raise ValueError(f"Pruning(pruning_fn={pruning_fn!r}) needs pruning_dim: 0 removes output channels")
         if not structured and (pruning_dim is not None or pruning_norm is not None):
             raise ValueError(
-                f"Pruning(pruning_fn={pruning_fn!r}): pruning_dim and pruning_norm are for structured methods"
+                f"Pruning(pruning_fn={pruning_fn!r}): pruning_dim and pruning_norm are for structured methods; leave them out"
             )
         if (pruning_norm is None) == (self.method is prune.LnStructured):
             raise ValueError(
-                f"Pruning(pruning_fn={pruning_fn!r}, pruning_norm={pruning_norm}): 'ln_structured' needs it, others do not"
+                f"Pruning(pruning_fn={pruning_fn!r}, pruning_norm={pruning_norm}): 'ln_structured' needs pruning_norm, other methods do not take it"
             )
         if isinstance(parameter_names, str):
             raise TypeError(f"Pruning(parameter_names={parameter_names!r}): give a list of names")
@@ -84,8 +85,8 @@ class Pruning(Callback):
         self.parameters_to_prune, self.parameter_names = tuple(parameters_to_prune), tuple(parameter_names)
         self.use_global = not structured if use_global_unstructured is None else use_global_unstructured
         self.masks: dict[str, Tensor] = {}
-        """By the parameter's name: ``False`` where it is pruned."""
-        self._epoch = -1  # pruned last
+        """Parameter's name -> mask, which is ``False`` where the parameter is pruned."""
+        self._epoch = -1  # the epoch of the latest pruning
         self._chosen: dict[str, tuple[nn.Module, str]] = {}
         self._pairs: list[tuple[nn.Parameter, Tensor]] = []
 
@@ -94,13 +95,13 @@ class Pruning(Callback):
     def on_fit_start(self, run: Run, module: nn.Module) -> None:
         if isinstance(module, TrainModule) and not module.automatic_optimization:
             raise ValueError(
-                f"Pruning: {type(module).__name__} has automatic_optimization = False, and Pruning needs automatic optimization"
+                f"Pruning: {type(module).__name__} has automatic_optimization = False, and Pruning needs automatic optimization: remove the callback"
             )
         if callable(getattr(run.engine.strategy, "step", None)):
             raise ValueError(
                 f"Pruning does not work under {type(run.engine.strategy).__name__}, whose optimizer has a copy of the weights: use strategy='ddp'"
             )
-        self._chosen = self._choose(module)
+        self._chosen = self._parameters_to_prune(module)
         if run.step == 0:
             self.masks, self._epoch = {}, -1
         if lost := self.masks.keys() - self._chosen.keys():
@@ -108,7 +109,7 @@ class Pruning(Callback):
                 f"Pruning: the checkpoint has masks of {', '.join(sorted(lost))}, which are not among the parameters to prune: "
                 "resume with the same model and parameters_to_prune"
             )
-        self._use({name: mask.to(run.device) for name, mask in self.masks.items()})
+        self._use_masks({name: mask.to(run.device) for name, mask in self.masks.items()})
 
     def on_train_epoch_start(self, run: Run, module: nn.Module) -> None:
         apply = self.apply_pruning
@@ -117,7 +118,7 @@ class Pruning(Callback):
         self._epoch = run.epoch
         amount = self.amount(run.epoch) if callable(self.amount) else self.amount
         _check_amount(amount)
-        self._use(run.engine.broadcast(self._next(amount)))
+        self._use_masks(run.engine.broadcast(self._next_masks(amount)))
         if run.is_main_process:
             weights = sum(mask.numel() for mask in self.masks.values())
             _log.info("Pruning: %.1f %% of %d weights are zero", 100 * self.sparsity, weights)
@@ -128,7 +129,7 @@ class Pruning(Callback):
                 parameter.grad.mul_(mask)  # clipping and the optimizer see the gradient of the pruned network
 
     def on_before_zero_grad(self, run: Run, module: nn.Module, optimizer: Any) -> None:
-        self._apply()  # momentum from before the pruning would move them
+        self._zero_pruned_weights()  # momentum from before the pruning would move pruned weights
 
     def on_fit_end(self, run: Run, module: nn.Module) -> None:
         if not self.make_permanent:
@@ -148,26 +149,26 @@ class Pruning(Callback):
 
     @property
     def sparsity(self) -> float:
-        """The share of the pruned parameters' weights that is zero. Waits for the device."""
+        """Share of the pruned parameters' weights that is zero. Waits for the device."""
         total = sum(mask.numel() for mask in self.masks.values())
         return 1.0 - sum(int(mask.sum()) for mask in self.masks.values()) / total if total else 0.0
 
     # -- parts ------------------------------------------------------------------------------------------------------------------
 
-    def _choose(self, module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-        """The parameters to prune by their names: submodule and name in it."""
-        places = {id(each): name for name, each in module.named_modules()}
+    def _parameters_to_prune(self, module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+        """Name of each parameter to prune -> its submodule, and its name there."""
+        names = {id(submodule): name for name, submodule in module.named_modules()}
         pairs = self.parameters_to_prune or [
-            (each, name)
-            for each in module.modules()
+            (submodule, name)
+            for submodule in module.modules()
             for name in self.parameter_names
-            if isinstance(parameter := each._parameters.get(name), nn.Parameter) and parameter.ndim > 1
+            if isinstance(parameter := submodule._parameters.get(name), nn.Parameter) and parameter.ndim > 1
         ]
         chosen: dict[str, tuple[nn.Module, str]] = {}
-        known: set[int] = set()
+        seen_ids: set[int] = set()
         for owner, name in pairs:
             parameter = owner._parameters.get(name)
-            if id(owner) not in places or parameter is None:
+            if id(owner) not in names or parameter is None:
                 raise ValueError(
                     f"Pruning(parameters_to_prune): {type(module).__name__} has no {type(owner).__name__} with the parameter {name!r}"
                 )
@@ -175,40 +176,41 @@ class Pruning(Callback):
                 raise ValueError(
                     f"Pruning needs whole parameters on every rank, and {name!r} is sharded: use strategy='ddp', or one process"
                 )
-            if id(parameter) not in known:  # tied weights once
-                known.add(id(parameter))
-                chosen[".".join(filter(None, [places[id(owner)], name]))] = (owner, name)
+            if id(parameter) not in seen_ids:  # tied weights once
+                seen_ids.add(id(parameter))
+                chosen[".".join(filter(None, [names[id(owner)], name]))] = (owner, name)
         if not chosen:
             raise ValueError(
-                f"Pruning: {type(module).__name__} has no parameter of at least two dims called {' or '.join(map(repr, self.parameter_names))}"
+                f"Pruning: {type(module).__name__} has no parameter of at least two dims called {' or '.join(map(repr, self.parameter_names))}: "
+                "give parameters_to_prune or other parameter_names"
             )
         return chosen
 
-    def _use(self, masks: dict[str, Tensor]) -> None:
+    def _use_masks(self, masks: dict[str, Tensor]) -> None:
         self.masks = masks
         self._pairs = [(getattr(*self._chosen[name]), mask) for name, mask in masks.items()]
-        self._apply()
+        self._zero_pruned_weights()
 
     @torch.no_grad()
-    def _apply(self) -> None:
+    def _zero_pruned_weights(self) -> None:
         for parameter, mask in self._pairs:
             parameter.mul_(mask)
 
     @torch.no_grad()
-    def _next(self, amount: float | int) -> dict[str, Tensor]:
-        """The masks with ``amount`` more of the remaining weights pruned."""
+    def _next_masks(self, amount: float | int) -> dict[str, Tensor]:
+        """Compute the masks with ``amount`` more of the remaining weights pruned."""
         weights = {name: getattr(*place) for name, place in self._chosen.items()}
         before = {name: self.masks.get(name, torch.ones_like(w, dtype=torch.bool)) for name, w in weights.items()}
         if not self.use_global:
-            return {name: self._mask(weight, before[name], amount) for name, weight in weights.items()}
+            return {name: self._combined_mask(weight, before[name], amount) for name, weight in weights.items()}
         sizes = [weight.numel() for weight in weights.values()]
         flat = torch.cat([weight.flatten() for weight in weights.values()])
-        mask = self._mask(flat, torch.cat([each.flatten() for each in before.values()]), amount)
+        mask = self._combined_mask(flat, torch.cat([earlier.flatten() for earlier in before.values()]), amount)
         parts = mask.split(sizes)
         return {name: part.reshape(weights[name].shape) for name, part in zip(weights, parts, strict=True)}
 
-    def _mask(self, weight: Tensor, before: Tensor, amount: float | int) -> Tensor:
-        """Compute a weight's mask as ``prune.global_unstructured`` does: torch's container applies a method to what an earlier mask has left."""
+    def _combined_mask(self, weight: Tensor, before: Tensor, amount: float | int) -> Tensor:
+        """Compute a weight's mask as ``prune.global_unstructured`` does: torch's container prunes the weights that an earlier mask kept."""
         method: Any = self.method(amount=amount, **self._options)  # type: ignore[call-arg]
         container = prune.PruningContainer()
         method._tensor_name = container._tensor_name = "weight"
@@ -216,13 +218,13 @@ class Pruning(Callback):
         return container.compute_mask(weight, before.to(weight.dtype)).bool()
 
 
-def _method(given: str | type[prune.BasePruningMethod]) -> type[prune.BasePruningMethod]:
-    if isinstance(given, str) and given in _METHODS:
-        return _METHODS[given]
-    if isinstance(given, type) and issubclass(given, prune.BasePruningMethod):
-        return given
+def _method_class(pruning_fn: str | type[prune.BasePruningMethod]) -> type[prune.BasePruningMethod]:
+    if isinstance(pruning_fn, str) and pruning_fn in _METHODS:
+        return _METHODS[pruning_fn]
+    if isinstance(pruning_fn, type) and issubclass(pruning_fn, prune.BasePruningMethod):
+        return pruning_fn
     raise ValueError(
-        f"Pruning(pruning_fn={given!r}): it must be {', '.join(map(repr, _METHODS))} or a subclass of torch.nn.utils.prune.BasePruningMethod"
+        f"Pruning(pruning_fn={pruning_fn!r}): it must be {', '.join(map(repr, _METHODS))} or a subclass of torch.nn.utils.prune.BasePruningMethod"
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether the ranks still have the same parameters, bit for bit."""
+"""Checks that the ranks still have equal parameters, bit for bit."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _MULTIPLIER = 6364136223846793004
 
 
 class ReplicaCheck(Callback):
-    """Compares the parameters of all ranks that hold the same ones, every ``every_n_steps`` steps and at the end of the training.
+    """Compares replicas of parameters between ranks, every ``every_n_steps`` steps and at the end of the training.
 
     Replicas start equal and get the same updates, so they stay equal bit for bit. If they differ, a device has computed something wrong (silent
-    data corruption), or the ranks run different code. The error, on all ranks, names the first parameter that differs, and the ranks with another
-    value than most. A parameter divided among ranks (FSDP, tensor parallel) is compared over the ranks with the same part of it, HSDP's
-    replicas for example; what only one rank holds is not compared (everything, under FSDP without replicas, and on one process: the log says so
-    once). Under DeepSpeed's stage 3 it raises an error, since its shards cannot be read.
+    data corruption), or the ranks run different code. The error, which all ranks raise, names the first parameter that differs, and the ranks
+    whose value differs from that of most ranks. A parameter divided among ranks (FSDP, tensor parallel) is compared over the ranks with the same
+    part of it, HSDP's replicas for example. A part that only one rank holds is not compared; if that is the whole model (FSDP without replicas,
+    one process), the log says so once. Under DeepSpeed's stage 3, whose shards cannot be read, the callback raises an error.
 
     Each tensor is hashed on its device: the sum over its elements' bits, times an odd number that depends on the position, modulo 2**64.
-    A change of one element is always found. A check reads the parameters once, waits for the device, and shares 16 bytes a tensor.
+    A change of one element always changes the hash. A check reads the parameters once, waits for the device, and shares 16 bytes a tensor.
     Between two checks a micro-batch costs one call.
     """
 
@@ -54,7 +54,7 @@ class ReplicaCheck(Callback):
             on_mismatch: ``"raise"`` :class:`engine.CheckError`, or ``"warn"`` at each check.
 
         Raises:
-            TypeError: ``ignore`` is one text.
+            TypeError: ``ignore`` is a string, not a list of names.
             ValueError: ``every_n_steps`` is below 1, or ``on_mismatch`` is unknown. Before the first step: a name in ``ignore`` matches nothing.
         """
         if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
@@ -68,7 +68,7 @@ class ReplicaCheck(Callback):
         self.checked_step = -1
         """The step after which replicas were compared last."""
         self._next = 0
-        self._said = False
+        self._logged = False
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         strategy = run.engine.strategy
@@ -77,14 +77,14 @@ class ReplicaCheck(Callback):
                 f"ReplicaCheck cannot compare parameters that {type(strategy).__name__} shards without replicas: remove the callback, or "
                 "shard only gradients and optimizer state (ZeRO stage 1 or 2)"
             )
-        there = [*dict(module.named_parameters()), *dict(module.named_buffers())]
+        names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
         for pattern in self.ignore:
-            if not fnmatch.filter(there, pattern):
-                shown = ", ".join(there[:8])
+            if not fnmatch.filter(names, pattern):
+                examples = ", ".join(names[:8])
                 raise ValueError(
-                    f"ReplicaCheck(ignore=[{pattern!r}]) matches no parameter or buffer; there are {shown}, ..."
+                    f"ReplicaCheck(ignore=[{pattern!r}]) matches no parameter or buffer; there are {examples}, ..."
                 )
-        self._said, self.checked_step = False, -1
+        self._logged, self.checked_step = False, -1
         self._next = (run.step // self.every_n_steps + 1) * self.every_n_steps
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -99,45 +99,46 @@ class ReplicaCheck(Callback):
     def _check(self, run: Run, module: nn.Module) -> None:
         self.checked_step = run.step
         if run.world_size == 1:
-            self._say("the run has one process, so nothing is compared")
+            self._log_once("the run has one process, so nothing is compared")
             return
         named = [
             (name, tensor)
             for name, tensor in _tensors(module, self.buffers)
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignore)
         ]
-        keys = torch.tensor([_key(name, tensor) for name, tensor in named], dtype=torch.int64)
+        keys = torch.tensor([_part_key(name, tensor) for name, tensor in named], dtype=torch.int64)
         hashes = torch.stack([_hash(tensor) for _, tensor in named]).cpu() if named else keys  # waits for the device
         ranks = torch.full_like(keys, run.rank)
-        found = run.engine.gather([keys, hashes, ranks])
+        gathered = run.engine.gather([keys, hashes, ranks])
         holders: dict[int, dict[int, int]] = {}  # key -> rank -> hash; a rank's parameters come in the model's order
-        for key, value, rank in zip(*(column.tolist() for column in found), strict=True):
+        for key, value, rank in zip(*(column.tolist() for column in gathered), strict=True):
             holders.setdefault(key, {})[rank] = value
         if all(len(values) == 1 for values in holders.values()):
-            self._say(
+            self._log_once(
                 f"under {type(run.engine.strategy).__name__} each rank has a different part of the model, so nothing is compared"
             )
         wrong = [key for key, values in holders.items() if len(set(values.values())) > 1]
         if not wrong:
             return
         first = wrong[0]
-        own = next((name for key, (name, _) in zip(keys.tolist(), named, strict=True) if key == first), "")
-        shown = own.encode() if run.rank == min(holders[first]) else b""  # other ranks may not have this part
-        name = bytes(run.engine.gather(torch.tensor(list(shown), dtype=torch.uint8)).tolist()).decode()
+        local_name = next((name for key, (name, _) in zip(keys.tolist(), named, strict=True) if key == first), "")
+        # Only one rank sends the name; ranks without this part do not know it.
+        name_bytes = local_name.encode() if run.rank == min(holders[first]) else b""
+        name = bytes(run.engine.gather(torch.tensor(list(name_bytes), dtype=torch.uint8)).tolist()).decode()
         message = _message(name, holders[first], len(wrong), len(holders), run.step)
         if self.on_mismatch == "raise":
             raise CheckError(message)
         if run.is_main_process:
             _log.warning(message)
 
-    def _say(self, text: str) -> None:
-        if not self._said:
+    def _log_once(self, text: str) -> None:
+        if not self._logged:
             _log.info("ReplicaCheck: %s", text)
-            self._said = True
+            self._logged = True
 
 
 def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and buffers, that have values on this rank."""
+    """Parameters, and with ``buffers`` also buffers, that have values on this rank."""
     kinds = [module.named_parameters(), module.named_buffers()] if buffers else [module.named_parameters()]
     for named in kinds:
         for name, tensor in named:
@@ -145,8 +146,8 @@ def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
-def _key(name: str, tensor: Tensor) -> int:
-    """Return a number that is the same on the ranks that hold the same part of the same tensor."""
+def _part_key(name: str, tensor: Tensor) -> int:
+    """Return a number for the part of the tensor on this rank. It is equal on ranks with replicas of that part."""
     part = ""
     if isinstance(tensor, DTensor):
         where = list(tensor.device_mesh.get_coordinate() or ())
@@ -174,16 +175,16 @@ def _hash(tensor: Tensor) -> Tensor:
 
 
 def _message(name: str, values: dict[int, int], wrong: int, tensors: int, step: int) -> str:
-    """Return the message about the first tensor that differs. ``values``: the hash by rank, of the first tensor that differs."""
-    (common, count), *others = Counter(values.values()).most_common()
-    odd = sorted(rank for rank, value in values.items() if value != common)
-    if others and others[0][1] == count:  # no majority
-        which = f"its values differ between the ranks {', '.join(map(str, sorted(values)))}"
+    """Return the message about the first tensor that differs. ``values``: its hash by rank."""
+    (common_value, count), *rarer_values = Counter(values.values()).most_common()
+    odd = sorted(rank for rank, value in values.items() if value != common_value)
+    if rarer_values and rarer_values[0][1] == count:  # no majority
+        difference = f"its values differ between the ranks {', '.join(map(str, sorted(values)))}"
     else:
-        of = f"of the {len(values)} ranks that hold it"
-        which = f"another value than most {of}: rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}"
+        of_the_ranks = f"of the {len(values)} ranks that hold it"
+        difference = f"another value than most {of_the_ranks}: rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}"
     return (
-        f"ReplicaCheck: replicas differ after step {step}. The first parameter is {name}: {which}; {wrong} of {tensors} tensors differ. Replicas "
-        "start equal and get equal updates: a device computes wrong results (test that machine, and resume from a checkpoint before "
+        f"ReplicaCheck: replicas differ after step {step}. The first parameter is {name}: {difference}; {wrong} of {tensors} tensors differ. "
+        "Replicas start equal and get equal updates: a device computes wrong results (test that machine, and resume from a checkpoint before "
         "this step), or a callback, hook or optimizer changes parameters on some ranks only"
     )

@@ -1,4 +1,4 @@
-"""Whether a module can be served: asked once over HTTP, before the training starts."""
+"""Checks over HTTP, before the training starts, that a module can be served."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ Functions = dict[str, Callable[[Any], Any]]
 
 
 class ServableModule(ABC, nn.Module):
-    """Inherit from it besides ``TrainModule``, and say how the module answers requests. The methods are Lightning's."""
+    """Base class, next to ``TrainModule``, of modules that answer requests. The methods are Lightning's."""
 
     @abstractmethod
     def configure_payload(self) -> dict[str, Any]:
-        """An example of a request, ``{"body": {argument: JSON value}}``."""
+        """Return an example of a request, ``{"body": {argument: JSON value}}``."""
 
     @abstractmethod
     def configure_serialization(self) -> tuple[Functions, Functions]:
-        """Functions that make arguments of :meth:`serve_step` from JSON values, and JSON values from its outputs, by their names."""
+        """Return two dicts of functions by name: from JSON values to arguments of :meth:`serve_step`, and from its outputs to JSON values."""
 
     @abstractmethod
     def serve_step(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The outputs by name."""
+        """Compute the outputs, by name."""
 
     @abstractmethod
     def configure_response(self) -> dict[str, Any]:
-        """The answer that is expected to :meth:`configure_payload`."""
+        """Return the expected answer to :meth:`configure_payload`."""
 
 
 @dataclass
@@ -55,18 +55,18 @@ class Response:
 
 
 class ServableModuleValidator(Callback):
-    """Serves a copy of the module at the training's start, with FastAPI on this machine, sends its example, and compares the answer.
+    """Serves a copy of the module at the start of a training, with FastAPI on this machine, sends its example, and compares the answer.
 
     Args:
         optimization, server: ``None`` and ``"fastapi"``; Lightning names others.
         host, port: where the server listens.
-        timeout: how long it may take to start (s).
-        exit_on_failure: end the run when the module cannot answer; otherwise :attr:`successful` says so.
+        timeout: how long the server may take to start (s).
+        exit_on_failure: end the run if the module cannot answer; with False only :attr:`successful` says so.
 
     Raises:
         ModuleNotFoundError: fastapi or uvicorn is not installed.
         NotImplementedError: another optimization or server. Before the first step: the strategy shards the weights.
-        TypeError, ValueError: before the first step: the module is not a :class:`ServableModule`, or does not answer as it says.
+        TypeError, ValueError: before the first step: the module is not a :class:`ServableModule`, or its answer is not the expected one.
     """
 
     def __init__(
@@ -89,33 +89,35 @@ class ServableModuleValidator(Callback):
         self.optimization, self.server, self.host, self.port = optimization, server, host, port
         self.timeout, self.exit_on_failure = timeout, exit_on_failure
         self.resp: Response | None = None
-        """The answer."""
+        """The answer of the module."""
 
     @property
     def successful(self) -> bool | None:
-        """Whether the module has answered; ``None``: it was not asked."""
+        """Whether the module has answered the request; ``None``: no request was sent."""
         return None if self.resp is None else self.resp.status_code == 200
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         if not isinstance(run.engine.strategy, (DDP, Single)):
             raise NotImplementedError(
-                "ServableModuleValidator: the strategy shards the weights: check with 'single' or 'ddp'"
+                f"ServableModuleValidator: {type(run.engine.strategy).__name__} shards the weights: check with strategy='single' or 'ddp'"
             )
         if not isinstance(module, ServableModule):
-            raise TypeError(f"ServableModuleValidator: {type(module).__name__} does not inherit from ServableModule")
+            raise TypeError(
+                f"ServableModuleValidator: {type(module).__name__} does not inherit from ServableModule: add it to its bases"
+            )
         payload = module.configure_payload()
         if "body" not in payload:
             raise ValueError(f"{type(module).__name__}.configure_payload() gave {payload}, which has no 'body'")
         if not run.is_main_process:
             return
         self.resp = self._ask(copy.deepcopy(module).eval(), payload)
-        said = self.resp.json() if self.successful else self.resp.body.decode(errors="replace")
+        answer = self.resp.json() if self.successful else self.resp.body.decode(errors="replace")
         if self.exit_on_failure and not self.successful:
             raise ValueError(
-                f"{type(module).__name__} cannot be served: the server answered {self.resp.status_code}: {said}"
+                f"{type(module).__name__} cannot be served: the server answered {self.resp.status_code}: {answer}"
             )
-        if self.successful and said != (expected := module.configure_response()):
-            raise ValueError(f"{type(module).__name__} answered {said}, and configure_response() says {expected}")
+        if self.successful and answer != (expected := module.configure_response()):
+            raise ValueError(f"{type(module).__name__} answered {answer}, and configure_response() says {expected}")
 
     def _ask(self, module: ServableModule, payload: dict[str, Any]) -> Response:
         import uvicorn
@@ -153,10 +155,12 @@ def _app(module: ServableModule) -> Any:
 
     def serve(payload: dict[str, Any] = Body(...)) -> dict[str, Any]:  # noqa: B008
         body = payload["body"]
-        given = {name: deserializers[name](value) if name in deserializers else value for name, value in body.items()}
+        arguments = {
+            name: deserializers[name](value) if name in deserializers else value for name, value in body.items()
+        }
         with torch.no_grad():
-            found = module.serve_step(**given)
-        return {name: serializers[name](value) if name in serializers else value for name, value in found.items()}
+            outputs = module.serve_step(**arguments)
+        return {name: serializers[name](value) if name in serializers else value for name, value in outputs.items()}
 
     app.get("/ping")(ping)
     app.post("/serve")(serve)

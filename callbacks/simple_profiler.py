@@ -20,12 +20,12 @@ _log = logging.getLogger("engine")
 
 
 class SimpleProfiler(Callback):
-    """Adds up how long each phase of the run and each hook of the callbacks and of the module takes, and shows a table at the end.
+    """Measures the time of each phase of the run and of each hook of the callbacks and the module, and shows a table at the end.
 
     Phases are ``data``, ``forward``, ``backward``, ``optimizer``, ``validation``, ``checkpoint``, ``test``, ``predict`` (under a pipeline
     ``forward_backward``; in manual optimization ``training_step``, which contains ``backward`` and ``optimizer``). Hooks are named as by
     Lightning's profiler: ``[Callback]EarlyStopping.on_validation_end``, ``[TrainModule]Net.on_train_start``. The hooks of an evaluation
-    are part of its phase, too. Times are those of the host: on CUDA, a phase that only queues kernels is short, and the one that waits
+    are part of its phase, too. Times are measured on the host: on CUDA, a phase that only queues kernels is short, and the one that waits
     for them is long; use :class:`callbacks.Profiler` there. Each measurement adds about 1 us.
 
     Every rank measures; the log shows rank 0's table, or standard error if logging is not configured. A resumed run continues rank 0's sums.
@@ -49,22 +49,22 @@ class SimpleProfiler(Callback):
             raise ValueError(f"SimpleProfiler(dirpath={str(dirpath)!r}) writes no file without filename=: give both")
         self.dirpath, self.filename, self.extended = dirpath, filename, extended
         self.durations: dict[str, tuple[int, float]] = {}
-        """For each phase and hook, how often it ran and how long in total (s)."""
+        """Phase or hook -> how often it ran, and how long in total (s)."""
         self._began = self._before = 0.0
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         self.durations, self._began, self._before = {}, time.perf_counter(), 0.0
-        run.phases.timers += (self._add,)
-        run.hooks.wrap(self._measured)
+        run.phases.timers += (self._add_duration,)
+        run.hooks.wrap(self._timed)
 
-    def _add(self, name: str, seconds: float) -> None:
+    def _add_duration(self, name: str, seconds: float) -> None:
         count, total = self.durations.get(name, (0, 0.0))
         self.durations[name] = (count + 1, total + seconds)
 
-    def _measured(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         if name.startswith(f"[Callback]{self.state_key}."):
             return hook
-        add, clock = self._add, time.perf_counter
+        add, clock = self._add_duration, time.perf_counter
 
         def measured(*args: Any) -> Any:
             began = clock()
@@ -76,7 +76,7 @@ class SimpleProfiler(Callback):
         return measured
 
     def summary(self) -> str:
-        """The table: the longest first."""
+        """Return the table of durations, the longest first."""
         total = self._before + time.perf_counter() - self._began
         rows = sorted(self.durations.items(), key=lambda item: item[1][1], reverse=True)
         names = [terminal_text(name, one_line=True) for name, _ in rows]

@@ -1,4 +1,4 @@
-"""Steps with a loss or a gradient norm far beyond the usual are left out."""
+"""Leaves out steps whose loss or gradient norm is far beyond the usual."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _ACTIONS = ("skip", "rollback", "raise")
 class SpikeGuard(Callback):
     """Leaves out each step whose loss or gradient norm is more than ``sigmas`` standard deviations above the mean of the latest ``window`` steps.
 
-    The decision falls on the device, the same on all ranks, before the step is applied: parameters, optimizers, schedulers and counters
-    are as if the step's batches were not in the data. (Random numbers that they have used stay used, and running statistics of batch
+    The decision is made on the device, before the step is applied, and is the same on all ranks: parameters, optimizers, schedulers and
+    counters are as if the step's batches were not in the data. (Random numbers that the batches have used stay used, and running statistics of batch
     norms have seen them.) On the CPU, and with optimizers that are not fused, the step waits for the decision, as with ``on_nonfinite``; with
-    fused ones on a device nothing waits. Values that are left out do not enter the window. Losses are means over the step's micro-batches and all
-    ranks.
+    fused optimizers on a device nothing waits. Values of steps that are left out do not enter the window. Losses are means over the step's
+    micro-batches and all ranks.
 
     Actions: ``"skip"`` continues with the next batches. ``"rollback"`` also takes weights, optimizers and schedulers of the newest
-    checkpoint, because the steps before a spike may have led to it; data and counters continue behind the bad batches. ``"raise"`` ends the
-    run with an error; the parameters are those from before the step.
+    checkpoint, because the steps before a spike may have led to it; data and counters continue after the bad batches. ``"raise"`` ends the
+    run with an error; the parameters stay as they were before the step.
 
-    A loss or norm that is not finite is a spike, too, unless ``on_nonfinite`` or fp16's loss scale leave the step out. The metric
+    A loss or norm that is not finite is a spike too, unless ``on_nonfinite`` or fp16's loss scale leaves the step out. The metric
     ``spikes`` counts the steps that were left out.
     """
 
@@ -45,12 +45,12 @@ class SpikeGuard(Callback):
     ) -> None:
         """
         Args:
-            monitor: what is compared: ``"loss"``, ``"grad_norm"`` (before clipping) or both.
-            action: what happens at a spike.
-            window: steps that mean and standard deviation are computed over.
-            sigmas: standard deviations above the mean.
+            monitor: the values that are compared: ``"loss"``, ``"grad_norm"`` (before clipping) or both.
+            action: the action at a spike.
+            window: number of steps over which mean and standard deviation are computed.
+            sigmas: standard deviations above the mean from which a value is a spike.
             warmup_steps: steps before the first decision.
-            patience: this many spikes in a row raise an error: the training has diverged, or its level has changed.
+            patience: number of spikes in a row that raise an error: the training has diverged, or its level has changed.
 
         Raises:
             ValueError: an argument is not valid.
@@ -60,9 +60,13 @@ class SpikeGuard(Callback):
             raise ValueError(f"SpikeGuard(monitor={monitor!r}): it must be 'loss', 'grad_norm' or both")
         if action not in _ACTIONS:
             raise ValueError(f"SpikeGuard(action={action!r}): it must be 'skip', 'rollback' or 'raise'")
-        for name, value, least in (("window", window, 2), ("warmup_steps", warmup_steps, 2), ("patience", patience, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"SpikeGuard({name}={value!r}): it must be an int of at least {least}")
+        for name, value, minimum in (
+            ("window", window, 2),
+            ("warmup_steps", warmup_steps, 2),
+            ("patience", patience, 1),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                raise ValueError(f"SpikeGuard({name}={value!r}): it must be an int of at least {minimum}")
         if not sigmas > 0:
             raise ValueError(f"SpikeGuard(sigmas={sigmas!r}): it must be above 0")
         self.action, self.window, self.sigmas = action, window, sigmas
@@ -70,44 +74,44 @@ class SpikeGuard(Callback):
         self.spikes = 0
         """Steps that were left out so far."""
         self._history: Tensor | None = None  # [monitors, window], fp64; column count % window is the next
-        self._count: Tensor | None = None  # values that have entered it, shape ()
-        self._wide = torch.float64
+        self._count: Tensor | None = None  # values that have entered the history, shape ()
+        self._wide_dtype = torch.float64
         self._latest: Tensor | None = None  # the latest step's values and limits, [2, monitors]
         self._sums: list[Tensor] = []
-        self._found = self._logs = False
+        self._spike_pending = self._logs = False
         self._logged = -1
-        self._row, self._row_step = 0, -1
-        self._saved: list[Path | str] = []  # checkpoints that are there, oldest first
+        self._spikes_in_a_row, self._latest_spike_step = 0, -1
+        self._saved: list[Path | str] = []  # checkpoints that exist, oldest first
 
     # -- events of the run --------------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, run: Run, module: nn.Module) -> None:
-        self._refuse(run, module)
-        self._wide = Device(run.device).wide
+        self._check_run(run, module)
+        self._wide_dtype = Device(run.device).wide
         if run.step == 0 or self._history is None or self._count is None:
             self.spikes = 0
-            self._history = torch.zeros(len(self.monitor), self.window, dtype=self._wide)
+            self._history = torch.zeros(len(self.monitor), self.window, dtype=self._wide_dtype)
             self._count = torch.zeros((), dtype=torch.int64)
-        self._history, self._count = self._history.to(run.device, self._wide), self._count.to(run.device)
+        self._history, self._count = self._history.to(run.device, self._wide_dtype), self._count.to(run.device)
         self._columns = torch.arange(self.window, device=run.device)
-        self._run, self._row, self._row_step, self._found = run, 0, -1, False
+        self._run, self._spikes_in_a_row, self._latest_spike_step, self._spike_pending = run, 0, -1, False
         self._saved = [] if run.last_checkpoint is None else [run.last_checkpoint]
         self._sums.clear()
         run.engine.prepare_optimizer(run.optimizers[0]).guard_by(self)  # all optimizers of the run step together
 
     def on_before_backward(self, run: Run, module: nn.Module, loss: Any) -> None:
         if "loss" in self.monitor and run.recorder.size:
-            self._sums.append(_weighted(loss, run.recorder.size, run.device, self._wide))
+            self._sums.append(_loss_and_weight(loss, run.recorder.size, run.device, self._wide_dtype))
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._found:
-            self._found = False
-            self._act(run)
+        if self._spike_pending:
+            self._spike_pending = False
+            self._skip_or_roll_back(run)
 
     def on_train_epoch_end(self, run: Run, module: nn.Module) -> None:
-        if self._found:  # on a device the last step's verdict is known after its batch
-            self._found = False
-            self._act(run)
+        if self._spike_pending:  # on a device the last step's verdict is known after its batch
+            self._spike_pending = False
+            self._skip_or_roll_back(run)
 
     # The count is not a result of a validation.
     def on_train_start(self, run: Run, module: nn.Module) -> None:
@@ -128,7 +132,7 @@ class SpikeGuard(Callback):
         self._saved.append(path)
 
     def on_checkpoint_removed(self, run: Run, module: nn.Module, path: Path | str) -> None:
-        self._saved = [each for each in self._saved if each != path]
+        self._saved = [saved for saved in self._saved if saved != path]
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
         self._run = None  # type: ignore[assignment]
@@ -152,15 +156,17 @@ class SpikeGuard(Callback):
     # -- the decision, called within the optimizer step --------------------------------------------------------------------------------
 
     def check(self, norm: Tensor) -> Tensor:
-        """1.0 where this step is a spike, on the device; ``norm``: of its gradients. Shapes ``()``."""
+        """Return 1.0 if this step is a spike, else 0.0, on the device. ``norm``: norm of the step's gradients. Shapes ``()``."""
         history, count = self._history, self._count
         assert history is not None
         assert count is not None
-        values = torch.stack([self._loss() if name == "loss" else norm.to(self._wide) for name in self.monitor])
-        there = self._columns < count
-        number = there.sum()
+        values = torch.stack(
+            [self._mean_loss() if name == "loss" else norm.to(self._wide_dtype) for name in self.monitor]
+        )
+        filled = self._columns < count
+        number = filled.sum()
         mean = history.sum(dim=1) / number
-        deviations = (history - mean[:, None]).mul_(there)
+        deviations = (history - mean[:, None]).mul_(filled)
         sigma = (deviations.square().sum(dim=1) / (number - 1)).sqrt()
         # In a window of equal values the deviation is 0: a rounding difference must not count as a spike.
         limits = mean + (self.sigmas * sigma).clamp(min=1e-6 * mean.abs())
@@ -173,34 +179,34 @@ class SpikeGuard(Callback):
         return spike.float()
 
     def left_out(self) -> None:
-        """A step was left out: act when the micro-batch is over."""
+        """Count a step that was left out; the action follows when its micro-batch is over."""
         self.spikes += 1
         step = self._run.step
-        self._row = self._row + 1 if step == self._row_step else 1
-        self._row_step, self._found = step, True
+        self._spikes_in_a_row = self._spikes_in_a_row + 1 if step == self._latest_spike_step else 1
+        self._latest_spike_step, self._spike_pending = step, True
         if self._run.is_main_process and self._latest is not None:
             values, limits = self._latest.tolist()  # waits for the device, at spikes only
-            said = ", ".join(
+            values_text = ", ".join(
                 f"{name} {value:.4g} (limit {limit:.4g})"
                 for name, value, limit in zip(self.monitor, values, limits, strict=True)
             )
-            _log.warning("SpikeGuard: the step after step %d is left out: %s", step, said)
+            _log.warning("SpikeGuard: the step after step %d is left out: %s", step, values_text)
 
     # -- parts ------------------------------------------------------------------------------------------------------------------
 
-    def _act(self, run: Run) -> None:
+    def _skip_or_roll_back(self, run: Run) -> None:
         if self.action == "raise":
             raise RuntimeError(
                 f"SpikeGuard: the loss or the gradient norm of the step after step {run.step} is more than {self.sigmas:g} standard deviations above "
                 "the mean (action='raise'); the parameters are those from before it. Look at the batch, or continue with action='skip'"
             )
-        if self._row >= self.patience:
+        if self._spikes_in_a_row >= self.patience:
             raise RuntimeError(
-                f"SpikeGuard: {self._row} steps in a row after step {run.step} were left out (patience={self.patience}): the training has diverged, "
-                "or its level has changed. Lower the learning rate, or give more sigmas, a longer window or more patience"
+                f"SpikeGuard: {self._spikes_in_a_row} steps in a row after step {run.step} were left out (patience={self.patience}): the training "
+                "has diverged, or its level has changed. Lower the learning rate, or give more sigmas, a longer window or more patience"
             )
         if self.action == "rollback":
-            run.finish_checkpoints()  # the newest may be on its way
+            run.finish_checkpoints()  # the newest may not be complete yet
             if not self._saved:
                 _log.warning("SpikeGuard: no checkpoint has been saved yet, so the weights stay as they are")
                 return
@@ -208,19 +214,19 @@ class SpikeGuard(Callback):
             if run.is_main_process:
                 _log.warning("SpikeGuard: back to the weights of %s, past the bad batches", self._saved[-1])
 
-    def _loss(self) -> Tensor:
-        """The mean loss over the window's micro-batches and all ranks."""
-        none = torch.zeros(2, dtype=self._wide, device=self._columns.device)
+    def _mean_loss(self) -> Tensor:
+        """Mean loss over the step's micro-batches and all ranks."""
+        none = torch.zeros(2, dtype=self._wide_dtype, device=self._columns.device)
         pair = torch.stack(self._sums).sum(dim=0) if self._sums else none
         self._sums.clear()
         total, weight = self._run.engine.reduce(pair) if self._run.world_size > 1 else pair
         return total / weight.clamp(min=1e-12)  # a step without any item has the loss 0
 
-    def _refuse(self, run: Run, module: nn.Module) -> None:
+    def _check_run(self, run: Run, module: nn.Module) -> None:
         name = type(module).__name__
         if isinstance(module, TrainModule) and not module.automatic_optimization:
             raise ValueError(
-                f"SpikeGuard: {name} has automatic_optimization = False, and SpikeGuard needs automatic optimization"
+                f"SpikeGuard: {name} has automatic_optimization = False, and SpikeGuard needs automatic optimization: remove the callback"
             )
         if run.optimization is not None and run.optimization.calls_closures:
             raise ValueError(
@@ -241,9 +247,9 @@ class SpikeGuard(Callback):
             )
 
 
-def _weighted(loss: Tensor | Loss, size: int, device: torch.device, wide: torch.dtype) -> Tensor:
+def _loss_and_weight(loss: Tensor | Loss, size: int, device: torch.device, wide: torch.dtype) -> Tensor:
     """A micro-batch's loss times its weight, and the weight. Shape [2], of dtype ``wide``."""
-    weight: Any = loss.count if isinstance(loss, Loss) else max(size, 1)
+    weight: Tensor | float = loss.count if isinstance(loss, Loss) else max(size, 1)
     total = (loss.sum if isinstance(loss, Loss) else loss).detach().to(wide).reshape(())
     total = total if isinstance(loss, Loss) else total * weight
     count = weight.detach().to(wide) if isinstance(weight, Tensor) else total.new_full((), float(weight))

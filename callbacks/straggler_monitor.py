@@ -1,4 +1,4 @@
-"""Which rank keeps the others waiting."""
+"""Finds a slow rank, for which all ranks wait."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ PHASES = {
     "backward": ("backward", "forward_backward"),
     "optimizer": ("optimizer",),
 }
-"""The times that are compared, and the run's phases in each."""
+"""Compared parts of a step -> the run's phases that each consists of."""
 _WARM_UP = 2
-"""Steps that are not measured: compilation, and DDP, which makes its buckets again in the second forward pass, where the ranks wait."""
+"""Steps that are not measured: they contain compilation, and DDP makes its buckets again in the second forward pass, where ranks wait."""
 
 
 class StragglerMonitor(Callback):
     """Compares the ranks' times in each phase of a step, every ``every_n_steps`` steps, and names a rank that is slow.
 
-    In one collective the ranks share how long they spent in ``data``, ``forward``, ``backward`` and ``optimizer`` since the last time. A rank
+    In one collective the ranks share how long they spent in ``data``, ``forward``, ``backward`` and ``optimizer`` since the last comparison. A rank
     is slow if a phase in which ranks do not wait for each other took more than ``threshold`` times the median (of an even number of ranks: the
     lower of the two in the middle), and more than ``min_seconds`` a step longer. These phases are ``data``, and ``forward`` if the strategy
-    has no collectives in it (under FSDP and tensor parallelism it has). In ``backward`` a fast rank waits for a slow one, so it is only
-    logged. Times are those of the host: on CUDA a slow device shows where the host waits for it.
+    has no collectives in it (FSDP and tensor parallelism have). In ``backward`` a fast rank waits for a slow one, so it is only
+    logged. Times are measured on the host: on CUDA a slow device shows where the host waits for it.
 
-    Logged, each as seconds a step: ``straggler/data``, ``straggler/forward``, ... (the longest of all ranks), and ``straggler/slowest_rank``,
-    the rank with the longest time in the compared phases. On one process the same values are logged, and nothing is compared. Each
-    micro-batch costs about 4 us. The first two steps of a run, resumed or not, are not measured.
+    The callback logs ``straggler/data``, ``straggler/forward``, ..., the longest time of all ranks in seconds a step, and
+    ``straggler/slowest_rank``, the rank with the longest time in the compared phases. On one process it logs the same values, and compares
+    nothing. Each micro-batch costs about 4 us. The first two steps of a run, resumed or not, are not measured.
     """
 
     def __init__(self, every_n_steps: int = 50, threshold: float = 2.0, min_seconds: float = 0.01) -> None:
@@ -58,7 +58,7 @@ class StragglerMonitor(Callback):
             raise ValueError(f"StragglerMonitor(min_seconds={min_seconds!r}): it must be at least 0")
         self.every_n_steps, self.threshold, self.min_seconds = every_n_steps, threshold, min_seconds
         self.slow: dict[int, str] = {}
-        """The ranks that were slow at the latest comparison, and in which phase."""
+        """Ranks that were slow at the latest comparison -> a text with phase and times."""
         self._seconds: dict[str, float] = defaultdict(float)  # by phase
         self._latest: dict[str, float] = {}
         self._host_names: list[str] = []
@@ -75,9 +75,9 @@ class StragglerMonitor(Callback):
         self._latest, self.slow = {}, {}
         self._seconds.clear()
         self._last, self._next = -1, run.step + _WARM_UP
-        run.phases.timers += (self._add,)
+        run.phases.timers += (self._add_duration,)
 
-    def _add(self, name: str, seconds: float) -> None:
+    def _add_duration(self, name: str, seconds: float) -> None:
         self._seconds[name] += seconds
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -86,17 +86,17 @@ class StragglerMonitor(Callback):
 
     def _compare(self, run: Run) -> None:
         before, self._last, self._next = self._last, run.step, run.step + self.every_n_steps
-        own = [sum(self._seconds[name] for name in names) for names in PHASES.values()]
+        phase_seconds = [sum(self._seconds[name] for name in names) for names in PHASES.values()]
         self._seconds.clear()
         if before < 0:
             return
         rows = [[0.0] * len(PHASES)] * run.world_size
-        rows[run.rank] = [seconds / (run.step - before) for seconds in own]
+        rows[run.rank] = [seconds / (run.step - before) for seconds in phase_seconds]
         table: list[list[float]] = run.engine.reduce(torch.tensor(rows, dtype=torch.float64), "sum").tolist()
         compared = [sum(row[: len(self._compared)]) for row in table]
         self._latest = {f"straggler/{name}": max(row[i] for row in table) for i, name in enumerate(PHASES)}
         self._latest["straggler/slowest_rank"] = float(compared.index(max(compared)))
-        self.slow = self._found(table)
+        self.slow = self._slow_ranks(table)
         for rank, description in self.slow.items() if run.is_main_process else ():
             _log.warning(
                 "StragglerMonitor: rank %d (%s) is slow at step %d: %s",
@@ -106,8 +106,8 @@ class StragglerMonitor(Callback):
                 description,
             )
 
-    def _found(self, table: list[list[float]]) -> dict[int, str]:
-        """The slow ranks, and how slow; ``table``: seconds a step, ``[rank][phase]``."""
+    def _slow_ranks(self, table: list[list[float]]) -> dict[int, str]:
+        """Slow rank -> a text with phase and times. ``table``: seconds a step, ``[rank][phase]``."""
         slow: dict[int, str] = {}
         for index, name in enumerate(self._compared):
             times = [row[index] for row in table]
@@ -123,4 +123,4 @@ class StragglerMonitor(Callback):
         self._latest = {}
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
-        run.phases.timers = tuple(timer for timer in run.phases.timers if timer != self._add)
+        run.phases.timers = tuple(timer for timer in run.phases.timers if timer != self._add_duration)

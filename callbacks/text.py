@@ -1,6 +1,6 @@
-"""Text with names in it, as a table of a terminal and as HTML: it is shown as it is, neither obeyed by a terminal nor read as markup.
+"""Tables for terminals and HTML with names in them, which are shown as text: no terminal obeys them, and no browser reads them as markup.
 
-A line of its own is :func:`engine.terminal_text`'s.
+:func:`engine.terminal_text` does so for single lines.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _VOID = ("br", "input", "meta")
 
 
 @contextmanager
-def random_kept() -> Iterator[None]:
-    """Restore the state of Python's random numbers after this block. The first import of ``rich`` draws some, which would change the training."""
+def keep_random_state() -> Iterator[None]:
+    """Restore the state of Python's random numbers after the block. The first import of ``rich`` draws some, which would change the training."""
     state = random.getstate()
     try:
         yield
@@ -32,12 +32,14 @@ def random_kept() -> Iterator[None]:
         random.setstate(state)
 
 
-@random_kept()
-def rich_table(columns: Sequence[str], rows: Iterable[Sequence[object]], width: int, left: Collection[str]) -> str:
-    """A table in rich's look, in at most ``width`` columns; whatever its names hold is shown as text.
+@keep_random_state()
+def rich_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], width: int, text_columns: Collection[str]
+) -> str:
+    """A table in rich's look, at most ``width`` columns wide. Control characters and markup in its cells are shown as text.
 
     Args:
-        left: the columns of text; numbers are on the right.
+        text_columns: columns that are aligned to the left; numbers are on the right.
     """
     from rich import box
     from rich.console import Console
@@ -49,7 +51,7 @@ def rich_table(columns: Sequence[str], rows: Iterable[Sequence[object]], width: 
 
     table = Table(box=box.SIMPLE_HEAD, safe_box=True)
     for head in columns:
-        table.add_column(cell(head), justify="left" if head in left else "right")
+        table.add_column(cell(head), justify="left" if head in text_columns else "right")
     for row in rows:
         table.add_row(*map(cell, row))
     file = io.StringIO()
@@ -58,32 +60,32 @@ def rich_table(columns: Sequence[str], rows: Iterable[Sequence[object]], width: 
 
 
 def results_table(name: str, run: Run, width: int) -> str:
-    """The metrics of the evaluation that has just ended, a column a loader, in at most ``width`` columns."""
+    """A table of the metrics of the latest evaluation, with a column for each loader, at most ``width`` columns wide."""
     rows: dict[str, dict[int, float]] = {}
     loaders = len(run.num_eval_batches)
     for metric, value in run.metrics.items():
-        found = _OF_LOADER.match(metric) if loaders > 1 else None
-        if found is None:
+        match = _OF_LOADER.match(metric) if loaders > 1 else None
+        if match is None:
             rows.setdefault(metric, {})[0 if loaders < 2 else -1] = value
         else:
-            rows.setdefault(found[1], {})[int(found[2])] = value
+            rows.setdefault(match[1], {})[int(match[2])] = value
     columns = sorted({column for values in rows.values() for column in values})
     step = f" of step {run.step}" if run.step else ""
     heads = ["all" if c < 0 else f"loader {c}" if loaders > 1 else "value" for c in columns]
     cells = [(metric, *(f"{values[c]:.6g}" if c in values else "" for c in columns)) for metric, values in rows.items()]
     first = f"{name}{step}"
-    return rich_table([first, *heads], cells, width, left=[first])
+    return rich_table([first, *heads], cells, width, text_columns=[first])
 
 
 class Html(str):
-    """Text that is HTML already; any other text is escaped when it becomes part of an element."""
+    """Text that is HTML already. Any other text is escaped when it becomes part of an element."""
 
 
 def element(tag: str, *children: object, **attributes: str | int | bool | None) -> Html:
-    """``<tag attribute="...">children</tag>``.
+    """An element as text: ``<tag attribute="...">children</tag>``.
 
     Args:
-        children: :class:`Html`, text, or lists of them; ``None`` is left out.
+        children: :class:`Html`, other text, or lists of either; ``None`` is left out.
         attributes: ``class_`` is ``class``, other underscores are hyphens; ``True`` has no value, ``False`` and ``None`` are left out.
     """
     named = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()}
@@ -96,7 +98,7 @@ def element(tag: str, *children: object, **attributes: str | int | bool | None) 
 
 
 def join(*children: object) -> Html:
-    """The children of an element."""
+    """The children of an element as one text."""
     parts: list[str] = []
     for child in children:
         if isinstance(child, (list, tuple)):
@@ -107,13 +109,13 @@ def join(*children: object) -> Html:
 
 
 def html_table(caption: str, head: list[object], rows: list[list[object]], *, numbers_from: int | None = None) -> Html:
-    """A table that scrolls sideways where it is too wide.
+    """An HTML table, which scrolls sideways if it is too wide.
 
     Args:
-        caption: its name, for everybody.
+        caption: the table's title.
         head: the columns' names.
-        rows: the first cell of each is the row's name.
-        numbers_from: the column from which cells are numbers, which are aligned to the right.
+        rows: cells; the first cell is the row's name.
+        numbers_from: index of the first column with numbers, which are aligned to the right.
     """
 
     def kind(index: int) -> str | None:

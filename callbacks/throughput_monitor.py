@@ -1,4 +1,4 @@
-"""How fast a run trains: samples, tokens and operations a second, and the share of time that was training."""
+"""Throughput of a run: samples, tokens and operations a second, and the share of time that was training."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from engine import Callback, Device, Run
 
 
 class ThroughputMonitor(Callback):
-    """Adds to the metrics, at each log boundary of the training, for the steps since the one before, over all ranks:
+    """Adds the throughput of the steps since the last log boundary, over all ranks, to the metrics of the training:
 
     ==============================  ==================================================================================
     ``throughput/samples_per_sec``  samples
-    ``throughput/tokens_per_sec``   the counts of the :class:`engine.Loss` objects, or what ``tokens_fn`` says
+    ``throughput/tokens_per_sec``   the counts of the :class:`engine.Loss` objects, or the values of ``tokens_fn``
     ``throughput/steps_per_sec``    optimizer steps
     ``throughput/flops_per_sec``    floating point operations of forward and backward pass
-    ``throughput/mfu``              these, divided by what the devices can do (model FLOPs utilization)
+    ``throughput/mfu``              ``flops_per_sec`` divided by the devices' peak (model FLOPs utilization)
     ``throughput/goodput``          the share of the time since the training first started that was spent in steps that count
     ==============================  ==================================================================================
 
-    Validation and checkpoints do not count as time, waiting for data does. The first boundary only starts the clock: its steps include
-    compilation. In goodput's share, waiting for data, validation, checkpoints, starts, the time between a kill and the resume, and steps that
-    were lost and repeated are not productive.
+    Time in validation and checkpoints does not count, waiting for data does. The first boundary only starts the clock: its steps include
+    compilation. Goodput counts as lost: waiting for data, validation, checkpoints, starts, the time between a kill and the resume, and
+    steps that were lost and repeated.
 
     Operations are counted once, by the formulas of ``torch.utils.flop_counter.FlopCounterMode``, while the first micro-batch runs: nothing is
     computed twice, and each rank counts its own part under tensor and pipeline parallelism. A compiled model runs that
-    micro-batch uncompiled. Other micro-batches count as many operations as this one. With ``activation_checkpointing`` the recomputation is
+    micro-batch uncompiled. All other micro-batches are taken to have as many operations. With ``activation_checkpointing`` the recomputation is
     counted, so the name is ``throughput/hfu`` (hardware FLOPs utilization). A device that is not in the table
-    of ``callbacks/throughput_monitor.py`` has no MFU unless ``peak_flops`` is given; no CPU is there.
+    of ``callbacks/throughput_monitor.py``, such as a CPU, has no MFU unless ``peak_flops`` is given.
 
     The ranks share four numbers in one collective at a log boundary; between two boundaries nothing is called and the device does not wait.
     """
@@ -51,9 +51,9 @@ class ThroughputMonitor(Callback):
     ) -> None:
         """
         Args:
-            peak_flops: what one rank's device can do (1/s), in the precision of the run; ``None``: from the table of known devices.
+            peak_flops: peak of one rank's device (operations a second) in the precision of the run; ``None``: from the table of known devices.
             count_flops: ``False``: no ``flops_per_sec`` and no MFU.
-            tokens_fn: tokens of this rank's micro-batch; for losses without a count. Must not wait for the device.
+            tokens_fn: returns the number of tokens in this rank's micro-batch, for losses without a count. Must not wait for the device.
 
         Raises:
             ValueError: ``peak_flops`` is not positive, or given with ``count_flops=False``.
@@ -63,14 +63,16 @@ class ThroughputMonitor(Callback):
                 f"ThroughputMonitor(peak_flops={peak_flops!r}): it must be positive, in operations a second"
             )
         if peak_flops is not None and not count_flops:
-            raise ValueError("ThroughputMonitor(peak_flops=..., count_flops=False): MFU needs the count")
+            raise ValueError(
+                "ThroughputMonitor(peak_flops=..., count_flops=False): MFU needs the count: leave one of the two out"
+            )
         self.peak_flops, self.count_flops, self.tokens_fn = peak_flops, count_flops, tokens_fn
         if tokens_fn is not None:
             self.on_train_batch_end = self._count_tokens  # type: ignore[method-assign]
         self.flops = 0
         """Operations of the counted micro-batch on this rank; 0 until it has run."""
         self._own_tokens = 0.0
-        self._counting: _Count | None = None
+        self._counting: _OperationCounter | None = None
         self._training = False
         self._began: float | None = None
         self._productive = 0.0
@@ -87,12 +89,12 @@ class ThroughputMonitor(Callback):
         self._run, self._entered, self._apart = run, time.perf_counter(), run.times.apart
         self._name = "hfu" if run.settings.activation_checkpointing else "mfu"
         self._peak = self.peak_flops or peak_of(run.device, run.engine.precision.name) or 0.0
-        self._last: _Mark | None = None
+        self._last: _Counters | None = None
         self._training, self.flops, self._own_tokens = True, 0, 0.0
         if self.count_flops:
             run.phases.timers += (self._after_phase,)
 
-    # An evaluation's metrics are logged between these two.
+    # An evaluation's metrics are logged between these two hooks.
     def on_validation_start(self, run: Run, module: nn.Module) -> None:
         self._training = False
 
@@ -101,7 +103,7 @@ class ThroughputMonitor(Callback):
 
     def on_before_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         if self._training and (self._last is None or step > self._last.step):
-            now = _Mark(run, self._own_tokens)
+            now = _Counters(run, self._own_tokens)
             before, self._last = self._last, now
             if before is not None:
                 metrics.update(self._values(run, before, now))
@@ -122,13 +124,13 @@ class ThroughputMonitor(Callback):
 
     # -- values ---------------------------------------------------------------------------------------------------------------------
 
-    def _values(self, run: Run, before: _Mark, now: _Mark) -> dict[str, float]:
+    def _values(self, run: Run, before: _Counters, now: _Counters) -> dict[str, float]:
         assert self._began is not None
         seconds, steps = now.seconds - before.seconds, now.step - before.step
-        own = [seconds, self.flops * (now.batches - before.batches), self._peak, float(not self._peak)]
-        own += [self._productive_seconds(), time.time() - self._began, now.own_tokens - before.own_tokens]
-        shared: list[float] = run.engine.reduce(torch.tensor(own, dtype=torch.float64), "sum").tolist()
-        seconds, flops, peak, unknown, productive, total, own_tokens = shared
+        local_values = [seconds, self.flops * (now.batches - before.batches), self._peak, float(not self._peak)]
+        local_values += [self._productive_seconds(), time.time() - self._began, now.own_tokens - before.own_tokens]
+        sums: list[float] = run.engine.reduce(torch.tensor(local_values, dtype=torch.float64), "sum").tolist()
+        seconds, flops, peak, unknown, productive, total, own_tokens = sums
         seconds = max(seconds / run.world_size, 1e-9)
         values = {"samples_per_sec": (now.samples - before.samples) / seconds, "steps_per_sec": steps / seconds}
         if self.tokens_fn is not None:
@@ -143,7 +145,7 @@ class ThroughputMonitor(Callback):
         return {f"throughput/{name}": value for name, value in values.items()}
 
     def _productive_seconds(self) -> float:
-        """Time in steps so far, without waiting for data."""
+        """Seconds in steps so far, without waiting for data."""
         if self._run is None:
             return self._productive
         return self._productive + time.perf_counter() - self._entered - (self._run.times.apart - self._apart)
@@ -155,19 +157,19 @@ class ThroughputMonitor(Callback):
     # -- operations -----------------------------------------------------------------------------------------------------------------
 
     def _after_phase(self, name: str, seconds: float) -> None:
-        """Count from the first batch's arrival to the end of its backward pass."""
+        """Count operations from the arrival of the first batch to the end of its backward pass."""
         if name == "data":
-            self._leave()  # the micro-batch before had no loss
-            self._counting = _Count()
+            self._end_count()  # the micro-batch before had no loss
+            self._counting = _OperationCounter()
             self._counting.__enter__()
         elif name in ("backward", "forward_backward", "training_step") and self._counting is not None:
             if name == "backward" and self._run is not None and not self._run.module.automatic_optimization:
                 return  # training_step continues
-            self.flops = self._leave()
+            self.flops = self._end_count()
             if self._run is not None:
                 self._stop_counting(self._run)
 
-    def _leave(self) -> int:
+    def _end_count(self) -> int:
         counting, self._counting = self._counting, None
         if counting is None:
             return 0
@@ -175,11 +177,11 @@ class ThroughputMonitor(Callback):
         return counting.total
 
     def _stop_counting(self, run: Run) -> None:
-        self._leave()
+        self._end_count()
         run.phases.timers = tuple(timer for timer in run.phases.timers if timer != self._after_phase)
 
 
-class _Mark:
+class _Counters:
     """Counters at a log boundary."""
 
     __slots__ = ("batches", "own_tokens", "samples", "seconds", "step", "tokens")
@@ -190,11 +192,11 @@ class _Mark:
         self.seconds = time.perf_counter() - run.times.validation - run.times.checkpoint
 
 
-class _Count(TorchDispatchMode):
-    """Adds up the operations of what runs in it, by ``FlopCounterMode``'s formulas.
+class _OperationCounter(TorchDispatchMode):
+    """Adds up the operations of the code that runs in it, by ``FlopCounterMode``'s formulas.
 
-    Unlike that, it counts this rank's part of a DTensor, not what torch infers shapes with, and sets no hooks on modules, which would make
-    compiled models compile again.
+    Unlike ``FlopCounterMode`` it counts this rank's part of a DTensor, leaves out operations that only infer shapes, and sets no hooks on
+    modules, which would make compiled models compile again.
     """
 
     supports_higher_order_operators = True
@@ -206,7 +208,7 @@ class _Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it calls the same on its local tensors
+            return NotImplemented  # a DTensor calls the operation again, on its local tensors
         result = func(*args, **(kwargs or {}))
         formula = self._formulas.get(getattr(func, "_overloadpacket", None))
         if formula is not None and not any(
@@ -218,8 +220,8 @@ class _Count(TorchDispatchMode):
 
 KINDS = ("fp64", "fp32", "tf32", "fp16", "bf16")
 
-# Dense matrix multiplications (without sparsity) at the boost clock of the full power limit, in 1e12 operations a second. The first pattern that
-# is found in the device's name counts.
+# Dense matrix multiplications (without sparsity) at the boost clock of the full power limit, in 1e12 operations a second. The first pattern
+# that matches the device's name counts.
 _TERA: tuple[tuple[str, dict[str, float]], ...] = (
     # NVIDIA H100 datasheet (2023), and H200 datasheet (2024): half of the numbers "with sparsity".
     (r"H100 PCIe", {"fp64": 51, "fp32": 51, "tf32": 378, "fp16": 756, "bf16": 756}),
@@ -249,11 +251,11 @@ _TERA: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def known_peak(device_name: str, kind: str) -> float | None:
-    """Operations a second of the device of this name; ``None`` if it is not known.
+    """Peak operations a second of the device called ``device_name``; ``None`` if the device is not in the table.
 
     Args:
         device_name: as ``engine.Device(device).name`` gives it.
-        kind: of :data:`KINDS`.
+        kind: one of :data:`KINDS`.
     """
     for pattern, peaks in _TERA:
         if re.search(pattern, device_name):
@@ -262,8 +264,10 @@ def known_peak(device_name: str, kind: str) -> float | None:
 
 
 def peak_of(device: torch.device, precision: str) -> float | None:
-    """Operations a second of ``device`` in matrix multiplications of a precision such as ``"bf16-mixed"``; ``None``: not known (always on a CPU,
-    and for fp8, where only some multiplications are in 8 bits)."""
+    """Peak operations a second of ``device`` in matrix multiplications of a precision such as ``"bf16-mixed"``.
+
+    ``None``: not known, which is always so on a CPU, and for fp8, where only some multiplications are in 8 bits.
+    """
     kind = {"64": "fp64", "32": "fp32", "16": "fp16", "bf16": "bf16"}.get(precision.partition("-")[0])
     if kind == "fp32" and Device(device).tf32:
         kind = "tf32"

@@ -35,10 +35,10 @@ def train_copy(
 ) -> None:
     """Train a copy of ``module`` for ``max_steps`` with ``fit``'s settings, ``callback`` as its only callback, without validation and checkpoints.
 
-    It restores the module, the data module, the loader's generators and the state of all random number generators, also after an error.
+    Module, data module, the loader's generators and all other random number generators are afterwards as they were, also after an error.
 
     Args:
-        settings: replace those of ``fit``; ``max_steps`` is one of them.
+        settings: values that replace settings of ``fit``; ``max_steps`` is one of them.
 
     Raises:
         TypeError: the module cannot be copied.
@@ -56,23 +56,25 @@ def train_copy(
     except Exception as error:
         raise TypeError(f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error})") from error
     trained.configure_callbacks = list  # type: ignore[method-assign]  # none
-    with isolated(), _generators_kept(loader), tempfile.TemporaryDirectory(prefix="fit-trial-") as folder:
-        trial = Fit(**{**_given(fit), **_SWITCHED_OFF, **settings, "callbacks": [callback], "root_dir": folder})
+    with isolated(), _restored_generators(loader), tempfile.TemporaryDirectory(prefix="fit-trial-") as folder:
+        trial = Fit(
+            **{**_changed_settings(fit), **_SWITCHED_OFF, **settings, "callbacks": [callback], "root_dir": folder}
+        )
         trial.names_what_fits = False  # larger sizes are tried until one is too large
         trial.run(trained, loader, datamodule=copy.copy(datamodule))
 
 
 def is_main(fit: Fit | None) -> bool:
-    """Whether this process shows and saves what was found."""
+    """Whether this process is the one that logs and saves the result of a search."""
     return (Fit() if fit is None else fit).is_main_process
 
 
 def log() -> logging.Logger:
-    """The logger of results."""
+    """Return the logger for results."""
     return logging.getLogger("engine")
 
 
-def _given(fit: Fit | None) -> dict[str, Any]:
+def _changed_settings(fit: Fit | None) -> dict[str, Any]:
     """The settings of ``fit`` that are not the defaults."""
     if fit is None:
         return {}
@@ -80,20 +82,20 @@ def _given(fit: Fit | None) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _generators_kept(loader: Any) -> Iterator[None]:
-    """Restore the generators that a loader and its samplers have."""
+def _restored_generators(loader: Any) -> Iterator[None]:
+    """Restore the generators of a loader and its samplers after the block."""
     owners = [loader]
     for name in ("sampler", "batch_sampler"):
         owners += [getattr(owner, name) for owner in list(owners) if getattr(owner, name, None) is not None]
-    found = [
+    generators = [
         value
         for owner in owners
         for value in getattr(owner, "__dict__", {}).values()
         if isinstance(value, torch.Generator)
     ]
-    states = [generator.get_state() for generator in found]
+    states = [generator.get_state() for generator in generators]
     try:
         yield
     finally:
-        for generator, state in zip(found, states, strict=True):
+        for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)

@@ -1,4 +1,4 @@
-"""An average of the weights that training goes through, for validation, in checkpoints, and in the module after the run."""
+"""Averages of the weights during a training, for validation, in checkpoints, and in the module after the run."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class WeightAveraging(Callback):
-    """Averages the weights; :class:`callbacks.EMA` and :class:`callbacks.SWA` are the usual averages.
+    """Averages the weights during a training; :class:`callbacks.EMA` and :class:`callbacks.SWA` are the usual averages.
 
     The average starts as a copy of the weights at the first update. It is on the device, sharded as the parameters are: nothing is
-    gathered or copied to the host. Averaged are the parameters that an optimizer has, and the buffers that the model saves. Averages of
+    gathered or copied to the host. It covers the parameters that an optimizer has, and the buffers that the model saves. Averages of
     half-precision parameters are kept in fp32, in which small changes are not lost.
 
     - Validation uses the averages. Afterwards the trained weights are back, bit for bit, also after an error.
     - A checkpoint has both: the trained weights, and the averages in parts, under ``name``. ``load_from_checkpoint(path)``,
-      ``fit.test(module, checkpoint=path)``, ``engine.Resume(path, weights_only=True)`` and ``fit checkpoint export`` use those with which its
-      score was measured: the averages, unless there were none yet, or the score is a metric of the training. ``weights="trained"`` and
+      ``fit.test(module, checkpoint=path)``, ``engine.Resume(path, weights_only=True)`` and ``fit checkpoint export`` use the weights with which
+      its score was measured: the averages, unless there were none yet, or the score is a metric of the training. ``weights="trained"`` and
       ``weights="ema"`` ask for one of them.
-    - After the training the module has the averages (with ``Fit(reload_best=True)``, those of the best checkpoint).
+    - After the training the module has the averages (with ``Fit(reload_best=True)``, the best checkpoint's averages).
 
-    If a run has several such callbacks, validation and the module get the averages of the first; checkpoints have all.
-    A resumed run continues with them. Steps that were skipped, of fp16 for example, are not averaged. To decide when to update, override
-    :meth:`should_update`.
+    If a run has several callbacks that average, validation and the module get the averages of the first; checkpoints have all.
+    A resumed run continues with its averages. Steps that were skipped, of fp16 for example, are not averaged. To decide when to update,
+    override :meth:`should_update`.
 
     Statistics of batch norms are averaged with the other buffers. To compute them from data instead, call
     ``torch.optim.swa_utils.update_bn(loader, module)`` after the run.
 
     Args:
         use_buffers: average floating-point buffers; other buffers, and all with ``False``, are copied from the model at each update.
-        avg_fn: ``f(average, current, number of averaged ones) -> new average``, for each tensor; by default the mean.
-        multi_avg_fn: the same for lists, which changes the averages in place: one of ``torch.optim.swa_utils``, for example. Both get local shards.
-        name: of the averages in checkpoints.
+        avg_fn: ``f(average, current, updates so far) -> new average``, for each tensor; default: the mean. It gets local shards.
+        multi_avg_fn: ``f(averages, currents, updates so far)``, which changes the averages in place: one of ``torch.optim.swa_utils``, for
+            example. It gets lists of local shards.
+        name: the name of the averages in checkpoints.
 
     Raises:
         ValueError, TypeError: an argument is not valid. In ``setup``: under DeepSpeed, which has its own copy of the weights,
@@ -66,7 +67,7 @@ class WeightAveraging(Callback):
             raise ValueError(f"{who}(name={name!r}): it must be text without '/', and not 'trained'")
         self.use_buffers, self.avg_fn, self.multi_avg_fn, self.name = use_buffers, avg_fn, multi_avg_fn, name
         self.n_averaged = 0
-        """Updates so far."""
+        """Number of updates so far."""
         self._step: int | None = None
         self._epoch = -1
         self._restored = False
@@ -74,18 +75,19 @@ class WeightAveraging(Callback):
 
     def _forget(self) -> None:
         self._names: dict[str, str] = {}  # name in the model -> the first name of the same tensor
-        self._own: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
         self._averages: dict[str, Tensor] = {}
-        self._kept: dict[str, Tensor] | None = None  # while they are swapped: what does not fit into the averages
+        # While weights and averages are swapped: the weights whose dtype differs from their average's.
+        self._swapped_out: dict[str, Tensor] | None = None
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # local averages, and the tensors that they are of
-        self._count = 0
+        self._found_count = 0
 
     # -- when -------------------------------------------------------------------------------------------------------------------
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Whether to update now; called after each optimizer step with ``step_idx``, and at the end of each epoch with ``epoch_idx``, from 0.
 
-        Override it to decide otherwise; by default after each step. All ranks must return the same.
+        By default it returns true after each step; override it to decide otherwise. All ranks must return the same.
         """
         return step_idx is not None
 
@@ -141,13 +143,13 @@ class WeightAveraging(Callback):
     def update(self, run: Run, module: nn.Module) -> None:
         """Add the current weights to the average; all ranks call this together, between two steps."""
         run.saver.hold()  # a checkpoint in progress may still be copying them
-        if _size(run) != self._count:
-            self._find(run, module)
-        for averages, own in self._groups:
-            currents = run.engine.strategy.local(own)
+        if _parameter_count(run) != self._found_count:
+            self._find_weights(run, module)
+        for averages, weights in self._groups:
+            currents = run.engine.strategy.local(weights)
             if averages[0].dtype != currents[0].dtype:
                 currents = [current.to(averages[0].dtype) for current in currents]
-            if self.n_averaged and self._averaged(own[0]):
+            if self.n_averaged and self._is_averaged(weights[0]):
                 self.average(averages, currents)
             else:
                 torch._foreach_copy_(averages, currents)
@@ -161,8 +163,8 @@ class WeightAveraging(Callback):
         for average, current in zip(averages, currents, strict=True):
             average.copy_(self.avg_fn(average, current, self.n_averaged))
 
-    def _find(self, run: Run, module: nn.Module) -> None:
-        """Find what to average; what is new, as parameters that an optimizer was given later, starts with its values."""
+    def _find_weights(self, run: Run, module: nn.Module) -> None:
+        """Find the tensors to average. A new one, such as a parameter that an optimizer got later, starts with its current values."""
         trained = {id(p) for o in run.optimizers for group in o.param_groups for p in group["params"]}
         buffers = {id(buffer) for buffer in module.buffers()}
         parts = {
@@ -172,63 +174,63 @@ class WeightAveraging(Callback):
         }
         first: dict[int, str] = {}
         self._names = {name: first.setdefault(id(value), name) for name, value in parts.items()}
-        self._own = {name: parts[name] for name in first.values()}
-        known, self._averages = self._averages, {}
-        for name, own in self._own.items():
-            average = known.get(name)
-            if average is None or average.shape != own.shape:
-                average = own.detach().clone()
+        self._weights = {name: parts[name] for name in first.values()}
+        earlier, self._averages = self._averages, {}
+        for name, weight in self._weights.items():
+            average = earlier.get(name)
+            if average is None or average.shape != weight.shape:
+                average = weight.detach().clone()
                 if average.dtype in _HALF:
                     average = average.float()
             self._averages[name] = average
         groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         locally = run.engine.strategy.local(list(self._averages.values()))
-        for own, average in zip(self._own.values(), locally, strict=True):
-            averages, owns = groups.setdefault(
-                (average.device, average.dtype, own.dtype, self._averaged(own)), ([], [])
+        for weight, average in zip(self._weights.values(), locally, strict=True):
+            averages, weights = groups.setdefault(
+                (average.device, average.dtype, weight.dtype, self._is_averaged(weight)), ([], [])
             )
             averages.append(average)
-            owns.append(own)
-        self._groups, self._count = list(groups.values()), _size(run)
+            weights.append(weight)
+        self._groups, self._found_count = list(groups.values()), _parameter_count(run)
 
-    def _averaged(self, own: Tensor) -> bool:
-        """Whether this tensor of the model is averaged; others are copied."""
-        numbers = own.is_floating_point() or own.is_complex()
-        return numbers and (self.use_buffers or isinstance(own, nn.Parameter))
+    def _is_averaged(self, tensor: Tensor) -> bool:
+        """Whether a tensor is averaged. Tensors that are not are copied from the model at each update."""
+        numbers = tensor.is_floating_point() or tensor.is_complex()
+        return numbers and (self.use_buffers or isinstance(tensor, nn.Parameter))
 
     @torch.no_grad()
     def _swap(self, run: Run, module: nn.Module) -> None:
-        """Give the model the averages, and keep its weights in them."""
-        self._find(run, module)  # frees, under FSDP, what is gathered of the present weights
-        self._kept = {}
-        for name, own in self._own.items():
-            average, now = self._averages[name], own.detach().clone()
-            own.copy_(average)
-            if average.dtype == own.dtype:
+        """Exchange the weights of the model with the averages."""
+        self._find_weights(run, module)  # under FSDP, it also frees gathered weights
+        self._swapped_out = {}
+        for name, weight in self._weights.items():
+            average, now = self._averages[name], weight.detach().clone()
+            weight.copy_(average)
+            if average.dtype == weight.dtype:
                 average.copy_(now)
             else:
-                self._kept[name] = now
+                self._swapped_out[name] = now
 
     @torch.no_grad()
     def _restore(self, run: Run, module: nn.Module) -> None:
-        """Undo :meth:`_swap`, if it was done."""
-        kept, self._kept = self._kept, None
-        if kept is None:
+        """Undo :meth:`_swap`, if the weights are swapped."""
+        swapped_out, self._swapped_out = self._swapped_out, None
+        if swapped_out is None:
             return
         run.engine.strategy.model_parts(module)
-        for name, own in self._own.items():
+        for name, weight in self._weights.items():
             average = self._averages[name]
-            if name in kept:
-                own.copy_(kept[name])
+            if name in swapped_out:
+                weight.copy_(swapped_out[name])
             else:
-                now = own.detach().clone()
-                own.copy_(average)
+                now = weight.detach().clone()
+                weight.copy_(average)
                 average.copy_(now)
 
     # -- where they are used ----------------------------------------------------------------------------------------------------
 
     def on_validation_start(self, run: Run, module: nn.Module) -> None:
-        if run.stage == "fit" and self.validates_with and self.n_averaged and self._kept is None:
+        if run.stage == "fit" and self.validates_with and self.n_averaged and self._swapped_out is None:
             self._swap(run, module)
 
     def on_validation_end(self, run: Run, module: nn.Module) -> None:
@@ -243,7 +245,7 @@ class WeightAveraging(Callback):
     def on_fit_end(self, run: Run, module: nn.Module) -> None:
         if self.validates_with and self.n_averaged:
             self._swap(run, module)
-            self._kept = None  # the trained weights are in the checkpoints
+            self._swapped_out = None  # the trained weights are in the checkpoints
             run.engine.share_buffers(module)
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
@@ -252,7 +254,7 @@ class WeightAveraging(Callback):
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
     def other_weights(self, run: Run, module: nn.Module) -> dict[str, dict[str, Any]]:
-        if self._kept is not None:
+        if self._swapped_out is not None:
             raise RuntimeError(
                 f"a checkpoint is to be saved during the validation of {type(self).__name__}'s averages, while the model does not have its "
                 "trained weights: save it in on_validation_end, after this callback"
@@ -260,7 +262,7 @@ class WeightAveraging(Callback):
         if not self.n_averaged:
             return {}
         if not self._averages:
-            self._find(run, module)
+            self._find_weights(run, module)
         return {self.name: {name: self._averages[first] for name, first in self._names.items()}}
 
     @property
@@ -276,12 +278,13 @@ class WeightAveraging(Callback):
 
 
 class EMA(WeightAveraging):
-    """An exponential moving average of the weights: ``average = decay * average + (1 - decay) * weights`` after an optimizer step.
+    """Exponential moving average of the weights: ``average = decay * average + (1 - decay) * weights`` after an optimizer step.
 
-    :class:`callbacks.WeightAveraging` says where it is used and how it is saved. The first update copies the weights.
+    :class:`callbacks.WeightAveraging` says where it is used and how it is saved. The first update copies the weights. Averages have the
+    parameters' shapes and dtypes; averages of half-precision parameters are in float32.
 
     Args:
-        decay: between 0 and 1.
+        decay: share of the old average, from 0 to 1.
         update_every_n_steps: update after each step whose index (from 0) is a multiple of this.
         update_starting_at_step: do not update before this step, from 0.
         update_starting_at_epoch: do not update before this epoch, from 0.
@@ -305,15 +308,15 @@ class EMA(WeightAveraging):
     ) -> None:
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
             raise ValueError(f"EMA(decay={decay!r}): it must be a number from 0 to 1")
-        for argument, value, least in (
+        for argument, value, minimum in (
             ("update_every_n_steps", update_every_n_steps, 1),
             ("update_starting_at_step", update_starting_at_step, 0),
             ("update_starting_at_epoch", update_starting_at_epoch, 0),
         ):
-            if (value is not None or least) and (
-                isinstance(value, bool) or not isinstance(value, int) or value < least
+            if (value is not None or minimum) and (
+                isinstance(value, bool) or not isinstance(value, int) or value < minimum
             ):
-                raise ValueError(f"EMA({argument}={value!r}): it must be a whole number of at least {least}")
+                raise ValueError(f"EMA({argument}={value!r}): it must be a whole number of at least {minimum}")
         super().__init__(multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=use_buffers, name=name)
         self.decay, self.warmup = decay, warmup
         self.update_every_n_steps = update_every_n_steps
@@ -340,9 +343,9 @@ class EMA(WeightAveraging):
             super().average(averages, currents)
 
 
-_MEAN: Any = get_swa_multi_avg_fn()
+_MEAN: MultiAverage = get_swa_multi_avg_fn()
 
 
-def _size(run: Run) -> int:
-    """The number of parameters that the optimizers have."""
+def _parameter_count(run: Run) -> int:
+    """Number of parameters in all optimizers."""
     return sum(len(group["params"]) for optimizer in run.optimizers for group in optimizer.param_groups)

@@ -1,4 +1,4 @@
-"""Aim's repository."""
+"""A logger for Aim's repositories."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class AimLogger(Logger):
     """Logs into a repository of Aim: ``pip install aim``, then ``aim up``.
 
     The steps are optimizer steps done; Aim keeps the epoch of each value, and ``samples`` (trained on so far, by all ranks) is a metric. If a
-    name has several values at one step, Aim keeps the last. Hyperparameters and settings, without secrets, are the run's parameters.
-    A resumed run and its evaluations are the same run. Files are not taken.
+    metric has several values at one step, Aim keeps the last. Hyperparameters and settings, without secrets, are the run's parameters.
+    A resumed run and its evaluations are the same run in Aim. The logger does not send files.
     """
 
     takes = frozenset({"image", "histogram", "text", "audio", "figure", "table"})
@@ -34,7 +34,7 @@ class AimLogger(Logger):
         """
         Args:
             repo: a folder, or ``"aim://host:port"``; ``None``: the current folder. A folder without a repository gets one.
-            experiment: groups runs.
+            experiment: name of the experiment, which groups runs.
             retries, waiting, patience_s: as in :class:`Logger`.
             run: further arguments of ``aim.Run``: ``system_tracking_interval``, ``log_system_params``. The terminal is not captured,
                 unless ``capture_terminal_logs=True``.
@@ -55,7 +55,7 @@ class AimLogger(Logger):
         return self.experiment_name
 
     def tracker(self) -> Any:
-        """The ``aim.Run``."""
+        """Return the ``aim.Run``."""
         return self._run
 
     def describe(self, values: Mapping[str, Any]) -> None:
@@ -70,10 +70,10 @@ class AimLogger(Logger):
         local = "://" not in self.repo
         repo = aim.Repo.from_path(self.repo, init=not aim.Repo.exists(self.repo)) if local else self.repo
         note = run.folder / "aim.txt"  # Aim chooses the ids of its runs
-        known = note.read_text().strip() if note.exists() else None
+        aim_id = note.read_text().strip() if note.exists() else None
         try:
             self._run = aim.Run(
-                known, repo=repo, experiment=self.experiment_name, force_resume=known is not None, **self._options
+                aim_id, repo=repo, experiment=self.experiment_name, force_resume=aim_id is not None, **self._options
             )
         except aim.sdk.errors.MissingRunError:
             self._run = aim.Run(repo=repo, experiment=self.experiment_name, **self._options)
@@ -90,14 +90,14 @@ class AimLogger(Logger):
     def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
         aim, caption = self._aim, options.get("caption") or ""
         if kind in ("image", "figure"):
-            made: Any = aim.Image(pixels(value).squeeze(), caption=caption)
+            medium: Any = aim.Image(pixels(value).squeeze(), caption=caption)
         elif kind == "audio":
-            made = aim.Audio(sound(value).astype("float32"), rate=options["sample_rate"])
+            medium = aim.Audio(sound(value).astype("float32"), rate=options["sample_rate"])
         elif kind == "histogram":
-            made = aim.Distribution(finite(value), bin_count=64)
+            medium = aim.Distribution(finite(value), bin_count=64)
         else:
-            made = aim.Text(markdown(*value) if kind == "table" else str(value))
-        self._run.track(made, name=name, step=at.step, epoch=at.epoch)
+            medium = aim.Text(markdown(*value) if kind == "table" else str(value))
+        self._run.track(medium, name=name, step=at.step, epoch=at.epoch)
 
     def close(self, status: str) -> None:
         self._run["status"] = status

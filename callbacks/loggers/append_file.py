@@ -1,4 +1,4 @@
-"""A file that grows piece by piece, each piece whole or not at all: a full disk or a kill leaves no half of one in the middle."""
+"""A file that grows piece by piece, each piece whole or not at all: a full disk or a kill leaves no half piece in the middle."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from pathlib import Path
 
 
 class AppendFile:
-    """A file open for appending by one writer, created when missing.
+    """A file open for appending by one writer, created if missing.
 
     Args:
-        path: in an existing folder.
-        lines: its pieces are lines; a last one without an end, which a kill left, is removed.
+        path: a file in an existing folder.
+        lines: the pieces are lines; a last line without an end, which a kill left, is removed.
     """
 
     def __init__(self, path: Path, lines: bool = False) -> None:
         self._file = path.open("ab+", buffering=0)
-        self._whole: int | None = end_of_lines(self._file.fileno()) if lines else None
-        """The size up to which the pieces are whole, while there may be more."""
+        self._whole_size: int | None = end_of_lines(self._file.fileno()) if lines else None
+        """Size up to which the pieces are whole, while the file may have more; ``None``: all of them are."""
 
     def write(self, piece: bytes) -> int:
-        """Append ``piece``; it is in the file when this returns.
+        """Append ``piece``; it is in the file when the call returns.
 
         Raises:
-            OSError: it could not be written, and nothing of it is in the file. The error names the file.
+            OSError: the piece could not be written, and no part of it is in the file. The error names the file.
         """
         descriptor = self._file.fileno()
         try:
-            if self._whole is not None:
-                os.ftruncate(descriptor, self._whole)
-            self._whole = os.fstat(descriptor).st_size
-            rest = memoryview(piece)
-            while rest:  # a disk that becomes full, or a signal, cuts a write short
-                rest = rest[os.write(descriptor, rest) :]
+            if self._whole_size is not None:
+                os.ftruncate(descriptor, self._whole_size)
+            self._whole_size = os.fstat(descriptor).st_size
+            remaining = memoryview(piece)
+            while remaining:  # a disk that becomes full, or a signal, cuts a write short
+                remaining = remaining[os.write(descriptor, remaining) :]
         except OSError as error:
-            if self._whole is not None:
+            if self._whole_size is not None:
                 with suppress(OSError):  # the next call tries again
-                    os.ftruncate(descriptor, self._whole)
+                    os.ftruncate(descriptor, self._whole_size)
             raise OSError(error.errno, error.strerror, self._file.name) from None
-        self._whole = None
+        self._whole_size = None
         return len(piece)
 
     def flush(self) -> None:
-        """Nothing: :meth:`write` does not wait."""
+        """Do nothing: :meth:`write` has written everything."""
 
     @property
     def closed(self) -> bool:
@@ -56,22 +56,22 @@ class AppendFile:
 
 
 def end_of_lines(descriptor: int, block: int = 1 << 16) -> int:
-    """The position behind the last end of a line."""
+    """Position after the last end of a line; 0 if there is none."""
     end = os.fstat(descriptor).st_size
     while end:
         start = max(0, end - block)
-        found = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
+        place = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if place >= 0:
+            return start + place + 1
         end = start
     return 0
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file as a whole: a crash or a full disk leaves the old one.
+    """Replace a file as a whole: a crash or a full disk leaves the old file.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the file could not be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".new")

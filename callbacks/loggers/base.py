@@ -1,4 +1,4 @@
-"""The base class of loggers: when values are sent, by which thread, what happens when a tracker fails, and what modules call on a logger."""
+"""Base class of loggers: when and from which thread values are sent, what happens when a tracker fails, and methods for modules to call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .sent_mark import START, Position, SentMark
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When values were logged."""
+    """The moment in a run at which values were logged."""
 
     step: int
     """Optimizer steps done."""
@@ -31,9 +31,9 @@ class Moment:
     time: float
     """Seconds since 1970."""
     run_step: int | None = None
-    """Optimizer steps done, where ``step`` is one that the caller gave; ``None``: ``step`` is the run's."""
+    """Optimizer steps done, if the caller gave ``step``; ``None``: ``step`` is the run's own."""
     repeated: bool = False
-    """Whether ``epoch`` and ``samples`` of this step were sent already, or are not those of ``step``: a tracker of single values leaves them out."""
+    """Whether a tracker of single values leaves out ``epoch`` and ``samples``: they were sent at this step already, or belong to another step."""
 
 
 class Nothing:
@@ -67,18 +67,19 @@ NOTHING = Nothing()
 
 
 class Logger(Callback):
-    """Subclass it and define :meth:`open`, :meth:`scalars` and :meth:`close`; for media also :attr:`takes` and :meth:`media`; for what modules
-    call themselves also :meth:`tracker` and :meth:`describe`.
+    """Base class of loggers. A subclass defines :meth:`open`, :meth:`scalars` and :meth:`close`; for media also :attr:`takes` and :meth:`media`; for
+    :attr:`experiment` and hyperparameters that modules log also :meth:`tracker` and :meth:`describe`.
 
     All of them run on the main process only: ``open`` in ``setup``, where an error ends the run before its first step, the others in order in a
-    thread of their own (see :attr:`threaded`), so that a slow tracker does not slow the training down. One that fails is tried again,
-    ``retries`` times and ever later; then the error is logged, and the run continues without this logger (if a medium cannot be
-    sent, without this medium).
-    While a tracker does not answer, up to ``waiting`` values wait for it, up to 200 media among them; later ones are left out, with a
-    warning. At the end of the run the rest is sent, for at most ``patience_s`` seconds.
+    thread of their own (see :attr:`threaded`), so that a slow tracker does not slow the training down. A call that fails is repeated up to
+    ``retries`` times, after longer and longer pauses; then the error is logged, and the run continues without this logger (if a medium
+    cannot be sent, without this medium).
+    While a tracker does not answer, up to ``waiting`` values wait for it, up to 200 media among them; later values are left out, with a
+    warning. At the end of the run the waiting values are sent, for at most ``patience_s`` seconds.
 
-    A resumed run repeats the steps after its checkpoint, exactly. What a logger has sent is noted in the run's folder (``sent/``), and is not sent
-    again, unless it :attr:`rewinds`. What waited when a checkpoint was saved is in the checkpoint (without media), and is sent after the resume.
+    A resumed run repeats the steps after its checkpoint, exactly. The run's folder (``sent/``) has a note of the values that a logger has sent; they
+    are not sent again, unless the logger :attr:`rewinds`. Values that waited when a checkpoint was saved are in the checkpoint (without
+    media), and are sent after the resume.
     """
 
     is_logger = True
@@ -87,10 +88,10 @@ class Logger(Callback):
     """The media that :meth:`media` can send: ``"image"``, ``"histogram"``, ``"text"``, ``"audio"``, ``"figure"``, ``"table"``; with
     ``"artifact"``, files for :meth:`artifact`."""
     rewinds = False
-    """Whether :meth:`rewind` can remove what was sent."""
+    """Whether :meth:`rewind` can remove values that were sent."""
     threaded = True
-    """``False``: values are sent at once, in the training itself, and only media by a thread. For local files, which take 0.1 ms a row. While
-    :meth:`scalars` raises an ``OSError`` (a full disk), values wait, and are sent in order once it does not."""
+    """``False``: values are sent at once, in the training's thread, and only media by another thread. For local files, which take 0.1 ms a row. While
+    :meth:`scalars` raises an ``OSError`` (a full disk), values wait; they are sent in order once it succeeds."""
 
     _current_run: Run | None = None
     """The run under way, on every rank."""
@@ -99,7 +100,7 @@ class Logger(Callback):
         """
         Args:
             retries: how often a failed call is repeated.
-            waiting: values that may wait to be sent.
+            waiting: largest number of values that wait to be sent.
             patience_s: how long the end of a run waits for the tracker (s).
 
         Raises:
@@ -113,13 +114,12 @@ class Logger(Callback):
         self.retries, self.waiting, self.patience_s = retries, waiting, patience_s
         self._sender: Sender | None = None
         self._sent_mark: SentMark | None = None
-        self._training = False  # what is sent is numbered, and sent once
+        self._training = False  # calls of a training are numbered, and sent once
         self._position: Position = START
         self._row_step = -1  # the step of the last values
         self._restored: dict[str, Any] | None = None
-        self._early: list[Item] | None = (
-            None  # what is logged before the training starts, and the earlier run's rows are removed
-        )
+        # Calls before the training starts: they wait until the earlier run's rows are removed.
+        self._early: list[Item] | None = None
 
     # -- to define ----------------------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class Logger(Callback):
         """Open the tracker for ``run``. A resumed run has the same ``run.id``."""
 
     def scalars(self, values: Mapping[str, float], at: Moment) -> None:
-        """Send ``values``, which were logged ``at`` this moment."""
+        """Send ``values``, which were logged ``at`` a moment of the run."""
 
     def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
         """Send the medium ``name`` whose ``kind`` is in :attr:`takes`; ``value`` as in :meth:`on_media`, ``options``: keywords of
@@ -137,17 +137,17 @@ class Logger(Callback):
         """Send the file or folder at ``path`` under ``name``."""
 
     def close(self, status: str) -> None:
-        """Close it. ``status``: ``"completed"``, ``"stopped"``, ``"interrupted"`` or ``"failed"``."""
+        """Close the tracker. ``status``: ``"completed"``, ``"stopped"``, ``"interrupted"`` or ``"failed"``."""
 
     def has(self, values: Mapping[str, float], at: Moment) -> bool:
-        """Whether the tracker has these values; called after a kill for those that were being sent."""
+        """Whether the tracker already has ``values``. Asked once after a kill, for the row that was being sent."""
         return False
 
     def rewind(self, step: int) -> None:
-        """Remove what is later than ``step``, where a training resumes; 0: a new one starts. Called if it :attr:`rewinds`."""
+        """Remove the values after ``step``, where a training resumes; 0: a new training starts. Called if the logger :attr:`rewinds`."""
 
     def tracker(self) -> Any:
-        """Return the object of :attr:`experiment`: the tracker's own; the logger itself, if there is none."""
+        """Return the tracker's own object for :attr:`experiment`; the logger itself if there is none."""
         return self
 
     def describe(self, values: Mapping[str, Any]) -> None:
@@ -158,9 +158,9 @@ class Logger(Callback):
     @property
     def experiment(self) -> Any:
         """The tracker's own object, while a run is under way: TensorBoard's ``SummaryWriter``, W&B's run, MLflow's client, Aim's run, the module
-        ``trackio``; for files of rows the logger itself. On ranks other than 0 an object that does nothing.
+        ``trackio``; for files of rows the logger itself. On ranks other than 0 it is an object that does nothing.
 
-        Calls of it are made at once, in the thread that calls; what the logger itself sends may still wait for its thread.
+        Its methods run at once, in the thread that calls them; values that the logger itself sends may still wait for its thread.
 
         Raises:
             AttributeError: no run is under way.
@@ -172,11 +172,11 @@ class Logger(Callback):
         return self.tracker()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Send numbers in order with those that the run logs, on rank 0; other ranks' calls do nothing.
+        """Send numbers on rank 0, in order with the values that the run logs; calls on other ranks do nothing.
 
         Args:
-            metrics: numbers, or tensors with one element, which are waited for; of this rank.
-            step: ``None``: the optimizer steps done.
+            metrics: numbers of this rank, or tensors with one element, which the call waits for.
+            step: the step to log; ``None``: the optimizer steps done.
         """
         run = self._require_run("log_metrics")
         if run.is_main_process:
@@ -185,7 +185,7 @@ class Logger(Callback):
             self._send_values(run, values, step)
 
     def log_hyperparams(self, params: Any = None, metrics: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Send hyperparameters beside those of ``save_hyperparameters``, which the run sends itself; on rank 0.
+        """Send additional hyperparameters on rank 0. The run itself sends the ones of ``save_hyperparameters``.
 
         Args:
             params: a mapping, which may be nested, or a Namespace.
@@ -193,14 +193,14 @@ class Logger(Callback):
         """
         run = self._require_run("log_hyperparams")
         if run.is_main_process:
-            given = params if isinstance(params, Mapping) else {} if params is None else vars(params)
+            hyperparameters = params if isinstance(params, Mapping) else {} if params is None else vars(params)
             self._ensure_open(run)
-            self._send_settings({**given, **more})
+            self._send_settings({**hyperparameters, **more})
         if metrics:
             self.log_metrics(metrics)
 
     def save(self) -> None:
-        """Nothing: values are sent, or written, as soon as they are logged."""
+        """Do nothing: values are sent, or written, as soon as they are logged."""
 
     @property
     def version(self) -> str:
@@ -214,7 +214,7 @@ class Logger(Callback):
 
     @property
     def log_dir(self) -> str:
-        """The folder where this logger writes, on every rank; for a tracker elsewhere the run's folder."""
+        """The folder of this logger's files, on every rank; the run's folder if the tracker is elsewhere."""
         return str(self._require_run("log_dir").folder)
 
     # -- events of the run ----------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class Logger(Callback):
         self._training, self._current_run = False, run
         self._early = [] if stage == "fit" and self.rewinds else None
         if run.is_main_process and stage != "predict":  # a prediction logs nothing, except for media
-            self._begin(run)
+            self._open_tracker(run)
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         restored, self._restored = self._restored, None
@@ -234,37 +234,37 @@ class Logger(Callback):
         if self.rewinds:
             self._sent_mark.forget_after(run.step)
             self._row_step = self._sent_mark.row_step
-            self._sender.put(Item(partial(self.rewind, run.step)))
+            self._sender.submit(Item(partial(self.rewind, run.step)))
         self._send_early()
         for position, moment, values in [] if restored is None else restored["waiting"]:
-            self._put((int(position[0]), int(position[1])), values, Moment(*moment))
+            self._send_row((int(position[0]), int(position[1])), values, Moment(*moment))
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
-        if run.is_main_process and (at := self._now(run)) is not None:
+        if run.is_main_process and (at := self._next_moment(run)) is not None:
             repeated, self._row_step = at.step == self._row_step, at.step
-            self._put(self._position, dict(metrics), replace(at, repeated=True) if repeated else at)
+            self._send_row(self._position, dict(metrics), replace(at, repeated=True) if repeated else at)
 
     def on_media(self, run: Run, module: nn.Module, kind: str, name: str, value: Any, options: dict[str, Any]) -> None:
         if kind not in self.takes:
             return
         if self._sender is None:
-            self._begin(run)
-        if (at := self._now(run)) is not None:
+            self._open_tracker(run)
+        if (at := self._next_moment(run)) is not None:
             if kind == "artifact":
                 send = partial(self.artifact, value, name, at)
             else:
                 send = partial(self.media, kind, name, value, at, **options)
-            self._offer(self._position, send, None, media=f"the {kind} {name!r}")
+            self._send_call(self._position, send, None, media=f"the {kind} {name!r}")
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
         self._current_run = None
         if self._sender is not None:
             self._send_early()
-            self._sender.end(partial(self._finish, self._sent_mark, _status(run)), self.patience_s)
+            self._sender.end(partial(self._close_tracker, self._sent_mark, _status(run)), self.patience_s)
         self._sender = self._sent_mark = None
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the run has logged, and what waits to be sent."""
+        """Return how far the run has logged, and the values that wait to be sent."""
         step, number = self._position
         return {"step": step, "number": number, "waiting": [] if self._sender is None else self._sender.waiting()}
 
@@ -275,42 +275,42 @@ class Logger(Callback):
 
     def _require_run(self, what: str) -> Run:
         if self._current_run is None:
-            raise AttributeError(f"{type(self).__name__}.{what} is there during a run only")
+            raise AttributeError(f"{type(self).__name__}.{what} is available only during a run")
         return self._current_run
 
     def _ensure_open(self, run: Run) -> None:
         if self._sender is None:
-            self._begin(run)
+            self._open_tracker(run)
 
     def _send_values(self, run: Run, values: dict[str, float], step: int | None) -> None:
-        if (at := self._now(run)) is not None:
-            self._put(
+        if (at := self._next_moment(run)) is not None:
+            self._send_row(
                 self._position,
                 values,
                 at if step is None else replace(at, step=int(step), run_step=at.step, repeated=True),
             )
 
     def _send_settings(self, values: Mapping[str, Any]) -> None:
-        self._give(Item(partial(self.describe, flat(values))))
+        self._hand_over(Item(partial(self.describe, flat(values))))
 
-    def _give(self, item: Item) -> None:
+    def _hand_over(self, item: Item) -> None:
         if self._early is not None:
             self._early.append(item)
         elif self._sender is not None:
-            self._sender.put(item)
+            self._sender.submit(item)
 
     def _send_early(self) -> None:
         waiting, self._early = self._early or [], None
         for item in waiting:
-            self._give(item)
+            self._hand_over(item)
 
-    def _begin(self, run: Run) -> None:
+    def _open_tracker(self, run: Run) -> None:
         self._sent_mark = SentMark(_sent_mark_file(self, run), run.id)
         self._row_step = self._sent_mark.row_step
         self.open(run)
         self._sender = Sender(type(self).__name__, self.retries, self.waiting, self.threaded)
 
-    def _finish(self, sent_mark: SentMark | None, status: str) -> None:
+    def _close_tracker(self, sent_mark: SentMark | None, status: str) -> None:
         try:
             self.close(status)
         finally:
@@ -319,34 +319,42 @@ class Logger(Callback):
 
     @property
     def count(self) -> int:
-        """How many times something was sent in this run, before it was resumed too."""
+        """Number of rows and media that were sent in this run, also before a resume."""
         return 0 if self._sent_mark is None else self._sent_mark.count
 
-    def _now(self, run: Run) -> Moment | None:
-        """Count what is logged now; ``None``: it was sent before."""
+    def _next_moment(self, run: Run) -> Moment | None:
+        """Count a log event, and return its moment; ``None``: it was sent before."""
         step = run.step
         self._position = step, self._position[1] + 1 if step == self._position[0] else 1
-        if self._known(self._position):
+        if self._has_been_sent(self._position):
             return None
         return Moment(step, run.epoch, run.samples, time.time())
 
-    def _known(self, position: Position) -> bool:
+    def _has_been_sent(self, position: Position) -> bool:
         return self._training and self._sent_mark is not None and position <= self._sent_mark.sent
 
-    def _put(self, position: Position, values: dict[str, float], at: Moment) -> None:
-        if not self._known(position):
+    def _send_row(self, position: Position, values: dict[str, float], at: Moment) -> None:
+        if not self._has_been_sent(position):
             # Files and trackers hold UTF-8, which has no lone surrogates.
             values = {name.encode(errors="backslashreplace").decode(): value for name, value in values.items()}
             record = [list(position), list(astuple(at)), values]
             row_step = at.step if at.run_step is None else None
-            self._offer(position, partial(self.scalars, values, at), partial(self.has, values, at), record, row_step)
+            self._send_call(
+                position, partial(self.scalars, values, at), partial(self.has, values, at), record, row_step
+            )
 
-    def _offer(
-        self, position: Position, send: Any, has: Any, record: Any = None, row_step: int | None = None, media: str = ""
+    def _send_call(
+        self,
+        position: Position,
+        send: Callable[[], None],
+        has: Callable[[], bool] | None,
+        record: list[Any] | None = None,
+        row_step: int | None = None,
+        media: str = "",
     ) -> None:
         if self._sender is not None and self._sent_mark is not None:
             work = partial(_send, self._sent_mark, position if self._training else None, send, has, row_step)
-            self._give(Item(work, record, media))
+            self._hand_over(Item(work, record, media))
 
 
 def _send(
@@ -356,29 +364,34 @@ def _send(
     has: Callable[[], bool] | None,
     row_step: int | None,
 ) -> None:
-    """``position``: ``None`` in evaluations, which are logged each time; ``row_step``: of the run's own values."""
-    if position is None or not (sent_mark.begin(position) and has is not None and has()):
+    """Make the call ``send``, and note it. After a kill the call is left out if the tracker has its values.
+
+    Args:
+        position: ``None`` in evaluations, which are logged each time.
+        row_step: the step, if they are the run's own values.
+    """
+    if position is None or not (sent_mark.note_sending(position) and has is not None and has()):
         send()
-    sent_mark.done(position, row_step)
+    sent_mark.note_sent(position, row_step)
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """Return what a tracker shows of a run, without secrets: its hyperparameters by name, and its settings as ``fit/<name>``."""
-    found = flat(run.hyperparameters)
-    return found | {
+    """Return a run's hyperparameters by name and its settings as ``fit/<name>``, without secrets, for a tracker's table of the configuration."""
+    hyperparameters = flat(run.hyperparameters)
+    return hyperparameters | {
         f"fit/{name}": value for name, value in flat({k: v["value"] for k, v in run.config.items()}).items()
     }
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, with names such as ``model/width``; lists and other values become text."""
-    found: dict[str, Any] = {}
+    """Return nested dicts as one dict, with names such as ``model/width``; lists and other values become text."""
+    entries: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{name}/")
+            entries |= flat(value, f"{prefix}{name}/")
         else:
-            found[f"{prefix}{name}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
-    return found
+            entries[f"{prefix}{name}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return entries
 
 
 def _sent_mark_file(logger: Logger, run: Run) -> Path:

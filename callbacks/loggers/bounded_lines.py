@@ -1,4 +1,4 @@
-"""Lines of files that a run has left. Nobody has checked them: one line may have no end, and most of a file may be a hole."""
+"""Reads lines of files that nobody has checked: a line may have no end, and most of a file may be a hole."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 LONGEST = 16 << 20
-"""Bytes of a line that is read."""
+"""Longest line that is read, in bytes."""
 LONGEST_OWN = 1 << 30
-"""Bytes of a line in a file that a logger continues: it may have a large table."""
+"""Longest line in a file that a logger continues, in bytes: a line may have a large table."""
 
 
 def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file, from its position on; an empty line stands for one of more than :data:`LONGEST` bytes."""
+    """The lines of a file from its position on; an empty line stands for a line of more than :data:`LONGEST` bytes."""
     while line := file.readline(LONGEST):
-        yield line if is_whole(line) else _rest_skipped(file)
+        yield line if is_whole(line) else _skip_rest(file)
 
 
 def is_whole(line: bytes, longest: int = LONGEST) -> bool:
@@ -25,7 +25,7 @@ def is_whole(line: bytes, longest: int = LONGEST) -> bool:
 
 
 def skip_hole(file: BinaryIO) -> None:
-    """Go to the next bytes that were written: what a sparse file does not store are zeros, and no line's end."""
+    """Go to the next bytes that were written: holes of a sparse file are zeros, without a line's end."""
     place, underneath = file.tell(), os.lseek(file.fileno(), 0, os.SEEK_CUR)
     try:
         place = os.lseek(file.fileno(), place, os.SEEK_DATA)
@@ -36,7 +36,7 @@ def skip_hole(file: BinaryIO) -> None:
     file.seek(place)
 
 
-def _rest_skipped(file: BinaryIO) -> bytes:
+def _skip_rest(file: BinaryIO) -> bytes:
     skip_hole(file)
     while not is_whole(file.readline(LONGEST)):
         skip_hole(file)

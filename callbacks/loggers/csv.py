@@ -1,4 +1,4 @@
-"""Metrics in a CSV file."""
+"""A logger for metrics in a CSV file."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _FIXED = ("step", "epoch")
 _RUN_STEP = "run_step"
 _CONFIG = "config.yaml"
 _FORMULA = r"=+\-@\uff1d\uff0b\uff0d\uff20\t\r\n"
-"""How a cell begins that a spreadsheet takes for a formula, also behind what it may take for the end of a cell (``;`` and tabs)."""
+"""First characters of a cell that a spreadsheet takes for a formula, also after characters that it may take for a cell's end (``;``, tabs)."""
 _RISKY = re.compile(rf"""(^|[;\t\r\n])(?=["'{_FORMULA}])""")
 _MARKED = re.compile(rf"""(^|[;\t\r\n])'(?=["'{_FORMULA}])""")
 
 
 class CSVLogger(Logger):
-    """One row per log event: the first step, every ``log_every_n_steps`` steps, the last one, and after each evaluation.
+    """Writes one row per log event: at the first step, every ``log_every_n_steps`` steps, at the last step, and after each evaluation.
 
     The columns are ``step`` (optimizer steps done), ``epoch`` (from 0), ``samples`` (trained on so far, by all ranks) and one for each metric, in
     the order in which they first appear; a metric that is missing in a row leaves its cell empty. A new metric adds a column and keeps
@@ -37,8 +37,8 @@ class CSVLogger(Logger):
     A name that a spreadsheet would take for a formula (``=...``, ``+...``, ``-...``, ``@...``) has an apostrophe before it, in the first
     row; numbers stay as they are.
 
-    A resumed run appends, after removing the rows that were logged later than the step that it resumed from. A run that starts at step 0
-    where such a file exists already first moves that file to ``metrics.1.csv`` (or the next free number).
+    A resumed run removes the rows that were logged after the step that it resumes from, and appends. A run that starts at step 0
+    moves an existing file to ``metrics.1.csv`` (or the next free number).
 
     ``config.yaml`` in the same folder has the settings of the run with their origins, in the form of ``fit.yaml``, without secrets.
     """
@@ -49,7 +49,7 @@ class CSVLogger(Logger):
     def __init__(self, dir: str | os.PathLike[str] | None = None, name: str = "metrics.csv") -> None:
         """
         Args:
-            dir: the folder of the file, created when missing; ``None`` is the run's folder.
+            dir: the folder of the file, created if missing; ``None`` is the run's folder.
             name: the file's name.
 
         Raises:
@@ -63,7 +63,7 @@ class CSVLogger(Logger):
         self.dir = None if dir is None else Path(dir)
         self.name = name
         self.path: Path | None = None
-        """The file; known from the start of the first run."""
+        """The path of the file; known from the start of the first run."""
         self._config = ""
         self._columns: list[str] = list(_FIXED)
         self._file: AppendFile | None = None
@@ -78,11 +78,11 @@ class CSVLogger(Logger):
         return str(self._require_run("log_dir").folder if self.dir is None else self.dir)
 
     def describe(self, values: Mapping[str, Any]) -> None:
-        """Write hyperparameters to ``hparams.json``, beside those that were logged before."""
+        """Add hyperparameters to ``hparams.json``, next to the CSV file."""
         assert self.path is not None
         path = self.path.with_name("hparams.json")
-        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        replace_file(path, json.dumps({**known, **values}, indent=2, default=str).encode() + b"\n")
+        earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        replace_file(path, json.dumps({**earlier, **values}, indent=2, default=str).encode() + b"\n")
 
     def open(self, run: Run) -> None:
         self.path = (run.folder if self.dir is None else self.dir) / self.name
@@ -106,15 +106,15 @@ class CSVLogger(Logger):
             self._columns = list(_FIXED)
 
     def scalars(self, values: Mapping[str, float], at: Moment) -> None:
-        own = {name: value for name, value in values.items() if name not in _FIXED}
+        metrics = {name: value for name, value in values.items() if name not in _FIXED}
         run_step = {} if at.run_step is None else {_RUN_STEP: at.run_step}
-        self._write({"step": at.step, "epoch": at.epoch, "samples": at.samples, **run_step, **own})
+        self._write({"step": at.step, "epoch": at.epoch, "samples": at.samples, **run_step, **metrics})
 
     def has(self, values: Mapping[str, float], at: Moment) -> bool:
         assert self.path is not None
         rows = _read(self.path)[1] if self.path.exists() else []
-        row = {"step": at.step, **{name: value for name, value in values.items() if name not in _FIXED}}
-        return any(all(there.get(name) == str(value) for name, value in row.items()) for there in rows)
+        expected = {"step": at.step, **{name: value for name, value in values.items() if name not in _FIXED}}
+        return any(all(row.get(name) == str(value) for name, value in expected.items()) for row in rows)
 
     def close(self, status: str) -> None:
         if self._file is not None:
@@ -133,11 +133,11 @@ class CSVLogger(Logger):
             self._open()
         new = [name for name in row if name not in self._columns]
         if new:
-            self._widen(new)
+            self._add_columns(new)
         assert self._file is not None
         self._file.write(_line([row.get(name, "") for name in self._columns]))
 
-    def _widen(self, new: list[str]) -> None:
+    def _add_columns(self, new: list[str]) -> None:
         assert self.path is not None
         self.close("")
         columns, rows = _read(self.path)
@@ -156,7 +156,7 @@ class CSVLogger(Logger):
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Columns and rows of a metrics file. A last row that a crash left unfinished is dropped.
+    """Columns and rows of a metrics file, without a last row that a crash left unfinished.
 
     Raises:
         ValueError: the file is not one that :class:`CSVLogger` wrote.
@@ -205,17 +205,17 @@ def _line(cells: Iterable[Any]) -> bytes:
 
 
 def to_cell(text: str) -> str:
-    """``text`` so that a spreadsheet shows it and calculates nothing. Source: OWASP, CSV Injection."""
+    """Return ``text`` as a cell that a spreadsheet shows, and does not calculate. Source: OWASP, CSV Injection."""
     return _RISKY.sub(r"\1'", text)
 
 
 def from_cell(cell: str) -> str:
-    """The text of a cell of :func:`to_cell`."""
+    """Return the text of a cell of :func:`to_cell`."""
     return _MARKED.sub(r"\1", cell)
 
 
 def free_name(path: Path) -> Path:
-    """``path`` with the next free number before its ending."""
+    """Return ``path`` with the next free number before its suffix."""
     number = 1
     while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1

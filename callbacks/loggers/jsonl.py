@@ -1,4 +1,4 @@
-"""Everything that is logged as lines of JSON, with media as files beside them."""
+"""A logger for all values as lines of JSON, with media as files next to them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .media import ENDINGS, cells, content, file_name, histogram, jsonable
 
 
 class JSONLLogger(Logger):
-    """One line, an object, per log event and per medium::
+    """Writes one line, a JSON object, per log event and per medium::
 
         {"step": 20, "epoch": 1, "samples": 640, "time": 1763836103.1, "values": {"train/loss": 0.25}}
         {"step": 20, "epoch": 1, "samples": 640, "time": 1763836103.2, "kind": "image", "name": "val/first", "file": "media/val/first-step=..."}
@@ -31,7 +31,7 @@ class JSONLLogger(Logger):
     lines' folder; a histogram is ``"counts"`` and ``"edges"``, a table ``"columns"`` and ``"rows"``. The first line of a training has the
     hyperparameters and settings, without secrets, as ``"settings"``, and the run's id as ``"run"``.
 
-    Each line is in the file when the hook returns. A resumed run first removes the lines that were logged later than its step; a new one
+    Each line is in the file when the hook returns. A resumed run first removes the lines that were logged after its step; a new run
     moves an earlier file to ``metrics.1.jsonl`` (or the next free number).
     """
 
@@ -42,7 +42,7 @@ class JSONLLogger(Logger):
     def __init__(self, dir: str | os.PathLike[str] | None = None, name: str = "metrics.jsonl") -> None:
         """
         Args:
-            dir: the folder of the file, created when missing; ``None`` is the run's folder.
+            dir: the folder of the file, created if missing; ``None`` is the run's folder.
             name: the file's name; media are in the folder ``media`` beside it.
 
         Raises:
@@ -54,7 +54,7 @@ class JSONLLogger(Logger):
         self.dir = None if dir is None else Path(dir)
         self.name = name
         self.path: Path | None = None
-        """The file; known from the start of the first run."""
+        """The path of the file; known from the start of the first run."""
         self._first: dict[str, Any] = {}
         self._file: AppendFile | None = None
 
@@ -68,7 +68,7 @@ class JSONLLogger(Logger):
         return str(self._require_run("log_dir").folder if self.dir is None else self.dir)
 
     def describe(self, values: Mapping[str, Any]) -> None:
-        """A line with ``"settings"``."""
+        """Append a line with hyperparameters as ``"settings"``."""
         self._write({"settings": {name: jsonable(v) if isinstance(v, float) else v for name, v in values.items()}})
 
     def open(self, run: Run) -> None:
@@ -81,8 +81,8 @@ class JSONLLogger(Logger):
         assert self.path is not None
         self.close("")
         if step > 0 and self.path.exists():
-            kept = [text for text, line in _lines(self.path) if line.get("run_step", line.get("step", 0)) <= step]
-            replace_file(self.path, "".join(kept).encode())
+            kept_lines = [text for text, line in _lines(self.path) if line.get("run_step", line.get("step", 0)) <= step]
+            replace_file(self.path, "".join(kept_lines).encode())
             return
         if self.path.exists() and self.path.stat().st_size:
             self.path.rename(free_name(self.path))
@@ -93,9 +93,9 @@ class JSONLLogger(Logger):
 
     def has(self, values: Mapping[str, float], at: Moment) -> bool:
         assert self.path is not None
-        wanted = {name: jsonable(value) for name, value in values.items()}
+        expected = {name: jsonable(value) for name, value in values.items()}
         lines = _lines(self.path) if self.path.exists() else []
-        return any(line.get("step") == at.step and line.get("values") == wanted for _, line in lines)
+        return any(line.get("step") == at.step and line.get("values") == expected for _, line in lines)
 
     def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
         line: dict[str, Any] = _head(at) | {"kind": kind, "name": name}
@@ -108,11 +108,11 @@ class JSONLLogger(Logger):
         if kind not in ENDINGS:
             self._write(line)
             return
-        with self._beside(line, name, at, ENDINGS[kind]) as target:
+        with self._new_medium_file(line, name, at, ENDINGS[kind]) as target:
             target.write_bytes(content(kind, value, options.get("sample_rate", 44100)))
 
     def artifact(self, path: Path, name: str, at: Moment) -> None:
-        with self._beside(_head(at) | {"kind": "artifact", "name": name}, name, at, path.suffix) as target:
+        with self._new_medium_file(_head(at) | {"kind": "artifact", "name": name}, name, at, path.suffix) as target:
             if path.is_dir():
                 shutil.copytree(path, target)
             else:
@@ -131,8 +131,8 @@ class JSONLLogger(Logger):
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
 
     @contextmanager
-    def _beside(self, line: dict[str, Any], name: str, at: Moment, ending: str) -> Iterator[Path]:
-        """The path of a new file, which the block writes; then its ``line``. After an error neither is there."""
+    def _new_medium_file(self, line: dict[str, Any], name: str, at: Moment, ending: str) -> Iterator[Path]:
+        """Yield a new path for the file that the block writes, and append its ``line``. After an error neither file nor line exists."""
         assert self.path is not None
         number = 0
         while (path := self.path.parent / "media" / file_name(name, at.step, ending, number)).exists():

@@ -1,4 +1,4 @@
-"""Images, texts and other values that modules log besides numbers (:meth:`engine.Callback.on_media`), in the forms that trackers take."""
+"""Conversions of images, texts and other media that modules log (:meth:`engine.Callback.on_media`) into the forms that trackers take."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from torch import Tensor
 Array = np.ndarray[Any, Any]
 
 ENDINGS = {"image": ".png", "figure": ".png", "audio": ".wav", "text": ".txt"}
-"""How the names of files with media end."""
+"""Kinds of media that are files -> the suffix of the file."""
 
 
 def pixels(value: Any) -> Array:
-    """An image or a figure as bytes, shape [H, W, C] with 1, 3 or 4 channels; several images are put side by side."""
+    """An image or a figure as an array of bytes, shape [H, W, C] with 1, 3 or 4 channels; several images are put side by side."""
     if not isinstance(value, Tensor):
-        return _drawn(value)
-    found = numbers(value)
-    if found.ndim == 2:
-        found = found[None]
-    if found.ndim == 4:
-        found = np.concatenate(list(found), axis=2)
+        return _figure_pixels(value)
+    image = numbers(value)
+    if image.ndim == 2:
+        image = image[None]
+    if image.ndim == 4:
+        image = np.concatenate(list(image), axis=2)
     if value.is_floating_point():
-        found = np.nan_to_num(found).clip(0.0, 1.0) * 255.0 + 0.5
+        image = np.nan_to_num(image).clip(0.0, 1.0) * 255.0 + 0.5
     elif value.dtype == torch.bool:
-        found = found * 255
-    return np.ascontiguousarray(found.astype(np.uint8).transpose(1, 2, 0))
+        image = image * 255
+    return np.ascontiguousarray(image.astype(np.uint8).transpose(1, 2, 0))
 
 
 def png(image: Array) -> bytes:
-    """``image`` of :func:`pixels` as a file. Source: the PNG specification, W3C."""
+    """The content of a PNG file with an ``image`` of :func:`pixels`. Source: the PNG specification, W3C."""
     height, width, channels = image.shape
     rows = b"".join(b"\0" + row.tobytes() for row in image)
     header = struct.pack(">IIBBBBB", width, height, 8, {1: 0, 3: 2, 4: 6}[channels], 0, 0, 0)
@@ -49,24 +49,24 @@ def png(image: Array) -> bytes:
 
 def sound(value: Tensor) -> Array:
     """A sound as floats from -1 to 1, shape [samples, channels]."""
-    found = numbers(value).clip(-1.0, 1.0)
-    return found[:, None] if found.ndim == 1 else found.T
+    samples = numbers(value).clip(-1.0, 1.0)
+    return samples[:, None] if samples.ndim == 1 else samples.T
 
 
 def wav(value: Tensor, sample_rate: int) -> bytes:
-    """A sound as a file of 16 bit samples; ``sample_rate`` in Hz."""
-    found = sound(value)
+    """The content of a WAV file of 16-bit samples; ``sample_rate`` in Hz."""
+    samples = sound(value)
     with io.BytesIO() as file:
         with wave.open(file, "wb") as writer:
-            writer.setparams((found.shape[1], 2, int(sample_rate), len(found), "NONE", ""))
-            writer.writeframes((found * 32767.0).round().astype("<i2").tobytes())
+            writer.setparams((samples.shape[1], 2, int(sample_rate), len(samples), "NONE", ""))
+            writer.writeframes((samples * 32767.0).round().astype("<i2").tobytes())
         return file.getvalue()
 
 
 def numbers(value: Tensor) -> Array:
     """A tensor as an array of floats; waits for the device."""
-    found: Array = value.detach().cpu().double().numpy()
-    return found
+    array: Array = value.detach().cpu().double().numpy()
+    return array
 
 
 def finite(value: Tensor) -> Array:
@@ -75,11 +75,11 @@ def finite(value: Tensor) -> Array:
     Raises:
         ValueError: the tensor has no finite numbers.
     """
-    found = numbers(value).ravel()
-    found = found[np.isfinite(found)]
-    if not found.size:
+    array = numbers(value).ravel()
+    array = array[np.isfinite(array)]
+    if not array.size:
         raise ValueError("it has no finite number")
-    return found
+    return array
 
 
 def histogram(value: Tensor, bins: int = 64) -> tuple[list[int], list[float]]:
@@ -90,24 +90,24 @@ def histogram(value: Tensor, bins: int = 64) -> tuple[list[int], list[float]]:
 
 def cells(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """Rows of a table as JSON values; what JSON cannot express becomes text."""
-    return [[_cell(each) for each in row] for row in rows]
+    return [[_cell(cell) for cell in row] for row in rows]
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table as text."""
+    """A table as Markdown."""
     lines = [columns, ["---"] * len(columns), *cells(rows)]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def content(kind: str, value: Any, sample_rate: int = 44100) -> bytes:
-    """An image, figure, sound or text as the content of a file (:data:`ENDINGS`)."""
+    """The content of the file of an image, figure, sound or text (:data:`ENDINGS`)."""
     if kind in ("image", "figure"):
         return png(pixels(value))
     return wav(value, sample_rate) if kind == "audio" else str(value).encode()
 
 
 def jsonable(value: float) -> float | str:
-    """A number as JSON, which has no NaN and infinity: these become text that ``float`` reads."""
+    """A number for JSON, which has no NaN and infinity: both become text that ``float`` reads."""
     return value if math.isfinite(value) else str(float(value))
 
 
@@ -118,7 +118,7 @@ def file_name(name: str, step: int, ending: str, number: int = 0) -> Path:
     return Path(*folders, f"{last}-step={step:08d}{f'-{number}' if number else ''}{ending}")
 
 
-def _drawn(figure: Any) -> Array:
+def _figure_pixels(figure: Any) -> Array:
     """A figure's pixels, as matplotlib draws them."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 

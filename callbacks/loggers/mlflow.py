@@ -1,4 +1,4 @@
-"""MLflow: a tracking server or a local database."""
+"""A logger for MLflow: a tracking server or a local database."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .media import cells, content, file_name, histogram, pixels
 
 _TAG = "fit.run_id"
 _BATCH = 100
-"""Parameters in one request; MLflow takes no more."""
+"""Largest number of parameters in one request to MLflow."""
 
 
 class MLflowLogger(Logger):
     """Logs to MLflow: ``pip install mlflow``.
 
     The steps of metrics are optimizer steps done; the metrics ``epoch`` and ``samples`` (trained on so far, by all ranks) are beside them.
-    Hyperparameters and settings, without secrets, are parameters; those that a resume changes, which MLflow does not allow, are tags. A resumed
-    run and its evaluations are the same run in MLflow; steps that it has already are not sent again. Characters that MLflow does not
-    allow in a metric's name become ``_``.
+    Hyperparameters and settings, without secrets, are parameters. MLflow does not allow a parameter to change, so a value that a resume changes is
+    a tag. A resumed run and its evaluations are the same run in MLflow; steps that it has already are not sent again. Characters that
+    MLflow does not allow in a metric's name become ``_``.
     """
 
     takes = frozenset({"image", "histogram", "text", "audio", "figure", "table", "artifact"})
@@ -42,11 +42,11 @@ class MLflowLogger(Logger):
     ) -> None:
         """
         Args:
-            experiment_name: created if it is missing.
-            run_name: ``None``: the name of the run's folder.
-            tracking_uri: of a server, ``"http://127.0.0.1:5000"``, or of a database, ``"sqlite:///mlflow.db"``; ``None``: as MLflow is
+            experiment_name: the experiment, which is created if it is missing.
+            run_name: name of the run; ``None``: the name of the run's folder.
+            tracking_uri: URI of a server, ``"http://127.0.0.1:5000"``, or of a database, ``"sqlite:///mlflow.db"``; ``None``: as MLflow is
                 configured (``MLFLOW_TRACKING_URI``).
-            tags: of the run.
+            tags: tags of the run.
             artifact_location: where the files of an experiment that is created here go; ``None``: MLflow's choice, which without a server is
                 the folder ``mlruns``.
             retries, waiting, patience_s: as in :class:`Logger`.
@@ -68,11 +68,11 @@ class MLflowLogger(Logger):
         return self.experiment_name
 
     def tracker(self) -> Any:
-        """MLflow's client; its calls take :attr:`run_id`."""
+        """Return MLflow's client; its calls take :attr:`run_id`."""
         return self._client
 
     def describe(self, values: Mapping[str, Any]) -> None:
-        self._describe(values)
+        self._send_parameters(values)
 
     def open(self, run: Run) -> None:
         try:
@@ -80,34 +80,34 @@ class MLflowLogger(Logger):
         except ImportError as error:
             raise ImportError("MLflowLogger logs with the package mlflow: pip install mlflow") from error
         self._client = client = MlflowClient(self.tracking_uri)
-        self.run_id = self._find(run.id)
+        self.run_id = self._find_run(run.id)
         if self.run_id is None:
             tags = {**self.tags, _TAG: run.id}
             name = self.run_name or run.folder.name
-            self.run_id = client.create_run(self._experiment(), tags=tags, run_name=name).info.run_id
+            self.run_id = client.create_run(self._experiment_id(), tags=tags, run_name=name).info.run_id
         else:
             client.update_run(self.run_id, status="RUNNING")
-        self._describe(settings_of(run))
+        self._send_parameters(settings_of(run))
 
     def scalars(self, values: Mapping[str, float], at: Moment) -> None:
         from mlflow.entities import Metric
 
         everything = values if at.repeated else {"epoch": at.epoch, "samples": at.samples, **values}
         when = int(at.time * 1000)
-        metrics = [Metric(_allowed(name), float(value), when, at.step) for name, value in everything.items()]
+        metrics = [Metric(_allowed_name(name), float(value), when, at.step) for name, value in everything.items()]
         for start in range(0, len(metrics), 1000):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + 1000])
 
     def has(self, values: Mapping[str, float], at: Moment) -> bool:
         name, value = list(values.items())[-1]
-        history = self._client.get_metric_history(self.run_id, _allowed(name))
-        return any(each.step == at.step and each.value == value for each in history)
+        history = self._client.get_metric_history(self.run_id, _allowed_name(name))
+        return any(metric.step == at.step and metric.value == value for metric in history)
 
     def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
         client, path = self._client, file_name(name, at.step, ".json").as_posix()
         if kind == "image":
             when = int(at.time * 1000)
-            client.log_image(self.run_id, pixels(value), key=_allowed(name), step=at.step, timestamp=when)
+            client.log_image(self.run_id, pixels(value), key=_allowed_name(name), step=at.step, timestamp=when)
         elif kind == "histogram":
             counts, edges = histogram(value)
             client.log_dict(self.run_id, {"counts": counts, "edges": edges}, path)
@@ -132,35 +132,35 @@ class MLflowLogger(Logger):
         names = {"failed": "FAILED", "interrupted": "KILLED"}
         self._client.set_terminated(self.run_id, names.get(status, "FINISHED"))
 
-    def _experiment(self) -> str:
+    def _experiment_id(self) -> str:
         from mlflow.exceptions import MlflowException
 
-        found = self._client.get_experiment_by_name(self.experiment_name)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(self.experiment_name)
+        if experiment is None:
             try:
                 return str(self._client.create_experiment(self.experiment_name, self.artifact_location))
             except MlflowException:  # another run has just created it
-                found = self._client.get_experiment_by_name(self.experiment_name)
-                if found is None:
+                experiment = self._client.get_experiment_by_name(self.experiment_name)
+                if experiment is None:
                     raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
-    def _find(self, run_id: str) -> str | None:
-        found = self._client.search_runs([self._experiment()], f"tags.`{_TAG}` = '{run_id}'", max_results=1)
-        return found[0].info.run_id if found else None
+    def _find_run(self, run_id: str) -> str | None:
+        runs = self._client.search_runs([self._experiment_id()], f"tags.`{_TAG}` = '{run_id}'", max_results=1)
+        return runs[0].info.run_id if runs else None
 
-    def _describe(self, settings: Mapping[str, Any]) -> None:
+    def _send_parameters(self, settings: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        wanted = {_allowed(name): str(value)[:6000] for name, value in settings.items()}
-        there = self._client.get_run(self.run_id).data.params
-        new = [Param(name, value) for name, value in wanted.items() if name not in there]
+        parameters = {_allowed_name(name): str(value)[:6000] for name, value in settings.items()}
+        sent = self._client.get_run(self.run_id).data.params
+        new = [Param(name, value) for name, value in parameters.items() if name not in sent]
         for start in range(0, len(new), _BATCH):
             self._client.log_batch(self.run_id, params=new[start : start + _BATCH])
-        for name, value in wanted.items():
-            if there.get(name, value) != value:
+        for name, value in parameters.items():
+            if sent.get(name, value) != value:
                 self._client.set_tag(self.run_id, name, value)
 
 
-def _allowed(name: str) -> str:
+def _allowed_name(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)

@@ -20,8 +20,8 @@ from .trackio import TrackioLogger
 from .wandb import WandbLogger
 
 
-class _Record:
-    """The part of a run that a logger asks for."""
+class _LoopRun:
+    """The attributes of a run that loggers read, for a loop without a run."""
 
     interrupted = False
     exception: BaseException | None = None
@@ -33,7 +33,7 @@ class _Record:
         self.config: dict[str, Any] = {}
         self.status = "completed"
 
-    def result(self) -> _Record:
+    def result(self) -> _LoopRun:
         return self
 
     def config_as_yaml(self) -> str:
@@ -49,8 +49,8 @@ class LoggedLoop:
                 log({"loss": loss}, step=step)
 
     Args:
-        folder: of this loop; loggers without a folder of their own write into it.
-        hyperparameters: what the trackers show beside the values.
+        folder: the loop's folder; loggers without a folder of their own write into it.
+        hyperparameters: hyperparameters that trackers show next to the values.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class LoggedLoop:
         is_main_process: bool = True,
     ) -> None:
         self.loggers = list(loggers)
-        record: Any = _Record(Path(folder), hyperparameters or {}, is_main_process)
-        self._run = cast(Run, record)
+        self._loop_run = _LoopRun(Path(folder), hyperparameters or {}, is_main_process)
+        self._run = cast(Run, self._loop_run)
         self._module = nn.Module()  # loggers do not look at it
         for logger in self.loggers:
             logger.setup(self._run, self._module, "fit")
@@ -76,21 +76,20 @@ class LoggedLoop:
             step: optimizer steps done; ``None``: one more than before.
             epoch, samples: as the loggers record them.
         """
-        run = self._run
-        record: Any = run
-        record.step, record.epoch, record.samples = run.step + 1 if step is None else step, epoch, samples
+        loop_run = self._loop_run
+        loop_run.step = loop_run.step + 1 if step is None else step
+        loop_run.epoch, loop_run.samples = epoch, samples
         texts = {name: value for name, value in values.items() if isinstance(value, str)}
         numbers = {name: float(value) for name, value in values.items() if name not in texts}
-        for logger in self.loggers if run.is_main_process else ():
+        for logger in self.loggers if loop_run.is_main_process else ():
             if numbers:
-                logger.on_log(run, self._module, numbers, run.step)
+                logger.on_log(self._run, self._module, numbers, loop_run.step)
             for name, value in texts.items():
-                logger.on_media(run, self._module, "text", name, value, {})
+                logger.on_media(self._run, self._module, "text", name, value, {})
 
     def close(self, error: BaseException | None = None) -> None:
         """Send what waits, and close the loggers. Later calls do nothing."""
-        record: Any = self._run
-        record.exception = error
+        self._loop_run.exception = error
         loggers, self.loggers = self.loggers, []
         for logger in loggers:
             logger.teardown(self._run, self._module, "fit")
@@ -109,18 +108,18 @@ TRACKERS: dict[str, tuple[type[Logger], str]] = {
     "trackio": (TrackioLogger, "project"),
     "wandb": (WandbLogger, "project"),
 }
-"""The logger of each tracker, and its argument for the name of the project; empty: its files are in the run's folder."""
+"""Tracker -> its logger, and the logger's argument for the project's name; empty: the files are in the run's folder."""
 
 
 def logger_for(tracker: str, project: str | None = None, **options: Any) -> Logger:
-    """A logger for the ``tracker`` of this name: ``logger_for("wandb", "digits")`` is ``WandbLogger(project="digits")``.
+    """Create the logger of a ``tracker``: ``logger_for("wandb", "digits")`` is ``WandbLogger(project="digits")``.
 
     Args:
-        project: the name under which the tracker files the run, where it has such names.
-        options: other arguments of the logger; they win.
+        project: name of the project or experiment in the tracker, if the tracker has projects.
+        options: other arguments of the logger; they win over ``project``.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: ``tracker`` is unknown.
     """
     if tracker not in TRACKERS:
         raise ValueError(f"tracker={tracker!r} is unknown; possible: {', '.join(TRACKERS)}")

@@ -1,4 +1,4 @@
-"""Loggers of one or two methods, and loggers that others have written with these methods, such as Lightning's."""
+"""Loggers with one or two methods of Lightning's loggers, and an adapter for objects that have them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from engine import Callback, Run
 
 
 class PlainLogger(Callback):
-    """Subclass it and define ``log_metrics(metrics, step)``, and ``log_hyperparams(params)`` where they matter; both are called on rank 0, at once.
+    """Base class of small loggers: define ``log_metrics(metrics, step)``, and ``log_hyperparams(params)`` if hyperparameters matter.
 
-    An error in one of them is logged with its traceback, and the run continues without this logger; in ``log_hyperparams``, at the start, it
-    ends the run. For a tracker that answers slowly or fails now and then, subclass :class:`callbacks.loggers.Logger` instead: it sends from a
-    thread, and tries again.
+    Both are called on rank 0, in the thread of the training. An error in ``log_metrics`` is logged with its traceback, and the run continues
+    without this logger; an error in ``log_hyperparams``, at the start, ends the run. For a tracker that answers slowly or fails now and then,
+    subclass :class:`callbacks.loggers.Logger` instead: it sends from a thread, and tries again.
     Names and arguments are those of Lightning's loggers; ``step`` counts optimizer steps done.
     """
 
@@ -33,16 +33,16 @@ class PlainLogger(Callback):
         """Record the module's hyperparameters, at the start of a training."""
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Not called."""
+        """Do nothing: this library never calls it."""
 
     def save(self) -> None:
-        """Called after each ``log_metrics``."""
+        """Save the values; called after each ``log_metrics``."""
 
     def finalize(self, status: str) -> None:
-        """The end: ``"success"`` or ``"failed"``."""
+        """End the run in the tracker. ``status``: ``"success"`` or ``"failed"``."""
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Not called: ``on_checkpoint_saved`` is."""
+        """Do nothing: this library calls ``on_checkpoint_saved`` instead."""
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         if run.is_main_process and run.hyperparameters and stage == "fit":
@@ -59,7 +59,7 @@ class PlainLogger(Callback):
 
 
 class ForwardingLogger(PlainLogger):
-    """Any object with ``log_metrics``, ``log_hyperparams``, ``save`` and ``finalize``, such as a logger of the installed Lightning, in a run::
+    """Passes values to an object with ``log_metrics``, ``log_hyperparams``, ``save`` and ``finalize``, such as a logger of Lightning::
 
     Fit(callbacks=[ForwardingLogger(lightning.pytorch.loggers.CometLogger(...))])
     """

@@ -1,4 +1,4 @@
-"""How a logger's calls are made: in order, repeated when they fail, without ever stopping a run, and what is slow by a thread."""
+"""Makes a logger's calls in order, repeats them when they fail, and never stops a run; slow calls are made by a thread."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from engine import HangError
 _log = logging.getLogger("engine")
 
 LARGE = 200
-"""How many images and other media wait at most: each may have megabytes."""
+"""Largest number of images and other media that wait: each may have megabytes."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-"""Errors of a medium's own file that may pass; others are of the medium, such as an artifact that is missing."""
+"""Errors of a medium's own file that may pass. Other errors concern the medium itself, such as an artifact that is missing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,23 +26,23 @@ class Item:
     """A call to make."""
 
     call: Callable[[], object]
-    record: Any = None
-    """The form in which a checkpoint keeps the item while it waits; ``None``: no checkpoint does."""
+    record: list[Any] | None = None
+    """JSON form of the call, saved in checkpoints while it waits; ``None``: lost with the process."""
     media: str = ""
-    """The name of the medium that it sends, if it sends one: if that fails, only this medium is left out."""
+    """Name of the medium that the call sends; if the call fails, only this medium is left out. Empty: no medium."""
 
 
 class Sender:
     """Makes calls in order, in a thread of its own.
 
     Args:
-        name: of the logger, for messages.
+        name: name of the logger, for messages.
         retries: how often a failed call is repeated, after 1, 2, 4, ... seconds, at most 30.
-        limit: how many calls wait at most; more are left out.
-        threaded: ``False``: the thread makes only those that send media, and those put while it is at work; others are made by :meth:`put`.
-            For calls of 0.1 ms: a thread that computes as long costs the training more than that, since each of its operations hands
-            the interpreter over and back. They write local files: one that fails with an ``OSError`` (a full disk) is left to the thread, which
-            tries it again until the end of the run, while later ones wait.
+        limit: largest number of calls that wait; further calls are left out.
+        threaded: ``False``: :meth:`submit` makes calls itself; only calls that send media, and calls submitted while the thread is at work, are left
+            to the thread. For calls of 0.1 ms to local files: a thread that computes as long costs the training more than that, since each of its
+            operations hands the interpreter over and back. A call that fails with an ``OSError`` (a full disk) is left to the thread, which
+            tries it again until the end of the run, while later calls wait.
     """
 
     def __init__(self, name: str, retries: int, limit: int, threaded: bool = True) -> None:
@@ -56,19 +56,19 @@ class Sender:
         self._threaded = threaded
         self._thread: threading.Thread | None = None
 
-    def put(self, item: Item) -> None:
-        """Make this call soon."""
+    def submit(self, item: Item) -> None:
+        """Make the call, at once or in the thread."""
         if self._failed:
             return
-        is_done = not (self._threaded or item.media or self._items) and self._make(item)
-        if not (is_done or self._queued(item)):
+        is_done = not (self._threaded or item.media or self._items) and self._try_call(item)
+        if not (is_done or self._enqueue(item)):
             self._left_out += 1
             if self._left_out == 1:
                 _log.warning("%s does not keep up: some values are not sent", self._name)
 
-    def _queued(self, item: Item) -> bool:
-        """Leave the call to the thread; ``False``: too many wait."""
-        self._started()
+    def _enqueue(self, item: Item) -> bool:
+        """Leave the call to the thread. ``False``: too many calls wait."""
+        self._start_thread()
         with self._changed:
             if len(self._items) >= self._limit or (item.media and self._media >= LARGE):
                 return False
@@ -77,8 +77,8 @@ class Sender:
             self._changed.notify()
             return True
 
-    def waiting(self) -> list[Any]:
-        """The records of calls that are not made yet."""
+    def waiting(self) -> list[list[Any]]:
+        """Return the records of the calls that wait."""
         with self._changed:
             return [item.record for item in self._items if item.record is not None]
 
@@ -86,9 +86,9 @@ class Sender:
         """Make the waiting calls, then ``close``; give up after ``patience_s``."""
         if self._thread is None and not self._threaded:
             self._close = close
-            self._make(Item(close))
+            self._try_call(Item(close))
             return
-        thread = self._started()
+        thread = self._start_thread()
         with self._changed:
             self._close = close
             self._changed.notify()
@@ -97,13 +97,13 @@ class Sender:
             self._abandoned.set()
             _log.error("%s did not answer within %g s: values that were not sent yet are lost", self._name, patience_s)
 
-    def _started(self) -> threading.Thread:
+    def _start_thread(self) -> threading.Thread:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"fit-{self._name}", daemon=True)
+            self._thread = threading.Thread(target=self._make_calls, name=f"fit-{self._name}", daemon=True)
             self._thread.start()
         return self._thread
 
-    def _work(self) -> None:
+    def _make_calls(self) -> None:
         while not self._abandoned.is_set():
             with self._changed:
                 while not self._items and self._close is None:
@@ -111,15 +111,15 @@ class Sender:
                 item = self._items[0] if self._items else None
             if item is None:
                 assert self._close is not None
-                self._make(Item(self._close))
+                self._try_call(Item(self._close))
                 return
-            self._make(item)
+            self._try_call(item)
             with self._changed:
                 if self._items and self._items[0] is item:
                     self._items.popleft()
                     self._media -= bool(item.media)
 
-    def _make(self, item: Item) -> bool:
+    def _try_call(self, item: Item) -> bool:
         """Make a call, or give up. ``False``: its file cannot be written now, and the thread has to try again."""
         in_thread = threading.current_thread() is self._thread
         for attempt in count():

@@ -1,4 +1,4 @@
-"""How far a run's values have reached a tracker, kept in the run's folder: a kill of the process does not lose it."""
+"""Notes in the run's folder how far a run's values have reached a tracker, so that a kill of the process does not lose it."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ _WIDTH = 160
 
 
 class SentMark:
-    """The mark of how much of one run a logger has sent.
+    """The position up to which a logger has sent the values of one run.
 
     Args:
-        path: the file that keeps it.
-        run_id: what other runs have sent does not count.
+        path: the file of the mark.
+        run_id: id of the run; a mark of another run does not count.
     """
 
     def __init__(self, path: Path, run_id: str) -> None:
         self._path, self._name = path, json.dumps(run_id)
         self._file: BinaryIO | None = None
         self.sent, self.doubtful, self.count, self.row_step = _read(path, run_id)
-        """Up to where everything was sent; what was being sent when the process was killed, or ``None``; how many times something was sent; the
-        step of the last values of the run."""
+        """``sent``: position up to which everything was sent; ``doubtful``: position that was being sent at a kill, or ``None``; ``count``: number of
+        calls that were sent; ``row_step``: step of the run's last values."""
 
     def forget_after(self, step: int) -> None:
-        """Forget what was sent after this step; 0: everything."""
+        """Forget what was sent after ``step``; 0: forget everything."""
         self.sent = min(self.sent, (step + 1, 0)) if step else START
         self.row_step = min(self.row_step, step) if step else -1
         if self.doubtful is not None and (self.doubtful[0] > step or not step):
             self.doubtful = None
 
-    def begin(self, position: Position) -> bool:
-        """Note that a row is about to be sent. Returns whether the tracker may have it already."""
+    def note_sending(self, position: Position) -> bool:
+        """Note that the row at ``position`` is being sent. Returns whether a kill may have sent it before."""
         doubtful, self.doubtful = self.doubtful == position, position
         self._write()
         return doubtful
 
-    def done(self, position: Position | None, row_step: int | None = None) -> None:
-        """This was sent; ``None``: in an evaluation. ``row_step``: of values of the run."""
+    def note_sent(self, position: Position | None, row_step: int | None = None) -> None:
+        """Note that the row at ``position`` was sent; ``None``: a row of an evaluation. ``row_step``: the step, if they are the run's own values."""
         self.row_step = self.row_step if row_step is None else row_step
         if position is not None:
             self.sent, self.doubtful = max(self.sent, position), None
         self.count += 1
-        # It is sent, and must not be sent again because its note cannot be written: after a kill the tracker is asked.
+        # The row is sent, and must not be sent again because the mark cannot be written: after a kill the tracker is asked.
         with suppress(OSError):
             self._write()
 
@@ -64,7 +64,7 @@ class SentMark:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.fdopen(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0)
         doubtful = "null" if self.doubtful is None else list(self.doubtful)
-        text = f"[{self._name}, {list(self.sent)}, {doubtful}, {self.count}, {self.row_step}]"  # JSON, twice for each row of each logger
+        text = f"[{self._name}, {list(self.sent)}, {doubtful}, {self.count}, {self.row_step}]"  # JSON, written twice for each row of each logger
         self._file.seek(0)
         self._file.write(text.ljust(_WIDTH).encode() + b"\n")
 

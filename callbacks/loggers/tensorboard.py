@@ -1,4 +1,4 @@
-"""TensorBoard's event files."""
+"""A logger for TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class TensorBoardLogger(Logger):
     """Writes event files for TensorBoard: ``pip install tensorboard``, then ``tensorboard --logdir runs``.
 
     Each metric is a series over the steps (optimizer steps done), with the series ``epoch`` and ``samples`` (trained on so far, by all ranks) beside
-    them. Hyperparameters and settings, without secrets, are in its tab HPARAMS. Everything is in the file soon after it is logged: a
-    kill loses nothing. A run that resumes from an earlier step writes where the series are to be cut (TensorBoard's ``purge_step``).
-    An artifact is a text with its path; of a sound, TensorBoard gets the mean of the channels.
+    them. Hyperparameters and settings, without secrets, are in the tab HPARAMS. Everything is in the file soon after it is logged: a
+    kill loses nothing. A run that resumes from an earlier step writes the step from which TensorBoard cuts the series (``purge_step``).
+    An artifact becomes a text with its path; a sound becomes the mean of its channels.
     """
 
     takes = frozenset({"image", "histogram", "text", "audio", "figure", "table", "artifact"})
@@ -40,7 +40,7 @@ class TensorBoardLogger(Logger):
     ) -> None:
         """
         Args:
-            dir: a folder for many runs, each of which gets a folder in it, named after the run's folder and id; ``None``: ``tensorboard`` in the
+            dir: a folder for many runs; each run gets a folder in it, named after the run's folder and id. ``None``: ``tensorboard`` in the
                 run's folder.
             retries, waiting, patience_s: as in :class:`Logger`.
         """
@@ -48,10 +48,10 @@ class TensorBoardLogger(Logger):
         self.dir = None if dir is None else Path(dir)
         self.path: Path | None = None
         """The folder of the event files; known from the start of the first run."""
-        self._new: Any = None
-        self._made: Any = None
+        self._new_writer: Any = None
+        self._summary_writer: Any = None
         self._earlier = False  # there were event files before this process's
-        self._making = threading.Lock()
+        self._creation = threading.Lock()
         self._settings: dict[str, Any] = {}
 
     @property
@@ -66,7 +66,7 @@ class TensorBoardLogger(Logger):
     @property
     def log_dir(self) -> str:
         """The folder of the event files, on every rank."""
-        return str(self._place(self._require_run("log_dir")))
+        return str(self._folder_of(self._require_run("log_dir")))
 
     def tracker(self) -> Any:
         return self._writer
@@ -74,13 +74,13 @@ class TensorBoardLogger(Logger):
     def describe(self, values: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        known = {name: v if isinstance(v, (str, int, float)) else str(v) for name, v in values.items()}
-        self._settings |= known
+        settings = {name: v if isinstance(v, (str, int, float)) else str(v) for name, v in values.items()}
+        self._settings |= settings
         for summary in hparams(self._settings, {}):
             self._writer.file_writer.add_summary(summary)
         self._writer.flush()
 
-    def _place(self, run: Run) -> Path:
+    def _folder_of(self, run: Run) -> Path:
         return run.folder / "tensorboard" if self.dir is None else self.dir / f"{run.folder.name}-{run.id[:8]}"
 
     def open(self, run: Run) -> None:
@@ -90,10 +90,10 @@ class TensorBoardLogger(Logger):
             raise ImportError(
                 "TensorBoardLogger writes with the package tensorboard: pip install tensorboard"
             ) from error
-        self.path = self._place(run)
+        self.path = self._folder_of(run)
         self._settings = settings_of(run)
-        self._new = partial(SummaryWriter, str(self.path))
-        self._made = None
+        self._new_writer = partial(SummaryWriter, str(self.path))
+        self._summary_writer = None
 
     def rewind(self, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -122,7 +122,7 @@ class TensorBoardLogger(Logger):
         name, value = list(values.items())[-1]  # the last one that was written
         return any(
             event.step == at.step
-            and any(each.tag == name and each.simple_value == np.float32(value) for each in event.summary.value)
+            and any(metric.tag == name and metric.simple_value == np.float32(value) for metric in event.summary.value)
             for path in self._files()
             for event in LegacyEventFileLoader(str(path)).Load()
         )
@@ -144,20 +144,20 @@ class TensorBoardLogger(Logger):
         self.media("text", name, str(path.absolute()), at)
 
     def close(self, status: str) -> None:
-        if self._made is not None:
-            self._made.close()
+        if self._summary_writer is not None:
+            self._summary_writer.close()
 
     @property
     def _writer(self) -> Any:
-        with self._making:  # a module and the logger's thread may both be the first
-            if self._made is None:
+        with self._creation:  # a module and the logger's thread may both be the first
+            if self._summary_writer is None:
                 before = self._files()
-                made = self._new()
+                writer = self._new_writer()
                 (file,) = self._files() - before
-                made.file_writer.event_writer.close()
-                made.file_writer.event_writer = _EventFile(_last_by_name(file, before))
-                self._made, self._earlier = made, bool(before)
-        return self._made
+                writer.file_writer.event_writer.close()
+                writer.file_writer.event_writer = _EventFile(_last_by_name(file, before))
+                self._summary_writer, self._earlier = writer, bool(before)
+        return self._summary_writer
 
     def _files(self) -> set[Path]:
         assert self.path is not None
@@ -165,9 +165,9 @@ class TensorBoardLogger(Logger):
 
 
 def _last_by_name(file: Path, earlier: set[Path]) -> Path:
-    """Renames ``file`` where TensorBoard, which reads in the order of the names, would read one of the ``earlier`` after it.
+    """Rename ``file`` so that its name comes after the ``earlier`` ones, if it does not: TensorBoard reads files in the order of their names.
 
-    The names have the second of their creation, then the host, the process and a count whose 10 comes before its 9.
+    Names have the second of their creation, then the host, the process and a count whose 10 comes before its 9.
     """
     if not earlier or file > max(earlier):
         return file
@@ -180,7 +180,7 @@ def _last_by_name(file: Path, earlier: set[Path]) -> Path:
 class _EventFile:
     """Appends events to TensorBoard's file in the thread that calls.
 
-    TensorBoard's own writer hands each event to a thread; to wait until it is in the file costs three times as much as to write it.
+    TensorBoard's own writer hands each event to a thread. Waiting until an event is in the file would cost three times as much as writing it.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Trackio's local database."""
+"""A logger for Trackio's local database."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class TrackioLogger(Logger):
     """Logs into Trackio's database on this machine: ``pip install trackio``, then ``trackio show``.
 
     A row has the optimizer steps done as its step, with ``epoch`` and ``samples`` (trained on so far, by all ranks). Hyperparameters and
-    settings, without secrets, are the run's config. A resumed run and its evaluations are the same run. A row is in the database when it is
-    sent: a kill loses nothing. ``trackio sync --project NAME --space-id SPACE`` copies a project into a Space; files are not taken.
+    settings, without secrets, are the run's config. A resumed run and its evaluations are the same run. A row is in the database as soon as it is
+    sent: a kill loses nothing. ``trackio sync --project NAME --space-id SPACE`` copies a project into a Space. The logger does not send files.
     """
 
     takes = frozenset({"image", "histogram", "text", "audio", "figure", "table"})
@@ -34,8 +34,8 @@ class TrackioLogger(Logger):
     ) -> None:
         """
         Args:
-            project: groups runs.
-            name: of the run; ``None``: the name of the run's folder, with the first letters of the run's id.
+            project: name of the project, which groups runs.
+            name: name of the run; ``None``: the name of the run's folder, with the first letters of the run's id.
             retries, waiting, patience_s: as in :class:`Logger`.
         """
         super().__init__(retries=retries, waiting=waiting, patience_s=patience_s)
@@ -49,11 +49,11 @@ class TrackioLogger(Logger):
         return f"{type(self).__qualname__}; {self.project}"
 
     def tracker(self) -> Any:
-        """The module ``trackio``."""
+        """Return the module ``trackio``."""
         return self._trackio
 
     def describe(self, values: Mapping[str, Any]) -> None:
-        """With the next row."""
+        """Send hyperparameters with the next row."""
         self._config = {**(self._config or self._described), **values}
 
     def open(self, run: Run) -> None:
@@ -73,16 +73,16 @@ class TrackioLogger(Logger):
     def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
         caption = options.get("caption")
         if kind in ("image", "figure"):
-            made: Any = self._trackio.Image(pixels(value), caption=caption)
+            medium: Any = self._trackio.Image(pixels(value), caption=caption)
         elif kind == "audio":
-            made = self._trackio.Audio(sound(value), sample_rate=options["sample_rate"])
+            medium = self._trackio.Audio(sound(value), sample_rate=options["sample_rate"])
         elif kind == "histogram":
-            made = self._trackio.Histogram(np_histogram=tuple(map(np.asarray, histogram(value))))
+            medium = self._trackio.Histogram(np_histogram=tuple(map(np.asarray, histogram(value))))
         else:
-            made = self._trackio.Markdown(markdown(*value) if kind == "table" else str(value))
+            medium = self._trackio.Markdown(markdown(*value) if kind == "table" else str(value))
         if kind in ("image", "figure", "audio"):
-            made._save(self.project, self._run, at.step)
-        self._log({name: made._to_dict()}, at)
+            medium._save(self.project, self._run, at.step)
+        self._log({name: medium._to_dict()}, at)
 
     def _log(self, values: dict[str, Any], at: Moment) -> None:
         self._storage.bulk_log(
@@ -93,6 +93,6 @@ class TrackioLogger(Logger):
             steps=[at.step],
             timestamps=[datetime.fromtimestamp(at.time, UTC).isoformat()],
             config=self._config,
-            log_ids=[f"{self._id}-{self.count}"],  # a row that is there already is not written again
+            log_ids=[f"{self._id}-{self.count}"],  # a row that the database has already is not written again
         )
         self._described, self._config = self._config or self._described, None

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""A logger for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -51,37 +51,38 @@ class WandbLogger(Logger):
     ) -> None:
         """
         Args:
-            project, name: of the run; ``None``: W&B's choice, and the name of the run's folder.
+            project: name of the project; ``None``: W&B's choice.
+            name: name of the run; ``None``: the name of the run's folder.
             mode: ``"online"``, ``"offline"`` or ``"disabled"``; ``None``: as W&B is configured (``WANDB_MODE``).
             retries, waiting, patience_s: as in :class:`Logger`.
             init: further arguments of ``wandb.init``: ``entity``, ``tags``, ``group``, ``settings``.
 
         Raises:
             TypeError: an argument of Lightning's logger that ``wandb.init`` does not have; the message says what to use.
-            ValueError: ``id``, ``resume``, ``reinit``, ``config`` or ``dir`` are given, which the logger sets.
+            ValueError: ``id``, ``resume``, ``reinit``, ``config`` or ``dir`` is given; the logger sets them itself.
         """
-        if taken := sorted({"id", "resume", "reinit", "config", "dir"} & init.keys()):
+        if refused := sorted({"id", "resume", "reinit", "config", "dir"} & init.keys()):
             raise ValueError(
-                f"WandbLogger({', '.join(taken)}=...): a run and its resumes have the id run.id, the config of the run and a folder in run.folder; "
+                f"WandbLogger({', '.join(refused)}=...): a run and its resumes have the id run.id, the config of the run and a folder in run.folder; "
                 "leave it out"
             )
-        for theirs, answer in _OF_LIGHTNING.items():
-            if theirs in init:
-                raise TypeError(f"WandbLogger() got an unexpected keyword argument {theirs!r}: {answer}")
+        for argument, answer in _OF_LIGHTNING.items():
+            if argument in init:
+                raise TypeError(f"WandbLogger() got an unexpected keyword argument {argument!r}: {answer}")
         super().__init__(retries=retries, waiting=waiting, patience_s=patience_s)
         self.project, self.name, self.mode, self.init = project, name, mode, init
-        self._made: Any = None
+        self._wandb_run: Any = None
 
     @property
     def state_key(self) -> str:
         return f"{type(self).__qualname__}; {self.project}"
 
     def tracker(self) -> Any:
-        """The ``wandb.Run``."""
-        return self._made
+        """Return the ``wandb.Run``."""
+        return self._wandb_run
 
     def describe(self, values: Mapping[str, Any]) -> None:
-        self._made.config.update(dict(values), allow_val_change=True)
+        self._wandb_run.config.update(dict(values), allow_val_change=True)
 
     def open(self, run: Run) -> None:
         try:
@@ -94,7 +95,7 @@ class WandbLogger(Logger):
         settings = self.init.get("settings") or {}
         settings = wandb.Settings(**settings) if isinstance(settings, Mapping) else settings
         settings.x_transaction_log_flush_interval = _FLUSH_S
-        self._made = wandb.init(
+        self._wandb_run = wandb.init(
             project=self.project,
             name=self.name or run.folder.name,
             mode=self.mode,
@@ -106,8 +107,8 @@ class WandbLogger(Logger):
             settings=settings,
             **{name: value for name, value in self.init.items() if name != "settings"},
         )
-        self._made.define_metric("step")
-        self._made.define_metric("*", step_metric="step")
+        self._wandb_run.define_metric("step")
+        self._wandb_run.define_metric("*", step_metric="step")
 
     def scalars(self, values: Mapping[str, float], at: Moment) -> None:
         self._log(values, at)
@@ -115,32 +116,33 @@ class WandbLogger(Logger):
     def media(self, kind: str, name: str, value: Any, at: Moment, **options: Any) -> None:
         wandb, caption = self._wandb, options.get("caption")
         if kind in ("image", "figure"):
-            made: Any = wandb.Image(pixels(value), caption=caption)
+            medium: Any = wandb.Image(pixels(value), caption=caption)
         elif kind == "histogram":
-            made = wandb.Histogram(np_histogram=histogram(value))
+            medium = wandb.Histogram(np_histogram=histogram(value))
         elif kind == "audio":
-            made = wandb.Audio(sound(value), sample_rate=options["sample_rate"])
+            medium = wandb.Audio(sound(value), sample_rate=options["sample_rate"])
         elif kind == "table":
-            made = wandb.Table(columns=value[0], data=cells(value[1]))
+            medium = wandb.Table(columns=value[0], data=cells(value[1]))
         else:
-            made = wandb.Html(element("pre", value))
-        self._log({name: made}, at)
+            medium = wandb.Html(element("pre", value))
+        self._log({name: medium}, at)
 
     def artifact(self, path: Path, name: str, at: Moment) -> None:
-        made = self._wandb.Artifact(re.sub(r"[^\w.-]", "_", name), type="file", metadata={"step": at.step})
-        (made.add_dir if path.is_dir() else made.add_file)(str(path))
-        self._made.log_artifact(made)
+        artifact = self._wandb.Artifact(re.sub(r"[^\w.-]", "_", name), type="file", metadata={"step": at.step})
+        (artifact.add_dir if path.is_dir() else artifact.add_file)(str(path))
+        self._wandb_run.log_artifact(artifact)
 
     def close(self, status: str) -> None:
-        self._made.finish(exit_code=1 if status in ("failed", "interrupted") else 0)
-        self._made = None
+        self._wandb_run.finish(exit_code=1 if status in ("failed", "interrupted") else 0)
+        self._wandb_run = None
 
     def _log(self, values: Mapping[str, Any], at: Moment) -> None:
-        path = Path(self._made.settings.sync_file or "")
+        path = Path(self._wandb_run.settings.sync_file or "")
         before = path.stat().st_size if path.is_file() else 0
         # W&B's own step counts rows, also those of earlier offline folders; it must rise with each row.
         row = {"epoch": at.epoch, "samples": at.samples, **values, "step": at.step}
-        self._made.log(row, step=max(self.count, self._made.step), commit=True)  # a module may have logged rows itself
+        row_number = max(self.count, self._wandb_run.step)  # a module may have logged rows itself
+        self._wandb_run.log(row, step=row_number, commit=True)
         deadline = time.monotonic() + 5.0
         while path.is_file() and path.stat().st_size == before and time.monotonic() < deadline:
-            time.sleep(_FLUSH_S / 4)  # what W&B's process has not written yet is lost if this process is killed
+            time.sleep(_FLUSH_S / 4)  # if this process is killed, rows that W&B's process has not written are lost

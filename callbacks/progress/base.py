@@ -1,4 +1,4 @@
-"""The base class of progress bars: when they draw, and what."""
+"""Base class of progress bars: when a bar is drawn, and what it shows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine import Callback, terminal_text
 
-from ..text import random_kept, results_table
+from ..text import keep_random_state, results_table
 from .estimates import Progress, RunEstimates, duration, number, speed
 from .screen import Screen, screen_of
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(Callback):
-    """Subclass it and define :meth:`bar`.
+    """Base class of progress bars. A subclass defines :meth:`bar`.
 
-    A terminal shows a bar for the epoch, one for the evaluation under way, and the metrics below on lines of their own, in its bottom rows; all
-    that is printed or logged, by any rank, scrolls above them. A notebook shows the same in its cell. Elsewhere (files, pipes, continuous
-    integration, processes forked from a notebook) there is a line every ``interval_s`` seconds. When an epoch ends, and after an error, a
-    line stays. After ``Fit.validate`` and ``Fit.test`` there is a table.
+    In its bottom rows a terminal shows a bar for the epoch, a bar for the evaluation under way, and below them the metrics on lines of their own;
+    everything that any rank prints or logs scrolls above them. A notebook shows the same in its cell. Elsewhere (files, pipes, continuous
+    integration, processes forked from a notebook) the callback writes a line every ``interval_s`` seconds. When an epoch ends, and after an
+    error, a line stays. ``Fit.validate`` and ``Fit.test`` end with a table.
 
     Only the main process shows anything. It draws in the training process itself, at most ``refresh_rate`` times a second; a step in between only
-    reads the clock. Nothing waits for the device. The terminal is also restored after an error and Ctrl-C; only if the process is killed with
-    SIGKILL do the bars stay, until ``reset``.
+    reads the clock. Nothing waits for the device. The terminal is also restored after an error and Ctrl-C; after SIGKILL the bars
+    stay until ``reset``.
     """
 
     critical = False
@@ -40,7 +40,7 @@ class ProgressBar(Callback):
         """
         Args:
             refresh_rate: how often the bar is drawn, in Hz; more than 0 and at most 10.
-            interval_s: seconds between two lines of text, where output is not a terminal or a notebook.
+            interval_s: seconds between two lines of text, if the output is not a terminal or a notebook.
             console: the ``rich`` console to write to; ``None``: standard output.
 
         Raises:
@@ -61,26 +61,26 @@ class ProgressBar(Callback):
         self._next = math.inf  # when to draw
         self._line_due = 0.0  # when to write a line, where nothing is drawn
         self._training = False  # in an epoch
-        self._ended = ""  # the start of a finished epoch's line, until its metrics are known
+        self._ended_line = ""  # the start of a finished epoch's line, until its metrics are known
 
     # -- to define or to override -------------------------------------------------------------------------------------------------
 
     def bar(self, shown: Progress, screen: Screen) -> str:
-        """One bar, of what is ``shown``, as a line of less than ``screen.width`` columns."""
+        """Return one bar with the content ``shown``, as a line of less than ``screen.width`` columns."""
         raise NotImplementedError(f"{type(self).__name__} must define bar(shown, screen)")
 
     def get_metrics(self, run: Run, module: nn.Module) -> Mapping[str, float | int | str]:
-        """Return the metrics that the bar shows: by default those that were logged with ``prog_bar=True``. Must not wait for the device."""
+        """Return the metrics to show below the bars; by default those logged with ``prog_bar=True``. Must not wait for the device."""
         return dict(run.progress)
 
     # -- events of the run --------------------------------------------------------------------------------------------------------
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
-        self._next, self._training, self._ended, self._screen = math.inf, False, "", None
+        self._next, self._training, self._ended_line, self._screen = math.inf, False, "", None
         self._estimates = RunEstimates()
         if not run.is_main_process:
             return
-        with random_kept():
+        with keep_random_state():
             from rich.console import Console
 
             self._screen = screen_of(self._console or Console(), self._console is not None)
@@ -91,8 +91,8 @@ class ProgressBar(Callback):
         self._close(run, module)
 
     def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
-        if self._screen is not None and self._training and not self._ended:
-            self._write(self._line(self._estimates.epoch(run)), run, module)
+        if self._screen is not None and self._training and not self._ended_line:
+            self._write(self._as_text(self._estimates.epoch(run)), run, module)
         self._close(run, module)
 
     def on_train_end(self, run: Run, module: nn.Module) -> None:
@@ -109,20 +109,20 @@ class ProgressBar(Callback):
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if time.monotonic() >= self._next:
             self._estimates.measure(run)
-            self._show(run, module)
+            self._draw_or_write(run, module)
 
     def on_train_epoch_end(self, run: Run, module: nn.Module) -> None:
         if self._screen is not None:
             self._estimates.measure(run)
             self._estimates.end_epoch(run)
             rate = speed(self._estimates.epoch_rate(run), "step")
-            self._ended = f"{self._estimates.epoch(run).title}: step {run.step}, {rate}"
+            self._ended_line = f"{self._estimates.epoch(run).title}: step {run.step}, {rate}"
 
     def on_sanity_check_start(self, run: Run, module: nn.Module) -> None:
-        most = run.settings.num_sanity_val_steps
+        limit = run.settings.num_sanity_val_steps
         counts = run.num_eval_batches
-        if most >= 0:
-            counts = [most if count is None else min(count, most) for count in counts]
+        if limit >= 0:
+            counts = [limit if count is None else min(count, limit) for count in counts]
         self._eval_start(run, module, "sanity check", counts)
 
     def on_validation_start(self, run: Run, module: nn.Module) -> None:
@@ -139,7 +139,7 @@ class ProgressBar(Callback):
     ) -> None:
         self._estimates.evaluated(dataloader_idx)
         if time.monotonic() >= self._next:
-            self._show(run, module)
+            self._draw_or_write(run, module)
 
     def on_test_batch_end(
         self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -152,7 +152,7 @@ class ProgressBar(Callback):
         self.on_validation_batch_end(run, module, outputs, batch, batch_idx, dataloader_idx)
 
     def on_validation_end(self, run: Run, module: nn.Module) -> None:
-        if run.stage != "sanity":  # its bar has the outer name
+        if run.stage != "sanity":  # on_sanity_check_end ends its bar
             self._eval_end(run, module)
 
     def on_sanity_check_end(self, run: Run, module: nn.Module) -> None:
@@ -189,20 +189,20 @@ class ProgressBar(Callback):
         else:
             self._draw(run, module)
 
-    def _show(self, run: Run, module: nn.Module) -> None:
-        """Draw the bars, or write a line."""
+    def _draw_or_write(self, run: Run, module: nn.Module) -> None:
+        """Draw the bars; where nothing is drawn, write a line if it is due."""
         screen = self._screen
         if screen is None:
             return
-        self._plan()
+        self._plan_next_drawing()
         if screen.live:
             self._draw(run, module)
         elif time.monotonic() >= self._line_due:
             self._line_due = time.monotonic() + self.interval_s
             if self._estimates.eval_name is None:
-                self._write(self._line(self._estimates.epoch(run)), run, module)
+                self._write(self._as_text(self._estimates.epoch(run)), run, module)
             else:
-                screen.write(self._line(self._estimates.evaluation()))
+                screen.write(self._as_text(self._estimates.evaluation()))
 
     def _draw(self, run: Run, module: nn.Module) -> None:
         screen = self._screen
@@ -211,35 +211,37 @@ class ProgressBar(Callback):
         lines = [self.bar(self._estimates.epoch(run), screen)] if self._training else []
         if self._estimates.eval_name is not None:
             lines.append(self.bar(self._estimates.evaluation(), screen))
-        metrics = wrapped(_items(self.get_metrics(run, module)), screen.width - 1, screen.height - len(lines))
+        metrics = wrap_items(_metric_texts(self.get_metrics(run, module)), screen.width - 1, screen.height - len(lines))
         screen.draw([*lines, *metrics])
 
-    def _plan(self) -> None:
-        """When to look again."""
+    def _plan_next_drawing(self) -> None:
+        """Set the time of the next drawing."""
         live = self._screen is not None and self._screen.live
         self._next = time.monotonic() + (1.0 / self.refresh_rate if live else min(1.0, self.interval_s))
 
-    def _line(self, shown: Progress) -> str:
+    def _as_text(self, progress: Progress) -> str:
         """Return a bar's content as text."""
-        count = shown.whole or f"{shown.unit} {shown.done}" + ("" if shown.total is None else f"/{shown.total}")
-        text = f"{shown.title}: {count}, {speed(shown.rate, shown.unit)}"
-        return text if shown.eta_s is None else f"{text}, ETA {duration(shown.eta_s)}"
+        count = progress.whole or f"{progress.unit} {progress.done}" + (
+            "" if progress.total is None else f"/{progress.total}"
+        )
+        text = f"{progress.title}: {count}, {speed(progress.rate, progress.unit)}"
+        return text if progress.eta_s is None else f"{text}, ETA {duration(progress.eta_s)}"
 
     def _write(self, text: str, run: Run, module: nn.Module) -> None:
-        """Write a line, with the metrics."""
+        """Write a line with the metrics."""
         assert self._screen is not None
-        items = [text, *_items(self.get_metrics(run, module))]
+        items = [text, *_metric_texts(self.get_metrics(run, module))]
         if not self._screen.live:
             self._screen.write(", ".join(items))
             return
-        first, *others = wrapped(items, self._screen.width - 3, 100)
-        self._screen.write("\n".join([first, *(f"  {line}" for line in others)]))
+        first, *continuation = wrap_items(items, self._screen.width - 3, 100)
+        self._screen.write("\n".join([first, *(f"  {line}" for line in continuation)]))
 
     def _write_epoch(self, run: Run, module: nn.Module) -> None:
         """Write the finished epoch's line when the next one starts, since its metrics are logged after its last hook."""
-        if self._ended and self._screen is not None:
-            self._write(self._ended, run, module)
-        self._ended = ""
+        if self._ended_line and self._screen is not None:
+            self._write(self._ended_line, run, module)
+        self._ended_line = ""
 
     def _close(self, run: Run, module: nn.Module) -> None:
         if self._screen is not None:
@@ -250,18 +252,18 @@ class ProgressBar(Callback):
                 self._screen, self._next, self._training = None, math.inf, False
 
 
-def _items(metrics: Mapping[str, Any]) -> list[str]:
+def _metric_texts(metrics: Mapping[str, Any]) -> list[str]:
     return [terminal_text(f"{name}={number(value)}", one_line=True) for name, value in metrics.items()]
 
 
-def wrapped(items: Sequence[str], width: int, most: int) -> list[str]:
-    """The items on lines of at most ``width`` columns, and at most so many lines; the last says how many are left out."""
+def wrap_items(items: Sequence[str], width: int, max_lines: int) -> list[str]:
+    """Put items on at most ``max_lines`` lines of at most ``width`` columns. The last line says how many items are left out."""
     from rich.cells import cell_len, set_cell_size
 
     lines: list[list[str]] = []
     used = width
     for item in items:
-        if cell_len(item) > width:  # the name gives way
+        if cell_len(item) > width:  # the name is cut, not the value
             name, _, value = item.rpartition("=")
             item = set_cell_size(name, max(0, width - 2 - cell_len(value))) + "…=" + value
             item = set_cell_size(item, min(width, cell_len(item)))
@@ -270,7 +272,7 @@ def wrapped(items: Sequence[str], width: int, most: int) -> list[str]:
             used = -2
         lines[-1].append(item)
         used += 2 + cell_len(item)
-    if len(lines) > most:
-        left_out = sum(map(len, lines[max(0, most - 1) :]))
-        lines = lines[: max(0, most - 1)] + ([[f"… {left_out} more"]] if most > 0 else [])
+    if len(lines) > max_lines:
+        left_out = sum(map(len, lines[max(0, max_lines - 1) :]))
+        lines = lines[: max(0, max_lines - 1)] + ([[f"… {left_out} more"]] if max_lines > 0 else [])
     return ["  ".join(line) for line in lines]

@@ -1,4 +1,4 @@
-"""The numbers of a progress bar: how far a run is, how fast, and how long it will take."""
+"""Estimates for progress bars: how far a run is, how fast it is, and how long it will take."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ if TYPE_CHECKING:
 
 
 MANY = 10_000
-"""Epochs whose windows are looked up one by one."""
+"""Largest number of epochs whose windows are looked up one by one."""
 RECENT = 60
 """Seconds of training over which the rate is measured."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """One bar: an epoch, or an evaluation."""
+    """Content of one bar: of an epoch, or of an evaluation."""
 
     title: str
-    """``"epoch 1/9"``, ``"validation"``."""
+    """Title of the bar: ``"epoch 1/9"``, ``"validation"``."""
     done: int
     """Optimizer steps in the epoch, or batches of the evaluation."""
     total: int | None
     """The total of ``done``; ``None``: not known."""
     fraction: float | None
-    """The share that is done, from 0 to 1, counted in micro-batches; ``None``: not known."""
+    """Share of the work that is done, 0 to 1, counted in micro-batches; ``None``: not known."""
     unit: str
-    """The unit of ``done``: ``"step"`` or ``"batch"``."""
+    """Unit of ``done`` and ``total``: ``"step"`` or ``"batch"``."""
     rate: float | None
     """Units a second; ``None``: not measured yet."""
     elapsed_s: float
-    """Since the epoch or the evaluation started."""
+    """Seconds since the epoch or the evaluation started."""
     eta_s: float | None
     """Seconds until the training (validation included) or the evaluation ends; ``None``: not known."""
     whole: str = ""
-    """Steps of the training, ``"step 145/1000"``."""
+    """Position in the training, ``"step 145/1000"``; empty for an evaluation."""
 
 
 class RunEstimates:
-    """Measures one run. Everything is read from the run's counters and the clock: nothing waits for a device.
+    """Measures the progress of one run with the run's counters and the clock: nothing waits for a device.
 
     The rate is the one of the last minute, without validation and without the first step, in which much is compiled and loaded. The time
-    that is left counts the micro-batches and the validations that are left. Until a validation has been measured, one of its batches
-    is taken to last as long as one in training.
+    left counts the remaining micro-batches and validations. Until a validation has been measured, one of its batches
+    is taken to last as long as a micro-batch of the training.
     """
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=RECENT)  # seconds of training, steps, micro-batches
-        self._away = 0.0  # seconds in evaluations
+        self._evaluation_s = 0.0  # seconds in evaluations
         self._epoch_began = self._eval_began = 0.0
         self._first_step = 0
         self._length: int | None = None  # micro-batches of the last epoch
@@ -61,10 +61,8 @@ class RunEstimates:
         self._eval_batch_s: float | None = None
         self._limits: list[int | None] = []
         self._loader = 0
-        self._later: tuple[tuple[object, ...], tuple[float, float]] = (
-            (),
-            (0, 0),
-        )  # of which epochs, and their steps and micro-batches
+        # The later epochs, and their steps and micro-batches.
+        self._later: tuple[tuple[object, ...], tuple[float, float]] = ((), (0, 0))
         self.eval_name: str | None = None
         """The evaluation under way: ``"validation"``, ``"sanity check"``, ``"test"``, ``"predict"``."""
         self.eval_done = 0
@@ -72,33 +70,33 @@ class RunEstimates:
     # -- events -------------------------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, run: Run) -> None:
-        """An epoch starts, or continues after a resume."""
-        self._epoch_began, self._first_step = self._trained(), run.step
+        """Note that an epoch starts, or continues after a resume."""
+        self._epoch_began, self._first_step = self._training_clock(), run.step
 
     def measure(self, run: Run) -> None:
-        """A micro-batch is done. Called before a bar is drawn."""
-        now = self._trained()
+        """Take a measurement after a micro-batch. Called before a bar is drawn."""
+        now = self._training_clock()
         if not self._recent or now - self._recent[-1][0] >= 1.0:
             self._recent.append((now, run.step, run.state.batches))
 
     def end_epoch(self, run: Run) -> None:
-        """An epoch ends."""
+        """Note that an epoch ends."""
         self._length = run.state.batch_idx
 
     def begin_evaluation(self, name: str, limits: list[int | None]) -> None:
-        """An evaluation of loaders with so many batches starts."""
+        """Note that an evaluation starts. ``limits``: number of batches of each loader; ``None``: not known."""
         self.eval_name, self.eval_done, self._limits, self._loader = name, 0, limits, 0
         self._eval_began = time.monotonic()
 
     def evaluated(self, dataloader_idx: int) -> None:
-        """A batch of an evaluation is done."""
+        """Count a batch of the evaluation."""
         self.eval_done += 1
         self._loader = dataloader_idx
 
     def end_evaluation(self) -> None:
-        """The evaluation is over."""
+        """Note that the evaluation has ended."""
         seconds = time.monotonic() - self._eval_began
-        self._away += seconds
+        self._evaluation_s += seconds
         if self.eval_done:
             self._eval_batch_s = seconds / self.eval_done
         if self.eval_name == "validation":
@@ -108,7 +106,7 @@ class RunEstimates:
     # -- what is shown --------------------------------------------------------------------------------------------------------------
 
     def epoch(self, run: Run) -> Progress:
-        """The epoch under way. Epochs are numbered from 0, as in files and log lines: of ten, ``9/9`` is the last."""
+        """Content of the bar of the epoch under way. Epochs are numbered from 0, as in files and log lines: the last of ten is ``9/9``."""
         state, window = run.state, run.window_at(run.state.epoch)
         done, length = -(-state.batch_idx // window), run.num_train_batches
         total = None if length is None else -(-length // window)
@@ -122,18 +120,18 @@ class RunEstimates:
             fraction=min(1.0, state.batch_idx / batches) if batches else None,
             unit="step",
             rate=self._rate(run),
-            elapsed_s=self._trained() - self._epoch_began,
+            elapsed_s=self._training_clock() - self._epoch_began,
             eta_s=self._seconds_left(run),
             whole=self._training_position(run),
         )
 
     def epoch_rate(self, run: Run) -> float:
         """Steps a second in this epoch so far, without validation."""
-        return (run.step - self._first_step) / max(self._trained() - self._epoch_began, 1e-9)
+        return (run.step - self._first_step) / max(self._training_clock() - self._epoch_began, 1e-9)
 
     def evaluation(self) -> Progress:
-        """The evaluation under way."""
-        total = _sum(self._limits)
+        """Content of the bar of the evaluation under way."""
+        total = _sum_or_none(self._limits)
         elapsed = time.monotonic() - self._eval_began
         rate = self.eval_done / elapsed if self.eval_done and elapsed > 0 else None
         several = f" {self._loader + 1}/{len(self._limits)}" if len(self._limits) > 1 else ""
@@ -150,48 +148,52 @@ class RunEstimates:
 
     # -- estimates ------------------------------------------------------------------------------------------------------------------
 
-    def _trained(self) -> float:
+    def _training_clock(self) -> float:
         """The clock without the time of evaluations: inside one it stands still."""
-        return (self._eval_began if self.eval_name is not None else time.monotonic()) - self._away
+        return (self._eval_began if self.eval_name is not None else time.monotonic()) - self._evaluation_s
 
-    def _since(self, run: Run) -> tuple[float, int, int]:
-        """Seconds, steps and micro-batches of the recent past."""
+    def _recent_work(self, run: Run) -> tuple[float, int, int]:
+        """Seconds, steps and micro-batches of the last minute of training."""
         if not self._recent:
             return 0.0, 0, 0
         seconds, step, batches = self._recent[0]
-        return self._trained() - seconds, run.step - step, run.state.batches - batches
+        return self._training_clock() - seconds, run.step - step, run.state.batches - batches
 
     def _rate(self, run: Run) -> float | None:
-        seconds, steps, _ = self._since(run)
+        seconds, steps, _ = self._recent_work(run)
         return steps / seconds if steps and seconds > 0 else None
 
     def _training_position(self, run: Run) -> str:
-        """Return the training's step, and the number of steps if it is known."""
-        ahead = self._ahead(run)
+        """Position in the training: ``"step 145/1000"``, or ``"step 145"`` if the total is not known."""
+        ahead = self._work_left(run)
         return f"step {run.step}" + ("" if ahead is None else f"/{run.step + ahead[0]}")
 
-    def _ahead(self, run: Run) -> tuple[int, int] | None:
-        """Optimizer steps and micro-batches of the training that are left on this rank. An epoch's last window may be a short one."""
+    def _work_left(self, run: Run) -> tuple[int, int] | None:
+        """Optimizer steps and micro-batches that the training has left on this rank. An epoch's last window may be a short one."""
         state, length = run.state, run.num_train_batches or self._length
         window = run.window_at(state.epoch)
-        most = math.inf if run.max_steps is None else max(0, run.max_steps - run.step)
+        steps_left = math.inf if run.max_steps is None else max(0, run.max_steps - run.step)
         epochs = math.inf if run.max_epochs is None else run.max_epochs
-        if not length or most == epochs == math.inf:
-            return None if most == math.inf else (int(most), max(0, int(most) * window - state.batch_idx % window))
-        left = max(0, length - state.batch_idx)
-        steps = -(-(left + state.batch_idx % window) // window) if left else 0
-        if steps >= most:
-            return int(most), max(0, min(left, int(most) * window - state.batch_idx % window))
-        key = state.epoch, epochs, length, most - steps
+        if not length or steps_left == epochs == math.inf:
+            return (
+                None
+                if steps_left == math.inf
+                else (int(steps_left), max(0, int(steps_left) * window - state.batch_idx % window))
+            )
+        batches_left = max(0, length - state.batch_idx)
+        steps = -(-(batches_left + state.batch_idx % window) // window) if batches_left else 0
+        if steps >= steps_left:
+            return int(steps_left), max(0, min(batches_left, int(steps_left) * window - state.batch_idx % window))
+        key = state.epoch, epochs, length, steps_left - steps
         if key != self._later[0]:
-            self._later = key, _whole_epochs(run, state.epoch + 1, epochs, length, most - steps)
+            self._later = key, _whole_epochs(run, state.epoch + 1, epochs, length, steps_left - steps)
         later, batches = self._later[1]
-        return steps + int(later), left + int(batches)
+        return steps + int(later), batches_left + int(batches)
 
     def _seconds_left(self, run: Run) -> float | None:
-        """Seconds of the training that are left."""
-        seconds, _, done = self._since(run)
-        ahead, estimates = self._ahead(run), []
+        """Seconds that the training has left, with its validations; ``None``: not known."""
+        seconds, _, done = self._recent_work(run)
+        ahead, estimates = self._work_left(run), []
         steps, batches = ahead or (0, None)
         if batches == 0 and self.eval_name is None:
             return 0.0
@@ -199,10 +201,10 @@ class RunEstimates:
             batch_s = seconds / done
             training_s = batches * batch_s
             validation_s = self._one_validation(run, batch_s)
-            left = training_s + self._validations_left(run, steps, batches, training_s) * validation_s
+            seconds_left = training_s + self._validations_left(run, steps, batches, training_s) * validation_s
             if self.eval_name == "validation":
-                left += max(0.0, validation_s - (time.monotonic() - self._eval_began))
-            estimates.append(left)
+                seconds_left += max(0.0, validation_s - (time.monotonic() - self._eval_began))
+            estimates.append(seconds_left)
         if run.settings.max_time is not None:
             estimates.append(max(0.0, run.settings.max_time.value - run.elapsed_s))
         return min(estimates) if estimates else None
@@ -210,11 +212,11 @@ class RunEstimates:
     def _one_validation(self, run: Run, batch_s: float) -> float:
         if self._validation_s is not None:
             return self._validation_s
-        count = _sum(run.num_eval_batches)
+        count = _sum_or_none(run.num_eval_batches)
         return 0.0 if count is None else count * (batch_s if self._eval_batch_s is None else self._eval_batch_s)
 
     def _validations_left(self, run: Run, steps: int, batches: int, training_s: float) -> int:
-        """Validations in the next ``steps`` of ``batches`` micro-batches, which take ``training_s``."""
+        """Number of validations in the next ``steps`` with ``batches`` micro-batches, which take ``training_s`` seconds."""
         every, state = run.val_every.duration, run.state
         if every is None or not run.val_loaders:
             return 0
@@ -230,38 +232,38 @@ class RunEstimates:
         return math.floor((now + Fraction(batches, length)) / value) - math.floor(now / value)
 
 
-def _whole_epochs(run: Run, first: int, end: float, length: int, most: float) -> tuple[float, float]:
-    """Steps and micro-batches of the epochs from ``first`` to before ``end``, of ``length`` micro-batches each; at most ``most`` steps."""
+def _whole_epochs(run: Run, first: int, end: float, length: int, max_steps: float) -> tuple[float, float]:
+    """Steps and micro-batches of the epochs from ``first`` to before ``end``, with ``length`` micro-batches each; at most ``max_steps`` steps."""
     steps: float = 0
     batches: float = 0
     for epoch in range(first, int(min(end, first + MANY))):
         window = run.window_at(epoch)
         per_epoch = -(-length // window)
         count = 1.0 if epoch < first + MANY - 1 else end - epoch  # the last one stands for all later ones
-        whole = min(count, (most - steps) // per_epoch)
+        whole = min(count, (max_steps - steps) // per_epoch)
         steps, batches = steps + whole * per_epoch, batches + whole * length
         if whole < count:
-            return most, batches + (most - steps) * window
+            return max_steps, batches + (max_steps - steps) * window
     return steps, batches
 
 
-def _sum(counts: list[int | None]) -> int | None:
+def _sum_or_none(counts: list[int | None]) -> int | None:
     return None if any(count is None for count in counts) else sum(count or 0 for count in counts)
 
 
 def duration(seconds: float | None) -> str:
-    """``"0:07"``, ``"1:02:03"``, ``"2d 03:04"``; ``"-:--"`` if it is not known."""
+    """A duration as text: ``"0:07"``, ``"1:02:03"``, ``"2d 03:04"``; ``"-:--"`` if it is not known."""
     if seconds is None or not math.isfinite(seconds):
         return "-:--"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours >= 24:
         return f"{hours // 24}d {hours % 24:02d}:{minutes:02d}"
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{remainder:02d}" if hours else f"{minutes}:{remainder:02d}"
 
 
 def speed(rate: float | None, unit: str) -> str:
-    """``"12.3 step/s"``, or ``"3.2 s/step"`` if one takes longer than a second."""
+    """A rate as text: ``"12.3 step/s"``, or ``"3.2 s/step"`` if a step takes longer than a second."""
     if rate is None or rate <= 0:
         return f"- {unit}/s"
     value, name = (rate, f"{unit}/s") if rate >= 1 else (1 / rate, f"s/{unit}")
@@ -269,5 +271,5 @@ def speed(rate: float | None, unit: str) -> str:
 
 
 def number(value: object) -> str:
-    """A metric's value in four digits."""
+    """A metric's value as text with four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -22,8 +22,8 @@ class RichProgressBar(ProgressBar):
         validation ━━━━━━━━━━━──────────────  13/40   31.0 batch/s  ETA 0:01
         train/loss=0.1234  val/loss=0.2345  val/accuracy=0.9321
 
-    The time left is that of the whole training and includes validation. Narrow terminals show less of the bar, never less of the figures
-    that matter: epoch, count and time left.
+    The time left is that of the whole training and includes validation. Narrow terminals show less of the bar, but always
+    the figures that matter: epoch, count and time left.
     """
 
     def __init__(self, refresh_rate: float = 10.0, interval_s: float = 30.0, console: Console | None = None) -> None:
@@ -44,14 +44,14 @@ class RichProgressBar(ProgressBar):
             "elapsed": "",
             "eta": f"ETA {duration(shown.eta_s)}",
         }
-        least = {"rate": speed(shown.rate, shown.unit), "bar": "-" * 10, "whole": shown.whole}
-        least["elapsed"] = f"{duration(shown.elapsed_s)} elapsed" if limit >= 110 else ""
-        for name, text in least.items():
+        optional_parts = {"rate": speed(shown.rate, shown.unit), "bar": "-" * 10, "whole": shown.whole}
+        optional_parts["elapsed"] = f"{duration(shown.elapsed_s)} elapsed" if limit >= 110 else ""
+        for name, text in optional_parts.items():
             if text and len(_joined({**parts, name: text})) <= limit and (name != "bar" or shown.fraction is not None):
                 parts[name] = text
         if parts["bar"]:
             length = min(40, 10 + limit - len(_joined(parts)))
-            parts["bar"] = _strip(shown.fraction or 0.0, length, screen.color)
+            parts["bar"] = _bar_text(shown.fraction or 0.0, length, screen.color)
             return _joined(parts)
         return _joined(parts)[:limit]
 
@@ -60,7 +60,7 @@ def _joined(parts: Mapping[str, str]) -> str:
     return "  ".join(text for text in parts.values() if text)
 
 
-def _strip(fraction: float, length: int, color: bool) -> str:
+def _bar_text(fraction: float, length: int, color: bool) -> str:
     full = int(fraction * length)
-    done, rest = "━" * full, "─" * (length - full)
-    return f"\x1b[32m{done}\x1b[0;2m{rest}\x1b[0m" if color else done + rest
+    done, ahead = "━" * full, "─" * (length - full)
+    return f"\x1b[32m{done}\x1b[0;2m{ahead}\x1b[0m" if color else done + ahead

@@ -1,4 +1,4 @@
-"""Where a progress bar is drawn: the bottom rows of a terminal, a notebook's cell, or nowhere, if lines go to a file or a pipe."""
+"""Screens for progress bars: the bottom rows of a terminal, a notebook's cell, or only lines, for a file or a pipe."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Screen(Protocol):
         """Rows for bars and metrics."""
 
     def draw(self, lines: Sequence[str]) -> None:
-        """Replace the bars by these, each at most ``width`` columns wide."""
+        """Replace the bars by ``lines``, each at most ``width`` columns wide."""
 
     def write(self, text: str) -> None:
         """Write lines that stay."""
@@ -42,9 +42,9 @@ class Screen(Protocol):
 
 
 class Terminal:
-    """The bottom rows of a terminal. The rest of it scrolls above them.
+    """The bottom rows of a terminal; the rest of the terminal scrolls above them.
 
-    The terminal itself keeps the two apart, by its scroll region (DECSTBM), as ``apt`` does it. So nothing that this process, its libraries, a
+    The terminal itself keeps bars and text apart, with its scroll region (DECSTBM), as ``apt`` does. So nothing that this process, its libraries, a
     debugger's prompt or another rank on this terminal prints can damage the bars, or be damaged: no stream is replaced. Each drawing is
     a single ``write``, and leaves the cursor where it was.
     """
@@ -56,8 +56,8 @@ class Terminal:
         self.color = console.color_system is not None and not console.no_color
         self.ascii = not console.encoding.startswith("utf")
 
-    def _measured(self) -> tuple[int, int]:
-        """Columns and rows now. A variable COLUMNS, which rich believes, does not change with the window."""
+    def _terminal_size(self) -> tuple[int, int]:
+        """Columns and rows of the terminal now. Rich believes the variable COLUMNS, which does not change with the window."""
         try:
             columns, rows = os.get_terminal_size(self._console.file.fileno())
         except (OSError, ValueError, AttributeError):
@@ -66,14 +66,14 @@ class Terminal:
 
     @property
     def width(self) -> int:
-        return self._measured()[0]
+        return self._terminal_size()[0]
 
     @property
     def height(self) -> int:
-        return max(1, self._measured()[1] // 2)
+        return max(1, self._terminal_size()[1] // 2)
 
     def draw(self, lines: Sequence[str]) -> None:
-        size = self._measured()
+        size = self._terminal_size()
         height = size[1]
         lines = lines[: max(0, height - 2)]
         out = []
@@ -85,10 +85,10 @@ class Terminal:
         out.append("\x1b7")
         out += [f"\x1b[{height - len(lines) + 1 + row};1H{line}\x1b[0m\x1b[K" for row, line in enumerate(lines)]
         out.append("\x1b8")
-        self._put("".join(out))
+        _write_encoded(self._console.file, "".join(out))
 
     def _reserve(self, rows: int, height: int) -> str:
-        """Keep so many rows for bars."""
+        """Return the control sequence that reserves ``rows`` rows for bars."""
         before, self._rows = self._rows, rows
         if rows > before:  # down and up again: scrolls if the cursor is at the bottom, and keeps its column
             more = rows - before
@@ -98,25 +98,26 @@ class Terminal:
         return ""
 
     def write(self, text: str) -> None:
-        self._put(text + "\n")
+        _write_encoded(self._console.file, text + "\n")
 
     def close(self) -> None:
         if self._rows:
-            unchanged = self._measured() == self._size
-            self._put(f"\x1b7\x1b[r\x1b[{self._size[1] - self._rows + 1};1H\x1b[J\x1b8" if unchanged else _FORGET)
+            unchanged = self._terminal_size() == self._size
+            erase = f"\x1b7\x1b[r\x1b[{self._size[1] - self._rows + 1};1H\x1b[J\x1b8"
+            _write_encoded(self._console.file, erase if unchanged else _FORGET)
             self._rows = 0
-
-    def _put(self, text: str) -> None:
-        _put(self._console.file, text)
 
 
 _FORGET = "\x1b7\x1b[r\x1b8\x1b7\x1b[C\x1b[J\x1b8"
-"""After a change of the window. The terminal has wrapped its lines again, but below the cursor there are only bars. (A column to the right: erasing
-the whole screen would move it into tmux's history.)"""
+"""Control sequence that erases the bars after a change of the window.
+
+The terminal has wrapped its lines again, but below the cursor there are only bars. The erasing begins a column to the right of the cursor: erasing
+the whole screen would move it into tmux's history.
+"""
 
 
 class Notebook:
-    """The output of a notebook's cell: one element that is updated, lines below it. It keeps its last state."""
+    """The output of a notebook's cell: one element that is updated, and lines below it. The cell keeps its last state."""
 
     live, color, ascii, width, height = True, False, False, 100, 20
 
@@ -126,11 +127,11 @@ class Notebook:
     def draw(self, lines: Sequence[str]) -> None:
         from IPython.display import HTML, display
 
-        shown = HTML(element("pre", "\n".join(lines), style="white-space: pre-wrap"))
+        html = HTML(element("pre", "\n".join(lines), style="white-space: pre-wrap"))
         if self._handle is None:
-            self._handle = display(shown, display_id=True)
+            self._handle = display(html, display_id=True)
         else:
-            self._handle.update(shown)
+            self._handle.update(html)
 
     def write(self, text: str) -> None:
         print(text, flush=True)
@@ -140,7 +141,7 @@ class Notebook:
 
 
 class Lines:
-    """No bars: a file, a pipe, a log of continuous integration, a process forked from a notebook."""
+    """Lines without bars: for a file, a pipe, a log of continuous integration, a process forked from a notebook."""
 
     live, color, ascii, width, height = False, False, False, 1 << 16, 0
 
@@ -150,12 +151,12 @@ class Lines:
     def draw(self, lines: Sequence[str]) -> None: ...
 
     def write(self, text: str) -> None:
-        _put(self._console.file, text + "\n")
+        _write_encoded(self._console.file, text + "\n")
 
     def close(self) -> None: ...
 
 
-def _put(file: IO[str], text: str) -> None:
+def _write_encoded(file: IO[str], text: str) -> None:
     encoding = getattr(file, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)
@@ -166,20 +167,24 @@ def _put(file: IO[str], text: str) -> None:
 
 
 _ASCII = str.maketrans({"━": "#", "─": "-", "█": "#", "…": "."})
-"""For streams that have no such characters."""
+"""Replacements of the bars' characters, for streams whose encoding lacks them."""
 
 
-def screen_of(console: Console, given: bool) -> Screen:
-    """The screen of this console. ``given``: the user made it, so that ``force_terminal=True`` counts; otherwise only a real terminal does."""
+def screen_of(console: Console, is_users_console: bool) -> Screen:
+    """Return the screen for a console.
+
+    Args:
+        is_users_console: the user made the console, so that its ``force_terminal=True`` counts; otherwise only a real terminal does.
+    """
     if console.is_jupyter:
         # The messages that update an output come from the kernel's own process; prints reach it from forks too.
         return Notebook() if multiprocessing.parent_process() is None else Lines(console)
-    forced = given and console.is_terminal
+    forced = is_users_console and console.is_terminal
     try:
         real = console.file.isatty()
     except (AttributeError, ValueError):
         real = False
-    # Some services of continuous integration give their jobs a terminal, and keep every byte.
+    # Some services of continuous integration give their jobs a terminal, and record every byte.
     automated = os.environ.get("CI", "").lower() not in ("", "0", "false")
     dumb = os.name != "nt" and os.environ.get("TERM", "").lower() in ("", "dumb", "unknown")
     drawable = not automated and not dumb if real else forced

@@ -11,11 +11,17 @@ from .screen import Screen
 if TYPE_CHECKING:
     from rich.console import Console
 
-_LIGHTNINGS = ("init_sanity_tqdm", "init_train_tqdm", "init_predict_tqdm", "init_validation_tqdm", "init_test_tqdm")
+_METHODS_OF_LIGHTNING = (
+    "init_sanity_tqdm",
+    "init_train_tqdm",
+    "init_predict_tqdm",
+    "init_validation_tqdm",
+    "init_test_tqdm",
+)
 
 
 class TQDMProgressBar(ProgressBar):
-    """Shows what :class:`RichProgressBar` shows, in tqdm's look, and in the same places; needs ``tqdm``.
+    """Shows the content of :class:`RichProgressBar` in tqdm's look; needs ``tqdm``.
 
     ::
 
@@ -29,9 +35,9 @@ class TQDMProgressBar(ProgressBar):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if made := [name for name in _LIGHTNINGS if hasattr(cls, name)]:
+        if methods := [name for name in _METHODS_OF_LIGHTNING if hasattr(cls, name)]:
             raise TypeError(
-                f"{cls.__name__}.{made[0]} would never be called: override bar(shown, screen), which returns a line"
+                f"{cls.__name__}.{methods[0]} would never be called: override bar(shown, screen), which returns a line"
             )
 
     def __init__(self, refresh_rate: float = 10.0, interval_s: float = 30.0, console: Console | None = None) -> None:

@@ -1,4 +1,4 @@
-"""One page that shows a whole run."""
+"""The callback that writes the report of a run: one page that shows all of it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from engine import Callback, Device, Run
 
@@ -30,15 +31,15 @@ _MEMORY = {
 
 
 class Report(Callback):
-    """At the end of a training, ``report.html`` in the run's folder: one file that needs no network.
+    """Writes ``report.html`` in the run's folder at the end of a training: one file that needs no network.
 
     The page has the curves of all metrics, learning rates, throughput and memory, where the time went, the configuration without
     secrets, and the checkpoints. It is written when the run ends, also after an error or Ctrl-C, and again after an evaluation in
-    the same folder. A run that was killed, or is still running, has left its record: ``fit report FOLDER`` makes the page, and
-    ``fit report FOLDER OTHER`` one that compares runs.
+    the same folder. A run that was killed, or is still running, has a record too: ``fit report FOLDER`` makes its page, and
+    ``fit report FOLDER OTHER`` makes one that compares runs.
 
-    The main process appends to the record (``report.jsonl`` in the run's folder) at log boundaries. A resumed run continues it; what the
-    run repeats replaces what was recorded for those steps.
+    The main process appends to the record (``report.jsonl`` in the run's folder) at log boundaries. A resumed run continues it; the steps that
+    it repeats replace the ones that were recorded.
     """
 
     critical = False
@@ -46,7 +47,7 @@ class Report(Callback):
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         """
         Args:
-            path: the page; ``None``: ``report.html`` in the run's folder.
+            path: the path of the page; ``None``: ``report.html`` in the run's folder.
 
         Raises:
             ValueError: ``path`` is a folder, or does not end in ``.html``.
@@ -55,9 +56,9 @@ class Report(Callback):
         if self.path is not None and (self.path.suffix != ".html" or self.path.is_dir()):
             raise ValueError(f"Report(path={str(path)!r}): it must be the path of a file that ends in .html")
         self._record: Record | None = None
-        # Open while the record is: to open it takes longer than all else that a row needs.
+        # Open as long as the record: opening the file takes longer than everything else that a row needs.
         self._statm: FileIO | None = None
-        self._optimizers: list[tuple[str, Any]] = []
+        self._optimizers: list[tuple[str, Optimizer]] = []
         self._computed = 0.0
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
@@ -71,14 +72,14 @@ class Report(Callback):
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         if run.is_main_process:
-            self._open(run)
-            self._optimizers = _named(run.optimizers)
+            self._open_record(run)
+            self._optimizers = _with_unique_names(run.optimizers)
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         if not run.is_main_process:
             return
         if self._record is None:
-            self._open(run)
+            self._open_record(run)
         assert self._record is not None
         if run.stage == "fit":
             if run.times.compute != self._computed:  # an epoch has ended, and its times were added
@@ -120,7 +121,7 @@ class Report(Callback):
         record.close()
         write_report([run.folder], self.path or run.folder / "report.html", only=True)
 
-    def _open(self, run: Run) -> None:
+    def _open_record(self, run: Run) -> None:
         self._record = Record(run.folder)
         with contextlib.suppress(OSError):  # where there is no /proc
             self._statm = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115
@@ -136,51 +137,51 @@ class Report(Callback):
         )
 
     def _memory(self, device: torch.device) -> dict[str, int]:
-        """Bytes that this process holds."""
+        """Kind of memory -> bytes that this process holds."""
         sizes = Device(device).memory()
-        shown = "max_allocated" if "max_allocated" in sizes else "allocated", "reserved"
-        named = {_MEMORY[what]: sizes[what] for what in shown if what in sizes}
+        kinds = "max_allocated" if "max_allocated" in sizes else "allocated", "reserved"
+        by_name = {_MEMORY[what]: sizes[what] for what in kinds if what in sizes}
         if self._statm is not None:
-            named["main process"] = int(os.pread(self._statm.fileno(), 128, 0).split()[1]) * _PAGE_BYTES
-        return named
+            by_name["main process"] = int(os.pread(self._statm.fileno(), 128, 0).split()[1]) * _PAGE_BYTES
+        return by_name
 
 
 def _step_of(path: Path | str) -> int | None:
-    """The step of a checkpoint, which is noticed some steps after its save. At a URL only the usual name tells it."""
+    """Return the step of a checkpoint, which is noticed some steps after its save. At a URL it comes from the usual name."""
     try:
         step: int = json.loads((Path(path) / "manifest.json").read_bytes())["counters"]["step"]
         return step
     except (OSError, ValueError, LookupError, TypeError):
-        named = re.fullmatch(r"step=(\d+)", str(path).rpartition("/")[2])
-        return None if named is None else int(named[1])
+        match = re.fullmatch(r"step=(\d+)", str(path).rpartition("/")[2])
+        return None if match is None else int(match[1])
 
 
-def _named(optimizers: list[Any]) -> list[tuple[str, Any]]:
-    """Optimizers with unique names."""
-    found: dict[str, Any] = {}
+def _with_unique_names(optimizers: list[Any]) -> list[tuple[str, Optimizer]]:
+    """Pairs of a unique name and an optimizer."""
+    by_name: dict[str, Optimizer] = {}
     for optimizer in optimizers:
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # what the engine prepared wraps the user's
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # a prepared optimizer wraps the user's
         name = first = type(optimizer).__name__
         number = 1
-        while name in found:
+        while name in by_name:
             number += 1
             name = f"{first} {number}"
-        found[name] = optimizer
-    return list(found.items())
+        by_name[name] = optimizer
+    return list(by_name.items())
 
 
-def _learning_rates(optimizers: list[tuple[str, Any]]) -> dict[str, float]:
-    """By optimizer and parameter group; of many groups the lowest and the highest."""
-    found = {}
+def _learning_rates(optimizers: list[tuple[str, Optimizer]]) -> dict[str, float]:
+    """Learning rates by optimizer and parameter group; if the groups are many, only the lowest and the highest."""
+    by_group = {}
     for name, optimizer in optimizers:
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         if len(rates) == 1:
-            found[name] = rates[0]
+            by_group[name] = rates[0]
         elif len(rates) > _SEPARATE_GROUPS:
-            found |= {f"{name} lowest": min(rates), f"{name} highest": max(rates)}
+            by_group |= {f"{name} lowest": min(rates), f"{name} highest": max(rates)}
         else:
-            found |= {f"{name} group {number}": rate for number, rate in enumerate(rates, start=1)}
-    return found
+            by_group |= {f"{name} group {number}": rate for number, rate in enumerate(rates, start=1)}
+    return by_group
 
 
 def _machine(run: Run) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Which curves share a chart, and their points for the page."""
+"""The charts of a page: which curves share one, their colors, and their points."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .curves import Curve, Packed, share
 from .runs import RunData
 
 Chart = dict[str, Any]
-"""``title``, ``group`` (a key of :data:`GROUPS`), ``unit``, and ``series``: the number of their ``run``, ``name``, ``color`` and ``dash``
-(numbers), where ``x`` (steps), ``t`` (seconds) and ``y`` are among the points, ``total`` points, ``odd`` (NaN and infinite ones)."""
+"""A chart: ``title``, ``group`` (a key of :data:`GROUPS`), ``unit``, and ``series``. A series has the number of its ``run``, ``name``, ``color`` and
+``dash`` (numbers), the places of ``x`` (steps), ``t`` (seconds) and ``y`` among the points, and counts: ``total``, ``odd`` (NaN, infinite)."""
 COLORS = 8
-"""The number of colors that the page has."""
+"""Number of colors of the page."""
 GROUPS = {
     "Metrics": "Metrics",
     **dict.fromkeys(("Learning rate", "Gradient norm", "Throughput", "Memory", "Machine"), "Optimization and machine"),
     "Parameters": "Gradient norm of each parameter",
 }
-"""Kinds of charts, in their order, and the headings above them."""
+"""Kinds of charts, in their order -> the heading above them."""
 
 _STAGES = {"train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "eval": 1, "test": 2}
 _STAGE = re.compile(rf"({'|'.join(_STAGES)})[/_](.+)")
@@ -36,34 +36,34 @@ _LOGGED = (
 
 
 def charts_of(runs: Sequence[RunData], max_points: int) -> tuple[list[Chart], str]:
-    """The charts in their order, and all points as one text (:class:`.curves.Packed`)."""
+    """Return the charts in their order, and all points as one text (:class:`.curves.Packed`)."""
     placed: dict[tuple[str, str, str], list[tuple[int, str, Curve]]] = {}
     for number, run in enumerate(runs):
-        for place, name, curve in _places(run):
-            placed.setdefault(place, []).append((number, name, curve))
+        for chart, name, curve in _curves_with_charts(run):
+            placed.setdefault(chart, []).append((number, name, curve))
     limit = share([curve for series in placed.values() for _, _, curve in series], max_points)
     packed, looks = Packed(), _Looks()
     charts = []
     # Groups in their order; within a group a chart stays where it first appeared.
-    for place in sorted(placed, key=lambda place: list(GROUPS).index(place[0])):
-        group, title, unit = place
-        look = looks.of(list(dict.fromkeys(name for _, name, _ in placed[place])))
+    for chart in sorted(placed, key=lambda chart: list(GROUPS).index(chart[0])):
+        group, title, unit = chart
+        look = looks.looks_of(list(dict.fromkeys(name for _, name, _ in placed[chart])))
         series = [
             {"run": number, "name": name, **look[name], **_points(curve, limit, packed)}
-            for number, name, curve in placed[place]
+            for number, name, curve in placed[chart]
         ]
         charts.append({"title": title, "group": group, "unit": unit, "series": series})
     return charts, packed.text()
 
 
 class _Looks:
-    """Colors and dashes of series: one for each stage in all charts, and different ones for the names of one chart."""
+    """Chooses colors and dashes of series: the same for a stage in all charts, and different ones for the names in one chart."""
 
     def __init__(self) -> None:
         self._others = 0
 
-    def of(self, names: Sequence[str]) -> dict[str, dict[str, int]]:
-        """The look of the series of one chart."""
+    def looks_of(self, names: Sequence[str]) -> dict[str, dict[str, int]]:
+        """Name of each series of one chart -> its color and dash."""
         looks: dict[str, dict[str, int]] = {}
         for name in names:
             staged = _STAGE.match(name)
@@ -89,22 +89,24 @@ def _points(curve: Curve, limit: int, packed: Packed) -> dict[str, Any]:
     }
 
 
-def _places(run: RunData) -> list[tuple[tuple[str, str, str], str, Curve]]:
-    """Chart (group, title, unit), name and curve."""
-    found = [(_place(name), name, curve) for name, curve in run.metrics.items()]
-    if not any(place[0] == "Learning rate" for place, _, _ in found):
-        found += _named(run.rates, ("Learning rate", "learning rate", ""))
+def _curves_with_charts(run: RunData) -> list[tuple[tuple[str, str, str], str, Curve]]:
+    """Chart (group, title, unit), name and curve of each curve of a run."""
+    placed = [(_chart_of(name), name, curve) for name, curve in run.metrics.items()]
+    if not any(place[0] == "Learning rate" for place, _, _ in placed):
+        placed += _under_chart(run.rates, ("Learning rate", "learning rate", ""))
     for name, curve in run.speed.items():
-        found.append((("Throughput", name, ""), name, curve))
-    return found + _named(run.memory, ("Memory", "memory", "bytes"))
+        placed.append((("Throughput", name, ""), name, curve))
+    return placed + _under_chart(run.memory, ("Memory", "memory", "bytes"))
 
 
-def _named(group: Mapping[str, Curve], place: tuple[str, str, str]) -> list[tuple[tuple[str, str, str], str, Curve]]:
-    return [(place, name, curve) for name, curve in group.items()]
+def _under_chart(
+    group: Mapping[str, Curve], chart: tuple[str, str, str]
+) -> list[tuple[tuple[str, str, str], str, Curve]]:
+    return [(chart, name, curve) for name, curve in group.items()]
 
 
-def _place(name: str) -> tuple[str, str, str]:
-    """The chart of a logged value: ``train/loss`` and ``val/loss`` share one."""
+def _chart_of(name: str) -> tuple[str, str, str]:
+    """Return the chart of a logged value (group, title, unit): ``train/loss`` and ``val/loss`` share one."""
     for group, pattern in _LOGGED:
         if pattern.match(name):
             if group == "Learning rate" and not name.endswith(("-momentum", "-weight_decay")):

@@ -1,4 +1,4 @@
-"""The page, section by section: one HTML file with its style, its script and its data."""
+"""The page of a report, section by section: one HTML file with its style, its script and its data."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 
 from ..text import Html, element, html_table, join
 from .charts import GROUPS, Chart, charts_of
-from .runs import PHASES, RunData, named, runs_in
+from .runs import PHASES, RunData, give_names, runs_in
 
 MOST_POINTS = 1_000_000
 _FOLDER = Path(__file__).parent
 _PLACES = ("root_dir",)
-"""Settings that differ between runs without making them different."""
+"""Settings whose values may differ between runs that count as equal."""
 _GOOD, _BAD = ("completed", "stopped"), ("failed", "no end recorded", "interrupted")
 
 
@@ -31,15 +31,16 @@ def write_report(
     max_points: int = MOST_POINTS,
     only: bool = False,
 ) -> Path:
-    """Write one HTML page about the runs in ``folders``; it opens without network. It compares several runs.
+    """Write one HTML page about the runs in ``folders``, which opens without network; several runs are compared.
 
-    A folder is a run's own, or a ``root_dir``, which stands for all of its runs. Beside runs that trained, those that only evaluated are rows of
-    a table. The runs need to have had ``Report`` or ``CSVLogger`` among their callbacks; they may still be running, or have been killed.
+    A folder is a run's own, or a ``root_dir``, which stands for all of its runs. Next to runs that trained, runs that only evaluated are rows of
+    a table. The runs need ``Report`` or ``CSVLogger`` among their callbacks; they may still be running, or have been killed.
 
     Args:
-        folders: of runs.
-        path: the page; ``None``: ``report.html`` in the folder of a single run, and ``comparison.html`` in the first of ``folders`` for several.
-        max_points: of all curves; if there are more, long curves keep the lowest and the highest of neighbouring points.
+        folders: folders of runs.
+        path: the path of the page; ``None``: ``report.html`` in the folder of a single run, or ``comparison.html`` in the first of several
+            ``folders``.
+        max_points: largest number of points of all curves; beyond it, long curves keep the lowest and the highest of neighbouring points.
         only: a folder stands for its own run alone.
 
     Returns:
@@ -53,9 +54,9 @@ def write_report(
         raise ValueError(
             f"write_report(folders={list(folders)}, max_points={max_points}): give a folder, and at least 100 points"
         )
-    found = {run.folder.resolve(): run for folder in folders for run in runs_in(Path(folder), only)}
-    runs = list(found.values())
-    named(runs)
+    runs_by_folder = {run.folder.resolve(): run for folder in folders for run in runs_in(Path(folder), only)}
+    runs = list(runs_by_folder.values())
+    give_names(runs)
     evaluations = [run for run in runs if not run.trained]
     runs = [run for run in runs if run.trained] or runs
     if runs == evaluations:
@@ -74,7 +75,7 @@ def write_report(
 
 
 def page(runs: Sequence[RunData], max_points: int, evaluations: Sequence[RunData] = ()) -> str:
-    """The whole file. ``evaluations``: runs that trained nothing, beside those that did."""
+    """Return the whole page. ``evaluations``: runs that trained nothing, next to the ``runs`` that did."""
     charts, points = charts_of(runs, max_points)
     style, script = (_asset(name) for name in ("page.css", "page.js"))
     title = f"Training report: {runs[0].name}" if len(runs) == 1 else f"Training report: {len(runs)} runs"
@@ -98,8 +99,8 @@ def page(runs: Sequence[RunData], max_points: int, evaluations: Sequence[RunData
         "data": _data({"runs": [run.name for run in runs], "charts": charts}),
         "points": points,
     }
-    # One pass: what is put in is not searched for places again.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
+    # One pass: the texts that are put in are not searched for placeholders.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
 
 
 def _asset(name: str) -> str:
@@ -111,13 +112,13 @@ def _hash(text: str) -> str:
 
 
 def _data(value: Any) -> Html:
-    """JSON that cannot end the element that it is in."""
+    """Return ``value`` as JSON that cannot end the element around it."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return Html(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 def header(runs: Sequence[RunData], title: str) -> Html:
-    """Title, how the run ended, and its facts; of several runs a table."""
+    """Return the page's header: title, how the run ended, and its facts; of several runs a table."""
     notes = [element("p", run.note) for run in runs if run.note]
     if len(runs) > 1:
         return element("header", element("h1", title), notes, _overview(runs))
@@ -137,7 +138,7 @@ def _status(run: RunData) -> Html:
 
 
 def _facts(run: RunData) -> dict[str, str]:
-    best = next((each["path"] for each in run.checkpoints if each["best"]), "")
+    best = next((checkpoint["path"] for checkpoint in run.checkpoints if checkpoint["best"]), "")
     return {
         "steps": f"{run.step:,}",
         "epochs": "" if run.epochs is None else f"{run.epochs:,}",
@@ -165,7 +166,7 @@ def _overview(runs: Sequence[RunData]) -> Html:
 
 
 def curves(runs: Sequence[RunData], charts: Sequence[Chart]) -> Html:
-    """The places of the charts, which the script draws."""
+    """Return the section with the places of the charts, which the script draws."""
     if not charts:
         return _section("curves", "Curves", element("p", "No values were logged."))
     note = "The curves are drawn by a script, which your browser does not run. All other parts of this page are below."
@@ -173,15 +174,15 @@ def curves(runs: Sequence[RunData], charts: Sequence[Chart]) -> Html:
         note += " The last values of all metrics are in a table."
     places = []
     for heading in dict.fromkeys(GROUPS.values()):
-        own = [number for number, chart in enumerate(charts) if GROUPS[chart["group"]] == heading]
-        if own:
-            grid = element("div", [element("figure", data_chart=number) for number in own], class_="grid")
+        numbers = [number for number, chart in enumerate(charts) if GROUPS[chart["group"]] == heading]
+        if numbers:
+            grid = element("div", [element("figure", data_chart=number) for number in numbers], class_="grid")
             places.append(element("section", element("h3", heading), grid, class_="group"))
     return _section("curves", "Curves", element("noscript", element("p", note)), element("div", id="controls"), places)
 
 
 def results(run: RunData) -> Html | None:
-    """Last, lowest and highest values of one run's metrics."""
+    """Return the section with the last, lowest and highest values of one run's metrics."""
     rows: list[list[object]] = []
     for name, curve in sorted(run.metrics.items()):
         steps, values = curve.finite()
@@ -212,7 +213,7 @@ def differences(runs: Sequence[RunData]) -> Html | None:
         }
         if len(different) > 1 or (different and None in recorded):
             settings.append([name, *(config.get(name, "not set" if config else "not recorded") for config in configs)])
-    same = element("p", "The runs have the same configuration.")
+    no_differences = element("p", "The runs have the same configuration.")
     last: list[list[object]] = [
         [name, *(number(float(run.metrics[name].values[-1])) if name in run.metrics else "" for run in runs)]
         for name in sorted({name for run in runs for name in run.metrics})
@@ -220,13 +221,13 @@ def differences(runs: Sequence[RunData]) -> Html | None:
     return _section(
         "differences",
         "Differences",
-        html_table("Settings that differ", ["setting", *names], settings) if settings else same,
+        html_table("Settings that differ", ["setting", *names], settings) if settings else no_differences,
         html_table("Last value of each metric", ["metric", *names], last, numbers_from=1) if last else None,
     )
 
 
 def evaluated(runs: Sequence[RunData]) -> Html | None:
-    """Values of runs that only evaluated."""
+    """Return the section with the values of runs that only evaluated."""
     rows: list[list[object]] = [
         [run.name, name, number(float(curve.values[-1])), f"{int(curve.steps[-1]):,}", element("code", str(run.folder))]
         for run in runs
@@ -237,14 +238,14 @@ def evaluated(runs: Sequence[RunData]) -> Html | None:
 
 
 def where_the_time_went(runs: Sequence[RunData]) -> Html | None:
-    """A bar and a table of each run's seconds."""
+    """Return the section with a bar and a table of each run's seconds."""
     timed = [run for run in runs if sum(run.times.values()) > 0]
     if not timed:
         return None
     rows: list[list[object]] = []
     for phase, text in PHASES.items():
         if any(run.times.get(phase, 0.0) > 0 for run in timed):
-            cells = [f"{duration(run.times.get(phase, 0.0))} ({_part(run, phase):.0%})" for run in timed]
+            cells = [f"{duration(run.times.get(phase, 0.0))} ({_share_of_time(run, phase):.0%})" for run in timed]
             rows.append([element("span", "", class_=f"key {phase}"), *cells])
             rows[-1][0] = Html(f"{rows[-1][0]}{element('span', text)}")
     rows.append(["in all", *(duration(sum(run.times.values())) for run in timed)])
@@ -253,15 +254,15 @@ def where_the_time_went(runs: Sequence[RunData]) -> Html | None:
     return _section("time", "Where the time went", bars, html_table("Time of each phase", head, rows, numbers_from=1))
 
 
-def _part(run: RunData, phase: str) -> float:
+def _share_of_time(run: RunData, phase: str) -> float:
     return run.times.get(phase, 0.0) / sum(run.times.values())
 
 
 def _bar(run: RunData, titled: bool) -> Html:
-    """One horizontal bar; its table has the numbers, so it is not read aloud."""
+    """Draw one horizontal bar. The table has its numbers, so screen readers skip it."""
     start, pieces = 0.0, []
     for phase in PHASES:
-        width = 1000 * _part(run, phase)
+        width = 1000 * _share_of_time(run, phase)
         if width > 0:
             pieces.append(element("rect", x=f"{start:.2f}", y=0, width=f"{width:.2f}", height=10, class_=phase))
             start += width
@@ -270,43 +271,51 @@ def _bar(run: RunData, titled: bool) -> Html:
 
 
 def checkpoints(runs: Sequence[RunData]) -> Html | None:
-    """The checkpoints that are there."""
+    """Return the section with the checkpoints that exist."""
     rows: list[list[object]] = []
-    others = any(each["weights"] not in ("", "trained") for run in runs for each in run.checkpoints)
+    shows_weights = any(checkpoint["weights"] not in ("", "trained") for run in runs for checkpoint in run.checkpoints)
     for run in runs:
-        for each in run.checkpoints:
-            name = each["path"].rstrip("/").rpartition("/")[2]
+        for checkpoint in run.checkpoints:
+            name = checkpoint["path"].rstrip("/").rpartition("/")[2]
             cells: list[object] = [name, *([run.name] if len(runs) > 1 else [])]
-            cells += ["" if each["step"] is None else f"{each['step']:,}", element("time", moment(each["time"]))]
-            cells += ["" if each["score"] is None else number(each["score"]), "best" if each["best"] else ""]
-            cells += [each["weights"]] if others else []
-            rows.append([*cells, element("code", each["path"])])
+            cells += [
+                "" if checkpoint["step"] is None else f"{checkpoint['step']:,}",
+                element("time", moment(checkpoint["time"])),
+            ]
+            cells += [
+                "" if checkpoint["score"] is None else number(checkpoint["score"]),
+                "best" if checkpoint["best"] else "",
+            ]
+            cells += [checkpoint["weights"]] if shows_weights else []
+            rows.append([*cells, element("code", checkpoint["path"])])
     if not rows:
         return None
     head: list[object] = ["checkpoint", *(["run"] if len(runs) > 1 else []), "step", "saved", "score", "best"]
-    head += [*(["weights"] if others else []), "path"]
+    head += [*(["weights"] if shows_weights else []), "path"]
     return _section("checkpoints", "Checkpoints", html_table("Checkpoints that were kept", head, rows))
 
 
 def configuration(runs: Sequence[RunData]) -> Html | None:
-    """All settings with their origins; defaults are folded away."""
+    """Return the section with all settings and their origins; defaults are folded away."""
     parts: list[object] = []
     for run in runs:
-        own: list[list[object]] = [
+        changed_rows: list[list[object]] = [
             [name, _value(value), origin] for name, value, origin in run.config if origin != "default"
         ]
-        defaults: list[list[object]] = [
+        default_rows: list[list[object]] = [
             [name, _value(value)] for name, value, origin in run.config if origin == "default"
         ]
         title = f"Settings of {run.name}" if len(runs) > 1 else "Settings"
-        shown = [html_table(title, ["setting", "value", "from"], own)] if own else []
-        if defaults:
-            rest = html_table(f"{title}: defaults", ["setting", "value"], defaults)
-            shown.append(element("details", element("summary", f"{len(defaults)} settings have their defaults"), rest))
-        if shown and len(runs) > 1:
-            parts.append(element("details", element("summary", title), shown))
+        tables = [html_table(title, ["setting", "value", "from"], changed_rows)] if changed_rows else []
+        if default_rows:
+            table = html_table(f"{title}: defaults", ["setting", "value"], default_rows)
+            tables.append(
+                element("details", element("summary", f"{len(default_rows)} settings have their defaults"), table)
+            )
+        if tables and len(runs) > 1:
+            parts.append(element("details", element("summary", title), tables))
         else:
-            parts += shown
+            parts += tables
     return _section("configuration", "Configuration", parts) if parts else None
 
 
@@ -321,7 +330,7 @@ def _section(name: str, title: str, *children: object) -> Html:
 
 
 def number(value: float) -> str:
-    """Six digits."""
+    """A number as text with six digits."""
     return f"{value:.6g}" if math.isfinite(value) else str(value).replace("nan", "NaN").replace("inf", "∞")
 
 
@@ -329,13 +338,13 @@ def duration(seconds: float) -> str:
     """Return a duration as text, such as ``1 h 02 min``, ``3 min 20 s``, ``4.21 s``."""
     if seconds < 60:
         return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {remainder:02} s"
 
 
 def moment(seconds: float | None) -> str:
-    """A date and a time, of this machine's time zone."""
+    """Return a time as a date and a time of day in this machine's time zone; empty if it is not valid."""
     try:
         return "" if not seconds else datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
     except (OverflowError, ValueError, OSError):

@@ -5,14 +5,14 @@ event                   fields, besides ``event`` and ``time`` (seconds since 19
 ======================  ================================================================================================
 ``start``               ``id``, ``stage``, ``step``, ``elapsed`` (s of training before), ``config``, ``hyperparameters``, ``machine``; a training
                         that resumes at ``step`` repeats what came later, so earlier values after ``step`` do not count
-``columns``             names of what rows of this ``number`` have behind :data:`HEAD`: ``values``, ``lr`` (by optimizer), ``memory`` (by kind)
+``columns``             names of the numbers after :data:`HEAD` in rows with this ``number``: ``values``, ``lr`` (by optimizer), ``memory`` (by kind)
 ``checkpoint``          ``path``, ``step``, ``score``, ``best`` (whether it is the best so far)
 ``removed``             ``path`` of a checkpoint
 ``times``               ``times``: where the seconds since the start went
 ``end``                 ``stage``, ``status``, ``reason``, ``step``, ``epoch``, ``times``
 ======================  ================================================================================================
 
-A row is a JSON string: base64 of numbers, float64, little-endian. So a name stands in the file once, and 10^5 rows are read in a moment. Earlier
+A row is a JSON string: base64 of numbers, float64, little-endian. So a name is in the file once, and 10^5 rows are read in a moment. Earlier
 versions wrote an event ``values`` with ``stage``, ``step``, ``epoch``, and ``values``, ``lr`` and ``memory`` by name.
 """
 
@@ -35,23 +35,23 @@ from ..loggers.sender import Item, Sender
 
 NAME = "report.jsonl"
 HEAD = ("number", "time", "step", "epoch", "apart", "samples")
-"""The first numbers of a row; ``apart``: seconds of validation and checkpoints since the start, ``samples``: of all ranks; in evaluations NaN."""
+"""The first numbers of a row. ``apart``: seconds of validation and checkpoints since the start; ``samples``: on all ranks; NaN in evaluations."""
 _ROWS = 5_000
-"""Rows that are read together."""
+"""Number of rows that are read together."""
 WHOLE = 64 << 20
-"""Bytes of the largest file of which every row is read."""
+"""Size of the largest file whose rows are all read, in bytes."""
 _ENDS, PLACES, _STRETCH = 1 << 20, 2048, 4096
 """Parts of a larger file that are read: bytes at either end, places between the ends, bytes at each place."""
 _LONGEST_ROW = 1 << 20
-"""Bytes of a line that is read at one of these places."""
+"""Longest line that is read at a place between the ends, in bytes."""
 _BARREN = 64
-"""Places without a line's end after which no more are tried."""
-_MOST_DAMAGED = 200_000
-"""Lines that look like events and are none, after which no more is read."""
+"""Number of places without a line's end after which no more places are tried."""
+_DAMAGED_LIMIT = 200_000
+"""Number of lines that look like events and are not, after which no more lines are read."""
 
 
 class Record:
-    """The record in the run's ``folder``, open for appending. What cannot be written now (a full disk) waits for the end of the trouble."""
+    """The record in the run's ``folder``, open for appending. Lines that cannot be written now (a full disk) wait until they can be."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ class Record:
         self._columns: dict[tuple[tuple[str, ...], ...], int] = {}
 
     def add(self, event: str, **fields: Any) -> None:
-        """Append a line in one write."""
+        """Append an event as a line, in one write."""
         self._write(json.dumps({"event": event, "time": time.time(), **fields}).encode() + b"\n")
 
     def row(
@@ -73,7 +73,7 @@ class Record:
         apart: float = math.nan,
         samples: float = math.nan,
     ) -> None:
-        """Append numbers; their names first, if they are not those of an earlier row."""
+        """Append a row of numbers, and before it their names, unless an earlier row had equal names."""
         names = tuple(values), tuple(lr), tuple(memory)
         number = self._columns.get(names)
         if number is None:
@@ -84,20 +84,20 @@ class Record:
         self._write(b'"' + b2a_base64(row, newline=False) + b'"\n')
 
     def close(self) -> None:
-        """Write what waits, and close the file."""
+        """Write the lines that wait, and close the file."""
         self._sender.end(self._file.close, 30.0)
 
     def _write(self, line: bytes) -> None:
-        self._sender.put(Item(partial(self._file.write, line)))
+        self._sender.submit(Item(partial(self._file.write, line)))
 
 
 def packed(numbers: Sequence[float]) -> bytes:
-    """A row's numbers."""
+    """Return a row's numbers as bytes."""
     return struct.pack(f"<{len(numbers)}d", *numbers)
 
 
 def sampled_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Lines of a file with more than :data:`WHOLE` bytes, with their offsets: those at its ends, and some from evenly spaced places between."""
+    """Yield offset and content of lines of a file with more than :data:`WHOLE` bytes: at its ends, and at evenly spaced places between them."""
     size = file.seek(0, 2)
     between, barren = size - 2 * _ENDS, 0
     starts = [_ENDS + between * place // PLACES for place in range(PLACES)]
@@ -117,27 +117,27 @@ def sampled_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             place += len(line)
 
 
-def _sampled(file: BinaryIO, scanned: BinaryIO) -> Iterator[bytes]:
-    """All lines of a large record that are not rows, and some rows; ``scanned``: the same file, opened once more."""
-    others = _places_of_others(scanned)
-    other = next(others, None)
+def _sampled_rows(file: BinaryIO, scanned: BinaryIO) -> Iterator[bytes]:
+    """Yield all lines of a large record that are not rows, and some rows. ``scanned``: the record, opened a second time."""
+    offsets = _offsets_of_events(scanned)
+    offset = next(offsets, None)
     for place, line in sampled_lines(file):
-        while other is not None and other <= place:
-            here = file.tell()
-            file.seek(other)
+        while offset is not None and offset <= place:
+            position = file.tell()
+            file.seek(offset)
             yield file.readline(LONGEST)
-            file.seek(here)
-            other = next(others, None)
+            file.seek(position)
+            offset = next(offsets, None)
         if line.startswith(b'"'):
             yield line
-    while other is not None:
-        file.seek(other)
+    while offset is not None:
+        file.seek(offset)
         yield file.readline(LONGEST)
-        other = next(others, None)
+        offset = next(offsets, None)
 
 
-def _places_of_others(file: BinaryIO) -> Iterator[int]:
-    """Offsets of lines that are not rows, which have no brace."""
+def _offsets_of_events(file: BinaryIO) -> Iterator[int]:
+    """Yield the offsets of lines that are not rows. They begin with a brace; rows have none."""
     start, before = file.seek(0), b"\n"
     while block := file.read(1 << 20):
         text = before + block
@@ -151,20 +151,20 @@ def _places_of_others(file: BinaryIO) -> Iterator[int]:
 
 
 def events(path: Path, whole: bool = False) -> Iterator[dict[str, Any]]:
-    """The events of a record; lines that are neither JSON objects nor rows (half written ones) are left out.
+    """Yield the events of a record; lines that are neither JSON objects nor rows (half-written lines) are left out.
 
-    Of a record with more than :data:`WHOLE` bytes the rows are those of :func:`sampled_lines`, unless it is to be read ``whole``.
+    A record with more than :data:`WHOLE` bytes gives only the rows of :func:`sampled_lines`, unless ``whole`` is true.
 
     Rows that follow each other are one event ``rows``, with a list of :func:`packed` numbers; each has its own time.
     """
     rows: list[bytes] = []
-    left = _MOST_DAMAGED
+    damaged_lines_left = _DAMAGED_LIMIT
     with ExitStack() as opened:
         file = opened.enter_context(path.open("rb"))
         if whole or path.stat().st_size <= WHOLE:
             lines = bounded_lines(file)
         else:
-            lines = _sampled(file, opened.enter_context(path.open("rb")))
+            lines = _sampled_rows(file, opened.enter_context(path.open("rb")))
         for line in lines:
             if line.startswith(b'"'):
                 with suppress(ValueError):
@@ -175,7 +175,7 @@ def events(path: Path, whole: bool = False) -> Iterator[dict[str, Any]]:
             if line.startswith(b"{"):
                 if (event := _parsed(line)) is not None:
                     yield event
-                elif (left := left - 1) < 0:
+                elif (damaged_lines_left := damaged_lines_left - 1) < 0:
                     break
         if rows:
             yield {"event": "rows", "time": 0.0, "rows": rows}

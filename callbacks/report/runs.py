@@ -1,4 +1,4 @@
-"""The files that a run left in its folder. Nothing in these files is trusted."""
+"""Reads a run's folder for the report. The files may be anybody's: a wrong value is left out, never an error."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ PHASES = {
 }
 LARGEST_STEP = 1 << 53
 MOST_RUNS = 100
-"""Runs of one ``root_dir`` on a page."""
+"""Largest number of runs of one ``root_dir`` on a page."""
 _LARGEST = 64 << 20, 1 << 20
-"""Bytes of a manifest, and of a file of settings, that is read."""
+"""Size of the largest manifest, and of the largest file of settings, that is read, in bytes."""
 
 
 @dataclass
 class RunData:
-    """One run."""
+    """The data of one run on the page."""
 
     folder: Path
     name: str = ""
@@ -52,44 +52,45 @@ class RunData:
     step: int = 0
     epochs: int | None = None
     seconds: float = 0.0
-    """The time of all its processes, one after the other."""
+    """Seconds of training, summed over the run's processes (one after each resume)."""
     started: float | None = None
     starts: int = 0
     """How often the training was started or resumed."""
     machine: dict[str, str] = field(default_factory=dict)
     config: list[tuple[str, str, str]] = field(default_factory=list)
-    """Setting, value, origin."""
+    """Rows of setting, value and origin."""
     metrics: dict[str, Curve] = field(default_factory=dict)
     rates: dict[str, Curve] = field(default_factory=dict)
     """Learning rates, by optimizer."""
     speed: dict[str, Curve] = field(default_factory=dict)
     memory: dict[str, Curve] = field(default_factory=dict)
     trained: bool = True
-    """``False``: it only evaluated."""
+    """Whether the run trained; ``False``: it only evaluated."""
     note: str = ""
-    """A sentence for the page on what it leaves out of this run; empty: nothing."""
+    """Sentence for the page about the parts of this run that it leaves out; empty: none."""
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
-    """``path``, ``step``, ``score``, ``best``, ``time``, ``weights`` (that were scored; empty if it does not say), oldest first."""
+    """Checkpoints, oldest first: ``path``, ``step``, ``score``, ``best``, ``time``, ``weights`` (that were scored; empty: not known)."""
     times: dict[str, float] = field(default_factory=dict)
-    """Seconds by name of :data:`PHASES`."""
+    """Phase of :data:`PHASES` -> seconds."""
 
 
 def runs_in(folder: Path, only: bool = False) -> list[RunData]:
-    """The runs in ``folder``: its own, and those of its numbered folders unless ``only`` its own is wanted; else those of the folders in it.
+    """Read the runs in ``folder``: its own run and, unless ``only`` is true, the runs of its numbered folders.
 
-    Of more than :data:`MOST_RUNS`, the last by number or name; the first of them says so in its note, and which folders may not be read.
+    If ``folder`` has no run itself, the runs of the folders in it are read. If there are more than :data:`MOST_RUNS`, only the last ones by number or
+    name are read, and the note of the first says so. It also names folders that may not be read.
 
     Raises:
         FileNotFoundError: ``folder`` has no run.
-        PermissionError: it may not be read, or nothing else is in it.
+        PermissionError: ``folder`` may not be read, or all folders in it may not be read.
     """
     unreadable: list[PermissionError] = []
-    folders = [folder] if only else _places(folder, MOST_RUNS + 1)
+    folders = [folder] if only else _run_folders(folder, MOST_RUNS + 1)
     if not folders and folder.is_dir():
         inner = (
             place
             for name in sorted(os.listdir(folder), reverse=True)
-            for place in _places(folder / name, MOST_RUNS + 1, unreadable)[::-1]
+            for place in _run_folders(folder / name, MOST_RUNS + 1, unreadable)[::-1]
         )
         folders = list(islice(inner, MOST_RUNS + 1))[::-1]
     if not folders:
@@ -97,7 +98,7 @@ def runs_in(folder: Path, only: bool = False) -> list[RunData]:
             raise unreadable[0]
         what = "does not exist" if not folder.exists() else f"has no run with a {NAME} (Report) or {CSV} (CSVLogger)"
         raise FileNotFoundError(f"{folder} {what}: give folders of runs that had one of these callbacks")
-    runs = [read_run(each) for each in folders[-MOST_RUNS:]]
+    runs = [read_run(run_folder) for run_folder in folders[-MOST_RUNS:]]
     if len(folders) > MOST_RUNS:
         runs[0].note = (
             f"{folder} has more runs than the last {MOST_RUNS}, which are on this page: give the folders of runs to choose others. "
@@ -109,10 +110,10 @@ def runs_in(folder: Path, only: bool = False) -> list[RunData]:
     return runs
 
 
-def _places(root: Path, most: int, unreadable: list[PermissionError] | None = None) -> list[Path]:
-    """The folders of the newest runs of one ``root_dir``, oldest first: the first run's is the root itself.
+def _run_folders(root: Path, limit: int, unreadable: list[PermissionError] | None = None) -> list[Path]:
+    """Return the folders of the newest runs of one ``root_dir``, oldest first. The first run's folder is the root itself.
 
-    A root that may not be read is added to ``unreadable``; without it, that is an error.
+    A root that may not be read is added to ``unreadable``; without ``unreadable`` it is an error.
     """
     if root.name == "version_0" and not root.exists():  # the name of the first run
         return [root.parent] if _has_metrics(str(root.parent)) else []
@@ -126,7 +127,7 @@ def _places(root: Path, most: int, unreadable: list[PermissionError] | None = No
         return []
     numbers = sorted((int(name[8:]) for name in names if _NUMBERED.fullmatch(name)), reverse=True)
     folders = (*(f"{root}/version_{number}" for number in numbers), str(root))
-    return [Path(folder) for folder in islice(filter(_has_metrics, folders), most)][::-1]
+    return [Path(folder) for folder in islice(filter(_has_metrics, folders), limit)][::-1]
 
 
 def _has_metrics(folder: str) -> bool:
@@ -134,7 +135,7 @@ def _has_metrics(folder: str) -> bool:
 
 
 def read_run(folder: Path, whole: bool = False) -> RunData:
-    """The run in ``folder``: from its record, or from the files of ``CSVLogger`` if it has no record.
+    """Read the run in ``folder``: from its record, or from the files of ``CSVLogger`` if it has no record.
 
     Args:
         whole: read every row, however large the file is.
@@ -154,7 +155,7 @@ def read_run(folder: Path, whole: bool = False) -> RunData:
 
 
 class _Reader:
-    """Builds a run from its events."""
+    """Builds a run from the events of its record."""
 
     def __init__(self, run: RunData) -> None:
         self.run = run
@@ -162,34 +163,34 @@ class _Reader:
         self.rates: dict[str, Points] = {}
         self.memory: dict[str, Points] = {}
         self.speed: dict[str, Points] = {}
-        self.kept: dict[str, dict[str, Any]] = {}  # checkpoints by path
-        # Of training before this start; the clock at the start; the clock of the last event.
+        self.checkpoints_by_name: dict[str, dict[str, Any]] = {}
+        # Seconds of training before this start; the clock at the start; the clock of the last event.
         self.elapsed = self.began = self.last = 0.0
         self.times: dict[str, float] = {}
         self.training = self.ended = False
         self.columns: dict[int, list[Points]] = {}
-        """The columns of the rows with each number."""
+        """Number of a kind of rows -> the curves of its columns."""
         self.before: Array | None = None
-        """The last step, its seconds, the clock without validation and checkpoints, samples; shape [4, 1]."""
+        """The last step, its seconds, the clock without validation and checkpoints, and samples; shape [4, 1]."""
 
-    def read(self, found: Iterable[Mapping[str, Any]]) -> None:
-        """All events, in order."""
-        for event in found:
+    def read(self, recorded: Iterable[Mapping[str, Any]]) -> None:
+        """Read all events, in order."""
+        for event in recorded:
             handle = getattr(self, f"_on_{event.get('event')}", None)
             now = _number(event.get("time"))
             if handle is not None and now is not None:
                 handle(event, now)
                 self.last = max(now, self.last) if event["event"] == "rows" else now
-        self._close()
+        self._add_times()
         run = self.run
         run.trained = run.starts > 0
         groups = self.metrics, self.rates, self.speed, self.memory
         run.metrics, rates, run.speed, run.memory = _curves(*groups)
-        run.rates = _merged(rates)
-        run.checkpoints = _checkpoints(run.folder, self.kept)
+        run.rates = _same_rates_once(rates)
+        run.checkpoints = _checkpoints(run.folder, self.checkpoints_by_name)
 
     def _on_start(self, event: Mapping[str, Any], now: float) -> None:
-        self._close()
+        self._add_times()
         run = self.run
         self.began, self.last, self.before, self.times = now, now, None, {}
         self.training = event.get("stage") == "fit"
@@ -210,7 +211,7 @@ class _Reader:
                 points.cut(step)
 
     def _on_values(self, event: Mapping[str, Any], now: float) -> None:
-        """A row of an earlier version, by name."""
+        """Read a row of an earlier version, which has names in it."""
         groups: dict[str, dict[str, float]] = {}
         for kind in ("values", "lr", "memory"):
             numbers = {str(name): _number(value, finite=False) for name, value in _mapping(event.get(kind)).items()}
@@ -231,7 +232,7 @@ class _Reader:
             ]
 
     def _on_rows(self, event: Mapping[str, Any], now: float) -> None:
-        """Rows that follow each other, of any columns."""
+        """Read rows that follow each other, of any kind."""
         rows = [row for row in event["rows"] if len(row) >= 8 * len(HEAD) and len(row) % 8 == 0]
         if not rows:
             return
@@ -243,7 +244,7 @@ class _Reader:
             seconds = self.elapsed + np.maximum(0.0, times - self.began)
             self.run.step = max(self.run.step, int(steps[good].max()))
             worked = times - np.where(np.isfinite(apart), apart, 0.0)
-            self._measure(*(each[good] for each in (steps, seconds, worked, samples)))
+            self._measure(*(array[good] for array in (steps, seconds, worked, samples)))
             self.last = float(times[good][-1])
         for number, columns in self.columns.items():
             size = 8 * (len(HEAD) + len(columns))
@@ -254,7 +255,7 @@ class _Reader:
                 points.add(at, passed, column)
 
     def _measure(self, steps: Array, seconds: Array, worked: Array, samples: Array) -> None:
-        """The speed between the first values of each step and of the one before, without validation and checkpoints."""
+        """Add the speed between the first values of each step and of the step before, without validation and checkpoints."""
         now = np.stack((steps, seconds, worked, samples))
         now = now if self.before is None else np.concatenate((self.before, now), axis=1)
         first = np.append(True, now[0, 1:] > np.maximum.accumulate(now[0])[:-1])
@@ -262,28 +263,28 @@ class _Reader:
         self.before = now[:, -1:]
         done, _, took, more = np.diff(now)
         for name, count in (("steps per second", done), ("samples per second", more)):
-            known = (took > 0) & (count > 0)
-            if known.any():
+            measured = (took > 0) & (count > 0)
+            if measured.any():
                 points = self.speed.setdefault(name, Points())
-                points.add(now[0, 1:][known], now[1, 1:][known], count[known] / took[known])
+                points.add(now[0, 1:][measured], now[1, 1:][measured], count[measured] / took[measured])
 
     def _on_checkpoint(self, event: Mapping[str, Any], now: float) -> None:
         path = str(event.get("path"))
         best = event.get("best") is True
         if best:
-            for each in self.kept.values():
-                each["best"] = False
-        found = {"path": path, "step": _step(event.get("step")), "score": _number(event.get("score")), "best": best}
-        self.kept[_name(path)] = {**found, "time": now}
+            for checkpoint in self.checkpoints_by_name.values():
+                checkpoint["best"] = False
+        entry = {"path": path, "step": _step(event.get("step")), "score": _number(event.get("score")), "best": best}
+        self.checkpoints_by_name[_last_part(path)] = {**entry, "time": now}
 
     def _on_removed(self, event: Mapping[str, Any], now: float) -> None:
-        self.kept.pop(_name(str(event.get("path"))), None)
+        self.checkpoints_by_name.pop(_last_part(str(event.get("path"))), None)
 
     def _on_times(self, event: Mapping[str, Any], now: float) -> None:
         self.times = {
             name: value
-            for name, given in _mapping(event.get("times")).items()
-            if name in PHASES and (value := _number(given)) is not None
+            for name, seconds in _mapping(event.get("times")).items()
+            if name in PHASES and (value := _number(seconds)) is not None
         }
 
     def _on_end(self, event: Mapping[str, Any], now: float) -> None:
@@ -296,8 +297,8 @@ class _Reader:
         self.ended = True
         self._on_times(event, now)
 
-    def _close(self) -> None:
-        """A start's events are all read: add its times."""
+    def _add_times(self) -> None:
+        """Add the times of a start, when all of its events are read."""
         if not self.training:
             return
         times = dict(self.times)
@@ -316,54 +317,56 @@ def _curves(*groups: Mapping[str, Points]) -> list[dict[str, Curve]]:
     return [{name: curve for name, curve in group.items() if len(curve)} for group in curves]
 
 
-def _merged(rates: dict[str, Curve]) -> dict[str, Curve]:
-    """Parameter groups that always have the same learning rate are one curve."""
+def _same_rates_once(rates: dict[str, Curve]) -> dict[str, Curve]:
+    """Merge the curves of parameter groups whose learning rates are always equal."""
     families: dict[str, dict[str, Curve]] = {}
     for name, curve in rates.items():
         families.setdefault(name.partition(" group ")[0], {})[name] = curve
-    found: dict[str, Curve] = {}
+    merged: dict[str, Curve] = {}
     for optimizer, group in families.items():
         first = next(iter(group.values()))
         alike = len(group) > 1 and all(curve == first for curve in group.values())
-        found |= {f"{optimizer}, all groups": first} if alike else group
-    return found
+        merged |= {f"{optimizer}, all groups": first} if alike else group
+    return merged
 
 
-def _name(path: str) -> str:
+def _last_part(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
 def _checkpoints(folder: Path, recorded: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the checkpoints that are there, oldest first: a kill may have come between a checkpoint and its entry in the record."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, known in recorded.items():
-        places = Path(known["path"]), folder / "checkpoints" / name
-        if "://" in known["path"] or any(map(_exists, places)):
-            found[name] = known
+    """Return the checkpoints that exist, oldest first: a kill may have come between a checkpoint and its entry in the record."""
+    existing: dict[str, dict[str, Any]] = {}
+    for name, checkpoint in recorded.items():
+        places = Path(checkpoint["path"]), folder / "checkpoints" / name
+        if "://" in checkpoint["path"] or any(map(_exists, places)):
+            existing[name] = checkpoint
     for path in (folder / "checkpoints").glob("[!.]*/manifest.json"):
         try:
             manifest = _mapping(json.loads(_read(path, _LARGEST[0])))
         except (OSError, ValueError, RecursionError):
             continue
         step, score = _mapping(manifest.get("counters")).get("step"), _mapping(manifest.get("score")).get("value")
-        known = {"path": str(path.parent), "step": _step(step), "score": _number(score), "best": False}
-        entry = found.setdefault(path.parent.name, {**known, "time": _number(manifest.get("saved_at")) or 0.0})
-        entry["step"] = known["step"]  # the record has the step at which the save was noticed
-    for known in found.values():
-        known["weights"] = _scored_with(Path(known["path"]), folder / "checkpoints" / _name(known["path"]))
-    return sorted(found.values(), key=lambda each: (each["step"] or 0, each["time"]))
+        checkpoint = {"path": str(path.parent), "step": _step(step), "score": _number(score), "best": False}
+        entry = existing.setdefault(path.parent.name, {**checkpoint, "time": _number(manifest.get("saved_at")) or 0.0})
+        entry["step"] = checkpoint["step"]  # the record has the step at which the save was noticed
+    for checkpoint in existing.values():
+        checkpoint["weights"] = _scored_with(
+            Path(checkpoint["path"]), folder / "checkpoints" / _last_part(checkpoint["path"])
+        )
+    return sorted(existing.values(), key=lambda each: (each["step"] or 0, each["time"]))
 
 
 def _scored_with(*places: Path) -> str:
-    """The weights that a checkpoint's score was measured with, by its manifest, which is at one of these ``places``."""
+    """Return the weights that a checkpoint's score was measured with. Its manifest says so; it is at one of the ``places``."""
     for place in places:
         try:
             manifest = _mapping(json.loads(_read(place / "manifest.json", _LARGEST[0])))
         except (OSError, ValueError, RecursionError):
             continue
         several = any(str(file).startswith("weights/") for file in _mapping(manifest.get("files")))
-        found = manifest.get("scored_with", "" if several else "trained")
-        return found if isinstance(found, str) else ""
+        weights = manifest.get("scored_with", "" if several else "trained")
+        return weights if isinstance(weights, str) else ""
     return ""
 
 
@@ -375,21 +378,21 @@ def _exists(path: Path) -> bool:
 
 
 def _read_csv(run: RunData, whole: bool) -> None:
-    """A run that only ``CSVLogger`` has recorded: no times and no speed."""
+    """Read a run that only ``CSVLogger`` has recorded: it has no times and no speed."""
     points: dict[str, Points] = {}
     with suppress(csv.Error):  # a cell beyond csv's limit: the rows before it count
         for block in _blocks(run.folder / CSV, whole):
-            rows, steps = _filled(block.get("step", ()))
+            rows, steps = _cells_with_numbers(block.get("step", ()))
             good = (steps >= 0) & (steps < LARGEST_STEP)
             step_of = np.full(max(map(len, block.values())), math.nan)
             step_of[rows[good]] = np.floor(steps[good])
             run.step = int(np.nanmax(step_of, initial=run.step))
             for name, cells in block.items():
                 if name not in ("step", "run_step", "epoch", "samples"):
-                    places, values = _filled(cells)
-                    known = np.isfinite(step_of[places])
-                    at = step_of[places[known]]
-                    points.setdefault(name, Points()).add(at, np.full(len(at), math.nan), values[known])
+                    places, values = _cells_with_numbers(cells)
+                    has_step = np.isfinite(step_of[places])
+                    at = step_of[places[has_step]]
+                    points.setdefault(name, Points()).add(at, np.full(len(at), math.nan), values[has_step])
     (curves,) = _curves(points)
     run.rates = {name: curve for name, curve in curves.items() if name.startswith("lr-")}
     run.metrics = {name: curve for name, curve in curves.items() if name not in run.rates}
@@ -397,7 +400,7 @@ def _read_csv(run: RunData, whole: bool) -> None:
     run.trained = (run.folder / CONFIG).exists()  # which a training writes
     try:
         text = _read(run.folder / CONFIG, _LARGEST[1]).decode()
-        # This ends early where values are nested too deeply; the parser alone takes ever longer.
+        # This ends early if values are nested too deeply; the parser alone would take longer and longer.
         yaml.compose(text, Loader=yaml.SafeLoader)
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             raise ValueError(
@@ -411,10 +414,10 @@ def _read_csv(run: RunData, whole: bool) -> None:
 
 
 def _read(path: Path, largest: int) -> bytes:
-    """The content of a regular file; a pipe or a device could block for ever.
+    """Read a regular file; a pipe or a device could block for ever.
 
     Raises:
-        OSError: it is another thing, has more than ``largest`` bytes, or cannot be read.
+        OSError: the file is not a regular one, has more than ``largest`` bytes, or cannot be read.
     """
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is not a regular file")
@@ -426,11 +429,11 @@ def _read(path: Path, largest: int) -> bytes:
 
 
 def _blocks(path: Path, whole: bool) -> Iterator[dict[str, tuple[str, ...]]]:
-    """Columns of a CSV file, some thousand rows at a time; a last row that a kill left unfinished is left out."""
+    """Yield the columns of a CSV file, some thousand rows at a time, without a last row that a kill left unfinished."""
     whole = whole or path.stat().st_size <= WHOLE
     with path.open("rb") as file:
         some = bounded_lines(file) if whole else (line for _, line in sampled_lines(file))
-        lines = _readable(csv.reader(_whole(line.decode(errors="replace") for line in some)))
+        lines = _readable(csv.reader(_complete_lines(line.decode(errors="replace") for line in some)))
         names = [from_cell(cell) for cell in next(lines, [])]
         while rows := list(islice(lines, 5_000)):
             full = [row for row in rows if len(row) == len(names)]
@@ -439,13 +442,13 @@ def _blocks(path: Path, whole: bool) -> Iterator[dict[str, tuple[str, ...]]]:
 
 
 def _readable(rows: Iterable[list[str]]) -> Iterator[list[str]]:
-    """The rows before the first cell of more than 100 kB, which no logger writes."""
+    """Yield the rows before the first cell of more than 100 kB, which no logger writes."""
     with contextlib.suppress(csv.Error):
         yield from rows
 
 
-def _whole(lines: Iterable[str]) -> Iterator[str]:
-    """The lines without a last one that has no end."""
+def _complete_lines(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines, without a last line that has no end."""
     before = ""
     for line in lines:
         if before:
@@ -455,19 +458,19 @@ def _whole(lines: Iterable[str]) -> Iterator[str]:
         yield before
 
 
-def _filled(cells: Sequence[str]) -> tuple[Array, Array]:
-    """The places of cells that have numbers, and these numbers."""
+def _cells_with_numbers(cells: Sequence[str]) -> tuple[Array, Array]:
+    """Return the indices of cells with numbers, and the numbers."""
     places = [place for place, text in enumerate(cells) if text]
     try:
         numbers = [float(cells[place]) for place in places]
     except ValueError:
-        pairs = [(place, number) for place in places if (number := _parsed(cells[place])) is not None]
+        pairs = [(place, number) for place in places if (number := _parsed_float(cells[place])) is not None]
         places, numbers = [place for place, _ in pairs], [number for _, number in pairs]
     return np.array(places, dtype=np.int64), np.array(numbers, dtype=np.float64)
 
 
 def _settings(event: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows of setting, value and origin; hyperparameters first."""
+    """Return rows of setting, value and origin; hyperparameters first."""
     rows = [(name, text, "hyperparameter") for name, text in _flat(_mapping(event.get("hyperparameters")))]
     for name, entry in _mapping(event.get("config")).items():
         entry = _mapping(entry)
@@ -503,13 +506,13 @@ def _number(value: Any, finite: bool = True) -> float | None:
     if type(value) not in (int, float):
         return None
     try:
-        found = float(value)
+        number = float(value)
     except OverflowError:
         return None
-    return found if math.isfinite(found) or not finite else None
+    return number if math.isfinite(number) or not finite else None
 
 
-def _parsed(text: Any) -> float | None:
+def _parsed_float(text: Any) -> float | None:
     try:
         return float(text)
     except (TypeError, ValueError):
@@ -517,22 +520,22 @@ def _parsed(text: Any) -> float | None:
 
 
 def _step(value: Any) -> int | None:
-    found = _number(value)
-    return int(found) if found is not None and 0 <= found < LARGEST_STEP else None
+    number = _number(value)
+    return int(number) if number is not None and 0 <= number < LARGEST_STEP else None
 
 
-def named(runs: Sequence[RunData]) -> None:
-    """Give each run the shortest end of its path, of at least one part, that no other run has."""
+def give_names(runs: Sequence[RunData]) -> None:
+    """Name each run by the shortest end of its path, of at least one part, that no other run has."""
     paths = [run.folder.resolve().parts for run in runs]
-    for run, own in zip(runs, paths, strict=True):
-        length = 2 if own[-1].startswith("version_") else 1
-        while length < len(own) and sum(other[-length:] == own[-length:] for other in paths) > 1:
+    for run, parts in zip(runs, paths, strict=True):
+        length = 2 if parts[-1].startswith("version_") else 1
+        while length < len(parts) and sum(path[-length:] == parts[-length:] for path in paths) > 1:
             length += 1
-        run.name = "/".join(own[-length:])
+        run.name = "/".join(parts[-length:])
 
 
 def logged_at(folder: Path, step: int) -> dict[str, float]:
-    """The values that the run in ``folder`` has recorded at ``step``; empty if it has no record."""
+    """Return the values that the run in ``folder`` has recorded at ``step``; empty if it has no record."""
     if not any((folder / name).is_file() for name in (NAME, CSV)):
         return {}
     metrics = read_run(folder, whole=True).metrics

@@ -95,7 +95,7 @@ def test_every_tensor_has_its_name(tmp_path, format):
     (found,) = read_predictions(writer.folder)
     assert rows_of([found["a.b"]]) == [0.0, 1.0]
     assert rows_of([found["a"]["b"]]) == [5.0, 6.0]
-    with pytest.raises(TypeError, match="two keys of one text"):
+    with pytest.raises(TypeError, match="two keys with the same text"):
         fit_with(PredictionWriter(tmp_path / "out"), tmp_path).predict(
             Doubling(lambda rows: {1: rows, "1": rows}), rows
         )

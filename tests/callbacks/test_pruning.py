@@ -163,7 +163,7 @@ def test_a_second_run_starts_without_masks(train):
     [
         ({"pruning_fn": "l2"}, "pruning_fn='l2'"),
         ({"pruning_fn": "ln_structured", "pruning_norm": 1}, "needs pruning_dim"),
-        ({"pruning_fn": "ln_structured", "pruning_dim": 0}, "'ln_structured' needs it"),
+        ({"pruning_fn": "ln_structured", "pruning_dim": 0}, "'ln_structured' needs pruning_norm"),
         (
             {"pruning_fn": "random_structured", "pruning_dim": 0, "use_global_unstructured": True},
             "prunes each parameter",

@@ -25,16 +25,16 @@ def test_the_slow_ranks_of_a_table():
     monitor = StragglerMonitor(threshold=2.0, min_seconds=0.01)
     monitor._compared = ("data", "forward")
     fast = [0.001, 0.030, 9.0, 0.0]
-    assert monitor._found([fast, fast, [0.1, 0.030, 0.0, 0.0], fast]) == {
+    assert monitor._slow_ranks([fast, fast, [0.1, 0.030, 0.0, 0.0], fast]) == {
         2: "data takes 100 ms a step, 1 ms on the median rank"
     }
-    assert monitor._found([fast, [0.1, 0.061, 0.0, 0.0]]) == {
+    assert monitor._slow_ranks([fast, [0.1, 0.061, 0.0, 0.0]]) == {
         1: "data takes 100 ms a step, 1 ms on the median rank; forward takes 61 ms a step, 30 ms on the median rank"
     }
     assert (
-        monitor._found([fast, [0.009, 0.059, 0.0, 0.0]]) == {}
+        monitor._slow_ranks([fast, [0.009, 0.059, 0.0, 0.0]]) == {}
     )  # 9 times as long, but only 8 ms more; not twice as long
-    assert monitor._found([fast]) == {}
+    assert monitor._slow_ranks([fast]) == {}
 
 
 def test_one_process_logs_its_phases(make_fit, scripted, batches):

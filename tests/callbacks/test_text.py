@@ -16,7 +16,7 @@ def test_elements() -> None:
 
 def test_a_table_shows_names_as_they_are_and_draws_no_random_numbers() -> None:
     state = random.getstate()
-    text = rich_table(["name", "n"], [("[red]a\x1b[2J", 1), ("b\nc", 22)], 60, left=["name"])
+    text = rich_table(["name", "n"], [("[red]a\x1b[2J", 1), ("b\nc", 22)], 60, text_columns=["name"])
     assert [line.split() for line in text.splitlines() if "─" not in line] == [
         ["name", "n"],
         [r"[red]a\x1b[2J", "1"],

@@ -176,9 +176,9 @@ def test_tensorboards_writer_is_the_modules_too(tmp_path: Path) -> None:
 def test_outside_of_a_run() -> None:
     logger = CSVLogger()
     for name in ("experiment", "version", "save_dir", "log_dir"):
-        with pytest.raises(AttributeError, match=rf"CSVLogger.{name} is there during a run only"):
+        with pytest.raises(AttributeError, match=rf"CSVLogger.{name} is available only during a run"):
             getattr(logger, name)
-    with pytest.raises(AttributeError, match=r"CSVLogger.log_metrics is there during a run only"):
+    with pytest.raises(AttributeError, match=r"CSVLogger.log_metrics is available only during a run"):
         logger.log_metrics({"x": 1})
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 import callbacks.progress.base as progress
 import callbacks.progress.estimates as estimates
 from callbacks import CSVLogger, ModelCheckpoint, ModelSummary, RichProgressBar, TQDMProgressBar
-from callbacks.progress.base import wrapped
+from callbacks.progress.base import wrap_items
 from callbacks.progress.estimates import duration, number, speed
 from engine import Callback
 from engine.checkpoint.catalog import entries
@@ -370,9 +370,9 @@ def test_figures_as_text():
 
 def test_metrics_are_wrapped():
     items = ["loss=0.5", "accuracy=0.25", "x" * 30 + "=1", "幅=2"]
-    assert wrapped(items, 20, 10) == ["loss=0.5", "accuracy=0.25", "x" * 17 + "…=1", "幅=2"]
-    assert wrapped(items, 23, 2) == ["loss=0.5  accuracy=0.25", "… 2 more"]
-    assert wrapped([], 20, 10) == []
+    assert wrap_items(items, 20, 10) == ["loss=0.5", "accuracy=0.25", "x" * 17 + "…=1", "幅=2"]
+    assert wrap_items(items, 23, 2) == ["loss=0.5  accuracy=0.25", "… 2 more"]
+    assert wrap_items([], 20, 10) == []
 
 
 NOTEBOOK = """

@@ -19,7 +19,7 @@ from callbacks.report import record as record_module
 from callbacks.report import runs as runs_module
 from callbacks.report.callback import _step_of
 from callbacks.report.record import Record
-from callbacks.report.runs import logged_at, named, read_run, runs_in
+from callbacks.report.runs import give_names, logged_at, read_run, runs_in
 
 
 def write(folder, *events):
@@ -188,7 +188,7 @@ def test_folders_of_runs(tmp_path):
     assert [run.folder.name for run in runs_in(tmp_path / "a")] == ["a", "version_2", "version_10"]
     assert len(runs_in(tmp_path / "a", only=True)) == 1
     runs = runs_in(tmp_path)
-    named(runs)
+    give_names(runs)
     assert [run.name for run in runs] == ["a", "a/version_2", "a/version_10", "b/version_1"]
     with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         runs_in(tmp_path / "nowhere")
