@@ -82,15 +82,15 @@ def _write(options: argparse.Namespace) -> int:
     finally:
         draft.unlink()
     write_atomically(path, text)
-    given = [f"{name}={getattr(resolved.settings, name)}" for name in values]
-    show(f"{path}: written; {', '.join(given) or 'all settings have their defaults'}")
+    assignments = [f"{name}={getattr(resolved.settings, name)}" for name in values]
+    show(f"{path}: written; {', '.join(assignments) or 'all settings have their defaults'}")
     return 0
 
 
 def _check(path: Path) -> int:
     resolved = _settings_of_file(path)
-    given = [name for name, origin in resolved.origins.items() if origin.startswith("file ")]
-    show(f"{path}: {len(given)} setting(s), all valid" + (f": {', '.join(given)}" if given else ""))
+    names = [name for name, origin in resolved.origins.items() if origin.startswith("file ")]
+    show(f"{path}: {len(names)} setting(s), all valid" + (f": {', '.join(names)}" if names else ""))
     if resolved.sections:
         show(f"{path}: {', '.join(resolved.sections)}: read by 'fit run', not checked here")
     return 0
@@ -135,11 +135,11 @@ def _converted(path: Path, file: KeyFile, force: bool, head: list[str]) -> tuple
             + "\n".join(f"  {line}" for line in file.refused)
         )
     head = ["", *head]
-    told = (
+    paragraphs = (
         ("Ignored, because it has no meaning here:", file.notes),
         ("NOT DONE HERE, and it changes the training:", file.refused),
     )
-    for title, lines in told:
+    for title, lines in paragraphs:
         head += ["", title, *(f"    {' '.join(line.split())}" for line in lines)] if lines else []
     return file.settings, head
 
@@ -237,9 +237,9 @@ def _store_answer(name: str, answer: str, values: dict[str, Any]) -> None:
     setting, _, option = name.partition(".")
     node = yaml_text.compose(answer, "this answer")
     if not option:
-        given = read_value(setting, node, "this answer")
-        _try_to_make(setting, given)
-        values[setting] = plain(given)
+        value = read_value(setting, node, "this answer")
+        _try_to_make(setting, value)
+        values[setting] = plain(value)
         return
     before = values[setting]
     if node is None:
@@ -250,11 +250,11 @@ def _store_answer(name: str, answer: str, values: dict[str, Any]) -> None:
     values[setting] = options
 
 
-def _try_to_make(setting: str, given: Any) -> None:
-    if setting == "strategy" and given != "auto":
-        strategies.get(given)
+def _try_to_make(setting: str, value: Any) -> None:
+    if setting == "strategy" and value != "auto":
+        strategies.get(value)
     elif setting == "precision":
-        Precision.parse(given)
+        Precision.parse(value)
 
 
 def _default_of(name: str, values: Mapping[str, Any]) -> tuple[Any, str]:
@@ -263,16 +263,16 @@ def _default_of(name: str, values: Mapping[str, Any]) -> tuple[Any, str]:
     if not option:
         default = next(field.default for field in fields(Settings) if field.name == setting)
         return (1 if setting == "max_epochs" else default), documentation().get(setting, "")
-    thing = (
+    owner = (
         strategies.get(_name_of(values[setting]))
         if setting == "strategy"
         else Precision.parse(_name_of(values[setting])).fp8
     )
     text_of = next(
-        (found[option] for cls in type(thing).__mro__ if cls is not object and option in (found := documentation(cls))),
+        (texts[option] for cls in type(owner).__mro__ if cls is not object and option in (texts := documentation(cls))),
         "",
     )
-    return getattr(thing, option), text_of
+    return getattr(owner, option), text_of
 
 
 def _name_of(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The options of every command of ``fit``, and what can be refused before the command's module is imported. Imports no torch.
+"""The options of every command of ``fit``, with the checks that are possible before the command's module is imported. Imports no torch.
 
 Each parser names, as ``run_by``, the module whose ``run(options) -> exit status`` does the work.
 """
@@ -148,8 +148,8 @@ def _of_target(command: str) -> RunParser:
         help="settings of Fit, model.*, data.*, callbacks.N.* or callbacks.CLASS.*; these win over the environment and the file",
     )
     top.add_argument("--config", metavar="FILE", help=_CONFIG)
-    shown = "print everything that would run as such a file, without running it"
-    top.add_argument("--print-config", action="store_true", help=shown)
+    print_config_help = "print everything that would run as such a file, without running it"
+    top.add_argument("--print-config", action="store_true", help=print_config_help)
     if command == "run":
         top.add_argument(
             "--resume",
@@ -192,12 +192,12 @@ def checkpoint() -> Parser:
         command.add_argument("--json", action="store_true", help="print one JSON value")
         return command
 
-    one = f"a checkpoint, or a folder, whose newest one is used: {_PLACE}"
+    path_help = f"a checkpoint, or a folder, whose newest one is used: {_PLACE}"
     command = add("list", "list the checkpoints of a folder, oldest first; status 1 if one is incomplete or damaged")
     command.add_argument("root", help=_PLACE)
 
     command = add("show", "print a checkpoint's description")
-    command.add_argument("path", help=one)
+    command.add_argument("path", help=path_help)
     command.add_argument(
         "--tensors", action="store_true", help="also each tensor's name, shape, dtype and number of shards"
     )
@@ -213,17 +213,17 @@ def checkpoint() -> Parser:
             "write a checkpoint's weights as .safetensors files that transformers and load_file read",
             _WEIGHTS_ACTIONS,
         ),
-        one,
+        path_help,
     )
 
-    others = "a Lightning .ckpt, a torch.distributed.checkpoint directory or safetensors"
-    _convert(add("convert", f"write a checkpoint of this library from {others}", _WEIGHTS_ACTIONS))
+    sources = "a Lightning .ckpt, a torch.distributed.checkpoint directory or safetensors"
+    _convert(add("convert", f"write a checkpoint of this library from {sources}", _WEIGHTS_ACTIONS))
     command = add(
         "pack",
         "write a checkpoint as one file, from which everything that takes a checkpoint reads it",
         _WEIGHTS_ACTIONS,
     )
-    command.add_argument("path", help=one)
+    command.add_argument("path", help=path_help)
     command.add_argument("out", help="the file, by convention x.ckpt: a zip archive of the checkpoint's folder")
     command.add_argument(
         "--pickle",
@@ -255,8 +255,8 @@ def _prune(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
 
 
-def _export(command: argparse.ArgumentParser, one: str) -> None:
-    command.add_argument("path", help=one)
+def _export(command: argparse.ArgumentParser, path_help: str) -> None:
+    command.add_argument("path", help=path_help)
     command.add_argument("out", help=f"where the files go: {_PLACE}")
     command.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="of floating point tensors; by default unchanged"
@@ -385,15 +385,15 @@ def plan() -> Parser:
     )
     top.set_defaults(run_by="engine.cli.plan")
     _add_job(top)
-    one = top.add_argument_group("one plan")
+    one_plan = top.add_argument_group("one plan")
     rate = "bytes a second at which all ranks together write a checkpoint: 5GB/s"
-    one.add_argument("--storage", metavar="RATE", help=rate)
-    one.add_argument("--price", type=float, metavar="MONEY", help="of one device for one hour, in any currency")
-    one.add_argument("--page", metavar="FILE", help="also write an HTML page with a timeline of the memory")
-    many = top.add_argument_group("a search")
+    one_plan.add_argument("--storage", metavar="RATE", help=rate)
+    one_plan.add_argument("--price", type=float, metavar="MONEY", help="of one device for one hour, in any currency")
+    one_plan.add_argument("--page", metavar="FILE", help="also write an HTML page with a timeline of the memory")
+    search = top.add_argument_group("a search")
     searched = "try strategies, mesh degrees, micro-batches, recomputation and precisions: what fits, the fastest first, and why the rest does not"
-    many.add_argument("--search", action="store_true", help=searched)
-    many.add_argument("--seconds", type=float, metavar="S", help="start no further plan after S seconds")
+    search.add_argument("--search", action="store_true", help=searched)
+    search.add_argument("--seconds", type=float, metavar="S", help="start no further plan after S seconds")
     machine = top.add_argument_group("this machine")
     measured = "measure this machine's arithmetic, memory and links, and print them for --device and --network"
     machine.add_argument("--measure", action="store_true", help=measured)
@@ -424,7 +424,7 @@ def _add_job(top: argparse.ArgumentParser) -> None:
 
 
 def _check_mode(options: argparse.Namespace) -> None:
-    """Refuse options that what is asked for does not use."""
+    """Refuse options that the requested mode (a plan, a search or a measurement) does not use."""
     mode = next((name for name in ("measure", "search") if getattr(options, name)), "plan")
     for name, value in vars(options).items():
         if name in _BY_MODE[mode] or name in ("help", "run_by") or value in (None, False, []):
@@ -438,11 +438,11 @@ def _check_mode(options: argparse.Namespace) -> None:
 
 
 def _check_page(name: str) -> None:
-    """A plan may take minutes: a page that cannot be written is refused before it."""
+    """Refuse a page that cannot be written, before a plan that may take minutes."""
     if not name.endswith(".html"):
         raise UsageError(f"--page {name}: the page needs a name that ends in .html")
     page = Path(name)
-    folder = next(each for each in page.absolute().parents if each.exists())
+    folder = next(parent for parent in page.absolute().parents if parent.exists())
     if page.is_dir():
         raise UsageError(f"--page {name}: this is a folder; name a file")
     if not folder.is_dir():
