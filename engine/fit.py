@@ -19,7 +19,7 @@ from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import Trained
 from engine.config import combinations
 from engine.config.duration import Duration
-from engine.config.resolve import UNSET, Resolved, resolve, shows_defaults
+from engine.config.resolve import UNSET, Resolved, resolve, with_real_defaults_in_help
 from engine.config.settings import Settings, check
 from engine.data.datamodule import DataModule
 from engine.distributed import failures
@@ -96,8 +96,8 @@ class Fit:
             fraction, ``None`` all.
         limit_predict_batches: Batches of each loader of ``Fit.predict`` on each rank: an int is a number (0 predicts nothing), a float in
             (0, 1] a fraction, ``None`` all.
-        overfit_batches: Train on the first batches only, the same in every epoch, unshuffled: an int is a number, a float in (0, 1] a
-            fraction, 0 all. Validation is limited and unshuffled likewise.
+        overfit_batches: Train on the same batches in every epoch, the first ones, unshuffled: an int is a number, a float in (0, 1] a
+            fraction, 0 all. Validation is limited and unshuffled, too.
         fast_dev_run: Try everything on n batches (``True``: 1): one epoch, n batches of training and of validation, no sanity check.
         log_every_n_steps: Optimizer steps between two log boundaries, at which metrics leave the device; the first and the last step are
             logged as well. 0: never within an epoch.
@@ -133,7 +133,7 @@ class Fit:
         ValueError, TypeError: a wrong argument; the message names it, its value and what is possible.
     """
 
-    @shows_defaults
+    @with_real_defaults_in_help
     def __init__(
         self,
         *,

@@ -16,7 +16,7 @@ from engine.checkpoint.catalog import entries, facts, problems, prune
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED
 from engine.checkpoint.runs import FIRST, canonical
 from engine.cli.terminal import show, table
-from engine.config.masked import rows as settings_rows
+from engine.config.masked import table_rows
 from engine.utils.text import terminal_text
 
 _LONGEST = 1000
@@ -99,7 +99,7 @@ def _show(options: argparse.Namespace) -> Answer:
     if isinstance(config, dict) and all(
         isinstance(entry, dict) and {"value", "origin"} <= entry.keys() for entry in config.values()
     ):
-        settings = [(name, _text(value), origin) for name, value, origin in settings_rows(config)]
+        settings = [(name, _text(value), origin) for name, value, origin in table_rows(config)]
         lines += ["  config", *("    " + line for line in table(settings))]
     for folder, folder_tensors in tensors.items():
         lines += ["", f"{folder}: {len(folder_tensors)} tensors"]

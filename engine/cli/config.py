@@ -15,7 +15,7 @@ from engine.cli.annexes import annex
 from engine.cli.terminal import FAILED, UsageError, complain, show
 from engine.config import yaml_text
 from engine.config.kinds import PRECISIONS
-from engine.config.masked import plain
+from engine.config.masked import plain_value
 from engine.config.resolve import SECTIONS, Resolved, read_value, resolve
 from engine.config.settings import Settings, check
 from engine.config.settings_file import document, documentation
@@ -219,7 +219,7 @@ def _ask_until_valid(
 ) -> None:
     default, text_of = _default_of(question.name, values)
     while True:
-        answer = read(f"{question.text} [{flow(plain(default))}]: ").strip()
+        answer = read(f"{question.text} [{flow(plain_value(default))}]: ").strip()
         if answer == "?":
             say(f"  {text_of or question.text}")
             continue
@@ -239,7 +239,7 @@ def _store_answer(name: str, answer: str, values: dict[str, Any]) -> None:
     if not option:
         value = read_value(setting, node, "this answer")
         _try_to_make(setting, value)
-        values[setting] = plain(value)
+        values[setting] = plain_value(value)
         return
     before = values[setting]
     if node is None:

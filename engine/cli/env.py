@@ -13,7 +13,7 @@ from typing import Any
 from engine import strategies
 from engine.cli.main import version
 from engine.cli.terminal import show, table
-from engine.config.masked import readable, rows
+from engine.config.masked import table_rows, with_origins
 from engine.config.resolve import SECTIONS, resolve
 from engine.distributed.environments import detect, hints
 from engine.utils import accelerator, cuda
@@ -68,14 +68,14 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
     except (ValueError, TypeError, OSError) as error:
         report["errors"].append(str(error))
     else:
-        report["settings"] = readable(resolved.settings, resolved.origins)
+        report["settings"] = with_origins(resolved.settings, resolved.origins)
         try:
             precision, strategy = strategies.requested(resolved.settings, resolved.origins)
         except (ValueError, TypeError, OSError) as error:
             report["errors"].append(str(error))
         else:
             objects = strategies.describe_requested(resolved.settings, precision, strategy)
-            report["settings"] = readable(resolved.settings, resolved.origins, objects)
+            report["settings"] = with_origins(resolved.settings, resolved.origins, objects)
     return report
 
 
@@ -90,7 +90,7 @@ def as_text(report: Mapping[str, Any]) -> str:
         lines += _section("read from", report["variables"])
     if report["hints"]:
         lines += [*(f"hint: {hint}" for hint in report["hints"]), ""]
-    lines += ["settings", *("  " + line for line in table(rows(report["settings"]))), ""]
+    lines += ["settings", *("  " + line for line in table(table_rows(report["settings"]))), ""]
     return "\n".join([*lines, *(f"error: {error}" for error in report["errors"])]).rstrip()
 
 

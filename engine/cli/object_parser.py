@@ -21,7 +21,7 @@ from jsonargparse.typing import register_type
 from engine.cli.components import COMMAND_LINE, Component, within
 from engine.cli.terminal import UsageError
 from engine.config import yaml_text
-from engine.config.masked import plain, readable
+from engine.config.masked import plain_value, with_origins
 from engine.config.resolve import Resolved
 from engine.config.typed_values import TEXT_READERS, converted, is_data
 from engine.config.yaml_text import flow
@@ -87,7 +87,7 @@ class ObjectParser:
         left_out = [name for name in vars(values) if not self._repeatable(name)]
         for name in left_out:
             values.pop(name)
-        fixed = {name: plain(value) for name, value in self.component.fixed.items()}
+        fixed = {name: plain_value(value) for name, value in self.component.fixed.items()}
         return {**fixed, **self._dumped(values)}, left_out
 
     def _repeatable(self, name: str) -> bool:
@@ -261,7 +261,7 @@ def config_text(resolved: Resolved, parsers: Sequence[ObjectParser]) -> str:
     Defaults without a text form (an object created in the signature) are named in a comment, and apply again when the file is used.
     """
     lines = ["# settings of Fit, and where each comes from"]
-    for name, entry in readable(resolved.settings, resolved.origins, hide=False).items():
+    for name, entry in with_origins(resolved.settings, resolved.origins, hide=False).items():
         if name != "callbacks":
             lines.append(f"{name}: {flow(entry['value'])}  # {' '.join(entry['origin'].split())}")
     by_name = {parser.component.name: parser for parser in parsers}

@@ -18,8 +18,8 @@ from engine.checkpoint.run_folder import source_of
 from engine.cli.components import Component
 from engine.cli.object_parser import ObjectParser, parameters, parser_of
 from engine.cli.terminal import UsageError
-from engine.config.hyperparameters import kept_arguments, replaced_by_defaults
-from engine.config.masked import HIDDEN, plain, without_secrets
+from engine.config.hyperparameters import arguments_from_saved, replaced_by_defaults
+from engine.config.masked import HIDDEN, plain_value, without_secrets
 from engine.config.typed_values import SCALARS, converted, is_data
 from engine.config.typed_values import hints as hints_of
 from engine.config.yaml_text import flow
@@ -100,7 +100,7 @@ def with_saved_parameters(component: Component, saved: Recorded) -> Component:
     names = parameters(parser_of(component))
     tops = dict.fromkeys(name.split(".")[0] for name in names)
     is_model = component.name == "model"
-    saved_arguments = kept_arguments(component.target, saved.hparams, saved.hparams_name) if is_model else {}
+    saved_arguments = arguments_from_saved(component.target, saved.hparams, saved.hparams_name) if is_model else {}
     texts, hints = saved.sections[component.name], hints_of(component.target)
     current = _defaults(component)
     # A constructor that takes anything has arguments which are no parameters.
@@ -109,7 +109,7 @@ def with_saved_parameters(component: Component, saved: Recorded) -> Component:
     for name in tops:
         nested = any(full_name.startswith(f"{name}.") for full_name in names)
         partly = _partly(component, name, nested)
-        text = texts.get(name, plain(saved_arguments.get(name)))
+        text = texts.get(name, plain_value(saved_arguments.get(name)))
         if partly is False:
             continue  # given as a whole
         if partly is None and name in saved_arguments:
@@ -134,7 +134,7 @@ def with_saved_parameters(component: Component, saved: Recorded) -> Component:
     _log_taken(
         component,
         saved,
-        {name: value for name, value in taken_values.items() if plain(value) != current.get(name, current)},
+        {name: value for name, value in taken_values.items() if plain_value(value) != current.get(name, current)},
     )
     given_names = {
         *saved_arguments,
@@ -158,7 +158,10 @@ def warn_about_differences(parser: ObjectParser, saved: Recorded) -> None:
     component, used = parser.component, parser.as_values()[0]
     saved_values = dict(saved.sections[component.name])
     if component.name == "model":
-        saved_values = {**saved_values, **plain(kept_arguments(component.target, saved.hparams, saved.hparams_name))}
+        saved_values = {
+            **saved_values,
+            **plain_value(arguments_from_saved(component.target, saved.hparams, saved.hparams_name)),
+        }
     for name, value in saved_values.items():
         if name in used and used[name] != value and HIDDEN not in str(value):
             printable = without_secrets({"used": {name: used[name]}, "saved": {name: value}})
@@ -171,7 +174,7 @@ def warn_about_differences(parser: ObjectParser, saved: Recorded) -> None:
 
 def _log_taken(component: Component, saved: Recorded, values: Mapping[str, Any]) -> None:
     if values:
-        values_text = ", ".join(f"{name}={flow(value)}" for name, value in without_secrets(plain(values)).items())
+        values_text = ", ".join(f"{name}={flow(value)}" for name, value in without_secrets(plain_value(values)).items())
         _log_on_one_rank(logging.INFO, "%s: from the checkpoint %s: %s", component.title, saved.path, values_text)
 
 
@@ -189,7 +192,9 @@ def _defaults(component: Component) -> dict[str, Any]:
         defaults = {
             name: parameter.default for name, parameter in inspect.signature(component.target).parameters.items()
         }
-        return {name: plain(default) for name, default in defaults.items() if default is not inspect.Parameter.empty}
+        return {
+            name: plain_value(default) for name, default in defaults.items() if default is not inspect.Parameter.empty
+        }
 
 
 def _partly(component: Component, name: str, nested: bool) -> bool | None:

@@ -19,7 +19,7 @@ from engine.utils.log import TERMINAL
 
 PREFIX = "FIT_"
 RESERVED = ("FIT_CONFIG", "FIT_PARENT_PID", TERMINAL)
-"""Variables with our prefix that are not settings: the file's path, and the mark of a rank that ``Fit`` started."""
+"""Variables with our prefix that are not settings: the file's path, and the marks of a rank that ``Fit`` or ``fit launch`` started."""
 DEFAULT_FILE = "fit.yaml"
 SECTIONS = ("model", "data", "callbacks")
 """Parts of a file that describe a training to ``fit run``, and are not settings."""
@@ -40,7 +40,7 @@ UNSET: Any = _Unset()
 F = TypeVar("F", bound=Callable[..., None])
 
 
-def shows_defaults(init: F) -> F:
+def with_real_defaults_in_help(init: F) -> F:
     """Decorator: where an argument's default is :data:`UNSET`, ``help`` and ``inspect.signature`` show the setting's own default."""
     signature = inspect.signature(init)
     defaults = {setting.name: setting.default for setting in fields(Settings)}
@@ -85,7 +85,7 @@ def resolve(
         file: the YAML file. ``None``: the one that ``FIT_CONFIG`` names, else ``./fit.yaml`` if there is one.
         overrides: ``name=value`` texts of the command line, values as YAML; the last one of a name wins. ``strategy.stage=3`` changes one
             key of a mapping from any source; a plain strategy becomes one. Those of ``sections`` are left to the caller.
-        sections: top-level keys of the file that are the caller's (:data:`SECTIONS`); elsewhere they are an error.
+        sections: top-level keys of the file that the caller reads (:data:`SECTIONS`); elsewhere they are an error.
         earlier, earlier_origin: settings and sections of an earlier run as plain values, and where they are from.
 
     Raises:
@@ -136,10 +136,10 @@ def _from_environment(environ: Mapping[str, str]) -> _Entries:
             continue
         name = variable.removeprefix(PREFIX).lower()
         if name not in KINDS or variable != variable.upper():
-            known = ", ".join(PREFIX + kind.upper() for kind in KINDS)
+            names = ", ".join(PREFIX + kind.upper() for kind in KINDS)
             instead = f"; did you mean {variable.upper()}?" if name in KINDS else hint("setting", name, KINDS)
             raise ValueError(
-                f"environment {variable}: {name!r} is not a Fit setting{instead}; unset it, or choose from {known}"
+                f"environment {variable}: {name!r} is not a Fit setting{instead}; unset it, or choose from {names}"
             )
         yield name, yaml_text.compose(text, f"environment {variable}"), f"environment {variable}"
 
@@ -264,8 +264,10 @@ def _set_key(path: list[str], node: Node, origin: str, values: dict[str, Any], o
     if isinstance(kind, ByName):
         current_origins = current.origins if isinstance(current, NamedOptions) else {"name": origins[setting]}
         key = ".".join(inside)
-        others = {other: where for other, where in current_origins.items() if not other.startswith(f"{key}.")}
-        values[setting] = kind.from_mapping(setting, mapping, {**others, key: origin})
+        remaining_origins = {
+            inner_key: where for inner_key, where in current_origins.items() if not inner_key.startswith(f"{key}.")
+        }
+        values[setting] = kind.from_mapping(setting, mapping, {**remaining_origins, key: origin})
         origins[setting] = origin if origins[setting] == "default" else origins[setting]
         return
     try:

@@ -1,4 +1,4 @@
-"""YAML: untrusted text is read as plain values only, with the line of each key, and nothing in it is ever called; plain values are written."""
+"""Reads and writes YAML. Untrusted text is read as plain values only, with the line of each key, and nothing in it is ever called."""
 
 from __future__ import annotations
 
@@ -92,11 +92,13 @@ def compose(text: str, origin: str, *, lines: bool = False) -> Node:
 
 
 def items_with_lines(node: Node, origin: str, *, lines: bool = False) -> Iterator[Entry]:
-    """Key, value and line of each entry of a mapping, including merged ones (its own come first and win)."""
-    own = ((str(key.value), value, _where(origin, key, lines)) for key, value in node.value if not _is_merge(key))
+    """Key, value and line of each entry of a mapping, including merged ones (the mapping's own come first and win)."""
+    own_entries = (
+        (str(key.value), value, _where(origin, key, lines)) for key, value in node.value if not _is_merge(key)
+    )
     seen = set()
     for name, value, where in (
-        *own,
+        *own_entries,
         *(entry for base in _bases(node) for entry in items_with_lines(base, origin, lines=lines)),
     ):
         if name not in seen:
@@ -121,17 +123,17 @@ def construct(node: Node) -> Any:
 
 def origins_of_keys(node: Node, origin: str, *, lines: bool = False) -> dict[str, str]:
     """The line of each key in a mapping, by its dotted path."""
-    found: dict[str, str] = {}
+    origins: dict[str, str] = {}
     if node is not None and node.id == "mapping":
         for name, value, where in items_with_lines(node, origin, lines=lines):
-            found[name] = where
-            found.update(
+            origins[name] = where
+            origins.update(
                 {
                     f"{name}.{inner}": where_inner
                     for inner, where_inner in origins_of_keys(value, origin, lines=lines).items()
                 }
             )
-    return found
+    return origins
 
 
 def is_text(node: Node) -> bool:
@@ -160,7 +162,7 @@ def _check(root: Node, origin: str, lines: bool) -> None:
                 inner = [part for pair in node.value for part in pair]
             elif node.id == "sequence":
                 inner = node.value
-            sizes[id(node)] = 1 + sum(size(each, (*above, id(node))) for each in inner)
+            sizes[id(node)] = 1 + sum(size(part, (*above, id(node))) for part in inner)
         if sizes[id(node)] > MAX_NODES:
             raise ValueError(
                 f"{_where(origin, node, lines)}: has more than {MAX_NODES:,} values with aliases expanded, too many for settings"
@@ -183,14 +185,14 @@ def _check_keys(node: Node, origin: str, lines: bool) -> None:
             raise ValueError(f"{where}: {key.value!r} was given already in {seen[key.value]}; keep one of them")
         seen[key.value] = where
         if _is_merge(key) and any(
-            each.id != "mapping" for each in (value.value if value.id == "sequence" else [value])
+            base.id != "mapping" for base in (value.value if value.id == "sequence" else [value])
         ):
             raise ValueError(f"{where}: '<<' merges mappings; give an alias of one")
 
 
 def _bases(node: Node) -> list[Node]:
-    found = [value for key, value in node.value if _is_merge(key)]
-    return [base for value in found for base in (value.value if value.id == "sequence" else [value])]
+    merged = [value for key, value in node.value if _is_merge(key)]
+    return [base for value in merged for base in (value.value if value.id == "sequence" else [value])]
 
 
 def _without_merges(node: Node) -> Node:
@@ -206,7 +208,7 @@ def _without_merges(node: Node) -> Node:
 
 
 def _pairs(node: Node) -> dict[str, tuple[Node, Node]]:
-    """Key and value of each entry by name: those of its bases first, and its own in place of theirs."""
+    """Key and value of each entry by name: the bases' entries first, and the mapping's own in their place."""
     pairs: dict[str, tuple[Node, Node]] = {}
     for base in reversed(_bases(node)):
         pairs |= _pairs(base)

@@ -23,7 +23,7 @@ from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.writer import CheckpointWriter
 from engine.config.duration import Every
 from engine.config.hyperparameters import as_data, for_loggers
-from engine.config.masked import Config, described, plain, readable, without_secrets
+from engine.config.masked import Config, plain_value, sections_with_origins, with_origins, without_secrets
 from engine.config.settings import Settings
 from engine.config.settings_file import as_yaml
 from engine.data.loader import PreparedLoader
@@ -146,8 +146,8 @@ class Run:
         """The settings as plain JSON values, for loggers and checkpoints: name -> ``value`` and ``origin``, secrets as ``"***"``."""
         engine = self.engine
         objects = strategies.describe_requested(self.settings, engine.precision, engine.strategy)
-        settings = readable(self.settings, self._origins, objects)
-        return settings | described(self._sections, self._origins)
+        settings = with_origins(self.settings, self._origins, objects)
+        return settings | sections_with_origins(self._sections, self._origins)
 
     def config_as_yaml(self) -> str:
         """:attr:`config` in the form of ``fit.yaml``, each line with its origin."""
@@ -241,7 +241,7 @@ class Run:
     def hyperparameters(self) -> dict[str, Any]:
         """Hyperparameters that the module and the data module have saved for loggers (``save_hyperparameters``), as JSON values without secrets."""
         values: dict[str, Any] = without_secrets(
-            plain(as_data({**for_loggers(self.datamodule), **for_loggers(self.module)}))
+            plain_value(as_data({**for_loggers(self.datamodule), **for_loggers(self.module)}))
         )
         return values
 

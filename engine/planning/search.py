@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config.masked import plain
+from engine.config.masked import plain_value
 from engine.planning.candidates import RECOMPUTE, Candidate, Layout, micro_batches, written
 from engine.planning.plan import Plan
 from engine.planning.plan_text import as_text, show_search
@@ -45,7 +45,7 @@ class Tried:
         plan = self.plan
         return {
             **self.candidate.settings,
-            "strategy": plain(_plain_strategy(self.candidate.layout.strategy)),
+            "strategy": plain_value(_plain_strategy(self.candidate.layout.strategy)),
             "precision": str(self.candidate.precision),
             "micro_batch": self.candidate.micro_batch,
             "fit": self.candidate.code(derived),
