@@ -187,7 +187,7 @@ class Fit:
 
     @classmethod
     def from_resolved(cls, resolved: Resolved, callbacks: Callback | Sequence[Callback] | None = ()) -> Fit:
-        """A ``Fit`` with settings (``resolved``) that :func:`engine.config.resolve.resolve` has collected, and these callbacks.
+        """A ``Fit`` with settings (``resolved``) that :func:`engine.config.resolve.resolve` has collected, and with ``callbacks``.
 
         Raises:
             ValueError, TypeError: as the constructor.
@@ -464,13 +464,13 @@ class Fit:
         datamodule: DataModule | None = None,
         **options: Any,
     ) -> PlanSearch:
-        """Which strategies, mesh degrees, micro-batches, recomputation and precisions fit, the fastest first, and why the others do not.
+        """Find the strategies, mesh degrees, micro-batches, recomputation and precisions that fit, the fastest first, and why all others do not.
 
-        Each trains as many samples in a step as this ``Fit`` would if all ranks saw different data, or ``global_batch_size``.
+        Each of them trains as many samples in a step as this ``Fit`` would if all ranks saw different data, or ``global_batch_size``.
 
         Args:
             module, train_loader, world_size, nodes, device, network, memory_limit, datamodule: as in :meth:`plan`.
-            options: ``precisions``, ``largest``, ``seconds``, ``first``, ``report``, as of :func:`engine.planning.forecast.search_plans`.
+            options: ``precisions``, ``largest``, ``seconds``, ``first``, ``report``, as in :func:`engine.planning.forecast.search_plans`.
         """
         from engine.planning import forecast  # as in :meth:`plan`
 
@@ -575,15 +575,15 @@ class Fit:
         callbacks: Sequence[Callback] | None = None,
         start_log: StartLog | None = None,
     ) -> Run:
-        """The run of ``module`` on these processes, not yet set up.
+        """The run of ``module`` on the processes of ``group``, not yet set up.
 
         Args:
-            module: the run's.
-            stage: as of :class:`engine.Run`.
+            module: the module of the run.
+            stage: the ``stage`` of :class:`engine.Run`.
             group: the processes.
-            settings: of the run.
-            data: the user's.
-            callbacks: in the place of the settings' and the module's.
+            settings: the settings of the run.
+            data: the user's loaders and data module.
+            callbacks: the callbacks, in the place of the settings' and the module's.
             start_log: shows the log on an attached terminal until the first step is done.
         """
         engine = Engine(

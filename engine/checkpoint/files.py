@@ -213,10 +213,10 @@ def blocks(files: Mapping[str, Record], names: Iterable[str]) -> list[tuple[str,
 
 
 def verify(directory: Path, files: Mapping[str, Record], chosen: Sequence[tuple[str, int]]) -> None:
-    """Read these blocks and compare sizes and checksums with ``files``.
+    """Read the ``chosen`` blocks and compare sizes and checksums with ``files``.
 
     Raises:
-        DamagedCheckpoint: one is missing or has changed.
+        DamagedCheckpoint: a file is missing or has changed.
     """
 
     def check(block: tuple[str, int]) -> None:

@@ -87,7 +87,7 @@ class KeyFile(Section):
         self.refused: list[str] = []
         """Keys that would change the training and have no counterpart."""
         self.launch = ""
-        """The command that starts the same number of processes."""
+        """The command that starts as many processes as the file says."""
         self._parts: dict[str, Section] = {}
 
     def section(self, key: str, prefix: str) -> Section:

@@ -116,7 +116,7 @@ class FeistelIndices:
         return self.count
 
     def __getitem__(self, index: Any) -> Any:
-        """An entry, or a list of those of a slice."""
+        """An entry, or for a slice a list of entries."""
         positions = range(self.count)[index]
         if isinstance(positions, range):
             return (
@@ -391,7 +391,7 @@ class UserSamplerOrder(SampleOrder):
         """Rank 0's order, if the ranks have drawn different ones.
 
         Raises:
-            ValueError: they have nothing in common: they look like shards, of which only rank 0's would be used; on all ranks.
+            ValueError: the orders have nothing in common: they look like shards, and only rank 0's would be used; on all ranks.
         """
         if len(set(map(tuple, gather_json(self.group, [self._fingerprint(), len(indices)])))) == 1:
             return indices

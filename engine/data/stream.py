@@ -415,7 +415,7 @@ class WorkerRole:
 
 
 def states_of(**owners: Any) -> dict[str, Any] | None:
-    """The states of those ``owners`` that have one, copied; ``None`` when none has."""
+    """Copies of the states of all ``owners`` that have a state; ``None`` when none has."""
     states = {name: owner.state_dict() for name, owner in owners.items() if stateful(owner)}
     return copy.deepcopy(states) or None
 

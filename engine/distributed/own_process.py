@@ -18,7 +18,7 @@ from engine.utils import torch_private
 from engine.utils.log import logger
 
 LEAVE_S = 5.0
-"""How long a process that ends normally waits for the others (s); otherwise about 15 % of FSDP2 runs abort at exit."""
+"""How long a process that ends normally waits for all other processes (s); otherwise about 15 % of FSDP2 runs abort at exit."""
 
 
 @dataclass(eq=False)

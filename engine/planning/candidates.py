@@ -122,7 +122,7 @@ def divisors(number: int) -> list[int]:
 def layouts(
     model: nn.Module, world_size: int, per_node: int, offload: bool = True, planned: bool = False
 ) -> list[Layout]:
-    """Every strategy that could train ``model`` on these ranks, the simplest first.
+    """Every strategy that could train ``model`` on ``world_size`` ranks, the simplest first.
 
     Tensor parallel stays within a node and hybrid sharding shards within one. A model without a plan for tensor parallel, or without pipeline
     stages, has one layout of the kind all the same: planning it says what the model lacks.
@@ -167,7 +167,7 @@ def _zero(world_size: int) -> Iterable[Layout]:
 
 
 def _mesh(world_size: int, *, pp: int = 1, tp: int = 1) -> Layout:
-    """Parts along ``pp`` and ``tp``, shards over the other ranks."""
+    """A mesh with parts along ``pp`` and ``tp``, and shards over the ranks that remain."""
     shards = world_size // (pp * tp)
     axes = {"pp": pp, "dp_shard": shards, "tp": tp}
     return Layout(
@@ -273,7 +273,7 @@ class UsersStrategy:
         )
 
     def with_its_options(self, layout: Layout) -> Layout:
-        """``layout`` with those of the user's options that its class has too."""
+        """``layout`` with the user's options, as far as its class has them, too."""
         name = layout.strategy if isinstance(layout.strategy, str) else layout.strategy["name"]
         kind = _KINDS.get(name)
         if kind is None or not self.options:
@@ -318,7 +318,7 @@ def users_strategy(setting: Any, origin: str, world_size: int) -> UsersStrategy 
 
 
 def layouts_with(first: Layout, users: UsersStrategy, ways: list[Layout]) -> list[Layout]:
-    """The layout ``first``, and of ``ways`` those that are not the same layout in other words."""
+    """The layout ``first``, and all of ``ways`` that do not only describe it in other words."""
 
     def degrees(layout: Layout) -> tuple[Any, ...]:
         return layout.data_ranks, layout.shards, layout.degree("tp"), layout.degree("pp"), layout.offloaded

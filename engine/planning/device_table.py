@@ -29,10 +29,10 @@ class Link:
     latency: float
     """Seconds of one step of a ring."""
     kinds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Bandwidth and latency of kinds of collectives (``"reduce_scatter"``) that differ from these, as they were measured."""
+    """Kind of collective (``"reduce_scatter"``) -> its measured bandwidth and latency, where they differ from the link's."""
 
     def for_kind(self, kind: str) -> Link:
-        """The link as measured with this kind of collective; the link itself if nothing else was measured."""
+        """The link as it was measured with the collective ``kind``; the link itself if that was not measured."""
         return Link(*self.kinds[kind]) if kind in self.kinds else self
 
 

@@ -277,7 +277,7 @@ def _links(group: Group) -> dict[str, float]:
 
 
 def _rings(group: Group, parts: Sequence[range], name: str) -> dict[str, float]:
-    """Speeds of each kind of collective, in each of ``parts`` at the same time."""
+    """The speeds of each kind of collective, measured in all of ``parts`` at once."""
     channel, size = group.part_for_device([list(part) for part in parts]), len(parts[0])
     clock, speeds = _Clock(group), {}
     large = _LARGE_ON_CPU if group.device.type == "cpu" else _LARGE

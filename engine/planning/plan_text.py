@@ -219,12 +219,12 @@ def terminal_safe(value: Any) -> Any:
     return terminal_text(value, one_line=True) if isinstance(value, str) else value
 
 
-def table(*columns: str, left: Iterable[str] = (), folds: Iterable[str] = (), title: str | None = None) -> Any:
+def table(*columns: str, text_columns: Iterable[str] = (), folds: Iterable[str] = (), title: str | None = None) -> Any:
     """A table without rows.
 
     Args:
         columns: heads of the columns.
-        left: columns of text, besides the first; numbers are on the right.
+        text_columns: columns of text, besides the first; numbers are on the right.
         folds: columns whose cells break into several lines where the terminal is narrow; cells of other columns stay whole.
         title: line above the table.
     """
@@ -244,7 +244,7 @@ def table(*columns: str, left: Iterable[str] = (), folds: Iterable[str] = (), ti
     for index, column in enumerate(columns):
         grid.add_column(
             column,
-            justify="left" if not index or column in left else "right",
+            justify="left" if not index or column in text_columns else "right",
             overflow="fold",
             no_wrap=column not in folds,
             min_width=len(column),
@@ -308,7 +308,7 @@ def _print(console: Any, heading: str, rows: Any) -> None:
 
 
 def _pairs(heading: str, rows: list[tuple[str, str]]) -> tuple[str, Any]:
-    grid = table("", "", left=("",), folds=("",))
+    grid = table("", "", text_columns=("",), folds=("",))
     for row in rows:
         grid.add_row(*row)
     return heading, grid
@@ -337,7 +337,7 @@ def _sent(plan: Mapping[str, Any]) -> tuple[str, Any]:
     """Communication of the rank that sets the pace; the others send alike. The plan's title has the ranks of each axis."""
     slowest = max(plan["ranks"], key=lambda rank: rank["step_s"])
     text = ("axis", "phase", "overlaps")
-    grid = table("kind", *text, "count", "bytes", "time", left=text, folds=("phase",))
+    grid = table("kind", *text, "count", "bytes", "time", text_columns=text, folds=("phase",))
     for collective in sorted(slowest["collectives"], key=lambda entry: -entry["seconds"]):
         grid.add_row(
             collective["kind"],
@@ -352,7 +352,7 @@ def _sent(plan: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _checks(rows: list[tuple[str, str, str, str]]) -> tuple[str, Any]:
-    grid = table("", "traced", "formula", "source", left=("source",), folds=("source",))
+    grid = table("", "traced", "formula", "source", text_columns=("source",), folds=("source",))
     for row in rows:
         grid.add_row(*row)
     return "Published formulas that differ from the trace by more than 20 %", grid
@@ -457,7 +457,7 @@ def _closest_text(candidates: Iterable[Mapping[str, Any]], memory: int) -> str:
 def _fitting_table(rows: list[Mapping[str, Any]]) -> Any:
     numbers = ("micro-batch", "window", "needs", "step", "samples/s")
     text = ("strategy", "precision", "recompute")
-    grid = table(*text, *numbers, left=text, folds=("strategy",), title="What fits, the fastest first")
+    grid = table(*text, *numbers, text_columns=text, folds=("strategy",), title="What fits, the fastest first")
     for candidate in rows[:_MOST_CANDIDATES]:
         grid.add_row(
             written(candidate["strategy"])
@@ -480,7 +480,9 @@ def _reason_table(rows: list[Mapping[str, Any]]) -> Any:
     """A table of candidates that do not fit, or were not planned: a line for each reason; for what is too large, a line for each strategy and
     precision, with the smallest need."""
     text = ("strategy", "precision", "verdict", "tried", "why")
-    grid = table(*text, left=text, folds=("strategy", "verdict", "why"), title="What does not, or was not planned")
+    grid = table(
+        *text, text_columns=text, folds=("strategy", "verdict", "why"), title="What does not, or was not planned"
+    )
     for group in _grouped(rows):
         example = min(group, key=lambda candidate: (candidate["need_bytes"] is None, candidate["need_bytes"] or 0))
         grid.add_row(

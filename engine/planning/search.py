@@ -433,7 +433,7 @@ def _rows(tensor: Tensor, *, current: int, rows: Tensor) -> Tensor:
 
 
 def _lists(tree: Any, current: int, rows: Sequence[int]) -> Any:
-    """Lists with an item for each sample, such as texts, in plain containers."""
+    """The lists with an item for each sample, such as texts, in plain containers."""
     if type(tree) is dict:
         return {key: _lists(item, current, rows) for key, item in tree.items()}
     if type(tree) is list and len(tree) == current and not any(isinstance(item, Tensor) for item in tree):

@@ -313,7 +313,7 @@ class StepTime:
 
 
 def overlaps(collective: Collective) -> bool:
-    """Check whether a pass can run beside these collectives: gathers of parameters, reductions of gradients."""
+    """Whether a pass can run beside ``collective``: beside a gather of parameters or a reduction of gradients it can."""
     if collective.kind == "send":
         return collective.phase in _PASSES
     if collective.axis in _WITHIN_LAYERS or collective.phase not in _PASSES:

@@ -84,7 +84,7 @@ class StorageLog:
     def set_kind(
         self, tensors: Iterable[Any], kind: str, module: str | None = None, on_host: bool | None = None
     ) -> None:
-        """Set the kind of these tensors' storages, their module, and whether they are on the host; ``None`` leaves the latter two as they are."""
+        """Set the kind of the storages of ``tensors``; with ``module`` and ``on_host`` also their module and whether they are on the host."""
         for tensor in tensors:
             for part in local_parts(tensor):
                 if (storage := self.follow(part)) is not None:
@@ -93,12 +93,12 @@ class StorageLog:
                     storage.on_host = storage.on_host if on_host is None else on_host
 
     def offloaded(self, tensors: Iterable[Tensor]) -> bool:
-        """Check whether one of these tensors was marked to be in the host's memory."""
+        """Whether one of ``tensors`` was marked to be in the host's memory."""
         storages = [part.untyped_storage()._cdata for tensor in tensors for part in local_parts(tensor)]
         return any(key in self._storages and self._storages[key].on_host for key in storages)
 
     def used_to_communicate(self, tensors: Iterable[Tensor]) -> None:
-        """Note that a collective reads or writes these tensors."""
+        """Note that a collective reads or writes ``tensors``."""
         for tensor in tensors:
             storage = self.follow(tensor)
             # What is used again in later steps, such as DDP's buckets, was there in a backward pass before.
@@ -172,7 +172,7 @@ class StorageLog:
         self._log = []
 
     def move_to_host(self, kinds: Collection[str]) -> dict[str, int]:
-        """Move storages of these kinds, and storages marked ``on_host``, to the host's memory; returns their bytes at the start by kind."""
+        """Move storages of ``kinds``, and storages marked ``on_host``, to the host's memory; returns their bytes at the start by kind."""
 
         def stays(storage: Storage) -> bool:
             return storage.kind not in kinds and not storage.on_host

@@ -53,7 +53,7 @@ def get(name: str | Mapping[str, Any] | NamedOptions | Strategy, world_size: int
 def requested(
     settings: Settings, origins: Mapping[str, str], launched: int | None = None
 ) -> tuple[Precision, Strategy | None]:
-    """The precision and the strategy that settings name (``None`` for ``"auto"``), after the strategy has checked the other settings.
+    """The precision and the strategy that settings name (``None`` for ``"auto"``), after the strategy has checked the settings.
 
     Args:
         origins: where each setting comes from.

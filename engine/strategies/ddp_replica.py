@@ -27,7 +27,7 @@ from engine.utils.log import logger
 from engine.utils.tree import leaves
 
 PATIENCE_S = 5.0
-"""Seconds after which a rank whose model has changed warns that the others have not made the same change."""
+"""Seconds after which a rank whose model has changed warns that other ranks have not made this change."""
 _WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 """The end of torch's error about a reduction that did not finish; the numbers count the parameters that its reducer was given."""
 _WRAPPERS_OWN = {*vars(nn.Module()), "require_forward_param_sync"}
@@ -239,7 +239,7 @@ class Replica(DistributedDataParallel):
     # -- the other ranks ----------------------------------------------------------------------------------------------------------
 
     def _agree(self, what: str, parameters: Sequence[Tensor], inside: bool) -> None:
-        """Raise on all ranks unless all have made the same change. Waits for ranks that have made none, with a warning."""
+        """Raise on all ranks unless all have changed the model alike. Waits for ranks that have not changed it, with a warning."""
         names = self._seen.names(parameters)
         form = [what, inside, *([name, list(p.shape), str(p.dtype)] for name, p in zip(names, parameters, strict=True))]
         doing = f"waiting for the other ranks to make the same change of the model, which {what} on this rank: {_first_names(names)}"

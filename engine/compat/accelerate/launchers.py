@@ -33,4 +33,5 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> list[Any]:
+    """Run ``function(*args)`` in ``num_processes`` processes on the CPU; return their results by rank."""
     return functions.debug(function, *args, num_processes=num_processes)

@@ -148,12 +148,12 @@ class LightningArgumentParser(ArgumentParser):
 
 
 class SaveConfigCallback(Callback):
-    """Writes the parsed ``config``, from which the ``parser`` makes the same run again, into the run's folder.
+    """Writes the parsed ``config`` into the run's folder; the ``parser`` can repeat the run from it.
 
     Args:
-        config_filename: its file. One that is there is this run's own: a logger has written it, or the part of the run before a resume.
+        config_filename: the name of the file. An existing one is this run's own: a logger has written it, or the part of the run before a resume.
         overwrite: changes nothing: each run has a folder of its own.
-        multifile: in as many files as it was read from.
+        multifile: write as many files as the configuration was read from.
         save_to_log_dir: ``False``: call :meth:`save_config` alone.
     """
 

@@ -29,9 +29,9 @@ from engine.utils.text import terminal_text
 
 
 class Trainer(TrainerView):
-    """Trains as Lightning's; each argument becomes one of :class:`engine.Fit`, or is an error that names what to use.
+    """Trains as Lightning's ``Trainer`` does. Each argument becomes one of :class:`engine.Fit`, or is an error that names what to use.
 
-    Its attributes are those of :class:`engine.compat.lightning.trainer_view.TrainerView`, of the run under way or the latest one.
+    The attributes are in :class:`engine.compat.lightning.trainer_view.TrainerView`; they describe the current run, or the latest one.
     """
 
     result: Result | None = None

@@ -199,8 +199,8 @@ class TrainerView:
 
     @property
     def callback_metrics(self) -> Values:
-        """The latest value of every logged name, as tensors of shape () on the device. What was logged ``on_step`` and ``on_epoch`` is there as
-        ``x``, ``x_step`` and ``x_epoch``.
+        """The latest value of every logged name, as tensors of shape () on the device. A value ``x`` that was logged ``on_step`` and ``on_epoch`` has
+        the names ``x``, ``x_step`` and ``x_epoch``.
 
         Within a training step: this rank's value for the step so far; nobody waits for other ranks. In ``on_validation_epoch_end`` and from an
         epoch's end on: over all ranks. In ``on_train_epoch_end``, where the epoch's values are computed when they are read, all ranks read them
