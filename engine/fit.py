@@ -623,10 +623,10 @@ def _planned(
     )
 
 
-def _run_data(datamodule: DataModule | None, kind: str, loaders: Any, **others: Any) -> RunData:
+def _run_data(datamodule: DataModule | None, kind: str, loaders: Any, **further_loaders: Any) -> RunData:
     """The data of a run: a data module, perhaps in the place of the ``loaders`` of the ``kind``, and loaders by kind."""
     datamodule, loaders = _datamodule(datamodule, loaders)
-    return RunData(datamodule, {kind: loaders, **others})
+    return RunData(datamodule, {kind: loaders, **further_loaders})
 
 
 def _train_module(module: Any) -> TrainModule:

@@ -151,7 +151,7 @@ def open_file(path: Path) -> int:
 
 
 @contextmanager
-def held(file: Any) -> Iterator[Any]:
+def stable_name(file: Any) -> Iterator[Any]:
     """A name under which a file is found even if another one takes its place meanwhile; what is not a path stays as it is.
 
     Raises:

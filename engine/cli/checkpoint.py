@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 def run_action(action: Callable[[argparse.Namespace], Answer], options: argparse.Namespace) -> int:
     """Print the answer of a subcommand; see :func:`run`."""
     try:
-        value, lines, good = action(options)
+        value, lines, all_well = action(options)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         print(
             f"fit checkpoint {options.action}: {terminal_text(' '.join(str(error).split())) or type(error).__name__}",
@@ -48,7 +48,7 @@ def run_action(action: Callable[[argparse.Namespace], Answer], options: argparse
         print(json.dumps(_plain(value), indent=1))
     elif lines:
         show(*(terminal_text(line, one_line=True) for line in lines))
-    return 0 if good else 1
+    return 0 if all_well else 1
 
 
 def _list(options: argparse.Namespace) -> Answer:
@@ -150,10 +150,10 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], Answer]] = {
 
 def _section(values: Mapping[str, Any], indent: str = "  ") -> list[str]:
     """Lines with one value each; the entries of a dict stand below its name."""
-    named = [(_cut(str(name)), value) for name, value in values.items()]
-    width = min(max((len(name) for name, _ in named), default=0), 60)
+    items = [(_cut(str(name)), value) for name, value in values.items()]
+    width = min(max((len(name) for name, _ in items), default=0), 60)
     lines: list[str] = []
-    for name, value in named:
+    for name, value in items:
         if isinstance(value, dict) and value:
             lines += [f"{indent}{name}", *_section(value, indent + "  ")]
         else:

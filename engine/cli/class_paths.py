@@ -61,9 +61,9 @@ def load(text: str, role: str, base: type, package: str | None = None) -> Any:
 
 def _from_file(path: Path, role: str) -> ModuleType:
     if not path.is_file():
-        beside = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        files_beside = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise UsageError(
-            f"{role} names the file {str(path)!r}, which does not exist (from {os.getcwd()}){nearest(path.name, beside)}"
+            f"{role} names the file {str(path)!r}, which does not exist (from {os.getcwd()}){nearest(path.name, files_beside)}"
         )
     path = path.resolve()
     name, folder = path.stem, str(path.parent)
@@ -117,8 +117,8 @@ def _member(module: ModuleType, name: str, text: str, role: str) -> Any:
     owner: Any = module
     for part in name.split("."):
         if not hasattr(owner, part):
-            where = getattr(module, "__file__", None) or module.__name__
-            raise UsageError(f"{role} {text!r}: {where} has no {name!r}{nearest(name, _public(owner))}")
+            place = getattr(module, "__file__", None) or module.__name__
+            raise UsageError(f"{role} {text!r}: {place} has no {name!r}{nearest(name, _public(owner))}")
         owner = getattr(owner, part)
     return owner
 

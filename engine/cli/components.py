@@ -134,12 +134,12 @@ def components_of(
     if model is None and earlier is not None:
         raise UsageError(earlier.without_model)
     if model is None:
-        where = (
+        reason = (
             f"{resolved.file} has no section model:"
             if resolved.file
             else "there is no ./fit.yaml with a section model:"
         )
-        raise UsageError(f"no TrainModule is named: give it as the target, as in my.module:Net or net.py ({where})")
+        raise UsageError(f"no TrainModule is named: give it as the target, as in my.module:Net or net.py ({reason})")
     if not (isinstance(model.target, type) and issubclass(model.target, TrainModule)):
         raise UsageError(
             f"{model.origin('')}: {model.path!r} is {_kind(model.target)}, not a TrainModule: subclass engine.TrainModule"
@@ -161,16 +161,16 @@ def _origins_of_file(file: Path | None) -> dict[str, str]:
         return {}
     origin, origins = f"file {file}", {}
     root = yaml_text.compose(yaml_text.read_file(file), origin, lines=True)
-    for name, node, where in yaml_text.items_with_lines(root, origin, lines=True):
-        origins[name] = where
+    for name, node, line_origin in yaml_text.items_with_lines(root, origin, lines=True):
+        origins[name] = line_origin
         nodes = enumerate(node.value) if node.id == "sequence" else [(None, node)]
         for index, value_node in nodes:
             prefix = name if index is None else f"{name}.{index}"
-            origins[prefix] = where if index is None else f"{origin}:{value_node.start_mark.line + 1}"
+            origins[prefix] = line_origin if index is None else f"{origin}:{value_node.start_mark.line + 1}"
             origins.update(
                 {
-                    f"{prefix}.{key}": where
-                    for key, where in yaml_text.origins_of_keys(value_node, origin, lines=True).items()
+                    f"{prefix}.{key}": key_origin
+                    for key, key_origin in yaml_text.origins_of_keys(value_node, origin, lines=True).items()
                 }
             )
     return origins
@@ -204,7 +204,9 @@ def _component(
         )
         init_args = {}
     prefix = f"{name}." if section is None or not set(_KEYS) & set(section) else f"{name}.init_args."
-    parameter_origins = {key.removeprefix(prefix): where for key, where in origins.items() if key.startswith(prefix)}
+    parameter_origins = {
+        key.removeprefix(prefix): key_origin for key, key_origin in origins.items() if key.startswith(prefix)
+    }
     return Component(
         name, str(chosen), target, init_args, {**parameter_origins, "": origin if requested is None else COMMAND_LINE}
     )
@@ -247,8 +249,8 @@ def _callback_components(requested: Sequence[str], section: Any, origins: Mappin
         name = f"callbacks.{index}"
         entry_origins = (
             {
-                name + key.removeprefix("callbacks"): where
-                for key, where in origins.items()
+                name + key.removeprefix("callbacks"): key_origin
+                for key, key_origin in origins.items()
                 if key.startswith("callbacks")
             }
             if is_single

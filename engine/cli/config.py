@@ -217,11 +217,11 @@ def ask(read: Callable[[str], str] = input, say: Callable[[str], None] = print) 
 def _ask_until_valid(
     question: Question, values: dict[str, Any], read: Callable[[str], str], say: Callable[[str], None]
 ) -> None:
-    default, text_of = _default_of(question.name, values)
+    default, explanation = _default_of(question.name, values)
     while True:
         answer = read(f"{question.text} [{flow(plain_value(default))}]: ").strip()
         if answer == "?":
-            say(f"  {text_of or question.text}")
+            say(f"  {explanation or question.text}")
             continue
         if not answer and not question.required:
             return
@@ -241,10 +241,10 @@ def _store_answer(name: str, answer: str, values: dict[str, Any]) -> None:
         _try_to_make(setting, value)
         values[setting] = plain_value(value)
         return
-    before = values[setting]
+    current = values[setting]
     if node is None:
         raise ValueError(f"{name} is empty: there is no default")
-    options = {**(before if isinstance(before, dict) else {"name": before}), option: yaml_text.construct(node)}
+    options = {**(current if isinstance(current, dict) else {"name": current}), option: yaml_text.construct(node)}
     # The directory on the disk is the next question.
     _try_to_make(setting, check(setting, {"nvme_path": ".", **options} if "nvme" in options.values() else options))
     values[setting] = options
@@ -268,11 +268,11 @@ def _default_of(name: str, values: Mapping[str, Any]) -> tuple[Any, str]:
         if setting == "strategy"
         else Precision.parse(_name_of(values[setting])).fp8
     )
-    text_of = next(
+    explanation = next(
         (texts[option] for cls in type(owner).__mro__ if cls is not object and option in (texts := documentation(cls))),
         "",
     )
-    return getattr(owner, option), text_of
+    return getattr(owner, option), explanation
 
 
 def _name_of(value: Any) -> Any:

@@ -98,8 +98,8 @@ class ObjectParser:
         try:
             with warnings.catch_warnings():  # from the comparison
                 warnings.simplefilter("ignore")
-                again = self._parser.parse_args([*self._arguments, f"--{_SECTION}", flow(self._dumped(values))])
-            return bool(again[name] == self._values[name])
+                read_back = self._parser.parse_args([*self._arguments, f"--{_SECTION}", flow(self._dumped(values))])
+            return bool(read_back[name] == self._values[name])
         except (argparse.ArgumentError, TypeError, ValueError, RuntimeError):
             return False
 
@@ -135,8 +135,8 @@ def parameters(parser: ArgumentParser) -> dict[str, argparse.Action]:
         for action in parser._actions
         if action.option_strings and action.dest != _SECTION.replace("-", "_")
     }
-    helps = {f"{name}.help" for name in actions}
-    named_actions = {name: action for name, action in actions.items() if name not in helps}
+    help_names = {f"{name}.help" for name in actions}
+    named_actions = {name: action for name, action in actions.items() if name not in help_names}
     return {
         name: action
         for name, action in named_actions.items()
@@ -162,19 +162,19 @@ def _check_name(component: Component, key: str, origin: str, names: Mapping[str,
     # A name inside a parameter (of an object that the parameter's type describes) is checked by its type.
     if any(within(key, name) or within(name, key) for name in names):
         return
-    above, _, last = key.rpartition(".")
-    while above and not any(name.startswith(f"{above}.") for name in names):
-        above, _, last = above.rpartition(".")
-    beside = sorted(
+    owner, _, last = key.rpartition(".")
+    while owner and not any(name.startswith(f"{owner}.") for name in names):
+        owner, _, last = owner.rpartition(".")
+    siblings = sorted(
         {
-            name.removeprefix(f"{above}." if above else "").split(".")[0]
+            name.removeprefix(f"{owner}." if owner else "").split(".")[0]
             for name in names
-            if not above or name.startswith(f"{above}.")
+            if not owner or name.startswith(f"{owner}.")
         }
     )
-    where = f"{component.name}.{above}" if above else f"{component.name} {component.title}"
+    place = f"{component.name}.{owner}" if owner else f"{component.name} {component.title}"
     raise UsageError(
-        f"{origin}: {where} has no parameter {last!r}{nearest(last, beside)}; it has {', '.join(beside) or 'none'}"
+        f"{origin}: {place} has no parameter {last!r}{nearest(last, siblings)}; it has {', '.join(siblings) or 'none'}"
     )
 
 
@@ -210,8 +210,8 @@ def _with_user_names(component: Component, message: str, names: Mapping[str, arg
 
 def _needs(component: Component, missing: list[str]) -> str:
     first = missing[0]
-    where = f"give --set {component.name}.{first}=VALUE, or {first} under its init_args in the file"
-    return f"{component.name} {component.title} needs {', '.join(missing)}: {where}"
+    advice = f"give --set {component.name}.{first}=VALUE, or {first} under its init_args in the file"
+    return f"{component.name} {component.title} needs {', '.join(missing)}: {advice}"
 
 
 def _untyped(target: Callable[..., Any]) -> list[str]:

@@ -146,8 +146,8 @@ def _measuring(processes: int | None) -> Settings:
             )
         return Settings(strategy="ddp")
     kind = accelerator.device_type("auto")
-    usual = accelerator.devices(kind) if kind != "cpu" else 2
-    ranks = usual if processes is None else processes
+    default_ranks = accelerator.devices(kind) if kind != "cpu" else 2
+    ranks = default_ranks if processes is None else processes
     return Settings(strategy="ddp" if ranks > 1 else "single", devices=ranks)
 
 

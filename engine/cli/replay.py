@@ -51,13 +51,13 @@ def run(options: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _unchanged(variable: str) -> Iterator[None]:
     """Restore the environment's ``variable`` after the block: the caller of :func:`engine.cli.main.main` may start other Pythons."""
-    before = os.environ.get(variable)
+    earlier_value = os.environ.get(variable)
     try:
         yield
     finally:
         os.environ.pop(variable, None)
-        if before is not None:
-            os.environ[variable] = before
+        if earlier_value is not None:
+            os.environ[variable] = earlier_value
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -117,8 +117,8 @@ def _earlier(start: StartingPoint, options: argparse.Namespace) -> tuple[Earlier
     values = _config(start)
     if not values:
         raise UsageError(f"{start.described_by} has no settings of a run: a script can call Fit.replay")
-    named = {"model": options.target, "data": options.data}
-    sections = {name: values[name] for name in SECTIONS if _paths(values.get(name)) and named.get(name) is None}
+    requested = {"model": options.target, "data": options.data}
+    sections = {name: values[name] for name in SECTIONS if _paths(values.get(name)) and requested.get(name) is None}
     settings = {
         name: value for name, value in values.items() if name in KINDS and name not in ("callbacks", "root_dir")
     }
@@ -174,11 +174,9 @@ def _may_run_code(setting: str, value: Any) -> bool:
 
 def _without_model(start: StartingPoint, sections: Mapping[str, Any]) -> str:
     """The error for a replay that names no model."""
-    ask = "name its module with --target and its data with --data, or in a file of settings"
+    advice = "name its module with --target and its data with --data, or in a file of settings"
     if not sections:
-        return (
-            f"{start.described_by} was made by a script, and not by 'fit run': {ask}, or call Fit.replay in the script"
-        )
+        return f"{start.described_by} was made by a script, and not by 'fit run': {advice}, or call Fit.replay in the script"
     options = {"model": "--target", "data": "--data", "callbacks": "--callback"}
     paths = [(name, path) for name, section in sections.items() for path in _paths(section)]
     arguments = [
@@ -187,7 +185,7 @@ def _without_model(start: StartingPoint, sections: Mapping[str, Any]) -> str:
         if not _only_watches(_name(path))
     ]
     return (
-        f"which code is to run? Nothing that a checkpoint names is imported: {ask}. {start.described_by} names {' '.join(arguments)}; if you made "
+        f"which code is to run? Nothing that a checkpoint names is imported: {advice}. {start.described_by} names {' '.join(arguments)}; if you made "
         "this run yourself, --run-recorded-code imports and calls these"
     )
 

@@ -57,11 +57,11 @@ def recorded(root_dir: Path, checkpoint_folder: str | Path | None, checkpoint: s
     Raises:
         FileNotFoundError, DamagedCheckpoint: as :func:`engine.checkpoint.resume.opening`.
     """
-    alone = Group(Environment("single"), torch.device("cpu"))
+    single_process = Group(Environment("single"), torch.device("cpu"))
     try:
         # Skipped checkpoints are reported by the run, which opens it again.
         with opening(
-            alone, *source_of(root_dir, checkpoint_folder, checkpoint), ("state",), argument, logger.debug
+            single_process, *source_of(root_dir, checkpoint_folder, checkpoint), ("state",), argument, logger.debug
         ) as loaded:
             shared, manifest = loaded.shared, loaded.manifest
             return Recorded(
@@ -98,15 +98,15 @@ def with_saved_parameters(component: Component, saved: Recorded) -> Component:
         UsageError: the module was created with a class or a function that is not given here; the message says what to give.
     """
     names = parameters(parser_of(component))
-    tops = dict.fromkeys(name.split(".")[0] for name in names)
+    top_names = dict.fromkeys(name.split(".")[0] for name in names)
     is_model = component.name == "model"
     saved_arguments = arguments_from_saved(component.target, saved.hparams, saved.hparams_name) if is_model else {}
     texts, hints = saved.sections[component.name], hints_of(component.target)
     current = _defaults(component)
     # A constructor that takes anything has arguments which are no parameters.
-    fixed = {name: value for name, value in saved_arguments.items() if name not in tops}
+    fixed = {name: value for name, value in saved_arguments.items() if name not in top_names}
     init_args, origins, taken_values = dict(component.init_args), dict(component.origins), dict(fixed)
-    for name in tops:
+    for name in top_names:
         nested = any(full_name.startswith(f"{name}.") for full_name in names)
         partly = _partly(component, name, nested)
         text = texts.get(name, plain_value(saved_arguments.get(name)))
@@ -155,7 +155,7 @@ def with_saved_parameters(component: Component, saved: Recorded) -> Component:
 
 def warn_about_differences(parser: ObjectParser, saved: Recorded) -> None:
     """Warn about parameters that are given here with other values than in the checkpoint."""
-    component, used = parser.component, parser.as_values()[0]
+    component, current_values = parser.component, parser.as_values()[0]
     saved_values = dict(saved.sections[component.name])
     if component.name == "model":
         saved_values = {
@@ -163,8 +163,8 @@ def warn_about_differences(parser: ObjectParser, saved: Recorded) -> None:
             **plain_value(arguments_from_saved(component.target, saved.hparams, saved.hparams_name)),
         }
     for name, value in saved_values.items():
-        if name in used and used[name] != value and HIDDEN not in str(value):
-            printable = without_secrets({"used": {name: used[name]}, "saved": {name: value}})
+        if name in current_values and current_values[name] != value and HIDDEN not in str(value):
+            printable = without_secrets({"used": {name: current_values[name]}, "saved": {name: value}})
             values = (
                 f"{component.name}.{name}={flow(printable['used'][name])}",
                 f"the {flow(printable['saved'][name])} of {saved.path}",

@@ -114,7 +114,7 @@ def _job(names: Sequence[str], work: Path) -> list[Outcome]:
     while pending:
         report = work / f"{pending[0]}.jsonl"
         began = time.perf_counter()
-        ended = _started(pending, report, work)
+        end = _started(pending, report, work)
         lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
         for line in lines:
             outcomes.append(Outcome(**line, mend="" if line["ok"] else CHECKS[line["check"]][1]))
@@ -122,8 +122,8 @@ def _job(names: Sequence[str], work: Path) -> list[Outcome]:
         if pending:
             name = pending.pop(0)
             seconds = time.perf_counter() - began - sum(line["seconds"] for line in lines)
-            mend = BF16_REMEDY if ended.startswith(_ILLEGAL) else CHECKS[name][1]
-            outcomes.append(Outcome(name, "", False, ended, round(seconds, 2), mend))
+            mend = BF16_REMEDY if end.startswith(_ILLEGAL) else CHECKS[name][1]
+            outcomes.append(Outcome(name, "", False, end, round(seconds, 2), mend))
     return outcomes
 
 
@@ -146,8 +146,8 @@ def _started(names: Sequence[str], report: Path, work: Path) -> str:
             process.wait()
         output.seek(0)
         lines = [line.strip() for line in output.read().splitlines() if line.strip()]
-    how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-    return f"the process ended with {how}: {lines[-1] if lines else 'no output'}"
+    end = f"exit code {code}" if code >= 0 else f"signal {-code}"
+    return f"the process ended with {end}: {lines[-1] if lines else 'no output'}"
 
 
 def _table(outcomes: Sequence[Outcome]) -> None:

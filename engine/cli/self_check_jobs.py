@@ -136,8 +136,8 @@ def resume(kind: str, ranks: Ranks) -> None:
     uninterrupted = trained(Net(0.5), kind, ranks).losses
     first_half = trained(Net(0.5), kind, ranks, max_epochs=EPOCHS // 2, callbacks=[Save(Path("half"))]).losses
     second_half = trained(Net(0.5, seed=0), kind, ranks, callbacks=[Save(Path("half"))], resume="last").losses
-    want, have = torch.stack(uninterrupted).tolist(), torch.stack([*first_half, *second_half]).tolist()
-    assert want == have, f"losses without interruption {want}, with {have}"
+    expected, actual = torch.stack(uninterrupted).tolist(), torch.stack([*first_half, *second_half]).tolist()
+    assert expected == actual, f"losses without interruption {expected}, with {actual}"
 
 
 def together(kind: str, ranks: Ranks) -> None:
@@ -229,22 +229,22 @@ def check_collectives(group: Group) -> None:
 
 
 def _check_device(group: Group, device: torch.device) -> None:
-    size, where = group.world_size, f"on {device}"
+    size, place = group.world_size, f"on {device}"
     mine = torch.full((3,), float(group.rank + 1), device=device)
     total = size * (size + 1) / 2
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for op, expected in {"sum": total, "mean": total / size, "min": 1, "max": size}.items():
             result = collectives.all_reduce(group, mine.to(dtype), op)
-            _check_result(f"all_reduce ({op}, {dtype}) {where}", result, [expected] * 3)
-    _check_result(f"all_reduce (sum, bool) {where}", collectives.all_reduce(group, mine > 1), [size - 1] * 3)
-    _check_result(f"gather {where}", collectives.gather(group, mine[:1]), list(range(1, size + 1)))
+            _check_result(f"all_reduce ({op}, {dtype}) {place}", result, [expected] * 3)
+    _check_result(f"all_reduce (sum, bool) {place}", collectives.all_reduce(group, mine > 1), [size - 1] * 3)
+    _check_result(f"gather {place}", collectives.gather(group, mine[:1]), list(range(1, size + 1)))
     uneven = collectives.gather(group, mine[:1].expand(group.rank + 1))
     _check_result(
-        f"gather of other lengths {where}", uneven, [rank + 1 for rank in range(size) for _ in range(rank + 1)]
+        f"gather of other lengths {place}", uneven, [rank + 1 for rank in range(size) for _ in range(rank + 1)]
     )
-    _check_result(f"broadcast {where}", collectives.broadcast(group, mine, size - 1), [size] * 3)
+    _check_result(f"broadcast {place}", collectives.broadcast(group, mine, size - 1), [size] * 3)
     padded = collectives.pad_across_processes(group, torch.ones(group.rank + 1, device=device), pad_index=-1)
-    _check_result(f"pad_across_processes {where}", padded, [1] * (group.rank + 1) + [-1] * (size - group.rank - 1))
+    _check_result(f"pad_across_processes {place}", padded, [1] * (group.rank + 1) + [-1] * (size - group.rank - 1))
 
 
 def _check_objects(group: Group) -> None:
@@ -276,26 +276,26 @@ def _check_bare(group: Group) -> None:
     work.wait()
     _check_result("all_reduce in the background", mine, [size * (size + 1) / 2] * 2)
     if size > 1:  # nobody sends to itself
-        (after, before) = ((group.rank + 1) % size, (group.rank - 1) % size)
+        (next_rank, previous_rank) = ((group.rank + 1) % size, (group.rank - 1) % size)
         sent, received = torch.full((2,), float(group.rank), device=group.device), torch.empty(2, device=group.device)
         pair = [
-            dist.P2POp(dist.isend, sent, after, process_group),
-            dist.P2POp(dist.irecv, received, before, process_group),
+            dist.P2POp(dist.isend, sent, next_rank, process_group),
+            dist.P2POp(dist.irecv, received, previous_rank, process_group),
         ]
         for request in dist.batch_isend_irecv(pair):
             request.wait()
-        _check_result("send and recv", received, [before] * 2)
+        _check_result("send and recv", received, [previous_rank] * 2)
     dist.destroy_process_group(process_group)
 
 
-def _collective(name: str, before: str) -> Any:
+def _collective(name: str, older_name: str) -> Any:
     """A collective by its name since torch 2.13, or by its older name."""
-    return getattr(dist, name, None) or getattr(dist, before)
+    return getattr(dist, name, None) or getattr(dist, older_name)
 
 
-def _check_result(what: str, result: object, expected: object) -> None:
+def _check_result(call: str, result: object, expected: object) -> None:
     values = result.tolist() if isinstance(result, Tensor) else result
-    assert values == expected, f"{what} returned {values}, not {expected}"
+    assert values == expected, f"{call} returned {values}, not {expected}"
 
 
 # -- the process ---------------------------------------------------------------------------------------------------------------------

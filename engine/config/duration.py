@@ -223,12 +223,12 @@ class Every:
         length = self._n * self.steps_per_epoch
         return self._passed(step // length, (step - 1) // length, step)
 
-    def _passed(self, count: int, before: int, step: int) -> bool:
-        """Whether a multiple has passed since the last call; ``before``: the count to compare with at the first call."""
+    def _passed(self, count: int, previous_count: int, step: int) -> bool:
+        """Whether a multiple has passed since the last call; ``previous_count``: the count to compare with at the first call."""
         if self._count is not None:
-            before = self._count
+            previous_count = self._count
         self._count = count
-        return step > 0 and count > before
+        return step > 0 and count > previous_count
 
     def _seconds(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None) -> bool:
         if elapsed_s < self._last_s:  # a resumed or repeated run whose clock started again

@@ -173,10 +173,10 @@ def arguments_from_saved(
 ) -> dict[str, Any]:
     """The arguments of ``cls`` that saved hyperparameters provide, by name; parameters as in :func:`constructor_arguments`."""
     parameters = inspect.signature(cls).parameters
-    named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    named_parameters = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     argument_for_all = _argument_for_all(
-        named,
-        [name for name, p in named.items() if p.default is p.empty and name not in saved],
+        named_parameters,
+        [name for name, p in named_parameters.items() if p.default is p.empty and name not in saved],
         saved,
         argument_for_all,
     )
@@ -187,7 +187,7 @@ def arguments_from_saved(
     return {
         name: _as_annotated(annotations.get(name), value, name)
         for name, value in saved.items()
-        if takes_any or name in named
+        if takes_any or name in named_parameters
     }
 
 
@@ -203,9 +203,11 @@ def replaced_by_defaults(cls: Callable[..., Any], texts: Mapping[str, str], avai
         for name, p in inspect.signature(cls).parameters.items()
         if p.default is not p.empty and name not in set(available)
     }
-    lost = {name: str(texts[name]) for name in defaults if name in texts}
+    lost_texts = {name: str(texts[name]) for name in defaults if name in texts}
     return {
-        name: text for name, text in lost.items() if _ADDRESS.sub("", text) != _ADDRESS.sub("", as_text(defaults[name]))
+        name: text
+        for name, text in lost_texts.items()
+        if _ADDRESS.sub("", text) != _ADDRESS.sub("", as_text(defaults[name]))
     }
 
 
@@ -236,21 +238,24 @@ def constructor_arguments(
         TypeError: a required argument is missing, or an override is not an argument; the message names it.
     """
     parameters = inspect.signature(cls).parameters
-    named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    named_parameters = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     missing = [
-        name for name, p in named.items() if p.default is p.empty and name not in saved and name not in overrides
+        name
+        for name, p in named_parameters.items()
+        if p.default is p.empty and name not in saved and name not in overrides
     ]
-    argument_for_all = _argument_for_all(named, missing, saved, argument_for_all)
+    argument_for_all = _argument_for_all(named_parameters, missing, saved, argument_for_all)
     entries = {
         name: value
         for name, value in overrides.items()
-        if argument_for_all is not None and name in saved and name not in named
+        if argument_for_all is not None and name in saved and name not in named_parameters
     }
     overrides = {name: value for name, value in overrides.items() if name not in entries}
-    if not takes_any and (strange := [name for name in overrides if name not in named]):
+    if not takes_any and (unknown := [name for name in overrides if name not in named_parameters]):
         raise TypeError(
-            f"{cls.__name__}.__init__ has no argument {strange[0]!r}{nearest(strange[0], named)}; it has {', '.join(named) or 'none'}"
+            f"{cls.__name__}.__init__ has no argument {unknown[0]!r}{nearest(unknown[0], named_parameters)}; "
+            f"it has {', '.join(named_parameters) or 'none'}"
         )
     annotations = hints(cls)
     if argument_for_all is not None:
@@ -261,9 +266,13 @@ def constructor_arguments(
             **overrides,
         }
     else:
-        used = {name: value for name, value in saved.items() if (takes_any or name in named) and name not in overrides}
+        used_values = {
+            name: value
+            for name, value in saved.items()
+            if (takes_any or name in named_parameters) and name not in overrides
+        }
         arguments = {
-            **{name: _as_annotated(annotations.get(name), value, name) for name, value in used.items()},
+            **{name: _as_annotated(annotations.get(name), value, name) for name, value in used_values.items()},
             **overrides,
         }
     if missing := [name for name in missing if name not in arguments]:
@@ -272,14 +281,14 @@ def constructor_arguments(
             f"{cls.__name__}.__init__ needs {', '.join(map(repr, missing))}, not among the checkpoint's hyperparameters ({has}): give it as an "
             f"override, load_from_checkpoint(path, {missing[0]}=...), or save it with save_hyperparameters()"
         )
-    first = [name for name, p in named.items() if p.kind is p.POSITIONAL_ONLY and name in arguments]
+    first = [name for name, p in named_parameters.items() if p.kind is p.POSITIONAL_ONLY and name in arguments]
     return [arguments.pop(name) for name in first], arguments
 
 
 def _argument_for_all(
-    named: Mapping[str, Any], missing: Sequence[str], saved: Mapping[str, Any], argument_for_all: str | None
+    named_parameters: Mapping[str, Any], missing: Sequence[str], saved: Mapping[str, Any], argument_for_all: str | None
 ) -> str | None:
     """The constructor's argument that takes all hyperparameters as one dict, if one does."""
-    if argument_for_all is None and saved and len(missing) == 1 and not named.keys() & saved.keys():
+    if argument_for_all is None and saved and len(missing) == 1 and not named_parameters.keys() & saved.keys():
         return missing[0]
-    return argument_for_all if argument_for_all in named else None
+    return argument_for_all if argument_for_all in named_parameters else None

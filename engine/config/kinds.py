@@ -382,14 +382,16 @@ class ByName(Kind):
         """
         origins = dict(origins or {})
         first = next(iter(origins.values()), "code")
-        where = "" if first == "code" else f"{first}: "
+        error_prefix = "" if first == "code" else f"{first}: "
         name = value.get("name")
         if "name" not in value:
             raise ValueError(
-                f"{where}{setting}={dict(value)!r} has no 'name': give the mapping one, such as {{name: {self.example}}}"
+                f"{error_prefix}{setting}={dict(value)!r} has no 'name': give the mapping one, such as {{name: {self.example}}}"
             )
         if not isinstance(name, str) or not name:
-            raise TypeError(f"{where}{setting}.name={name!r} is of type {type(name).__name__}: give the name as text")
+            raise TypeError(
+                f"{error_prefix}{setting}.name={name!r} is of type {type(name).__name__}: give the name as text"
+            )
         for key in value:
             if not isinstance(key, str):
                 raise TypeError(f"{origins.get(str(key), first)}: {setting} has the key {key!r}, which is not a name")
@@ -399,7 +401,7 @@ class ByName(Kind):
     def from_yaml(self, node: Node) -> Any:
         value = super().from_yaml(node)
         if isinstance(value, dict):
-            nodes = {key: inner for key, inner, _ in yaml_text.items_with_lines(node, "")}
+            nodes = {key: value_node for key, value_node, _ in yaml_text.items_with_lines(node, "")}
             if "name" in nodes and yaml_text.is_text(nodes["name"]):
                 value["name"] = nodes["name"].value
         return value

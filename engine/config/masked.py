@@ -52,11 +52,11 @@ def sections_with_origins(sections: Mapping[str, Any], origins: Mapping[str, str
     return visible
 
 
-def fields_of(thing: Any, name: str) -> dict[str, Any]:
+def fields_of(instance: Any, name: str) -> dict[str, Any]:
     """An object's public dataclass fields that its constructor takes, ``name`` first."""
     values = {
-        field.name: getattr(thing, field.name)
-        for field in fields(thing)
+        field.name: getattr(instance, field.name)
+        for field in fields(instance)
         if field.init and not field.name.startswith("_")
     }
     return {"name": name, **values}
@@ -95,8 +95,8 @@ def table_rows(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         if classes and all(
             isinstance(description, Mapping) and "class_path" in description for description in classes.values()
         ):
-            for inner, description in classes.items():
-                lines.append((inner, str(description["class_path"]), origin))
+            for row_name, description in classes.items():
+                lines.append((row_name, str(description["class_path"]), origin))
                 lines += [(f"  {key}", str(argument), "") for key, argument in description.get("init_args", {}).items()]
             continue
         if not isinstance(value, Mapping) or "name" not in value:
@@ -112,8 +112,9 @@ def table_rows(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 def without_secrets(values: Any, key: str = "") -> Any:
     """A copy of plain values with :data:`HIDDEN` for text that looks like a secret, by its key or by itself."""
     if isinstance(values, Mapping):
-        below = _is_secret_name(key) and "class_path" not in values  # an object for a parameter "key" is not a secret
-        return {name: without_secrets(item, key if below else name) for name, item in values.items()}
+        # An object for a parameter "key" is not a secret.
+        is_secret = _is_secret_name(key) and "class_path" not in values
+        return {name: without_secrets(item, key if is_secret else name) for name, item in values.items()}
     if isinstance(values, (list, tuple)):
         return [without_secrets(item, key) for item in values]
     if type(values) is int and _NUMBERS & _parts(key):
@@ -149,4 +150,4 @@ def _parts(name: str) -> set[str]:
 
 def _hide_text(text: str) -> str:
     text = _IN_URL.sub(rf"\1{HIDDEN}@", _ITSELF.sub(HIDDEN, text))
-    return _GIVEN.sub(lambda found: f"{found[1]}{found[2]}{HIDDEN}" if _is_secret_name(found[1]) else found[0], text)
+    return _GIVEN.sub(lambda match: f"{match[1]}{match[2]}{HIDDEN}" if _is_secret_name(match[1]) else match[0], text)

@@ -72,8 +72,10 @@ def construct(setting: str, requested: NamedOptions, make: Callable[..., Any]) -
     try:
         return make(**values)
     except (ValueError, TypeError, OSError) as error:
-        guilty = next((key for key in values if re.search(rf"\b{re.escape(key)}\b", str(error))), "name")
-        raise _builtin_class(error)(f"{requested.error_prefix(guilty)}{setting} {requested.name!r}: {error}") from error
+        option_name = next((key for key in values if re.search(rf"\b{re.escape(key)}\b", str(error))), "name")
+        raise _builtin_class(error)(
+            f"{requested.error_prefix(option_name)}{setting} {requested.name!r}: {error}"
+        ) from error
 
 
 def _builtin_class(error: Exception) -> type[Exception]:
@@ -83,8 +85,8 @@ def _builtin_class(error: Exception) -> type[Exception]:
 
 def _origin(requested: NamedOptions, message: str, key: str) -> str:
     """The origin of the innermost key that an error names."""
-    inner = [path for path in requested.origins if path.startswith(f"{key}.") and f".{path}=" in message]
-    return requested.error_prefix(max(inner, key=len, default=key))
+    inner_paths = [path for path in requested.origins if path.startswith(f"{key}.") and f".{path}=" in message]
+    return requested.error_prefix(max(inner_paths, key=len, default=key))
 
 
 def hints(make: Callable[..., Any]) -> dict[str, Any]:
@@ -197,9 +199,9 @@ def _mapping(arguments: tuple[Any, ...], value: Mapping[Any, Any], name: str) ->
     entries = {}
     for key, item in value.items():
         # JSON, and so a checkpoint's manifest, has keys of text only.
-        read = int(key) if key_hint is int and isinstance(key, str) and key.isdecimal() else key
-        read = converted(key_hint, read, f"a key of {name}: {key}")
-        entries[read] = converted(value_hint, item, f"{name}.{key}")
+        typed_key = int(key) if key_hint is int and isinstance(key, str) and key.isdecimal() else key
+        typed_key = converted(key_hint, typed_key, f"a key of {name}: {key}")
+        entries[typed_key] = converted(value_hint, item, f"{name}.{key}")
     return entries
 
 
@@ -209,8 +211,8 @@ def _list(kind: Any, arguments: tuple[Any, ...], value: Any, name: str) -> Any:
     fixed = kind is tuple and arguments and arguments[-1] is not Ellipsis
     if fixed and len(arguments) != len(value):
         raise ValueError(f"{name}={value!r} has {len(value)} values: give {len(arguments)}")
-    inner = arguments if fixed else (*arguments, Any)[:1] * len(value)
-    items = [converted(inner[i], item, f"{name}.{i}") for i, item in enumerate(value)]
+    item_hints = arguments if fixed else (*arguments, Any)[:1] * len(value)
+    items = [converted(item_hints[i], item, f"{name}.{i}") for i, item in enumerate(value)]
     if kind in _REBUILT:
         return kind(items)
     return tuple(items) if isinstance(value, tuple) and kind is not list else items
@@ -251,14 +253,14 @@ def _read(kind: type, text: str, name: str) -> Any:
 
 def is_data(hint: Any) -> bool:
     """Whether values of a type consist of numbers and text, alone or in mappings and lists."""
-    kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    kind, inner_hints = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind is typing.Literal or kind is None or kind is Ellipsis:
         return True
     if dataclasses.is_dataclass(kind):
-        inner = tuple(hints(kind).values())  # type: ignore[arg-type]
+        inner_hints = tuple(hints(kind).values())  # type: ignore[arg-type]
     elif kind not in (*_UNIONS, *_LISTS, *_MAPPINGS, *SCALARS, *TEXT_READERS, typing.Annotated):
         return isinstance(kind, type) and issubclass(kind, Enum)
-    return all(map(is_data, inner[:1] if kind is typing.Annotated else inner))
+    return all(map(is_data, inner_hints[:1] if kind is typing.Annotated else inner_hints))
 
 
 def type_text(hint: Any) -> str:

@@ -84,8 +84,8 @@ def compose(text: str, origin: str, *, lines: bool = False) -> Node:
         raise ValueError(f"{origin}: is nested too deeply for settings") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"{origin}:{mark.line + 1}" if lines and mark is not None else origin
-        raise ValueError(f"{where}: is not valid YAML: {one_line(error)}") from None
+        place = f"{origin}:{mark.line + 1}" if lines and mark is not None else origin
+        raise ValueError(f"{place}: is not valid YAML: {one_line(error)}") from None
     if node is not None:
         _check(node, origin, lines)
     return node
@@ -97,13 +97,13 @@ def items_with_lines(node: Node, origin: str, *, lines: bool = False) -> Iterato
         (str(key.value), value, _where(origin, key, lines)) for key, value in node.value if not _is_merge(key)
     )
     seen = set()
-    for name, value, where in (
+    for name, value, line_origin in (
         *own_entries,
         *(entry for base in _bases(node) for entry in items_with_lines(base, origin, lines=lines)),
     ):
         if name not in seen:
             seen.add(name)
-            yield name, value, where
+            yield name, value, line_origin
 
 
 def construct(node: Node) -> Any:
@@ -125,12 +125,12 @@ def origins_of_keys(node: Node, origin: str, *, lines: bool = False) -> dict[str
     """The line of each key in a mapping, by its dotted path."""
     origins: dict[str, str] = {}
     if node is not None and node.id == "mapping":
-        for name, value, where in items_with_lines(node, origin, lines=lines):
-            origins[name] = where
+        for name, value, line_origin in items_with_lines(node, origin, lines=lines):
+            origins[name] = line_origin
             origins.update(
                 {
-                    f"{name}.{inner}": where_inner
-                    for inner, where_inner in origins_of_keys(value, origin, lines=lines).items()
+                    f"{name}.{inner_key}": inner_origin
+                    for inner_key, inner_origin in origins_of_keys(value, origin, lines=lines).items()
                 }
             )
     return origins
@@ -149,8 +149,8 @@ def one_line(error: Exception) -> str:
 def _check(root: Node, origin: str, lines: bool) -> None:
     sizes: dict[int, int] = {}
 
-    def size(node: Node, above: tuple[int, ...]) -> int:
-        if id(node) in above:
+    def size(node: Node, ancestors: tuple[int, ...]) -> int:
+        if id(node) in ancestors:
             raise ValueError(f"{_where(origin, node, lines)}: an alias is inside the value that it refers to")
         if node.tag not in _PLAIN:
             tag = str(node.tag).replace(_CORE, "!!")
@@ -162,7 +162,7 @@ def _check(root: Node, origin: str, lines: bool) -> None:
                 inner = [part for pair in node.value for part in pair]
             elif node.id == "sequence":
                 inner = node.value
-            sizes[id(node)] = 1 + sum(size(part, (*above, id(node))) for part in inner)
+            sizes[id(node)] = 1 + sum(size(part, (*ancestors, id(node))) for part in inner)
         if sizes[id(node)] > MAX_NODES:
             raise ValueError(
                 f"{_where(origin, node, lines)}: has more than {MAX_NODES:,} values with aliases expanded, too many for settings"
@@ -178,16 +178,16 @@ def _check(root: Node, origin: str, lines: bool) -> None:
 def _check_keys(node: Node, origin: str, lines: bool) -> None:
     seen: dict[str, str] = {}
     for key, value in node.value:
-        where = _where(origin, key, lines)
+        place = _where(origin, key, lines)
         if key.id != "scalar":
-            raise ValueError(f"{where}: a {key.id} as a key; a key is a name or a number")
+            raise ValueError(f"{place}: a {key.id} as a key; a key is a name or a number")
         if key.value in seen:
-            raise ValueError(f"{where}: {key.value!r} was given already in {seen[key.value]}; keep one of them")
-        seen[key.value] = where
+            raise ValueError(f"{place}: {key.value!r} was given already in {seen[key.value]}; keep one of them")
+        seen[key.value] = place
         if _is_merge(key) and any(
             base.id != "mapping" for base in (value.value if value.id == "sequence" else [value])
         ):
-            raise ValueError(f"{where}: '<<' merges mappings; give an alias of one")
+            raise ValueError(f"{place}: '<<' merges mappings; give an alias of one")
 
 
 def _bases(node: Node) -> list[Node]:

@@ -45,8 +45,8 @@ class Layout:
     """Whether parameters or optimizer state are in host memory."""
     sharded_parameters: bool = True
     """Whether parameters and gradients are shared too, not only the optimizer state."""
-    given: bool = False
-    """Whether somebody has asked for this layout."""
+    is_requested: bool = False
+    """Whether the user has asked for this layout."""
     bounded: bool = True
     """Whether ``shards`` says how much of the model state a rank has; not of strategies that others wrote."""
     sizes: tuple[tuple[str, int], ...] = ()
@@ -94,8 +94,8 @@ class Candidate:
 
     def command(self, derived: bool) -> str | None:
         """The arguments as options of ``fit run``; ``None``: an object cannot be written there."""
-        named = (str, Mapping)
-        if not isinstance(self.layout.strategy, named) or not isinstance(self.precision, str):
+        writable = (str, Mapping)
+        if not isinstance(self.layout.strategy, writable) or not isinstance(self.precision, str):
             return None
         parts = [f"strategy={written(self.layout.strategy)}", f"precision={self.precision}"]
         if self.activation_checkpointing is not None:
@@ -204,7 +204,7 @@ def has_blocks(model: nn.Module) -> bool:
 
 def micro_batches(start: int, share: int) -> list[int]:
     """Sizes that divide a rank's ``share`` of the global batch: ``start``, its halves and doubles, and 1; in order."""
-    sizes = {start * 2**up for up in range(_DOUBLINGS + 1)} | {1}
+    sizes = {start * 2**doubling for doubling in range(_DOUBLINGS + 1)} | {1}
     size = start
     while size > 1:
         size //= 2
@@ -257,7 +257,7 @@ class UsersStrategy:
         """
         strategy = self.as_written.as_dict() if isinstance(self.as_written, NamedOptions) else self.as_written
         if engine is None:
-            return Layout(strategy, world_size, 1, given=True, bounded=False)
+            return Layout(strategy, world_size, 1, is_requested=True, bounded=False)
         sizes = {name: size for name, size in engine.strategy.axes.items() if size > 1}
         shards = 1
         for name, size in sizes.items():
@@ -267,7 +267,7 @@ class UsersStrategy:
             engine.data_group.world_size,
             shards,
             offloaded=bool(getattr(engine.strategy, "cpu_offload", False)),
-            given=True,
+            is_requested=True,
             bounded=self.is_searchable,
             sizes=tuple(sizes.items()),
         )

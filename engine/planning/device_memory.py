@@ -97,16 +97,16 @@ class _Pool:
 
     def remove(self, block: Block) -> bool:
         """Remove a block; returns whether it was free."""
-        at = bisect_left(self._free, (block.size, block.address))
-        if at == len(self._free) or self._free[at][2] is not block:
+        position = bisect_left(self._free, (block.size, block.address))
+        if position == len(self._free) or self._free[position][2] is not block:
             return False
-        del self._free[at]
+        del self._free[position]
         return True
 
     def take_smallest(self, size: int) -> Block | None:
         """Remove and return the smallest block of at least ``size`` bytes; ``None``: there is none."""
-        at = bisect_left(self._free, (size,))
-        return self._free.pop(at)[2] if at < len(self._free) else None
+        position = bisect_left(self._free, (size,))
+        return self._free.pop(position)[2] if position < len(self._free) else None
 
     def release(self) -> int:
         """Give back the segments that nothing uses; returns their bytes."""

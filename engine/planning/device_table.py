@@ -92,8 +92,8 @@ class Hardware:
         return self.peaks.get(name, self.peaks["float32"])
 
 
-def _tera(fp32: float, **others: float) -> dict[str, float]:
-    return {SHORT[name]: value * _TERA for name, value in {"fp32": fp32, **others}.items()}
+def _tera(fp32: float, **by_dtype: float) -> dict[str, float]:
+    return {SHORT[name]: value * _TERA for name, value in {"fp32": fp32, **by_dtype}.items()}
 
 
 # Latency of a step: NCCL's own model (src/graph/tuning.cc, ring, LL128): 1.9 us over NVLink, 2.5 us over PCIe, 4 us over the network.
@@ -270,7 +270,7 @@ _TABLE = (
         source="assumed: 16 cores with AVX2, two channels of DDR4-3200, gloo over the loopback; fit plan --measure measures this machine",
     ),
 )
-DEVICES: dict[str, Hardware] = {each.name: each for each in _TABLE}
+DEVICES: dict[str, Hardware] = {hardware.name: hardware for hardware in _TABLE}
 """Devices by the name that ``--device`` takes."""
 ALIASES = {
     "h100-sxm": "h100",

@@ -228,12 +228,12 @@ def fake_tensor(tensor: Tensor) -> Tensor:
 
 def make_fake(module: nn.Module) -> None:
     """Replace tensors with values in a module, which its own hooks have created, in place."""
-    done: dict[int, Tensor] = {}
-    for inner in module.modules():
-        for store in (inner._parameters, inner._buffers):
-            for key, tensor in store.items():
+    fakes: dict[int, Tensor] = {}
+    for submodule in module.modules():
+        for tensors in (submodule._parameters, submodule._buffers):
+            for key, tensor in tensors.items():
                 if tensor is not None and not tensor.is_meta and not torch_private.is_fake(tensor):
-                    store[key] = done.setdefault(id(tensor), fake_tensor(tensor))  # type: ignore[assignment]
+                    tensors[key] = fakes.setdefault(id(tensor), fake_tensor(tensor))  # type: ignore[assignment]
 
 
 def fake_batch(batch: Any) -> Any:

@@ -148,11 +148,11 @@ def _space(
     fixed = [name for name in _FIXED if fit.origins.get(name, "default") != "default"]
     if "precision" in fixed and not precisions:
         precisions = [settings.precision]
-    as_given = "activation_checkpointing" in fixed or not blocks
+    keeps_recompute = "activation_checkpointing" in fixed or not blocks
     return Space(
         layouts=ways,
         precisions=candidates.precisions(settings.precision, cluster.device, precisions),
-        recompute=(settings.activation_checkpointing,) if as_given else RECOMPUTE,
+        recompute=(settings.activation_checkpointing,) if keeps_recompute else RECOMPUTE,
         global_batch=settings.global_batch_size or samples * settings.accumulate_at(0) * data_ranks,
         micro_batch=samples,
         largest=largest,
@@ -169,8 +169,10 @@ def _space(
 def _facts_of_one_rank(job: SimulatedJob, cluster: Cluster, planned: bool) -> tuple[Any, int, list[Layout], bool]:
     """A micro-batch, its samples, the layouts on the cluster, and whether the model has blocks. One rank alone shows them."""
     changes = {"strategy": "single", "accumulate_grad_batches": 1}
-    alone = replace(job, fit=job.fit.from_resolved(_with_changes(job.fit, changes), ()), world_size=1, nodes=1)
-    with simulated_run(alone, 0, JobFacts()) as simulated:
+    single_rank_job = replace(
+        job, fit=job.fit.from_resolved(_with_changes(job.fit, changes), ()), world_size=1, nodes=1
+    )
+    with simulated_run(single_rank_job, 0, JobFacts()) as simulated:
         run, device = simulated.run, cluster.device
         assert run.train_loader is not None
         ways = layouts(run.module, cluster.world_size, cluster.ranks_per_node, not device.is_host, planned)
@@ -216,11 +218,11 @@ def _with_changes(fit: Fit, changes: Mapping[str, Any]) -> Resolved:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Log and warn nothing within the block: nobody has chosen the candidates."""
-    before = logger.level
+    level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)

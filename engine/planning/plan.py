@@ -147,8 +147,8 @@ class Plan:
         return self.device.peak(max(by_dtype, key=lambda name: by_dtype[name], default="float32"), self.job.tf32)
 
     def _utilization(self, seconds: float) -> float:
-        useful = max(model_flops(trace.operations) for trace in self.traces)
-        return useful / (self.peak_flops * seconds) if seconds else 0.0
+        model_flop_count = max(model_flops(trace.operations) for trace in self.traces)
+        return model_flop_count / (self.peak_flops * seconds) if seconds else 0.0
 
     @property
     def mfu(self) -> float:

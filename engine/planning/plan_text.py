@@ -105,11 +105,13 @@ def place(moment: Mapping[str, Any]) -> str:
 def time_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Rows on one step: its time, FLOPs, communication and throughput."""
     time = plan["time"]
-    worst = next(entry for entry in plan["ranks"] if entry["step_s"] == max(rank["step_s"] for rank in plan["ranks"]))
-    compute = worst["compute"]
-    between = f", between {duration(time['best_s'])} (all communication hidden) and {duration(time['worst_s'])} (none)"
+    slowest = next(entry for entry in plan["ranks"] if entry["step_s"] == max(rank["step_s"] for rank in plan["ranks"]))
+    compute = slowest["compute"]
+    bounds_text = (
+        f", between {duration(time['best_s'])} (all communication hidden) and {duration(time['worst_s'])} (none)"
+    )
     rows = [
-        ("step", duration(time["step_s"]) + (between if plan["job"]["world_size"] > 1 else "")),
+        ("step", duration(time["step_s"]) + (bounds_text if plan["job"]["world_size"] > 1 else "")),
         (
             "compute",
             f"{duration(time['compute_s'])}: {duration(compute['arithmetic_s'])} bound by arithmetic, {duration(compute['memory_s'])} by memory, "
@@ -136,8 +138,10 @@ def time_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         )
     rows.append(("MFU", f"{time['mfu']:.1%}; at most {time['mfu_bound']:.1%}"))
     tokens = time["tokens_per_second"]
-    more = f", {count(tokens)} tokens/s ({count(tokens / plan['job']['world_size'])} for each device)" if tokens else ""
-    rows.append(("throughput", f"{count(time['samples_per_second'])} samples/s{more}"))
+    tokens_text = (
+        f", {count(tokens)} tokens/s ({count(tokens / plan['job']['world_size'])} for each device)" if tokens else ""
+    )
+    rows.append(("throughput", f"{count(time['samples_per_second'])} samples/s{tokens_text}"))
     return rows
 
 
@@ -184,8 +188,8 @@ def agreeing(plan: Mapping[str, Any]) -> str:
     """A sentence on the formulas that agree, or that there are none."""
     if not plan["checks"]:
         return "No cross-check by published formulas: the shape of a dense transformer cannot be read from the model."
-    agreed = [check["what"] for check in plan["checks"] if not check["differs"]]
-    return f"Published formulas agree within 20 % on: {', '.join(agreed)}." if agreed else ""
+    names = [check["what"] for check in plan["checks"] if not check["differs"]]
+    return f"Published formulas agree within 20 % on: {', '.join(names)}." if names else ""
 
 
 WIDTH = 140
@@ -286,7 +290,7 @@ def show_plan(plan: Mapping[str, Any], console: Any) -> None:
     worst = next(rank for rank in plan["ranks"] if rank["rank"] == plan["worst_rank"])
     console.print(Text(f"The peak of rank {worst['rank']} is in: {place(worst['peak'])}."))
     if worst["held_at_peak"]:
-        _print(console, *_held(worst["held_at_peak"]))
+        _print(console, *_modules_at_peak(worst["held_at_peak"]))
     _print(console, *_pairs("One step", time_rows(plan)))
     if any(rank["collectives"] for rank in plan["ranks"]):
         _print(console, *_sent(plan))
@@ -316,8 +320,8 @@ def _pairs(heading: str, rows: list[tuple[str, str]]) -> tuple[str, Any]:
 
 def _memory(plan: Mapping[str, Any]) -> tuple[str, Any]:
     ranks = plan["ranks"]
-    named = [f"rank {rank['rank']}{': ' + rank['role'] if rank['role'] else ''}" for rank in ranks]
-    grid = table("", *named)
+    titles = [f"rank {rank['rank']}{': ' + rank['role'] if rank['role'] else ''}" for rank in ranks]
+    grid = table("", *titles)
     columns = [dict(need_rows(rank["need"], rank["peak"]["memory"])) for rank in ranks]
     for row in dict.fromkeys(name for column in columns for name in column):
         grid.add_row(row, *(size(column.get(row, 0)) for column in columns))
@@ -326,7 +330,7 @@ def _memory(plan: Mapping[str, Any]) -> tuple[str, Any]:
     return "Memory at the peak", grid
 
 
-def _held(bytes_by_module: Mapping[str, int]) -> tuple[str, Any]:
+def _modules_at_peak(bytes_by_module: Mapping[str, int]) -> tuple[str, Any]:
     grid = table("module", "bytes", folds=("module",))
     for name, value in list(bytes_by_module.items())[:_MOST_MODULES]:
         grid.add_row(name or "(outside of modules)", size(value))
@@ -427,8 +431,8 @@ def show_search(search: Mapping[str, Any], console: Any) -> None:
             console.print(Text(line, style="bold green"), soft_wrap=True)
     else:
         console.print(Text(_closest_text(candidates, search["memory_bytes"]), style="bold red"), soft_wrap=True)
-    if unfit := [candidate for candidate in candidates if candidate["verdict"] != "fits"]:
-        console.print(_reason_table(unfit))
+    if not_fitting := [candidate for candidate in candidates if candidate["verdict"] != "fits"]:
+        console.print(_reason_table(not_fitting))
     console.print(bullets(search["notes"]))
 
 

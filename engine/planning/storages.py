@@ -188,19 +188,19 @@ class StorageLog:
     def timeline(self) -> tuple[Moment, ...]:
         """The recorded step: for each stretch in one module the moment with the most memory."""
         moments: list[Moment] = [Moment("start", "", self._memory(self._amounts()))]
-        amounts, where, highest_amounts, total = self._amounts(), None, None, sum(self._amounts().values())
+        amounts, stretch, highest_amounts, total = self._amounts(), None, None, sum(self._amounts().values())
         highest = -1
         for storage, change, phase, module in self._log or []:
-            if where != (phase, module):
-                if where is not None and highest_amounts is not None:
-                    moments.append(Moment(*where, self._memory(highest_amounts)))
-                where, highest, highest_amounts = (phase, module), -1, None
+            if stretch != (phase, module):
+                if stretch is not None and highest_amounts is not None:
+                    moments.append(Moment(*stretch, self._memory(highest_amounts)))
+                stretch, highest, highest_amounts = (phase, module), -1, None
             amounts[storage.kind] += change
             total += change
             if total > highest:
                 highest, highest_amounts = total, dict(amounts)
-        if where is not None and highest_amounts is not None:
-            moments.append(Moment(*where, self._memory(highest_amounts)))
+        if stretch is not None and highest_amounts is not None:
+            moments.append(Moment(*stretch, self._memory(highest_amounts)))
         moments.append(Moment("end", "", self._memory(amounts)))
         return tuple(moments)
 
@@ -246,13 +246,13 @@ class StorageLog:
     def _at_peak(self) -> dict[Storage, int]:
         sizes = dict(self._at_start)
         total = highest = sum(sizes.values())
-        at = 0
-        log = self._log or []
-        for index, (_, change, _, _) in enumerate(log, 1):
+        peak_end = 0
+        changes = self._log or []
+        for index, (_, change, _, _) in enumerate(changes, 1):
             total += change
             if total > highest:
-                highest, at = total, index
-        for storage, change, _, _ in log[:at]:
+                highest, peak_end = total, index
+        for storage, change, _, _ in changes[:peak_end]:
             sizes[storage] = sizes.get(storage, 0) + change
         return sizes
 

@@ -165,7 +165,7 @@ class Replica(DistributedDataParallel):
         self._idle = not now.trained
         if self._open:
             self._trained_before += before.trained
-        differs = self._searches_once or self._open or not _same(now.trained, self._reduced)
+        differs = self._searches_once or self._open or not _are_same_tensors(now.trained, self._reduced)
         self._outdated = differs and (used or not self._idle)
         new = now.newer_than(before)
         if new:
@@ -178,7 +178,7 @@ class Replica(DistributedDataParallel):
     def _follow(self, inside: bool) -> None:
         """Reduce what is trained now, from this pass on. ``inside``: its forward pass is over, and may not have used new parameters."""
         trained = self._seen.trained
-        is_same = _same(trained, self._reduced)
+        is_same = _are_same_tensors(trained, self._reduced)
         if not is_same:
             self._agree("now trains these parameters", trained, inside)
         self._average_left_over()
@@ -290,7 +290,7 @@ def _start_again(state: Any) -> None:
         state.iter = min(state.iter, state.start_powerSGD_iter - 2)
 
 
-def _same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+def _are_same_tensors(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     return len(first) == len(second) and all(map(is_, first, second))
 
 

@@ -85,11 +85,13 @@ class LightningArgumentParser(ArgumentParser):
         self.lr_schedulers: dict[str, tuple[Any, str]] = {}
         """Class, or classes, and destination of the arguments of learning rate schedulers, by where they are."""
 
-    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **options: Any) -> Namespace:  # type: ignore[override]
-        return super().parse_args(with_our_paths(sys.argv[1:] if args is None else [*args]), *others, **options)
+    def parse_args(self, args: Sequence[str] | None = None, *further_arguments: Any, **options: Any) -> Namespace:  # type: ignore[override]
+        return super().parse_args(
+            with_our_paths(sys.argv[1:] if args is None else [*args]), *further_arguments, **options
+        )
 
-    def parse_object(self, obj: Namespace | dict[str, Any], *others: Any, **options: Any) -> Namespace:
-        return super().parse_object(with_our_paths(obj), *others, **options)
+    def parse_object(self, obj: Namespace | dict[str, Any], *further_arguments: Any, **options: Any) -> Namespace:
+        return super().parse_object(with_our_paths(obj), *further_arguments, **options)
 
     def add_lightning_class_args(
         self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
@@ -132,8 +134,8 @@ class LightningArgumentParser(ArgumentParser):
         self.lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
         self._add(lr_scheduler_class, nested_key, "optimizer")
 
-    def _add(self, kind: Any, key: str, without: str) -> None:
-        options: dict[str, Any] = {"instantiate": False, "fail_untyped": False, "skip": {without}}
+    def _add(self, kind: Any, key: str, left_out: str) -> None:
+        options: dict[str, Any] = {"instantiate": False, "fail_untyped": False, "skip": {left_out}}
         if isinstance(kind, tuple):
             self.add_subclass_arguments(kind, key, **options)
         else:
@@ -344,9 +346,9 @@ class LightningCLI:
         if optimizer_config is None:
             return
         if overrides(self.model, "configure_optimizers"):
-            who = type(self.model).__name__
+            module_name = type(self.model).__name__
             logger.warning(
-                "%s.configure_optimizers is replaced by --optimizer (LightningCLI.configure_optimizers)", who
+                "%s.configure_optimizers is replaced by --optimizer (LightningCLI.configure_optimizers)", module_name
             )
         optimizer = optimizer_config[0](self.model.parameters(), **optimizer_config[1])
         scheduler = None if scheduler_config is None else scheduler_config[0](optimizer, **scheduler_config[1])

@@ -61,7 +61,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "print": "use print under: if fit.is_main_process",
     },
     "Run": {
-        **{name: said for name, said in _OF_TRAINERS.items() if name not in _OF_RUN},
+        **{name: advice for name, advice in _OF_TRAINERS.items() if name not in _OF_RUN},
         "current_epoch": "use epoch",
         "global_step": "use step",
         "global_rank": "use rank",

@@ -61,7 +61,7 @@ class Trainer(TrainerView):
         # fmt: on
         translation = translate(arguments)
         self._arguments, self._callbacks, self._loggers = arguments, translation.callbacks, translation.loggers
-        active = [*translation.others, *(callback for callback in translation.callbacks if not getattr(callback, "idle", False))]
+        active = [*translation.other_callbacks, *(callback for callback in translation.callbacks if not getattr(callback, "idle", False))]
         self._fit = Fit(**translation.settings, callbacks=[*map(_logger, translation.loggers), *map(adapt, active)])
         self._module: Any = None
         self._trained: Run | None = None
