@@ -30,11 +30,11 @@ class AllocatorPeaks:
     """Peaks of a replayed allocator (bytes)."""
 
     allocated: int
-    """Blocks: ``torch.cuda.max_memory_allocated``."""
+    """Peak of the blocks, ``torch.cuda.max_memory_allocated``."""
     reserved: int
-    """Segments: ``torch.cuda.max_memory_reserved``."""
+    """Peak of the segments, ``torch.cuda.max_memory_reserved``."""
     settled: bool
-    """Whether the allocator came to steps in which it gets no more from the device and gives nothing back."""
+    """Whether the last steps took no more memory from the device and gave none back."""
 
 
 class OutOfMemory(Exception):

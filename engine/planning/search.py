@@ -24,7 +24,7 @@ VERDICTS = ("fits", "too large", "slower", "refused", "failed", "not planned")
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate and what became of it."""
+    """A candidate of a search, and the verdict about it."""
 
     candidate: Candidate
     verdict: str
@@ -33,11 +33,11 @@ class Tried:
     reason: str = ""
     """Why the candidate does not fit, or was not planned."""
     plan: Plan | None = None
-    """``None``: the candidate was ruled out without a trace."""
+    """The candidate's plan; ``None``: it was ruled out without a trace."""
 
     @property
     def fits(self) -> bool:
-        """Check whether every rank has the memory it needs."""
+        """Whether every rank has the memory that it needs."""
         return self.verdict == "fits"
 
     def as_json(self, derived: bool = False) -> dict[str, Any]:
@@ -426,7 +426,9 @@ def resized(batch: Any, current: int, target: int) -> Any:
     rows = torch.arange(target) % current
     changed = map_tensors(partial(_rows, current=current, rows=rows), _lists(batch, current, rows.tolist()))
     if batch_size(changed) != target:
-        raise ValueError(f"the batch ({type(batch).__name__}) of {current} samples cannot be made one of {target}")
+        raise ValueError(
+            f"the batch ({type(batch).__name__}) of {current} samples cannot be resized to {target}: its samples cannot be told apart"
+        )
     return changed
 
 

@@ -1,5 +1,5 @@
-"""Lightning's form of a checkpoint, one pickled dict: files that Lightning wrote are read wherever a checkpoint is, of these pickles only tensors and
-plain values; and ours are written so for programs that ``torch.load`` a file.
+"""Checkpoints in Lightning's form, one pickled dict. Files that Lightning wrote are read wherever a checkpoint is expected, but only the tensors and
+plain values in them. Our checkpoints can be written in this form, for programs that ``torch.load`` a file.
 """
 
 from __future__ import annotations

@@ -30,13 +30,13 @@ OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
 _DATA = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders"}
 _AUTOMATIC = "AUTOMATIC"
 _PATH = re.compile(r"(--[^=]+=)?(?:lightning\.pytorch|pytorch_lightning)\.([\w.]+)\.(\w+)")
-"""Lightning's own path of a class, in a configuration or as an argument."""
+"""The pattern of Lightning's own path of a class, in a configuration or as an argument."""
 _MODE = "lightning"
 """jsonargparse's name of the way in which configurations are read."""
 
 
 class ReduceLROnPlateau(schedulers.ReduceLROnPlateau):
-    """torch's, with the name of the metric that it follows, ``monitor``."""
+    """torch's ``ReduceLROnPlateau`` with the name of the metric that it follows, ``monitor``."""
 
     def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)
@@ -74,16 +74,16 @@ set_loader(_MODE, lambda text: with_our_paths(get_loader("yaml")(text)), (yaml.Y
 
 
 class LightningArgumentParser(ArgumentParser):
-    """A parser of arguments of classes. A ``class_path`` of Lightning's own is that of the class here."""
+    """A parser of the arguments of classes. A ``class_path`` of Lightning's own stands for our class of that name."""
 
     def __init__(self, *args: Any, env_prefix: str = "PL", parser_mode: str = _MODE, **kwargs: Any) -> None:
         super().__init__(*args, env_prefix=env_prefix, parser_mode=parser_mode, **kwargs)
         self.callback_keys: list[str] = []
-        """Where the arguments of callbacks are that every run gets."""
+        """The keys of the callbacks that every run gets, with their arguments."""
         self.optimizers: dict[str, tuple[Any, str]] = {}
-        """Class, or classes, and destination of the arguments of optimizers, by where they are."""
+        """Key of an optimizer's arguments -> its class, or classes, and the destination of the arguments."""
         self.lr_schedulers: dict[str, tuple[Any, str]] = {}
-        """Class, or classes, and destination of the arguments of learning rate schedulers, by where they are."""
+        """Key of a learning rate scheduler's arguments -> its class, or classes, and the destination of the arguments."""
 
     def parse_args(self, args: Sequence[str] | None = None, *further_arguments: Any, **options: Any) -> Namespace:  # type: ignore[override]
         return super().parse_args(

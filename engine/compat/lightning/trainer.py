@@ -88,7 +88,7 @@ class Trainer(TrainerView):
         self, model: Any = None, dataloaders: Any = None, ckpt_path: Any = None, verbose: bool = True, datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # fmt: skip
-        """One dict of metrics per loader. Without a ``model`` it is the latest one, with the best checkpoint, if there is one."""
+        """Run the validation; return a dict of metrics per loader. Without ``model``: the latest one, with its best checkpoint, if there is one."""
         return self._evaluate("validate", model, dataloaders, ckpt_path, datamodule, verbose)
 
     def test(

@@ -180,7 +180,9 @@ class TrainerView:
         """
         every = self._run.settings.val_every
         if every is None or every.unit == "seconds":
-            raise ValueError(f"val_check_interval: here it is val_every={every}, which no number of batches says")
+            raise ValueError(
+                f"val_check_interval is a number of batches, but this run has val_every={every}: read Fit's val_every"
+            )
         if every.unit == "epochs":
             return min(1.0, float(every.value))
         return int(every.value) * self.accumulate_grad_batches

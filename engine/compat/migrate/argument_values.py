@@ -114,7 +114,7 @@ def after_validation(name: str, call: ast.Call, parameters: Signature) -> str:
 
 
 def follows_validation(config: ast.Dict, cls: ClassInfo) -> bool:
-    """Tell whether a dict in a module configures a ``ReduceLROnPlateau`` that steps with the optimizer and follows what validation logs."""
+    """Whether a dict in a module configures a ``ReduceLROnPlateau`` that steps with the optimizer and follows what validation logs."""
     entries = {
         key.value: value for key, value in zip(config.keys, config.values, strict=True) if isinstance(key, ast.Constant)
     }
