@@ -88,7 +88,7 @@ class Callback:
 
     validates_with: str | None = None
     """The name of the weights (one of :meth:`other_weights`) that the model has in validation; ``None``: the trained ones. Scores belong to these
-    weights: a checkpoint notes that, and whoever loads it gets them."""
+    weights: a checkpoint notes that, and loading it gives them by default."""
 
     @property
     def checkpoints_in(self) -> str | Path | None:
@@ -219,7 +219,7 @@ def adapted_callbacks(where: str, callbacks: Sequence[Any]) -> tuple[Callback, .
 
 
 def with_callbacks_of_module(module: TrainModule, callbacks: Sequence[Callback]) -> list[Callback]:
-    """Add the callbacks of ``module.configure_callbacks``, which replace others of the same classes."""
+    """Add the callbacks of ``module.configure_callbacks``. They replace ``callbacks`` of equal classes."""
     configured = module.configure_callbacks()
     of_module = adapted_callbacks(
         f"{type(module).__name__}.configure_callbacks",

@@ -134,7 +134,7 @@ class Engine:
         self.snapshot = EngineSnapshot(self.prepared, self.scaler)
         """The state of what was prepared, for checkpoints."""
         self.checkpoint_writer = CheckpointWriter(self.group)
-        """Writes the checkpoints of :meth:`save_state`, and those of a run; call its ``hold()`` before you change weights outside of a step."""
+        """Writes the checkpoints of :meth:`save_state` and of a run; call its ``hold()`` before you change weights outside of a step."""
         self.loop_checkpoints = EngineCheckpoints(self.prepared, self.snapshot, self.checkpoint_writer)
         """The checkpoints of :meth:`save_state`."""
         self._trigger = Trigger(self.group)
@@ -203,7 +203,7 @@ class Engine:
         return prepared
 
     def place_model(self, model: nn.Module) -> nn.Module:
-        """The model on its device and in its dtype, the same on every rank, but not wrapped: for evaluation and manual optimization."""
+        """The model on its device and in its dtype, equal on all ranks, but not wrapped: for evaluation and manual optimization."""
         check_plain(model)
         self.precision.convert(self._with_own_layers(model))
         model.to(self.device)
@@ -419,7 +419,7 @@ class Engine:
         """The part of :meth:`step` before the optimizers' own steps, once for all of them; later each may step alone, or none.
 
         Args:
-            max_norm, max_value: as of :meth:`step`.
+            max_norm, max_value: as in :meth:`step`.
             inside: called within an optimizer's step, after each evaluation of its closure: gradients that are not finite are an error.
 
         Raises:
@@ -479,7 +479,7 @@ class Engine:
     # -- checkpoints; the names are Accelerate's ------------------------------------------------------------------------------------------
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load these objects as well, also with checkpoints of :class:`engine.Fit`. Their order must be the same in every run.
+        """Save and load ``objects`` as well, also with checkpoints of :class:`engine.Fit`. Their order must be the same in every run.
 
         Raises:
             TypeError: one has no ``state_dict`` and ``load_state_dict``.
@@ -518,7 +518,8 @@ class Engine:
         self.loop_checkpoints.wait()
 
     def load_state(self, input_dir: str | Path, *, strict: bool = True) -> dict[str, Any]:
-        """Continue from :meth:`save_state`, at any world size, under any strategy, with the same objects prepared. All ranks call this.
+        """Continue from :meth:`save_state`, at any world size, under any strategy. The objects that were prepared then must be prepared now; all
+        ranks call this.
 
         A checkpoint of :class:`engine.Fit` works too: the first loader gets its position in the data; callbacks' states, and averages of the
         weights, are ignored.
@@ -550,7 +551,7 @@ class Engine:
         return export_tensors(state, Path(save_directory), max_shard_size=max_shard_size) if self.group.is_main else []
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Full parameters and buffers of a prepared model by name, on the main process (the others may get less); all ranks call this."""
+        """Full parameters and buffers of a prepared model by name, on the main process (all others may get less); all ranks call this."""
         return self.strategy.model_state(self.unwrap_model(model))
 
     # -- the processes; the names are Accelerate's ----------------------------------------------------------------------------------------
@@ -567,7 +568,7 @@ class Engine:
 
     @property
     def local_process_index(self) -> int:
-        """This process's rank among those of its machine."""
+        """This process's rank among the ranks of its machine."""
         return self.group.local_rank
 
     @property
@@ -616,11 +617,11 @@ class Engine:
         self.group.barrier()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """The main process runs the block before the others do (to download or build something once)."""
+        """Let the main process run the block before all other processes do (to download or build something once)."""
         return before_others(self.group, self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """On each machine, its main process runs the block before the others do."""
+        """Let each machine's main process run the block before its other processes do."""
         return before_others(self.group, self.is_local_main_process)
 
     def gather(self, tree: Any) -> Any:

@@ -83,7 +83,7 @@ class EngineSnapshot:
         )
 
     def shared(self) -> dict[str, Any]:
-        """The state that is the same on all ranks, in the form of :mod:`engine.checkpoint.state_forms`."""
+        """The state that all ranks share, in the form of :mod:`engine.checkpoint.state_forms`."""
         return {
             "seed": self._prepared.seed,
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
@@ -99,7 +99,7 @@ class EngineSnapshot:
         return {"place": self.place(), "rng": capture(), "streams": self.streams()}
 
     def place(self) -> list[int]:
-        """This rank's index among those that see different data, and whether it saves for its data."""
+        """The number of ranks that see different data, this rank's index among them, and whether it saves for its data."""
         group = self._prepared.strategy.data_group
         return [group.world_size, group.rank, int(self._prepared.strategy.speaks)]
 
@@ -184,7 +184,7 @@ class EngineSnapshot:
             )
 
     def check(self, loaded: Loaded, how: Resume) -> None:
-        """Check that the optimizers, the schedulers and the data are those of the checkpoint."""
+        """Check that the optimizers, the schedulers and the data match the checkpoint."""
         check_optimizers(loaded, self.optimizers, self.schedulers)
         for loader, state in zip(self._prepared.loaders, loaded.shared["loaders"], strict=False):
             if state["position"]:

@@ -19,7 +19,7 @@ from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import Trained
 from engine.config import combinations
 from engine.config.duration import Duration
-from engine.config.resolve import UNSET, Resolved, resolve, shows_defaults
+from engine.config.resolve import UNSET, Resolved, resolve, with_real_defaults_in_help
 from engine.config.settings import Settings, check
 from engine.data.datamodule import DataModule
 from engine.distributed import failures
@@ -96,8 +96,8 @@ class Fit:
             fraction, ``None`` all.
         limit_predict_batches: Batches of each loader of ``Fit.predict`` on each rank: an int is a number (0 predicts nothing), a float in
             (0, 1] a fraction, ``None`` all.
-        overfit_batches: Train on the first batches only, the same in every epoch, unshuffled: an int is a number, a float in (0, 1] a
-            fraction, 0 all. Validation is limited and unshuffled likewise.
+        overfit_batches: Train on the same batches in every epoch, the first ones, unshuffled: an int is a number, a float in (0, 1] a
+            fraction, 0 all. Validation is limited and unshuffled, too.
         fast_dev_run: Try everything on n batches (``True``: 1): one epoch, n batches of training and of validation, no sanity check.
         log_every_n_steps: Optimizer steps between two log boundaries, at which metrics leave the device; the first and the last step are
             logged as well. 0: never within an epoch.
@@ -133,7 +133,7 @@ class Fit:
         ValueError, TypeError: a wrong argument; the message names it, its value and what is possible.
     """
 
-    @shows_defaults
+    @with_real_defaults_in_help
     def __init__(
         self,
         *,
@@ -187,7 +187,7 @@ class Fit:
 
     @classmethod
     def from_resolved(cls, resolved: Resolved, callbacks: Callback | Sequence[Callback] | None = ()) -> Fit:
-        """A ``Fit`` with settings (``resolved``) that :func:`engine.config.resolve.resolve` has collected, and these callbacks.
+        """A ``Fit`` with settings (``resolved``) that :func:`engine.config.resolve.resolve` has collected, and with ``callbacks``.
 
         Raises:
             ValueError, TypeError: as the constructor.
@@ -464,13 +464,13 @@ class Fit:
         datamodule: DataModule | None = None,
         **options: Any,
     ) -> PlanSearch:
-        """Which strategies, mesh degrees, micro-batches, recomputation and precisions fit, the fastest first, and why the others do not.
+        """Find the strategies, mesh degrees, micro-batches, recomputation and precisions that fit, the fastest first, and why all others do not.
 
-        Each trains as many samples in a step as this ``Fit`` would if all ranks saw different data, or ``global_batch_size``.
+        Each of them trains as many samples in a step as this ``Fit`` would if all ranks saw different data, or ``global_batch_size``.
 
         Args:
             module, train_loader, world_size, nodes, device, network, memory_limit, datamodule: as in :meth:`plan`.
-            options: ``precisions``, ``largest``, ``seconds``, ``first``, ``report``, as of :func:`engine.planning.forecast.search_plans`.
+            options: ``precisions``, ``largest``, ``seconds``, ``first``, ``report``, as in :func:`engine.planning.forecast.search_plans`.
         """
         from engine.planning import forecast  # as in :meth:`plan`
 
@@ -575,15 +575,15 @@ class Fit:
         callbacks: Sequence[Callback] | None = None,
         start_log: StartLog | None = None,
     ) -> Run:
-        """The run of ``module`` on these processes, not yet set up.
+        """The run of ``module`` on the processes of ``group``, not yet set up.
 
         Args:
-            module: the run's.
-            stage: as of :class:`engine.Run`.
+            module: the module of the run.
+            stage: the ``stage`` of :class:`engine.Run`.
             group: the processes.
-            settings: of the run.
-            data: the user's.
-            callbacks: in the place of the settings' and the module's.
+            settings: the settings of the run.
+            data: the user's loaders and data module.
+            callbacks: the callbacks, in the place of the settings' and the module's.
             start_log: shows the log on an attached terminal until the first step is done.
         """
         engine = Engine(
@@ -623,10 +623,10 @@ def _planned(
     )
 
 
-def _run_data(datamodule: DataModule | None, kind: str, loaders: Any, **others: Any) -> RunData:
+def _run_data(datamodule: DataModule | None, kind: str, loaders: Any, **further_loaders: Any) -> RunData:
     """The data of a run: a data module, perhaps in the place of the ``loaders`` of the ``kind``, and loaders by kind."""
     datamodule, loaders = _datamodule(datamodule, loaders)
-    return RunData(datamodule, {kind: loaders, **others})
+    return RunData(datamodule, {kind: loaders, **further_loaders})
 
 
 def _train_module(module: Any) -> TrainModule:

@@ -99,9 +99,9 @@ class TrainModule(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define training_step(self, batch, batch_idx)")
 
     def configure_optimizers(self) -> Any:
-        """Optimizers and learning rate schedulers, in one of these forms.
+        """Return the optimizers and learning rate schedulers.
 
-        An optimizer; a list of them; ``([optimizers], [schedulers])``; a dict ``{"optimizer": ..., "lr_scheduler": ...}``, a list or
+        The forms: an optimizer; a list of them; ``([optimizers], [schedulers])``; a dict ``{"optimizer": ..., "lr_scheduler": ...}``, a list or
         tuple of such dicts; ``None`` to train no parameters. A scheduler is given as it is, or as a dict of ``scheduler``,
         ``interval`` (``"epoch"`` or ``"step"``), ``frequency``, ``monitor`` (for ReduceLROnPlateau), ``strict`` and ``name``.
         """
@@ -177,9 +177,9 @@ class TrainModule(nn.Module):
         sync_dist: bool = False, sync_dist_group: Any = None, add_dataloader_idx: bool = True, batch_size: Any = None,
         rank_zero_only: bool = False, *, reduce: str | Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
-        """:meth:`log` for each entry of ``dictionary``, a dict or a torchmetrics ``MetricCollection``, with the same ``prog_bar``, ``logger``,
-        ``on_step``, ``on_epoch``, ``reduce_fx``, ``enable_graph``, ``sync_dist``, ``sync_dist_group``, ``add_dataloader_idx``, ``batch_size``,
-        ``rank_zero_only`` and ``reduce``."""
+        """Call :meth:`log` for each entry of ``dictionary``, a dict or a torchmetrics ``MetricCollection``. All entries get the given ``prog_bar``,
+        ``logger``, ``on_step``, ``on_epoch``, ``reduce_fx``, ``enable_graph``, ``sync_dist``, ``sync_dist_group``, ``add_dataloader_idx``,
+        ``batch_size``, ``rank_zero_only`` and ``reduce``."""
         for name, value in dictionary.items():
             if isinstance(value, Mapping):
                 raise TypeError(f"log_dict: the value of {name!r} is a dict; give one flat dict of numbers")
@@ -397,7 +397,7 @@ class TrainModule(nn.Module):
     global_rank: int
     """This process's number in the job. A module's own attribute of this name, and of the next two, takes precedence."""
     local_rank: int
-    """The rank among those of this machine."""
+    """The rank among the ranks of this machine."""
     world_size: int
     """Processes of the job."""
 

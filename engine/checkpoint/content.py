@@ -33,7 +33,7 @@ class Content:
     optimizers: Mapping[str, Any]
     """``{number: state}`` of each optimizer; ``state["state"]`` is keyed by parameter names; other ranks may have some of them."""
     shared: Any
-    """A tree that is the same on all ranks."""
+    """The tree that all ranks share."""
     of_rank: Any
     """This rank's tree."""
     facts: Mapping[str, Any]
@@ -69,7 +69,7 @@ class PackedContent:
         self.late: set[str] = set()
         """Names of parts that only an optimizer step changes: they may be copied while forward and backward passes run."""
         self.rows: list[Row] = []
-        """A row for each part, which the other ranks need to know."""
+        """A row for each part, which all ranks need to know."""
         self._group = group
         self._to_merge: list[str] = []
         self._parts_differ = False
@@ -208,7 +208,7 @@ def _cut_parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
 
 
 def rows_of(parts: Mapping[str, Part], fixed: Set[str]) -> list[Row]:
-    """A row for each of these parts, which the other ranks need to know. ``fixed``: names of those that the lowest rank that has them must write."""
+    """A row for each of ``parts``, which all ranks need to know. ``fixed``: names of parts that the lowest rank with them must write."""
     return [(name, part.offsets, part.tensor.nbytes, name in fixed) for name, part in parts.items()]
 
 

@@ -232,7 +232,7 @@ def _write(
     limit: int,
     stem: str = "model",
 ) -> list[Path]:
-    """Write the tensors of these names and sizes (bytes), those of one file read together; after an error no files remain."""
+    """Write the tensors that ``sizes`` names (in bytes), reading the tensors of one file together; after an error no files remain."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -292,7 +292,7 @@ class Published:
 def published(
     files: Mapping[str, bytes], *, prefix: str = "", stem: str = "model", names: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The entry of a checkpoint with these ``files`` by name; the other arguments as in :class:`Published`.
+    """The entry of a checkpoint for ``files`` (their contents by name); further arguments as in :class:`Published`.
 
     Raises:
         ValueError: a name is not one of a file of data in one folder.
@@ -341,7 +341,7 @@ def _write_published(publication: Published, directory: Path, dtype: torch.dtype
     """Write the files into ``directory``; ``config.json`` names the ``dtype`` of the exported tensors, if they were converted.
 
     Raises:
-        FileExistsError: one is there already, if only as a link to nothing.
+        FileExistsError: a file exists already, if only as a link to nothing.
         DamagedCheckpoint: ``config.json`` is not one.
     """
     if existing := sorted(name for name in publication.files if os.path.lexists(directory / name)):

@@ -151,7 +151,7 @@ def open_file(path: Path) -> int:
 
 
 @contextmanager
-def held(file: Any) -> Iterator[Any]:
+def stable_name(file: Any) -> Iterator[Any]:
     """A name under which a file is found even if another one takes its place meanwhile; what is not a path stays as it is.
 
     Raises:
@@ -213,10 +213,10 @@ def blocks(files: Mapping[str, Record], names: Iterable[str]) -> list[tuple[str,
 
 
 def verify(directory: Path, files: Mapping[str, Record], chosen: Sequence[tuple[str, int]]) -> None:
-    """Read these blocks and compare sizes and checksums with ``files``.
+    """Read the ``chosen`` blocks and compare sizes and checksums with ``files``.
 
     Raises:
-        DamagedCheckpoint: one is missing or has changed.
+        DamagedCheckpoint: a file is missing or has changed.
     """
 
     def check(block: tuple[str, int]) -> None:

@@ -153,7 +153,7 @@ def _is_key(key: Any) -> bool:
 
 
 def same_memory(tensor: Tensor) -> Any:
-    """A key that is equal for tensors with the same elements in the same memory, such as tied weights."""
+    """A key that is equal for tensors whose elements share one memory, such as tied weights."""
     import torch
 
     if not tensor.numel() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):

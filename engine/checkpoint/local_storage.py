@@ -124,7 +124,7 @@ class LocalStorage(Storage):
         return self._serial
 
     def note_written(self, name: str, files: Mapping[str, Record], manifest: Record) -> None:
-        """Note that this process has written the checkpoint ``name`` with these records of its ``files`` and its ``manifest``."""
+        """Note that this process has written the checkpoint ``name``; ``files`` and ``manifest``: the records of its files."""
         self._newest = _Written(name, files, manifest)
         self._known.add(_identity(name, os.stat(self.path(name))))
 
@@ -356,7 +356,7 @@ def _exists(path: str) -> bool:
 
 
 def _identity(name: str, status: os.stat_result) -> tuple[str, int, int]:
-    """A key that differs between checkpoints of the same name: a checkpoint that replaces another is new."""
+    """A key that also differs between a checkpoint and a later one of its name: a checkpoint that replaces another is new."""
     return name, status.st_ino, status.st_mtime_ns
 
 

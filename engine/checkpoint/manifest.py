@@ -29,13 +29,13 @@ READABLE = (FORMAT - 1, JOINED_FORMAT)
 MANIFEST = "manifest.json"
 FOLDERS = ("model", "optim", "state")
 SHARED, RANK = "state/shared", "state/rank={:05d}"
-"""The names of the trees that are the same on all ranks, and of each rank's own."""
+"""The name of the tree that all ranks share, and the names of each rank's own tree."""
 JOINED = "rank=00000.safetensors"
 """The file with all tensors of a joined checkpoint; their names begin with the names of the trees or folders that they would be in."""
 JOINED_BYTES = 4 << 20
 """Bytes of tensors up to which a checkpoint of one rank is joined: from here on the joined form would save less than a tenth."""
 JOINED_TREES = 1 << 16
-"""Bytes of JSON up to which it is: whoever lists checkpoints reads all of their manifests."""
+"""Bytes of JSON up to which a checkpoint of one rank is joined: a list of checkpoints reads all of their manifests."""
 TREES = "$trees"
 """The entry with the trees of a joined checkpoint. No fact of a user has such a name."""
 WEIGHTS = "weights"
@@ -88,7 +88,7 @@ def manifest_of(
 
 
 def next_serial(serials: Iterable[int]) -> int:
-    """The ``serial`` of the next checkpoint beside those with ``serials``: one more than their maximum.
+    """The ``serial`` of the next checkpoint of a folder: one more than the maximum of ``serials``, which the folder's checkpoints have.
 
     It tells which checkpoint of a folder was written last. A clock cannot, since clocks may be set back; neither can the step, since a
     run may resume from an earlier one.

@@ -23,7 +23,7 @@ T = TypeVar("T")
 def load_module(
     cls: type[T], path: str | Path, strict: bool, map_location: Any, weights: str | None, overrides: Mapping[str, Any]
 ) -> T:  # fmt: skip
-    """See ``TrainModule.load_from_checkpoint``, whose arguments these are."""
+    """Do the work of ``TrainModule.load_from_checkpoint``, which documents the arguments."""
     with open_path(path, ("model", "state", *weights_folder(weights))) as opened:
         shared = _shared(opened)
         texts = opened.manifest.get("hparams")
@@ -44,7 +44,7 @@ def load_module(
 
 
 def load_datamodule(cls: type[T], path: str | Path, overrides: Mapping[str, Any]) -> T:
-    """See ``DataModule.load_from_checkpoint``, whose arguments these are."""
+    """Do the work of ``DataModule.load_from_checkpoint``, which documents the arguments."""
     with open_path(path, ("state",)) as opened:
         shared = _shared(opened)
         data: Any = _construct(cls, path, shared, "datamodule_", {}, overrides)

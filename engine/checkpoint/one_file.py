@@ -1,4 +1,4 @@
-"""A checkpoint as one file, for those who move files: a zip archive of its folder, without compression. Opening it runs no code."""
+"""A checkpoint as one file, which is easy to move: a zip archive of its folder, without compression. Opening it runs no code."""
 
 from __future__ import annotations
 

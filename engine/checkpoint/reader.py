@@ -88,9 +88,9 @@ def weights_folder(weights: str | None) -> tuple[str, ...]:
 
 
 class OtherWeights:
-    """Weights of the model besides those that are trained, such as moving averages, in an open checkpoint.
+    """Weights of the model besides the trained ones, such as moving averages, in an open checkpoint.
 
-    They need not cover the whole model: the rest is that of the trained weights. The manifest names the weights with which the score was
+    They need not cover the whole model: the rest comes from the trained weights. The manifest names the weights with which the score was
     measured (``scored_with``); checkpoints of versions before that do not.
 
     Raises:
@@ -264,12 +264,12 @@ class Source:
         return report
 
     def _is_double(self, state: Mapping[str, Any]) -> bool:
-        """Whether the checkpoint was saved in double precision, and the dtypes of ``state`` are those of single precision."""
+        """Whether the checkpoint was saved in double precision, and ``state`` is in single precision."""
         kinds = {(self.stored(name).dtype, value.dtype) for name, value in state.items() if isinstance(value, Tensor)}
         return {saved for saved, dtype in kinds if not _holds(dtype, saved)} <= {torch.float64, torch.complex128}
 
     def _made_with(self, module: nn.Module) -> str:
-        """How the hyperparameters of the saved module differ from those of this one."""
+        """Text that says how the hyperparameters of the saved module differ from ``module``'s; empty if that is not known."""
         hparams = getattr(module, "hparams", None)
         if not isinstance(hparams, HParams) or not isinstance(self._hparams, dict):
             return ""

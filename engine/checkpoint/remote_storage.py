@@ -257,7 +257,7 @@ class RemoteStorage(Storage):
         return bool(name) and self.files.exists(self.inner_path(f"{name}/{MANIFEST}"))
 
     def _complete_manifest(self, name: str) -> dict[str, Any]:
-        """The manifest of a checkpoint whose files exist with the right sizes; errors as of :func:`engine.checkpoint.local_storage.read_manifest`."""
+        """The manifest of a checkpoint whose files exist with the right sizes; errors as in :func:`engine.checkpoint.local_storage.read_manifest`."""
         text = self.files.cat_file(self.inner_path(f"{name}/{MANIFEST}"))
         manifest = check_manifest(self.path(name), parse_json(self.path(name), text))
         sizes = {path: entry["size"] for path, entry in self.files.find(self.inner_path(name), detail=True).items()}
@@ -332,7 +332,7 @@ class RemoteStorage(Storage):
         return [name for name in names if is_entry(name)]
 
     def _remains(self, name: str) -> bool:
-        """Whether these files belong to a checkpoint that was being written or removed: only checkpoints have files of such names."""
+        """Whether the files at ``name`` are what remains of a checkpoint that was being written or removed; their names tell."""
         paths = (
             path.removeprefix(self.inner_path(name)).strip("/").partition("/")
             for path in self.files.find(self.inner_path(name))

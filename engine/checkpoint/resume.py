@@ -41,8 +41,8 @@ class Resume:
     """A checkpoint that ``Fit.run(resume=...)`` continues from, and the parts of it to load. A plain name or path has the defaults."""
 
     path: str | Path = "last"
-    """``"last"`` (the newest checkpoint of the newest run in ``root_dir``), ``"auto"`` (the same, if there is one), ``"best"`` (by the score
-    that ``ModelCheckpoint(monitor=...)`` saved with it), a checkpoint's path or URL, or a run's folder."""
+    """The checkpoint. ``"last"``: the newest one of the newest run in ``root_dir``; ``"auto"``: like ``"last"``, or a new run if there is none;
+    ``"best"``: by the score that ``ModelCheckpoint(monitor=...)`` saved with it; or a checkpoint's path or URL, or a run's folder."""
     weights_only: bool = False
     """Load parameters and buffers only, and start a new run at step 0."""
     optimizer: bool = True
@@ -84,7 +84,7 @@ class Loaded:
 
     @cached_property
     def shared(self) -> Fields:
-        """The state that is the same on all ranks."""
+        """The state that all ranks share."""
         return checked(f"{self.path}: {SHARED}.json", shared_form(self.opened.tree(SHARED)), SHARED_FORM)
 
     @property
@@ -142,8 +142,8 @@ class Loaded:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Do not collect garbage inside the block: a thousand parameters are described by 50,000 small objects, none of which is garbage, and for so
-    many Python traverses every object of the process."""
+    """Do not collect garbage inside the block: 50,000 small objects describe a thousand parameters, and for that number Python traverses every
+    object of the process, although none of them is garbage."""
     automatic = gc.isenabled()
     gc.disable()
     try:

@@ -39,7 +39,7 @@ class CheckpointFolder:
     to_remove: list[str] = field(default_factory=list)
     """Names that are still to be removed."""
     events: deque[tuple[str, str]] = field(default_factory=deque)
-    """On the main process, ``"saved"`` or ``"removed"`` and a checkpoint's name, in the order of these events, until somebody takes them out."""
+    """Events in their order, until they are taken out: ``"saved"`` or ``"removed"`` and a checkpoint's name. On the main process only."""
     _failures: int = 0
     _error: RuntimeError | None = None
     _stuck: set[str] = field(default_factory=set)
@@ -93,8 +93,8 @@ class CheckpointFolder:
             self.to_remove += names
 
     def remove(self, names: Sequence[str] = ()) -> None:
-        """Delete checkpoints (on the main process), and those of :attr:`to_remove`; those that are in use, or that an error keeps, are tried
-        again later."""
+        """Delete the checkpoints ``names`` and :attr:`to_remove`, on the main process. A checkpoint that is in use, or that an error keeps, is
+        tried again later."""
         if self.group.is_main and (names or self.to_remove):
             pending, self.to_remove = [*self.to_remove, *names], []
             self.to_remove += [

@@ -42,8 +42,8 @@ class RunFolder:
     Args:
         root_dir: the folder that runs share.
         dirpath: where else checkpoints are kept (a directory or a URL); ``None``: in the run's folder.
-        stage: as of :class:`engine.Run`.
-        checkpoint: what the run resumes from, or whose weights it loads.
+        stage: the ``stage`` of :class:`engine.Run`.
+        checkpoint: the checkpoint that the run resumes from, or whose weights it loads.
         earlier: the same ``Fit``'s previous training, if any: names mean its checkpoints.
 
     Raises:
@@ -285,7 +285,7 @@ def _checkpoints_in(path: str) -> str | None:
 
 
 def _job(environ: Mapping[str, str]) -> list[str]:
-    """The names of the job that these processes belong to."""
+    """The names of the job that this process belongs to."""
     elastic, slurm = environ.get("TORCHELASTIC_RUN_ID", "none"), environ.get("SLURM_JOB_ID")
     names = [] if elastic in ("", "none", "fit") else [f"torchelastic {elastic}"]  # torchrun's and fit's default names
     return [*names, f"slurm {slurm}"] if slurm else names

@@ -18,7 +18,7 @@ ALIGNED = 64
 
 
 class Staging:
-    """Buffers that are reused for the next copies of the same tensors; pinned where the device has pinned memory.
+    """Buffers for copies of tensors, reused from save to save; pinned where the device has pinned memory.
 
     Tensors that only an optimizer changes are copied while forward and backward passes run: call :meth:`hold` before the next
     optimizer step. On a device with streams the host does not wait: the copies run on a separate one. A device without them
@@ -81,7 +81,7 @@ class Staging:
         return dict(self._buffers)
 
     def verify(self, last: bool = False) -> None:
-        """Compare the tensors' versions with those of :meth:`start`, up to :meth:`hold`. Called on the writing thread.
+        """Check that the tensors' versions have not changed since :meth:`start`, up to :meth:`hold`. Called on the writing thread.
 
         A kernel that runs while its tensor is copied raises the version only when it ends: so compare again when the files are written.
 
@@ -111,7 +111,7 @@ class Staging:
             self._watched = False
 
     def close(self) -> None:
-        """Give the buffers back, when nothing reads them. Torch keeps freed pinned memory for itself unless it is told."""
+        """Free the buffers, when nothing reads them. Torch would keep freed pinned memory for itself: its cache is emptied."""
         pinned = any(buffer.is_pinned() for buffer in self._buffers.values())
         self._buffers, self._remaining = {}, {}
         if pinned:
@@ -141,7 +141,7 @@ class Staging:
             self._event = self._stream.record_event()
 
     def _allocate(self, tensors: Mapping[Hashable, Tensor]) -> None:
-        """Buffers for those of ``tensors`` that have none."""
+        """Allocate buffers for ``tensors`` that have none."""
         missing = {name: tensor for name, tensor in tensors.items() if name not in self._buffers}
         pin = accelerator.pins(self.device)
         for names in chunks({name: -(-tensor.nbytes // ALIGNED) * ALIGNED for name, tensor in missing.items()}):

@@ -62,7 +62,7 @@ class Storage(ABC):
 
     root: str
     shared: bool
-    """Whether all ranks read the same files, rather than their own copies."""
+    """Whether all ranks read the files of one place, rather than a copy each."""
 
     @abstractmethod
     def path(self, name: str) -> Path | str:
@@ -93,9 +93,9 @@ class Storage(ABC):
 
     @abstractmethod
     def complete(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Names and manifests of the complete checkpoints in any order; each is read when it is asked for.
+        """Names and manifests of the complete checkpoints in any order; each is read when the iterator reaches it.
 
-        Complete: the manifest is as it was written, and every file is there with its size.
+        Complete: the manifest is as it was written, and every file exists with its size.
         """
 
     @abstractmethod
@@ -156,12 +156,12 @@ class Draft(ABC):
     def write_tensors(
         self, file: str, tensors: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]] | None = None
     ) -> dict[str, Record]:
-        """Write ``tensors`` as one file; several threads may write at once. ``offsets``: as of :func:`engine.checkpoint.tensors.write_tensors`."""
+        """Write ``tensors`` as one file; several threads may write at once. ``offsets``: as in :func:`engine.checkpoint.tensors.write_tensors`."""
         return {file: write_tensors(self.folder / file, tensors, offsets)}
 
     @abstractmethod
     def send(self, files: Iterable[str]) -> None:
-        """Let the rank that seals see these files, which this rank has written."""
+        """Let the rank that seals see ``files``, which this rank has written."""
 
     @abstractmethod
     def seal(

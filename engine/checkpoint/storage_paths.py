@@ -20,7 +20,7 @@ def storage_of(root: str | Path) -> Storage:
 
 
 def split_path(path: str | Path) -> tuple[Storage, str]:
-    """The :class:`Storage` and the name of a checkpoint, from its path or URL; errors as of :func:`storage_of`."""
+    """The :class:`Storage` and the name of a checkpoint, from its path or URL; errors as in :func:`storage_of`."""
     if "://" in str(path):
         root, _, name = str(path).rstrip("/").rpartition("/")
         return RemoteStorage(root), name

@@ -276,7 +276,7 @@ class TensorFiles:
         return values
 
     def whole_tensors(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Read the tensors of these ``names``, by default all, whole and to the CPU."""
+        """Read the tensors ``names``, by default all, in full and to the CPU."""
         import torch
 
         chosen = self.stored if names is None else {name: self.stored[name] for name in names}

@@ -16,7 +16,7 @@ from engine.checkpoint.catalog import entries, facts, problems, prune
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED
 from engine.checkpoint.runs import FIRST, canonical
 from engine.cli.terminal import show, table
-from engine.config.masked import rows as settings_rows
+from engine.config.masked import table_rows
 from engine.utils.text import terminal_text
 
 _LONGEST = 1000
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 def run_action(action: Callable[[argparse.Namespace], Answer], options: argparse.Namespace) -> int:
     """Print the answer of a subcommand; see :func:`run`."""
     try:
-        value, lines, good = action(options)
+        value, lines, all_well = action(options)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         print(
             f"fit checkpoint {options.action}: {terminal_text(' '.join(str(error).split())) or type(error).__name__}",
@@ -48,85 +48,96 @@ def run_action(action: Callable[[argparse.Namespace], Answer], options: argparse
         print(json.dumps(_plain(value), indent=1))
     elif lines:
         show(*(terminal_text(line, one_line=True) for line in lines))
-    return 0 if good else 1
+    return 0 if all_well else 1
 
 
 def _list(options: argparse.Namespace) -> Answer:
-    found = entries(options.root)
-    others = any(entry["complete"] and entry[SCORED_WITH] != TRAINED for entry in found)  # else it goes without saying
-    rows = [("name", "step", "epoch", "time", "size", "ranks", *(["weights"] if others else []), "score and metrics")]
-    for entry in found:
+    checkpoints = entries(options.root)
+    # Without other weights it goes without saying that these are the trained ones.
+    shows_weights = any(entry["complete"] and entry[SCORED_WITH] != TRAINED for entry in checkpoints)
+    rows = [
+        ("name", "step", "epoch", "time", "size", "ranks", *(["weights"] if shows_weights else []), "score and metrics")
+    ]
+    for entry in checkpoints:
         if entry["complete"]:
-            told = (
+            columns = (
                 _text(entry["step"]),
                 _text(entry["epoch"]),
                 _time(entry["saved_at"]),
                 size_text(entry["bytes"]),
                 str(entry["world_size"]),
             )
-            weights = [entry[SCORED_WITH] or "not noted"] if others else []
-            rows.append((entry["name"], *told, *weights, _metrics(entry)))
+            weights = [entry[SCORED_WITH] or "not noted"] if shows_weights else []
+            rows.append((entry["name"], *columns, *weights, _metrics(entry)))
     lines = table(rows) if len(rows) > 1 else []
-    place = found[0]["path"].removesuffix(f"/{found[0]['name']}")
+    place = checkpoints[0]["path"].removesuffix(f"/{checkpoints[0]['name']}")
     if canonical(place).startswith(f"{canonical(options.root)}/version_"):
         lines.insert(
             0,
             f"{place}: the newest run in {options.root} that has checkpoints. The first is {options.root}/{FIRST}",
         )
-    lines += [f"{entry['name']}  incomplete or damaged: {entry['reason']}" for entry in found if not entry["complete"]]
-    return found, lines, all(entry["complete"] for entry in found)
+    lines += [
+        f"{entry['name']}  incomplete or damaged: {entry['reason']}" for entry in checkpoints if not entry["complete"]
+    ]
+    return checkpoints, lines, all(entry["complete"] for entry in checkpoints)
 
 
 def _show(options: argparse.Namespace) -> Answer:
-    found = facts(options.path, options.tensors)
-    tensors = found.get("tensors", {})
-    shown = {
+    description = facts(options.path, options.tensors)
+    tensors = description.get("tensors", {})
+    values = {
         name: value
-        for name, value in found.items()
+        for name, value in description.items()
         if name not in ("tensors", "tied", "files", "name", "complete", "config")
     }
-    shown |= {
-        "saved_at": _time(found["saved_at"]),
-        "bytes": f"{found['bytes']} ({size_text(found['bytes'])}) in {len(found['files'])} files",
+    values |= {
+        "saved_at": _time(description["saved_at"]),
+        "bytes": f"{description['bytes']} ({size_text(description['bytes'])}) in {len(description['files'])} files",
     }
-    lines = [found["name"], *_section(shown)]
-    config = found.get("config")
+    lines = [description["name"], *_section(values)]
+    config = description.get("config")
     if isinstance(config, dict) and all(
         isinstance(entry, dict) and {"value", "origin"} <= entry.keys() for entry in config.values()
     ):
-        settings = [(name, _text(value), origin) for name, value, origin in settings_rows(config)]
+        settings = [(name, _text(value), origin) for name, value, origin in table_rows(config)]
         lines += ["  config", *("    " + line for line in table(settings))]
-    for folder, each in tensors.items():
-        lines += ["", f"{folder}: {len(each)} tensors"]
+    for folder, folder_tensors in tensors.items():
+        lines += ["", f"{folder}: {len(folder_tensors)} tensors"]
         lines += table(
-            [(f"  {name}", str(t["shape"]), t["dtype"], f"{t['shards']} shard(s)") for name, t in each.items()]
+            [
+                (f"  {name}", str(t["shape"]), t["dtype"], f"{t['shards']} shard(s)")
+                for name, t in folder_tensors.items()
+            ]
         )
-    if found.get("tied"):
-        lines += ["", "tied", *(f"  {name} is {first}" for name, first in found["tied"].items())]
-    return found, lines, True
+    if description.get("tied"):
+        lines += ["", "tied", *(f"  {name} is {first}" for name, first in description["tied"].items())]
+    return description, lines, True
 
 
 def _verify(options: argparse.Namespace) -> Answer:
-    found: dict[str, list[str]] = {}
+    problems_by_path: dict[str, list[str]] = {}
     for path in options.paths:
         try:
-            found |= problems(path)
+            problems_by_path |= problems(path)
         except (OSError, ValueError) as error:
-            found[path] = [str(error)]
+            problems_by_path[path] = [str(error)]
     lines = [
-        line for path, wrong in found.items() for line in ([f"{path}: {each}" for each in wrong] or [f"{path}: intact"])
+        line
+        for path, messages in problems_by_path.items()
+        for line in ([f"{path}: {problem}" for problem in messages] or [f"{path}: intact"])
     ]
-    return found, lines, not any(found.values())
+    return problems_by_path, lines, not any(problems_by_path.values())
 
 
 def _prune(options: argparse.Namespace) -> Answer:
-    found = prune(options.root, options.keep, options.keep_best, options.dry_run)
+    names_by_outcome = prune(options.root, options.keep, options.keep_best, options.dry_run)
     words = {
         "removed": "would be removed" if options.dry_run else "removed",
         "kept": "kept",
         "in_use": "kept, because it is being read",
     }
-    return found, [f"{name}: {words[kind]}" for kind, names in found.items() for name in names], True
+    lines = [f"{name}: {words[outcome]}" for outcome, names in names_by_outcome.items() for name in names]
+    return names_by_outcome, lines, True
 
 
 _ACTIONS: dict[str, Callable[[argparse.Namespace], Answer]] = {
@@ -138,11 +149,11 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], Answer]] = {
 
 
 def _section(values: Mapping[str, Any], indent: str = "  ") -> list[str]:
-    """One value per line; dicts below their name."""
-    named = [(_cut(str(name)), value) for name, value in values.items()]
-    width = min(max((len(name) for name, _ in named), default=0), 60)
+    """Lines with one value each; the entries of a dict stand below its name."""
+    items = [(_cut(str(name)), value) for name, value in values.items()]
+    width = min(max((len(name) for name, _ in items), default=0), 60)
     lines: list[str] = []
-    for name, value in named:
+    for name, value in items:
         if isinstance(value, dict) and value:
             lines += [f"{indent}{name}", *_section(value, indent + "  ")]
         else:
@@ -153,10 +164,10 @@ def _section(values: Mapping[str, Any], indent: str = "  ") -> list[str]:
 def _metrics(entry: Mapping[str, Any]) -> str:
     score = entry["score"]
     best = [f"{score['monitor']}={_text(score['value'])} ({score['mode']})"] if score else []
-    rest = [
+    other_metrics = [
         f"{name}={_text(value)}" for name, value in entry["metrics"].items() if not score or name != score["monitor"]
     ]
-    return ", ".join([*best, *rest])
+    return ", ".join([*best, *other_metrics])
 
 
 def _text(value: Any) -> str:
@@ -174,6 +185,7 @@ def _time(seconds: float) -> str:
 
 
 def size_text(count: float) -> str:
+    """A number of bytes in its unit: ``"512 B"``, ``"1.25 GB"``."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
@@ -184,8 +196,8 @@ def size_text(count: float) -> str:
 def _plain(value: Any) -> Any:
     """A value as JSON; what JSON cannot express becomes text."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     finite = isinstance(value, float) and value - value == 0
     return value if value is None or finite or isinstance(value, (bool, int, str)) else str(value)

@@ -20,7 +20,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> Answer:
-    found = export_checkpoint(
+    exported = export_checkpoint(
         options.path,
         options.out,
         dtype=options.dtype,
@@ -31,25 +31,26 @@ def _export(options: argparse.Namespace) -> Answer:
         weights=options.weights,
     )
     lines = [
-        *found.files,
-        *found.published,
-        f"{found.tensors} tensors, {size_text(found.bytes)}, weights {found.weights!r}",
+        *exported.files,
+        *exported.published,
+        f"{exported.tensors} tensors, {size_text(exported.bytes)}, weights {exported.weights!r}",
     ]
-    lines += [f"tied, written once: {name} is {first}" for name, first in found.tied.items()]
-    lines += [f"left out: {name}" for name in found.left_out]
-    return asdict(found), lines, True
+    lines += [f"tied, written once: {name} is {first}" for name, first in exported.tied.items()]
+    lines += [f"left out: {name}" for name in exported.left_out]
+    return asdict(exported), lines, True
 
 
 def _convert(options: argparse.Namespace) -> Answer:
-    found = annex("engine.compat.convert.convert").convert(
+    converted = annex("engine.compat.convert.convert").convert(
         options.source, options.out, trust_pickle=options.trust_pickle
     )
     lines = [
-        f"{found.path}: from a {found.kind}",
-        f"{found.tensors} tensors, {size_text(found.bytes)}; {found.optimizers} optimizer(s); epoch {found.epoch}, step {found.step}",
-        f"hyperparameters: {', '.join(found.hyperparameters) or 'none'}",
+        f"{converted.path}: from a {converted.kind}",
+        f"{converted.tensors} tensors, {size_text(converted.bytes)}; {converted.optimizers} optimizer(s); "
+        f"epoch {converted.epoch}, step {converted.step}",
+        f"hyperparameters: {', '.join(converted.hyperparameters) or 'none'}",
     ]
-    return asdict(found), [*lines, *found.notes], True
+    return asdict(converted), [*lines, *converted.notes], True
 
 
 def _pack(options: argparse.Namespace) -> Answer:
@@ -58,11 +59,11 @@ def _pack(options: argparse.Namespace) -> Answer:
         raise FileExistsError(f"{out} exists: choose another path, or remove it")
     if options.weights is not None and not options.pickle:
         raise ValueError("--weights is for --pickle; without it the file has all weights of the checkpoint")
-    with open_path(options.path) as found:
+    with open_path(options.path) as checkpoint:
         if options.pickle:
-            annex("engine.compat.lightning.ckpt").write_checkpoint(out, found.directory, options.weights)
+            annex("engine.compat.lightning.ckpt").write_checkpoint(out, checkpoint.directory, options.weights)
         else:
-            pack(found.directory, out)
+            pack(checkpoint.directory, out)
     size = out.stat().st_size
     return {"path": str(out), "bytes": size}, [f"{out}: {size_text(size)}"], True
 

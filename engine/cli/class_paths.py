@@ -21,7 +21,7 @@ CALLBACKS = "engine.callbacks"
 
 
 def importable_here() -> None:
-    """Make modules of the current directory importable, as ``python script.py`` does for those next to the script."""
+    """Make modules of the current directory importable, as ``python script.py`` does for modules next to the script."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
 
@@ -61,9 +61,9 @@ def load(text: str, role: str, base: type, package: str | None = None) -> Any:
 
 def _from_file(path: Path, role: str) -> ModuleType:
     if not path.is_file():
-        beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        files_beside = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise UsageError(
-            f"{role} names the file {str(path)!r}, which does not exist (from {os.getcwd()}){nearest(path.name, beside)}"
+            f"{role} names the file {str(path)!r}, which does not exist (from {os.getcwd()}){nearest(path.name, files_beside)}"
         )
     path = path.resolve()
     name, folder = path.stem, str(path.parent)
@@ -72,10 +72,10 @@ def _from_file(path: Path, role: str) -> ModuleType:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     module = importlib.import_module(name)
-    found = getattr(module, "__file__", None)
-    if found is None or Path(found).resolve() != path:
+    module_file = getattr(module, "__file__", None)
+    if module_file is None or Path(module_file).resolve() != path:
         raise UsageError(
-            f"{role} names the file {str(path)!r}, but the module {name!r} is {found or 'built into Python'} already; rename the file"
+            f"{role} names the file {str(path)!r}, but the module {name!r} is {module_file or 'built into Python'} already; rename the file"
         )
     return module
 
@@ -93,7 +93,7 @@ def _import(name: str, text: str, role: str) -> ModuleType:
 
 
 def _longest(path: str, text: str, role: str) -> tuple[ModuleType, str]:
-    """``package.module.Class``: the module, and what is left."""
+    """Split ``package.module.Class`` into the longest module that can be imported and the name in it."""
     for count in range(path.count(".") + 1, 0, -1):
         parts = path.split(".")
         name = ".".join(parts[:count])
@@ -114,13 +114,13 @@ def _is_part(missing: str | None, name: str) -> bool:
 
 
 def _member(module: ModuleType, name: str, text: str, role: str) -> Any:
-    found: Any = module
+    owner: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            where = getattr(module, "__file__", None) or module.__name__
-            raise UsageError(f"{role} {text!r}: {where} has no {name!r}{nearest(name, _public(found))}")
-        found = getattr(found, part)
-    return found
+        if not hasattr(owner, part):
+            place = getattr(module, "__file__", None) or module.__name__
+            raise UsageError(f"{role} {text!r}: {place} has no {name!r}{nearest(name, _public(owner))}")
+        owner = getattr(owner, part)
+    return owner
 
 
 def _public(owner: Any) -> Iterator[str]:
@@ -129,17 +129,17 @@ def _public(owner: Any) -> Iterator[str]:
 
 
 def _only(module: ModuleType, text: str, role: str, base: type) -> Any:
-    own = [
-        each
-        for each in vars(module).values()
-        if inspect.isclass(each) and issubclass(each, base) and each.__module__ == module.__name__
+    classes = [
+        cls
+        for cls in vars(module).values()
+        if inspect.isclass(cls) and issubclass(cls, base) and cls.__module__ == module.__name__
     ]
-    names = sorted({each.__qualname__ for each in own})
+    names = sorted({cls.__qualname__ for cls in classes})
     if len(names) != 1:
-        there = (
+        contents = (
             f"several classes that are a {base.__name__} ({', '.join(names)})"
             if names
             else f"no class that is a {base.__name__}"
         )
-        raise UsageError(f"{role} {text!r} defines {there}; name one: {text}:{names[0] if names else 'Name'}")
-    return own[0]
+        raise UsageError(f"{role} {text!r} defines {contents}; name one: {text}:{names[0] if names else 'Name'}")
+    return classes[0]

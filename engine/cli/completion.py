@@ -43,11 +43,11 @@ def complete() -> None:
     # zsh passes all of its line: variables and other commands may precede ours.
     begin = max((index for index, word in enumerate(words, 1) if word.endswith((";", "|", "&"))), default=0)
     start = next((index for index in range(begin, len(words)) if os.path.basename(words[index]) == "fit"), 0)
-    known = [word for word in words[start + 1 : start + 2] if word in cli.COMMANDS]
+    commands = [word for word in words[start + 1 : start + 2] if word in cli.COMMANDS]
     # The number, from 1, of the word that precedes what the parser reads.
-    os.environ["_ARGCOMPLETE"] = str(start + 1 + len(known))
+    os.environ["_ARGCOMPLETE"] = str(start + 1 + len(commands))
     argcomplete.autocomplete(
-        cli.COMMANDS[known[0]].parser() if known else cli.parser(),
+        cli.COMMANDS[commands[0]].parser() if commands else cli.parser(),
         always_complete_options=False,
         default_completer=_Values(),
     )
@@ -59,20 +59,20 @@ class _Values(BaseCompleter):
     def __call__(
         self, *, prefix: str, action: argparse.Action, parser: argparse.ArgumentParser, **_: object
     ) -> Iterable[str]:
-        options = [each for each in getattr(parser, "active_actions", ()) if each.option_strings]
+        options = [option for option in getattr(parser, "active_actions", ()) if option.option_strings]
         if options and action not in options:  # argparse gives the word to the option
             return []
         name, equals, value = prefix.partition("=")
         if action.dest == "set" and equals:
-            return [f"{name}={each}" for each in _fitting(value, KINDS[name].words if name in KINDS else ())]
+            return [f"{name}={word}" for word in _fitting(value, KINDS[name].words if name in KINDS else ())]
         return _fitting(prefix, _words(action.dest))
 
 
 def _fitting(prefix: str, words: Iterable[str]) -> Iterable[str]:
-    """The words that start so; if none does, files, which bash looks for itself."""
-    found = [word for word in words if word.startswith(prefix)]
-    if found or os.environ.get("_ARGCOMPLETE_SHELL") == "bash":
-        return found
+    """The words that start with ``prefix``; if there are none, files, which bash looks for itself."""
+    matches = [word for word in words if word.startswith(prefix)]
+    if matches or os.environ.get("_ARGCOMPLETE_SHELL") == "bash":
+        return matches
     return [name for name in FilesCompleter()(prefix) if name.isprintable()]  # a terminal would obey the others
 
 

@@ -44,17 +44,17 @@ class Component:
 
     @property
     def title(self) -> str:
-        """The class's own name."""
+        """The name of the class or the function."""
         return str(getattr(self.target, "__qualname__", self.path))
 
     def origin(self, key: str) -> str:
-        """The origin of a parameter's value: the last source of it, or of something in it."""
-        if any(within(given, key) for given, _ in self.overrides):
+        """Where a parameter's value, or the last change inside it, comes from."""
+        if any(within(name, key) for name, _ in self.overrides):
             return f"{COMMAND_LINE} {self.name}.{key}"
         return self.line(key)
 
     def line(self, key: str) -> str:
-        """The line of the file that a parameter's value is from, or something around it."""
+        """The line of the file that gives a parameter its value, or gives the value around it."""
         while key not in self.origins and key:
             key = key.rpartition(".")[0]
         return self.origins.get(key, COMMAND_LINE)
@@ -82,7 +82,7 @@ class Components:
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """A checkpoint's account of its run, for a command that repeats it; taken where neither the command line nor a file says otherwise."""
+    """The settings and objects that a checkpoint records of its run, for a command that repeats it; the command line and a file win over them."""
 
     origin: str
     settings: Mapping[str, Any]
@@ -109,20 +109,22 @@ def components_of(
     """Combine the file and the command line.
 
     Args:
-        target, data, callbacks: classes of the command line; the first two replace those of the file, the last are added after its.
+        target, data, callbacks: classes of the command line; target and data replace the file's, callbacks come after the file's.
         overrides: ``NAME=VALUE`` texts; dotted names set parameters of objects, all others are settings of ``Fit``.
         config: the file; ``None``: the one that ``FIT_CONFIG`` names, else ``./fit.yaml`` if there is one.
         earlier: the run to repeat.
 
     Raises:
         UsageError: no model, an unknown target or object, or a malformed section.
-        ValueError, TypeError, OSError: a setting or the file is wrong, as of :func:`engine.config.resolve.resolve`.
+        ValueError, TypeError, OSError: a setting or the file is wrong; see :func:`engine.config.resolve.resolve`.
     """
     for text in overrides:
         _check_section(text)
-    below = {} if earlier is None else {**earlier.settings, **earlier.sections}
+    earlier_values = {} if earlier is None else {**earlier.settings, **earlier.sections}
     origin = "" if earlier is None else earlier.origin
-    resolved = resolve({}, os.environ, None if config is None else Path(config), overrides, SECTIONS, below, origin)
+    resolved = resolve(
+        {}, os.environ, None if config is None else Path(config), overrides, SECTIONS, earlier_values, origin
+    )
     sections = resolved.sections
     origins = {
         **({} if earlier is None else earlier.origins()),
@@ -132,75 +134,82 @@ def components_of(
     if model is None and earlier is not None:
         raise UsageError(earlier.without_model)
     if model is None:
-        where = (
+        reason = (
             f"{resolved.file} has no section model:"
             if resolved.file
             else "there is no ./fit.yaml with a section model:"
         )
-        raise UsageError(f"no TrainModule is named: give it as the target, as in my.module:Net or net.py ({where})")
+        raise UsageError(f"no TrainModule is named: give it as the target, as in my.module:Net or net.py ({reason})")
     if not (isinstance(model.target, type) and issubclass(model.target, TrainModule)):
         raise UsageError(
             f"{model.origin('')}: {model.path!r} is {_kind(model.target)}, not a TrainModule: subclass engine.TrainModule"
         )
-    found = Components(
+    components = Components(
         resolved,
         model,
         _data(data, sections.get("data"), origins),
         _callback_components(callbacks, sections.get("callbacks"), origins),
     )
     for text in overrides:
-        _override(found, *text.split("=", 1))
-    return found
+        _override(components, *text.split("=", 1))
+    return components
 
 
 def _origins_of_file(file: Path | None) -> dict[str, str]:
     """The line of each key of the file, by its dotted name; entries of lists by their number."""
     if file is None:
         return {}
-    origin, found = f"file {file}", {}
+    origin, origins = f"file {file}", {}
     root = yaml_text.compose(yaml_text.read_file(file), origin, lines=True)
-    for name, node, where in yaml_text.items_with_lines(root, origin, lines=True):
-        found[name] = where
-        inner = enumerate(node.value) if node.id == "sequence" else [(None, node)]
-        for index, each in inner:
+    for name, node, line_origin in yaml_text.items_with_lines(root, origin, lines=True):
+        origins[name] = line_origin
+        nodes = enumerate(node.value) if node.id == "sequence" else [(None, node)]
+        for index, value_node in nodes:
             prefix = name if index is None else f"{name}.{index}"
-            found[prefix] = where if index is None else f"{origin}:{each.start_mark.line + 1}"
-            found.update(
-                {f"{prefix}.{key}": where for key, where in yaml_text.origins_of_keys(each, origin, lines=True).items()}
+            origins[prefix] = line_origin if index is None else f"{origin}:{value_node.start_mark.line + 1}"
+            origins.update(
+                {
+                    f"{prefix}.{key}": key_origin
+                    for key, key_origin in yaml_text.origins_of_keys(value_node, origin, lines=True).items()
+                }
             )
-    return found
+    return origins
 
 
 def _component(
-    name: str, given: str | None, section: Any, origins: Mapping[str, str], role: str, base: type
+    name: str, requested: str | None, section: Any, origins: Mapping[str, str], role: str, base: type
 ) -> Component | None:
-    """The object that the command line (``given``) or a section of the file describes; ``None``: neither does."""
+    """The object that the command line (``requested``) or a section of the file describes; ``None``: neither does."""
     origin = origins.get(name, COMMAND_LINE)
     path, init_args = _described(name, section, origin)
-    if given is None and path is None:
+    if requested is None and path is None:
         if init_args:
             raise UsageError(f"{origin}: {name} has no class_path: give one, as in 'class_path: my.module:Name'")
         return None
     package = CALLBACKS if base is Callback else None
-    chosen = path if given is None else given
-    target = load(str(chosen), role if given is not None else f"{origin}: {name}", base, package)
+    chosen = path if requested is None else requested
+    target = load(str(chosen), role if requested is not None else f"{origin}: {name}", base, package)
     if not callable(target):
         raise UsageError(
-            f"{origin if given is None else role}: {chosen!r} is {_kind(target)}: name a class or a function"
+            f"{origin if requested is None else role}: {chosen!r} is {_kind(target)}: name a class or a function"
         )
     if (
-        given is not None
+        requested is not None
         and path is not None
         and init_args
         and load(path, f"{origin}: {name}", base, package) is not target
     ):
         logger.warning(
-            "%s: the parameters of %s are not used, because %s was given on the command line", origin, path, given
+            "%s: the parameters of %s are not used, because %s was given on the command line", origin, path, requested
         )
         init_args = {}
     prefix = f"{name}." if section is None or not set(_KEYS) & set(section) else f"{name}.init_args."
-    own = {key.removeprefix(prefix): where for key, where in origins.items() if key.startswith(prefix)}
-    return Component(name, str(chosen), target, init_args, {**own, "": origin if given is None else COMMAND_LINE})
+    parameter_origins = {
+        key.removeprefix(prefix): key_origin for key, key_origin in origins.items() if key.startswith(prefix)
+    }
+    return Component(
+        name, str(chosen), target, init_args, {**parameter_origins, "": origin if requested is None else COMMAND_LINE}
+    )
 
 
 def _described(name: str, section: Any, origin: str) -> tuple[str | None, dict[str, Any]]:
@@ -228,34 +237,34 @@ def _described(name: str, section: Any, origin: str) -> tuple[str | None, dict[s
     return path, dict(init_args)
 
 
-def _data(given: str | None, section: Any, origins: Mapping[str, str]) -> Component | None:
-    return _component("data", given, section, origins, "--data", DataModule)
+def _data(requested: str | None, section: Any, origins: Mapping[str, str]) -> Component | None:
+    return _component("data", requested, section, origins, "--data", DataModule)
 
 
-def _callback_components(given: Sequence[str], section: Any, origins: Mapping[str, str]) -> list[Component]:
-    listed = [] if section is None else section if isinstance(section, list) else [section]
-    alone = section is not None and not isinstance(section, list)
-    found = []
-    for index, entry in enumerate(listed):
+def _callback_components(requested: Sequence[str], section: Any, origins: Mapping[str, str]) -> list[Component]:
+    entries = [] if section is None else section if isinstance(section, list) else [section]
+    is_single = section is not None and not isinstance(section, list)
+    components = []
+    for index, entry in enumerate(entries):
         name = f"callbacks.{index}"
-        own = (
+        entry_origins = (
             {
-                name + key.removeprefix("callbacks"): where
-                for key, where in origins.items()
+                name + key.removeprefix("callbacks"): key_origin
+                for key, key_origin in origins.items()
                 if key.startswith("callbacks")
             }
-            if alone
+            if is_single
             else origins
         )
-        component = _component(name, None, entry, own, name, Callback)
+        component = _component(name, None, entry, entry_origins, name, Callback)
         if component is None:
             raise UsageError(f"{origins.get(name, name)}: {name} is empty: name a class")
-        found.append(component)
-    for text in given:
-        component = _component(f"callbacks.{len(found)}", text, None, {}, "--callback", Callback)
+        components.append(component)
+    for text in requested:
+        component = _component(f"callbacks.{len(components)}", text, None, {}, "--callback", Callback)
         assert component is not None
-        found.append(component)
-    return found
+        components.append(component)
+    return components
 
 
 def _check_section(text: str) -> None:
@@ -266,17 +275,17 @@ def _check_section(text: str) -> None:
         raise UsageError(f"{COMMAND_LINE} {text}: there is no {first!r} to set{nearest(first, (*SECTIONS, *KINDS))}")
 
 
-def _override(found: Components, name: str, text: str) -> None:
+def _override(components: Components, name: str, text: str) -> None:
     """Assign a dotted name of the command line to its object."""
     section, _, key = name.partition(".")
     if section not in SECTIONS:
         return
     origin = f"{COMMAND_LINE} {name}"
     if section == "callbacks":
-        which, _, key = key.partition(".")
-        component: Component | None = _find_callback(found.callbacks, which, origin)
+        callback_name, _, key = key.partition(".")
+        component: Component | None = _find_callback(components.callbacks, callback_name, origin)
     else:
-        component = found.model if section == "model" else found.data
+        component = components.model if section == "model" else components.data
     if component is None:
         raise UsageError(f"{origin}: there is no data: name it with --data, or in the section data: of the file")
     key = key.removeprefix("init_args.")
@@ -285,21 +294,21 @@ def _override(found: Components, name: str, text: str) -> None:
     component.overrides.append((key, text))
 
 
-def _find_callback(callbacks: list[Component], which: str, origin: str) -> Component:
-    if which.isdecimal() and int(which) < len(callbacks):
-        return callbacks[int(which)]
-    same = [component for component in callbacks if component.title == which]
-    if len(same) == 1:
-        return same[0]
-    if same:
+def _find_callback(callbacks: list[Component], name: str, origin: str) -> Component:
+    if name.isdecimal() and int(name) < len(callbacks):
+        return callbacks[int(name)]
+    matches = [component for component in callbacks if component.title == name]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
         raise UsageError(
-            f"{origin}: there are {len(same)} {which}: name one by its number, {' or '.join(component.name for component in same)}"
+            f"{origin}: there are {len(matches)} {name}: name one by its number, {' or '.join(component.name for component in matches)}"
         )
-    there = [f"{component.name} ({component.title})" for component in callbacks]
-    hint = nearest(which, [component.title for component in callbacks])
-    raise UsageError(f"{origin}: there is no callback {which!r}{hint}; there are: {', '.join(there) or 'none'}")
+    existing = [f"{component.name} ({component.title})" for component in callbacks]
+    hint = nearest(name, [component.title for component in callbacks])
+    raise UsageError(f"{origin}: there is no callback {name!r}{hint}; there are: {', '.join(existing) or 'none'}")
 
 
 def _kind(value: Any) -> str:
-    """Return the words for a value in an error."""
+    """How an error names a value: ``the class Net``, ``a list``."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

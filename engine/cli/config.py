@@ -15,7 +15,7 @@ from engine.cli.annexes import annex
 from engine.cli.terminal import FAILED, UsageError, complain, show
 from engine.config import yaml_text
 from engine.config.kinds import PRECISIONS
-from engine.config.masked import plain
+from engine.config.masked import plain_value
 from engine.config.resolve import SECTIONS, Resolved, read_value, resolve
 from engine.config.settings import Settings, check
 from engine.config.settings_file import document, documentation
@@ -82,15 +82,15 @@ def _write(options: argparse.Namespace) -> int:
     finally:
         draft.unlink()
     write_atomically(path, text)
-    given = [f"{name}={getattr(resolved.settings, name)}" for name in values]
-    show(f"{path}: written; {', '.join(given) or 'all settings have their defaults'}")
+    assignments = [f"{name}={getattr(resolved.settings, name)}" for name in values]
+    show(f"{path}: written; {', '.join(assignments) or 'all settings have their defaults'}")
     return 0
 
 
 def _check(path: Path) -> int:
     resolved = _settings_of_file(path)
-    given = [name for name, origin in resolved.origins.items() if origin.startswith("file ")]
-    show(f"{path}: {len(given)} setting(s), all valid" + (f": {', '.join(given)}" if given else ""))
+    names = [name for name, origin in resolved.origins.items() if origin.startswith("file ")]
+    show(f"{path}: {len(names)} setting(s), all valid" + (f": {', '.join(names)}" if names else ""))
     if resolved.sections:
         show(f"{path}: {', '.join(resolved.sections)}: read by 'fit run', not checked here")
     return 0
@@ -135,11 +135,11 @@ def _converted(path: Path, file: KeyFile, force: bool, head: list[str]) -> tuple
             + "\n".join(f"  {line}" for line in file.refused)
         )
     head = ["", *head]
-    told = (
+    paragraphs = (
         ("Ignored, because it has no meaning here:", file.notes),
         ("NOT DONE HERE, and it changes the training:", file.refused),
     )
-    for title, lines in told:
+    for title, lines in paragraphs:
         head += ["", title, *(f"    {' '.join(line.split())}" for line in lines)] if lines else []
     return file.settings, head
 
@@ -217,11 +217,11 @@ def ask(read: Callable[[str], str] = input, say: Callable[[str], None] = print) 
 def _ask_until_valid(
     question: Question, values: dict[str, Any], read: Callable[[str], str], say: Callable[[str], None]
 ) -> None:
-    default, text_of = _default_of(question.name, values)
+    default, explanation = _default_of(question.name, values)
     while True:
-        answer = read(f"{question.text} [{flow(plain(default))}]: ").strip()
+        answer = read(f"{question.text} [{flow(plain_value(default))}]: ").strip()
         if answer == "?":
-            say(f"  {text_of or question.text}")
+            say(f"  {explanation or question.text}")
             continue
         if not answer and not question.required:
             return
@@ -237,24 +237,24 @@ def _store_answer(name: str, answer: str, values: dict[str, Any]) -> None:
     setting, _, option = name.partition(".")
     node = yaml_text.compose(answer, "this answer")
     if not option:
-        given = read_value(setting, node, "this answer")
-        _try_to_make(setting, given)
-        values[setting] = plain(given)
+        value = read_value(setting, node, "this answer")
+        _try_to_make(setting, value)
+        values[setting] = plain_value(value)
         return
-    before = values[setting]
+    current = values[setting]
     if node is None:
         raise ValueError(f"{name} is empty: there is no default")
-    options = {**(before if isinstance(before, dict) else {"name": before}), option: yaml_text.construct(node)}
+    options = {**(current if isinstance(current, dict) else {"name": current}), option: yaml_text.construct(node)}
     # The directory on the disk is the next question.
     _try_to_make(setting, check(setting, {"nvme_path": ".", **options} if "nvme" in options.values() else options))
     values[setting] = options
 
 
-def _try_to_make(setting: str, given: Any) -> None:
-    if setting == "strategy" and given != "auto":
-        strategies.get(given)
+def _try_to_make(setting: str, value: Any) -> None:
+    if setting == "strategy" and value != "auto":
+        strategies.get(value)
     elif setting == "precision":
-        Precision.parse(given)
+        Precision.parse(value)
 
 
 def _default_of(name: str, values: Mapping[str, Any]) -> tuple[Any, str]:
@@ -263,16 +263,16 @@ def _default_of(name: str, values: Mapping[str, Any]) -> tuple[Any, str]:
     if not option:
         default = next(field.default for field in fields(Settings) if field.name == setting)
         return (1 if setting == "max_epochs" else default), documentation().get(setting, "")
-    thing = (
+    owner = (
         strategies.get(_name_of(values[setting]))
         if setting == "strategy"
         else Precision.parse(_name_of(values[setting])).fp8
     )
-    text_of = next(
-        (found[option] for cls in type(thing).__mro__ if cls is not object and option in (found := documentation(cls))),
+    explanation = next(
+        (texts[option] for cls in type(owner).__mro__ if cls is not object and option in (texts := documentation(cls))),
         "",
     )
-    return getattr(thing, option), text_of
+    return getattr(owner, option), explanation
 
 
 def _name_of(value: Any) -> Any:

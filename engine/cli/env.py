@@ -1,4 +1,4 @@
-"""``fit env``: what a run started here would find."""
+"""``fit env``: the versions, devices, environment and settings that a run started here would have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from engine import strategies
 from engine.cli.main import version
 from engine.cli.terminal import show, table
-from engine.config.masked import readable, rows
+from engine.config.masked import table_rows, with_origins
 from engine.config.resolve import SECTIONS, resolve
 from engine.distributed.environments import detect, hints
 from engine.utils import accelerator, cuda
@@ -57,10 +57,10 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
         "errors": [],
     }
     try:
-        found = detect(environ)
-        report["environment"] = asdict(found)
+        environment = detect(environ)
+        report["environment"] = asdict(environment)
         report["variables"] = report["environment"].pop("variables")
-        report["hints"] += hints(environ, found)
+        report["hints"] += hints(environ, environment)
     except (ValueError, RuntimeError) as error:
         report["errors"].append(str(error))
     try:
@@ -68,27 +68,29 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
     except (ValueError, TypeError, OSError) as error:
         report["errors"].append(str(error))
     else:
-        report["settings"] = readable(resolved.settings, resolved.origins)
+        report["settings"] = with_origins(resolved.settings, resolved.origins)
         try:
             precision, strategy = strategies.requested(resolved.settings, resolved.origins)
         except (ValueError, TypeError, OSError) as error:
             report["errors"].append(str(error))
         else:
             objects = strategies.describe_requested(resolved.settings, precision, strategy)
-            report["settings"] = readable(resolved.settings, resolved.origins, objects)
+            report["settings"] = with_origins(resolved.settings, resolved.origins, objects)
     return report
 
 
 def as_text(report: Mapping[str, Any]) -> str:
     """The report of :func:`collect` as text: one value per line, settings with their origin."""
-    lines = [*_section("versions", {name: found or "not installed" for name, found in report["versions"].items()})]
+    lines = [
+        *_section("versions", {name: installed or "not installed" for name, installed in report["versions"].items()})
+    ]
     lines += _section("devices", report["devices"])
     lines += _section("environment", report["environment"] or {})
     if report["variables"]:
         lines += _section("read from", report["variables"])
     if report["hints"]:
         lines += [*(f"hint: {hint}" for hint in report["hints"]), ""]
-    lines += ["settings", *("  " + line for line in table(rows(report["settings"]))), ""]
+    lines += ["settings", *("  " + line for line in table(table_rows(report["settings"]))), ""]
     return "\n".join([*lines, *(f"error: {error}" for error in report["errors"])]).rstrip()
 
 
@@ -98,35 +100,35 @@ def _section(title: str, values: Mapping[str, Any]) -> list[str]:
 
 
 def _devices(faulty: bool) -> dict[str, str]:
-    """``faulty``: a product in bf16 on the CPU would end this process, so the CPU is not asked what it can do."""
+    """The devices of this machine and what they can do. With ``faulty`` the CPU is not tried: a product in bf16 would end this process."""
     import torch
     import torch.distributed as dist
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = {"cpu": f"{cores} cores, {torch.get_num_threads()} threads in an operation"}
+    lines = {"cpu": f"{cores} cores, {torch.get_num_threads()} threads in an operation"}
     kind = accelerator.present()
-    found["accelerator"] = accelerator.machine(kind)
+    lines["accelerator"] = accelerator.machine(kind)
     if cuda.toolkit():
-        found["built for"] = cuda.toolkit()
+        lines["built for"] = cuda.toolkit()
     if kind is not None:
         for index in range(accelerator.devices(kind)):
-            found[f"{kind}:{index}"] = Device(torch.device(kind, index)).described()
+            lines[f"{kind}:{index}"] = Device(torch.device(kind, index)).described()
     device = torch.device(kind or "cpu")
     if not faulty or device.type != "cpu":
-        can = accelerator.capabilities(device)
-        found[f"{device.type} has"] = ", ".join(name for name, there in can.items() if there)
-        lacks = [name for name, there in can.items() if not there]
-        found[f"{device.type} lacks"] = ", ".join(lacks) or "nothing of these"
-    found["float32 products"] = cuda.products()[0] or "set for each device by itself (torch.backends.*.fp32_precision)"
+        capabilities = accelerator.capabilities(device)
+        lines[f"{device.type} has"] = ", ".join(name for name, is_supported in capabilities.items() if is_supported)
+        lacks = [name for name, is_supported in capabilities.items() if not is_supported]
+        lines[f"{device.type} lacks"] = ", ".join(lacks) or "nothing of these"
+    lines["float32 products"] = cuda.products()[0] or "set for each device by itself (torch.backends.*.fp32_precision)"
     if dist.is_available():
-        there = [
+        backends = [
             name
             for name in dist.Backend.backend_list
             if name not in ("undefined", "fake") and dist.is_backend_available(name)
         ]
-        found["backends"] = ", ".join(there) or "none"
+        lines["backends"] = ", ".join(backends) or "none"
         try:
-            found["collectives"] = f"{accelerator.collectives_backend(device)} for {device.type}"
+            lines["collectives"] = f"{accelerator.collectives_backend(device)} for {device.type}"
         except RuntimeError as error:
-            found["collectives"] = str(error)
-    return found
+            lines["collectives"] = str(error)
+    return lines

@@ -16,7 +16,7 @@ from engine.utils.errors import RankError
 from engine.utils.text import terminal_text
 
 _ABOUT_INPUT = (ValueError, TypeError, ImportError, FileNotFoundError)
-"""Exceptions of our own checks about values they were given."""
+"""Exceptions of our own checks about wrong values."""
 _ABOUT_FAILURE = (RuntimeError, OSError, FloatingPointError)
 """Exceptions of our own code about failures, with a complete message."""
 
@@ -56,10 +56,10 @@ def run_reporting_errors(work: Callable[[], int]) -> int:
 
 def _report(error: Exception) -> int:
     _remember(error)
-    ours = isinstance(error, RankError) or tracebacks.is_ours_alone(error)
-    if ours and isinstance(error, (*_ABOUT_INPUT, *_ABOUT_FAILURE)) and not sys.flags.dev_mode:
+    is_ours = isinstance(error, RankError) or tracebacks.is_ours_alone(error)
+    if is_ours and isinstance(error, (*_ABOUT_INPUT, *_ABOUT_FAILURE)) and not sys.flags.dev_mode:
         return _show(error, USAGE if isinstance(error, _ABOUT_INPUT) else FAILED)
-    if not ours or isinstance(error, SyntaxError):
+    if not is_ours or isinstance(error, SyntaxError):
         tracebacks.trim(error)
     sys.stdout.flush()
     sys.excepthook(type(error), error, error.__traceback__)  # which also records it, see failures.attach
@@ -75,10 +75,10 @@ def _remember(error: BaseException) -> None:
 def _show(error: Exception, status: int) -> int:
     """Show an error whose message is complete: here, or where the launcher looks for it."""
     with contextlib.suppress(RuntimeError):
-        here = detect(os.environ)
-        if here.error_file:
-            failures.record(error, Path(here.error_file))
-        if failures.is_shown_by_rank_0(here):
+        environment = detect(os.environ)
+        if environment.error_file:
+            failures.record(error, Path(environment.error_file))
+        if failures.is_shown_by_rank_0(environment):
             return status
     complain(error)
     return status

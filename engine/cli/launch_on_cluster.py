@@ -14,7 +14,7 @@ def run(options: argparse.Namespace) -> int:
     """Submit the job to SLURM, or run it on Ray and wait for its end.
 
     Returns:
-        As :func:`engine.launch.slurm.main` and :func:`engine.launch.ray.main`. What they refuse ends the process with status 2.
+        The status of :func:`engine.launch.slurm.main` or :func:`engine.launch.ray.main`. What they refuse ends the process with status 2.
     """
     try:
         return slurm.main(options, os.environ) if options.slurm else ray.main(options, os.environ)

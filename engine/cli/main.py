@@ -68,15 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     top = parser()
     # The rest belongs to the command.
-    known = top.parse_args(arguments[:1])
-    if known.command is None:
+    first_word = top.parse_args(arguments[:1])
+    if first_word.command is None:
         top.print_help()
         return 0
-    if known.command not in COMMANDS:
+    if first_word.command not in COMMANDS:
         top.error(
-            f"unknown command {known.command!r}{nearest(known.command, COMMANDS)}; possible: {', '.join(COMMANDS)}"
+            f"unknown command {first_word.command!r}{nearest(first_word.command, COMMANDS)}; possible: {', '.join(COMMANDS)}"
         )
-    return guarded(lambda: run_command(known.command, arguments[1:]))
+    return guarded(lambda: run_command(first_word.command, arguments[1:]))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -19,15 +19,15 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         0; with ``--check`` 1 when something needs a change or could not be read. Paths that do not exist or have no sources end with status 2.
     """
-    paths = [Path(each) for each in options.paths]
+    paths = [Path(path) for path in options.paths]
     if missing := [path for path in paths if not path.exists()]:
         raise UsageError(f"{missing[0]} does not exist")
-    found = annex(REPORT)
-    report = found.migration(paths, options.exclude)
+    report_module = annex(REPORT)
+    report = report_module.migration(paths, options.exclude)
     if not report.files and not report.unread:
         raise UsageError(f"{', '.join(options.paths)}: there are no .py or .ipynb files")
     if options.json:
-        print(json.dumps(found.as_json(report), indent=2))
+        print(json.dumps(report_module.as_json(report), indent=2))
     else:
         show(*annex(TEXT).lines(report, changes_only=options.changes))
     return FAILED if options.check and not report.works else OK

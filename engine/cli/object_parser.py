@@ -1,4 +1,4 @@
-"""An object of a run: its constructor's parameters as options, read from the file and the command line; building it, and describing it."""
+"""Builds and describes an object of a run: its constructor's parameters are options of the file and the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jsonargparse.typing import register_type
 from engine.cli.components import COMMAND_LINE, Component, within
 from engine.cli.terminal import UsageError
 from engine.config import yaml_text
-from engine.config.masked import plain, readable
+from engine.config.masked import plain_value, with_origins
 from engine.config.resolve import Resolved
 from engine.config.typed_values import TEXT_READERS, converted, is_data
 from engine.config.yaml_text import flow
@@ -62,12 +62,12 @@ class ObjectParser:
             raise UsageError(_with_user_names(component, str(error), names)) from None
         except Exception as error:  # from a module that a class path names, or from jsonargparse about one
             raise _as_usage_error(component, error) from None
-        given = {
+        given_names = {
             *component.fixed,
             *component.init_args,
             *(key.removesuffix("+").split(".")[0] for key, _ in component.overrides),
         }
-        if missing := [name for name in _untyped(component.target) if name not in given]:
+        if missing := [name for name in _untyped(component.target) if name not in given_names]:
             raise UsageError(_needs(component, missing))
 
     def build(self) -> tuple[Any, dict[str, Any]]:
@@ -81,33 +81,33 @@ class ObjectParser:
         return self.component.target(**arguments), arguments
 
     def as_values(self) -> tuple[dict[str, Any], list[str]]:
-        """All parameters as in YAML, including defaults; and those whose value has no text form."""
+        """All parameters as in YAML, including defaults; and the names of the parameters whose value has no text form."""
         values = self._values.clone()
         values.pop(_SECTION.replace("-", "_"))
         left_out = [name for name in vars(values) if not self._repeatable(name)]
         for name in left_out:
             values.pop(name)
-        kept = {name: plain(value) for name, value in self.component.fixed.items()}
-        return {**kept, **self._dumped(values)}, left_out
+        fixed = {name: plain_value(value) for name, value in self.component.fixed.items()}
+        return {**fixed, **self._dumped(values)}, left_out
 
     def _repeatable(self, name: str) -> bool:
         """Whether the text of a parameter's value reads back as that value."""
         values = self._values.clone()
-        for other in [other for other in vars(values) if other != name]:
-            values.pop(other)
+        for other_name in [other_name for other_name in vars(values) if other_name != name]:
+            values.pop(other_name)
         try:
             with warnings.catch_warnings():  # from the comparison
                 warnings.simplefilter("ignore")
-                again = self._parser.parse_args([*self._arguments, f"--{_SECTION}", flow(self._dumped(values))])
-            return bool(again[name] == self._values[name])
+                read_back = self._parser.parse_args([*self._arguments, f"--{_SECTION}", flow(self._dumped(values))])
+            return bool(read_back[name] == self._values[name])
         except (argparse.ArgumentError, TypeError, ValueError, RuntimeError):
             return False
 
     def _dumped(self, values: Any) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(
+        dumped: dict[str, Any] = json.loads(
             self._parser.dump(values, format="json_compact", skip_unset=False, skip_validation=True)
         )
-        return found
+        return dumped
 
 
 def parser_of(component: Component) -> ArgumentParser:
@@ -129,15 +129,19 @@ def parser_of(component: Component) -> ArgumentParser:
 
 
 def parameters(parser: ArgumentParser) -> dict[str, argparse.Action]:
-    """The parameters that have values, by dotted name; those of a dataclass are listed themselves."""
+    """The parameters that have values, by dotted name; for a dataclass its fields, not the dataclass."""
     actions = {
         action.dest: action
         for action in parser._actions
         if action.option_strings and action.dest != _SECTION.replace("-", "_")
     }
-    helps = {f"{name}.help" for name in actions}
-    kept = {name: action for name, action in actions.items() if name not in helps}
-    return {name: action for name, action in kept.items() if not any(other.startswith(f"{name}.") for other in kept)}
+    help_names = {f"{name}.help" for name in actions}
+    named_actions = {name: action for name, action in actions.items() if name not in help_names}
+    return {
+        name: action
+        for name, action in named_actions.items()
+        if not any(inner.startswith(f"{name}.") for inner in named_actions)
+    }
 
 
 def _values_in_file(component: Component, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -146,7 +150,7 @@ def _values_in_file(component: Component, names: Mapping[str, Any]) -> Iterator[
     def walk(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for key, value in values.items():
             name = f"{prefix}{key}"
-            if isinstance(value, Mapping) and any(other.startswith(f"{name}.") for other in names):
+            if isinstance(value, Mapping) and any(inner.startswith(f"{name}.") for inner in names):
                 yield from walk(value, f"{name}.")
             else:
                 yield name, value
@@ -158,24 +162,24 @@ def _check_name(component: Component, key: str, origin: str, names: Mapping[str,
     # A name inside a parameter (of an object that the parameter's type describes) is checked by its type.
     if any(within(key, name) or within(name, key) for name in names):
         return
-    above, _, last = key.rpartition(".")
-    while above and not any(name.startswith(f"{above}.") for name in names):
-        above, _, last = above.rpartition(".")
-    beside = sorted(
+    owner, _, last = key.rpartition(".")
+    while owner and not any(name.startswith(f"{owner}.") for name in names):
+        owner, _, last = owner.rpartition(".")
+    siblings = sorted(
         {
-            name.removeprefix(f"{above}." if above else "").split(".")[0]
+            name.removeprefix(f"{owner}." if owner else "").split(".")[0]
             for name in names
-            if not above or name.startswith(f"{above}.")
+            if not owner or name.startswith(f"{owner}.")
         }
     )
-    where = f"{component.name}.{above}" if above else f"{component.name} {component.title}"
+    place = f"{component.name}.{owner}" if owner else f"{component.name} {component.title}"
     raise UsageError(
-        f"{origin}: {where} has no parameter {last!r}{nearest(last, beside)}; it has {', '.join(beside) or 'none'}"
+        f"{origin}: {place} has no parameter {last!r}{nearest(last, siblings)}; it has {', '.join(siblings) or 'none'}"
     )
 
 
 def _check_value(component: Component, key: str, value: Any, origin: str, names: Mapping[str, argparse.Action]) -> None:
-    """Check a value as those of a strategy are checked, unless its type has classes in it."""
+    """Check a value as the options of a strategy are checked, unless its type has classes in it."""
     if key not in names or not is_data(hint := type_of(names[key])):
         return
     try:
@@ -190,31 +194,35 @@ def type_of(action: argparse.Action) -> Any:
 
 
 def _with_user_names(component: Component, message: str, names: Mapping[str, argparse.Action]) -> str:
-    """jsonargparse's message, with the parameter's name as given, and its origin."""
+    """jsonargparse's message, with the parameter's name as the user wrote it, and its origin."""
     text = " ".join(message.split())
-    if found := re.match(r'Parser key "([^"]+)": (.*)', text):
-        key, reason = found.groups()
+    if match := re.match(r'Parser key "([^"]+)": (.*)', text):
+        key, reason = match.groups()
         with suppress(ValueError):  # of text that is not YAML
-            for written in (written for given, written in component.overrides if given == key):
+            for written in (written for override_key, written in component.overrides if override_key == key):
                 value = yaml_text.construct(yaml_text.compose(written, component.origin(key)))
                 _check_value(component, key, value, component.origin(key), names)
         return f"{component.origin(key)}: {component.name}.{key} does not fit: {_reason(reason)}"
-    if found := re.match(r"the following arguments are required: (.*)", text):
-        return _needs(component, [each.strip() for each in found[1].split(",")])
+    if match := re.match(r"the following arguments are required: (.*)", text):
+        return _needs(component, [name.strip() for name in match[1].split(",")])
     return f"{component.origin('')}: {component.name} {component.title}: {text}"
 
 
 def _needs(component: Component, missing: list[str]) -> str:
     first = missing[0]
-    where = f"give --set {component.name}.{first}=VALUE, or {first} under its init_args in the file"
-    return f"{component.name} {component.title} needs {', '.join(missing)}: {where}"
+    advice = f"give --set {component.name}.{first}=VALUE, or {first} under its init_args in the file"
+    return f"{component.name} {component.title} needs {', '.join(missing)}: {advice}"
 
 
 def _untyped(target: Callable[..., Any]) -> list[str]:
     """Parameters with neither type nor default: jsonargparse would pass ``None`` for them."""
     empty, kinds = inspect.Parameter.empty, (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found = inspect.signature(target).parameters.values()
-    return [each.name for each in found if each.kind in kinds and each.default is empty and each.annotation is empty]
+    signature_parameters = inspect.signature(target).parameters.values()
+    return [
+        parameter.name
+        for parameter in signature_parameters
+        if parameter.kind in kinds and parameter.default is empty and parameter.annotation is empty
+    ]
 
 
 def _as_usage_error(component: Component, error: Exception) -> Exception:
@@ -233,9 +241,9 @@ def _as_usage_error(component: Component, error: Exception) -> Exception:
 
 def _reason(text: str) -> str:
     """jsonargparse's reason, shortened: without the alternative ``None`` of a union."""
-    if found := re.search(r"Errors: - (.*?) Given value type: .*? Given value: (.*)", text):
-        reasons = [each for each in found[1].split(" - ") if each != "Expected a <class 'NoneType'>"]
-        text = f"{'; or: '.join(reasons)} (given: {found[2]})"
+    if match := re.search(r"Errors: - (.*?) Given value type: .*? Given value: (.*)", text):
+        reasons = [part for part in match[1].split(" - ") if part != "Expected a <class 'NoneType'>"]
+        text = f"{'; or: '.join(reasons)} (given: {match[2]})"
     text = re.sub(r"NestedArg\(key='([^']*)', val='([^']*)'\)", r"\1=\2", text)
     return re.sub(
         r"Expected a dot import path string: (\S+)",
@@ -248,24 +256,24 @@ def _reason(text: str) -> str:
 
 
 def config_text(resolved: Resolved, parsers: Sequence[ObjectParser]) -> str:
-    """A file of settings that runs the same: settings with their origins, each object with all of its parameters.
+    """A file of settings that repeats the run: settings with their origins, each object with all of its parameters.
 
     Defaults without a text form (an object created in the signature) are named in a comment, and apply again when the file is used.
     """
     lines = ["# settings of Fit, and where each comes from"]
-    for name, entry in readable(resolved.settings, resolved.origins, hide=False).items():
+    for name, entry in with_origins(resolved.settings, resolved.origins, hide=False).items():
         if name != "callbacks":
             lines.append(f"{name}: {flow(entry['value'])}  # {' '.join(entry['origin'].split())}")
-    by_name = {each.component.name: each for each in parsers}
+    by_name = {parser.component.name: parser for parser in parsers}
     for name in ("model", "data"):
         if name in by_name:
             lines += ["", f"{name}:", *_object_lines(by_name[name], "  ")]
-    callbacks = [each for name, each in by_name.items() if name.startswith("callbacks.")]
+    callbacks = [parser for name, parser in by_name.items() if name.startswith("callbacks.")]
     if callbacks:
         lines += ["", "callbacks:"]
-    for each in callbacks:
-        first, *rest = _object_lines(each, "    ")
-        lines += [f"  - {first.strip()}", *rest]
+    for parser in callbacks:
+        first, *further_lines = _object_lines(parser, "    ")
+        lines += [f"  - {first.strip()}", *further_lines]
     return "\n".join(lines) + "\n"
 
 
@@ -282,9 +290,8 @@ def class_help(command: str, components: Sequence[Component]) -> str:
     """The parameters of each class: name, type, default and documentation."""
     lines = [f"usage: fit {command} TARGET --set NAME=VALUE ...", ""]
     for component in components:
-        bare = (
-            inspect.isclass(component.target) and component.target.__doc__ is None
-        )  # then getdoc would describe the base class
+        # Of a class without a docstring getdoc would describe the base class.
+        bare = inspect.isclass(component.target) and component.target.__doc__ is None
         about = "" if bare else (inspect.getdoc(component.target) or "").split("\n\n")[0]
         about = _one_line(about)
         lines += [f"{component.name}: {component.path}", *([f"  {about}"] if about else [])]
@@ -293,8 +300,8 @@ def class_help(command: str, components: Sequence[Component]) -> str:
             for name, action in parameters(parser_of(component)).items()
         ]
         widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:2]] if rows else []
-        for name, kind, rest in rows:
-            lines.append(f"    {name:<{widths[0]}}  {kind:<{widths[1]}}  {rest}".rstrip())
+        for name, kind, details in rows:
+            lines.append(f"    {name:<{widths[0]}}  {kind:<{widths[1]}}  {details}".rstrip())
         lines += [] if rows else ["    (no parameters)"]
         lines.append("")
     return "\n".join(
@@ -308,7 +315,7 @@ def class_help(command: str, components: Sequence[Component]) -> str:
 def _parameter_row(action: argparse.Action) -> tuple[str, str]:
     """A parameter's type, and its default with its documentation."""
     kind = type_of(action)
-    default = "required" if action.required else f"default {_shown(action.default)}"
+    default = "required" if action.required else f"default {_default_text(action.default)}"
     return _type_text(kind), f"{default}{f'; {_one_line(action.help)}' if action.help else ''}"
 
 
@@ -331,7 +338,7 @@ def _type_text(kind: Any) -> str:
     return "any" if text in ("None", "Untyped") else text.replace("typing.", "")
 
 
-def _shown(value: Any) -> str:
+def _default_text(value: Any) -> str:
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, type):

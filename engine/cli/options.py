@@ -1,4 +1,4 @@
-"""The options of every command of ``fit``, and what can be refused before the command's module is imported. Imports no torch.
+"""The options of every command of ``fit``, with the checks that are possible before the command's module is imported. Imports no torch.
 
 Each parser names, as ``run_by``, the module whose ``run(options) -> exit status`` does the work.
 """
@@ -92,8 +92,8 @@ class RunParser(TargetParser):
 
     def check(self, options: argparse.Namespace) -> None:
         super().check(options)
-        alone = not (names_objects(options) or options.set or options.print_config)
-        if options.command == "test" and alone and not options.checkpoint:
+        is_bare = not (names_objects(options) or options.set or options.print_config)
+        if options.command == "test" and is_bare and not options.checkpoint:
             options.run_by = "engine.cli.self_check"
 
 
@@ -129,8 +129,8 @@ def _of_target(command: str) -> RunParser:
     )
     top.set_defaults(run_by="engine.cli.run", command=command)
     top.add_argument("target", nargs="?", metavar="TARGET", help="the TrainModule")
-    about = "print this; with a target, the parameters of its classes"
-    top.add_argument("-h", "--help", action="store_true", help=about)
+    help_text = "print this; with a target, the parameters of its classes"
+    top.add_argument("-h", "--help", action="store_true", help=help_text)
     top.add_argument("--data", metavar="CLASS", help="a DataModule, or a class or function that returns a DataLoader")
     top.add_argument(
         "--callback",
@@ -148,8 +148,8 @@ def _of_target(command: str) -> RunParser:
         help="settings of Fit, model.*, data.*, callbacks.N.* or callbacks.CLASS.*; these win over the environment and the file",
     )
     top.add_argument("--config", metavar="FILE", help=_CONFIG)
-    shown = "print everything that would run as such a file, without running it"
-    top.add_argument("--print-config", action="store_true", help=shown)
+    print_config_help = "print everything that would run as such a file, without running it"
+    top.add_argument("--print-config", action="store_true", help=print_config_help)
     if command == "run":
         top.add_argument(
             "--resume",
@@ -157,8 +157,8 @@ def _of_target(command: str) -> RunParser:
             help=f"last, auto (last, if there is one), best, or a checkpoint's path or URL; {_SAVED}",
         )
         return top
-    text = f"last, best, or a checkpoint's path or URL; without it the constructor's weights; {_SAVED}"
-    top.add_argument("--checkpoint", metavar="CHECKPOINT", help=text)
+    checkpoint_help = f"last, best, or a checkpoint's path or URL; without it the constructor's weights; {_SAVED}"
+    top.add_argument("--checkpoint", metavar="CHECKPOINT", help=checkpoint_help)
     top.add_argument("--weights", metavar="NAME", help=_WEIGHTS)
     top.add_argument("--json", action="store_true", help="print one JSON value")
     if command == "predict":
@@ -192,12 +192,12 @@ def checkpoint() -> Parser:
         command.add_argument("--json", action="store_true", help="print one JSON value")
         return command
 
-    one = f"a checkpoint, or a folder, whose newest one is used: {_PLACE}"
+    path_help = f"a checkpoint, or a folder, whose newest one is used: {_PLACE}"
     command = add("list", "list the checkpoints of a folder, oldest first; status 1 if one is incomplete or damaged")
     command.add_argument("root", help=_PLACE)
 
     command = add("show", "print a checkpoint's description")
-    command.add_argument("path", help=one)
+    command.add_argument("path", help=path_help)
     command.add_argument(
         "--tensors", action="store_true", help="also each tensor's name, shape, dtype and number of shards"
     )
@@ -213,17 +213,17 @@ def checkpoint() -> Parser:
             "write a checkpoint's weights as .safetensors files that transformers and load_file read",
             _WEIGHTS_ACTIONS,
         ),
-        one,
+        path_help,
     )
 
-    others = "a Lightning .ckpt, a torch.distributed.checkpoint directory or safetensors"
-    _convert(add("convert", f"write a checkpoint of this library from {others}", _WEIGHTS_ACTIONS))
+    sources = "a Lightning .ckpt, a torch.distributed.checkpoint directory or safetensors"
+    _convert(add("convert", f"write a checkpoint of this library from {sources}", _WEIGHTS_ACTIONS))
     command = add(
         "pack",
         "write a checkpoint as one file, from which everything that takes a checkpoint reads it",
         _WEIGHTS_ACTIONS,
     )
-    command.add_argument("path", help=one)
+    command.add_argument("path", help=path_help)
     command.add_argument("out", help="the file, by convention x.ckpt: a zip archive of the checkpoint's folder")
     command.add_argument(
         "--pickle",
@@ -248,15 +248,15 @@ def _convert(command: argparse.ArgumentParser) -> None:
 
 
 def _prune(command: argparse.ArgumentParser) -> None:
-    best = "and the N with the best scores of ModelCheckpoint(monitor=)"
+    keep_best_help = "and the N with the best scores of ModelCheckpoint(monitor=)"
     command.add_argument("root", help=_PLACE)
     command.add_argument("--keep", type=_at_least(1), required=True, metavar="N", help="keep the N newest (1 or more)")
-    command.add_argument("--keep-best", type=_at_least(0), default=0, metavar="N", help=best)
+    command.add_argument("--keep-best", type=_at_least(0), default=0, metavar="N", help=keep_best_help)
     command.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
 
 
-def _export(command: argparse.ArgumentParser, one: str) -> None:
-    command.add_argument("path", help=one)
+def _export(command: argparse.ArgumentParser, path_help: str) -> None:
+    command.add_argument("path", help=path_help)
     command.add_argument("out", help=f"where the files go: {_PLACE}")
     command.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="of floating point tensors; by default unchanged"
@@ -385,46 +385,48 @@ def plan() -> Parser:
     )
     top.set_defaults(run_by="engine.cli.plan")
     _add_job(top)
-    one = top.add_argument_group("one plan")
-    rate = "bytes a second at which all ranks together write a checkpoint: 5GB/s"
-    one.add_argument("--storage", metavar="RATE", help=rate)
-    one.add_argument("--price", type=float, metavar="MONEY", help="of one device for one hour, in any currency")
-    one.add_argument("--page", metavar="FILE", help="also write an HTML page with a timeline of the memory")
-    many = top.add_argument_group("a search")
-    searched = "try strategies, mesh degrees, micro-batches, recomputation and precisions: what fits, the fastest first, and why the rest does not"
-    many.add_argument("--search", action="store_true", help=searched)
-    many.add_argument("--seconds", type=float, metavar="S", help="start no further plan after S seconds")
+    one_plan = top.add_argument_group("one plan")
+    storage_help = "bytes a second at which all ranks together write a checkpoint: 5GB/s"
+    one_plan.add_argument("--storage", metavar="RATE", help=storage_help)
+    one_plan.add_argument("--price", type=float, metavar="MONEY", help="of one device for one hour, in any currency")
+    one_plan.add_argument("--page", metavar="FILE", help="also write an HTML page with a timeline of the memory")
+    search = top.add_argument_group("a search")
+    search_help = "try strategies, mesh degrees, micro-batches, recomputation and precisions: what fits, the fastest first, and why the rest does not"
+    search.add_argument("--search", action="store_true", help=search_help)
+    search.add_argument("--seconds", type=float, metavar="S", help="start no further plan after S seconds")
     machine = top.add_argument_group("this machine")
-    measured = "measure this machine's arithmetic, memory and links, and print them for --device and --network"
-    machine.add_argument("--measure", action="store_true", help=measured)
-    ranks = "ranks between which links are measured (default: one for each device, or 2)"
-    machine.add_argument("--processes", type=int, metavar="N", help=ranks)
+    measure_help = "measure this machine's arithmetic, memory and links, and print them for --device and --network"
+    machine.add_argument("--measure", action="store_true", help=measure_help)
+    processes_help = "ranks between which links are measured (default: one for each device, or 2)"
+    machine.add_argument("--processes", type=int, metavar="N", help=processes_help)
     return top
 
 
 def _add_job(top: argparse.ArgumentParser) -> None:
     """Add the options of the job that is planned."""
     top.add_argument("target", nargs="?", metavar="TARGET", help="the TrainModule")
-    about = "print this; with a target, the parameters of its classes"
-    top.add_argument("-h", "--help", action="store_true", help=about)
+    help_text = "print this; with a target, the parameters of its classes"
+    top.add_argument("-h", "--help", action="store_true", help=help_text)
     top.add_argument("--data", metavar="CLASS", help="its data: the first micro-batch gives the shapes")
-    more = "settings of Fit, model.* and data.*: strategy=fsdp, strategy.tp=8, precision=bf16-mixed, data.batch_size=4"
-    top.add_argument("--set", action="extend", nargs="+", default=[], metavar="NAME=VALUE", help=more)
+    set_help = (
+        "settings of Fit, model.* and data.*: strategy=fsdp, strategy.tp=8, precision=bf16-mixed, data.batch_size=4"
+    )
+    top.add_argument("--set", action="extend", nargs="+", default=[], metavar="NAME=VALUE", help=set_help)
     top.add_argument("--config", metavar="FILE", help=_CONFIG)
     top.add_argument("--json", action="store_true", help="print one JSON object")
-    where = top.add_argument_group("the cluster")
-    ranks = "processes of the job, one device each (default: devices x num_nodes of the settings)"
-    where.add_argument("--world-size", type=int, metavar="N", help=ranks)
-    where.add_argument("--nodes", type=int, metavar="M", help="machines (default: as few as hold the devices)")
-    where.add_argument("--device", metavar="DEVICE", help="of each rank, see below (default: h100)")
-    usual = "between devices, see below (default: the usual ones of the device)"
-    where.add_argument("--network", metavar="LINKS", help=usual)
-    limit = "memory that a rank may use: 2GiB (default: what the device has)"
-    where.add_argument("--memory-limit", metavar="SIZE", help=limit)
+    cluster = top.add_argument_group("the cluster")
+    world_size_help = "processes of the job, one device each (default: devices x num_nodes of the settings)"
+    cluster.add_argument("--world-size", type=int, metavar="N", help=world_size_help)
+    cluster.add_argument("--nodes", type=int, metavar="M", help="machines (default: as few as hold the devices)")
+    cluster.add_argument("--device", metavar="DEVICE", help="of each rank, see below (default: h100)")
+    network_help = "between devices, see below (default: the usual ones of the device)"
+    cluster.add_argument("--network", metavar="LINKS", help=network_help)
+    limit_help = "memory that a rank may use: 2GiB (default: what the device has)"
+    cluster.add_argument("--memory-limit", metavar="SIZE", help=limit_help)
 
 
 def _check_mode(options: argparse.Namespace) -> None:
-    """Refuse options that what is asked for does not use."""
+    """Refuse options that the requested mode (a plan, a search or a measurement) does not use."""
     mode = next((name for name in ("measure", "search") if getattr(options, name)), "plan")
     for name, value in vars(options).items():
         if name in _BY_MODE[mode] or name in ("help", "run_by") or value in (None, False, []):
@@ -438,11 +440,11 @@ def _check_mode(options: argparse.Namespace) -> None:
 
 
 def _check_page(name: str) -> None:
-    """A plan may take minutes: a page that cannot be written is refused before it."""
+    """Refuse a page that cannot be written, before a plan that may take minutes."""
     if not name.endswith(".html"):
         raise UsageError(f"--page {name}: the page needs a name that ends in .html")
     page = Path(name)
-    folder = next(each for each in page.absolute().parents if each.exists())
+    folder = next(parent for parent in page.absolute().parents if parent.exists())
     if page.is_dir():
         raise UsageError(f"--page {name}: this is a folder; name a file")
     if not folder.is_dir():
@@ -468,16 +470,16 @@ def replay() -> Parser:
     top.add_argument("--step", type=int, required=True, metavar="N", help="the step's number, from 1")
     top.add_argument("--target", metavar="TARGET", help="the TrainModule of the run")
     top.add_argument("--data", metavar="CLASS", help="its data")
-    callback = "a callback of the run that changes a step; may be repeated"
-    top.add_argument("--callback", action="append", default=[], metavar="CLASS", help=callback)
+    callback_help = "a callback of the run that changes a step; may be repeated"
+    top.add_argument("--callback", action="append", default=[], metavar="CLASS", help=callback_help)
     top.add_argument("--config", metavar="FILE", help=_CONFIG)
     top.add_argument(
         "--run-recorded-code",
         action="store_true",
         help="import and call what the checkpoint names as model, data and callbacks: only for a run that you made yourself. Prints it first",
     )
-    more = "settings of Fit, model.*, data.* and callbacks.*, where they differ from the run's"
-    top.add_argument("--set", action="extend", nargs="+", default=[], metavar="NAME=VALUE", help=more)
+    set_help = "settings of Fit, model.*, data.* and callbacks.*, where they differ from the run's"
+    top.add_argument("--set", action="extend", nargs="+", default=[], metavar="NAME=VALUE", help=set_help)
     top.add_argument(
         "--detect-anomaly", action="store_true", help="let autograd name the operation whose gradient is not finite"
     )
@@ -496,28 +498,28 @@ def config() -> Parser:
         description="Write a commented file of settings, from answers to questions unless one of the first five options is given.",
     )
     top.set_defaults(run_by="engine.cli.config")
-    ways = top.add_mutually_exclusive_group()
-    ways.add_argument(
+    modes = top.add_mutually_exclusive_group()
+    modes.add_argument(
         "--default", action="store_true", help="without questions: every setting as a comment with its default"
     )
-    ways.add_argument(
+    modes.add_argument(
         "--from-accelerate",
         nargs="?",
         const="",
         metavar="PATH",
         help="convert Accelerate's configuration file (without PATH: the one that 'accelerate config' writes)",
     )
-    ways.add_argument(
+    modes.add_argument(
         "--from-training-args",
         metavar="FILE",
         help="convert transformers.TrainingArguments, a JSON or YAML file of them",
     )
-    ways.add_argument(
+    modes.add_argument(
         "--from-lightning",
         metavar="FILE",
         help="convert the 'trainer' of a YAML file, such as LightningCLI writes",
     )
-    ways.add_argument("--check", metavar="PATH", help="write nothing: check a file of settings")
+    modes.add_argument("--check", metavar="PATH", help="write nothing: check a file of settings")
     top.add_argument("--output", default="fit.yaml", metavar="PATH", help="the file to write (default: fit.yaml)")
     top.add_argument(
         "--force",
@@ -580,11 +582,13 @@ class LaunchParser(Parser):
         if options.slurm and options.ray:
             raise LaunchError("--slurm and --ray: give one of them")
         kind = "slurm" if options.slurm else "ray" if options.ray else ""
-        idle = () if kind == "slurm" else (*_SLURM_ONLY, "no_requeue", "slurm_option")
-        for name in (*_NOT_FOR.get(kind, ("ray_address",)), *idle):
+        without_effect = () if kind == "slurm" else (*_SLURM_ONLY, "no_requeue", "slurm_option")
+        for name in (*_NOT_FOR.get(kind, ("ray_address",)), *without_effect):
             if getattr(options, name) != self.get_default(name):
-                where = f"with --{kind}" if kind else "without --ray" if name == "ray_address" else "without --slurm"
-                raise LaunchError(f"--{name.replace('_', '-')} has no effect {where}")
+                condition = (
+                    f"with --{kind}" if kind else "without --ray" if name == "ray_address" else "without --slurm"
+                )
+                raise LaunchError(f"--{name.replace('_', '-')} has no effect {condition}")
 
 
 def launch() -> Parser:
@@ -604,33 +608,33 @@ def launch() -> Parser:
     _add_failures(top)
     _add_output(top)
     _add_clusters(top)
-    what = top.add_argument_group("what is run")
-    kind = what.add_mutually_exclusive_group()
+    program = top.add_argument_group("what is run")
+    kind = program.add_mutually_exclusive_group()
     kind.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
     kind.add_argument("--no-python", action="store_true", help="the script is any program")
-    what.add_argument("script")
-    what.add_argument("args", nargs=argparse.REMAINDER)
+    program.add_argument("script")
+    program.add_argument("args", nargs=argparse.REMAINDER)
     return top
 
 
 def _add_processes(top: argparse.ArgumentParser) -> None:
-    where = top.add_argument_group("processes")
-    where.add_argument("--nproc", metavar="N", help="processes on this machine: a number, 'gpu' (one per GPU), 'cpu' (one per core), "
+    processes = top.add_argument_group("processes")
+    processes.add_argument("--nproc", metavar="N", help="processes on this machine: a number, 'gpu' (one per GPU), 'cpu' (one per core), "
                        "'auto' (one per GPU, or one); default: auto")  # fmt: skip
-    where.add_argument(
+    processes.add_argument(
         "--nnodes",
         metavar="N|MIN:MAX",
         help="machines; with MIN:MAX the job continues while MIN are left and grows again; default: 1",
     )
-    where.add_argument(
+    processes.add_argument(
         "--node-rank", metavar="R", help="fix this machine's number, 0 to N-1; machine 0 serves the rendezvous"
     )
-    where.add_argument(
+    processes.add_argument(
         "--rdzv",
         metavar="HOST:PORT",
         help="the rendezvous of the machines: a port of one of them; not needed for one machine",
     )
-    where.add_argument(
+    processes.add_argument(
         "--rdzv-id",
         metavar="ID",
         help="the name at the rendezvous, the same on all machines; default: fit (one machine: random)",
@@ -638,30 +642,32 @@ def _add_processes(top: argparse.ArgumentParser) -> None:
 
 
 def _add_failures(top: argparse.ArgumentParser) -> None:
-    life = top.add_argument_group("failures")
-    life.add_argument("--max-restarts", metavar="K", help="restart all ranks up to K times when one fails; default: 0")
-    life.add_argument(
+    failures = top.add_argument_group("failures")
+    failures.add_argument(
+        "--max-restarts", metavar="K", help="restart all ranks up to K times when one fails; default: 0"
+    )
+    failures.add_argument(
         "--grace",
         metavar="S",
         type=float,
         default=120.0,
         help="seconds that ranks get to save after SIGTERM or Ctrl-C; default: 120",
     )
-    life.add_argument(
+    failures.add_argument(
         "--dead-after",
         metavar="S",
         type=int,
         default=10,
         help="seconds without an answer after which a machine is considered dead; default: 10",
     )
-    life.add_argument(
+    failures.add_argument(
         "--join-wait",
         metavar="S",
         type=int,
         default=5,
         help="seconds to wait for more machines once MIN have joined; default: 5",
     )
-    life.add_argument(
+    failures.add_argument(
         "--join-timeout",
         metavar="S",
         type=int,

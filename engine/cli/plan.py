@@ -44,33 +44,33 @@ def run(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     importable_here()
-    wanted = components_of(options.target, options.data, [], options.set, options.config)
+    components = components_of(options.target, options.data, [], options.set, options.config)
     if options.help:
-        show(class_help("plan", wanted.objects))
+        show(class_help("plan", components.objects))
         return OK
     log_to_terminal()
     # Output of the target and its data must not mix with the lines of the answer.
     with contextlib.redirect_stdout(sys.stderr):
-        found = planned(wanted, options)
-    if isinstance(found, PlanSearch):
-        _print(found.as_json(), show_search, options.json)
-        return OK if found.best else DOES_NOT_FIT
-    _print(found.as_json(), show_plan, options.json)
+        answer = planned(components, options)
+    if isinstance(answer, PlanSearch):
+        _print(answer.as_json(), show_search, options.json)
+        return OK if answer.best else DOES_NOT_FIT
+    _print(answer.as_json(), show_plan, options.json)
     if options.page is not None:
-        _write_page(found, options.page, quiet=options.json)
-    return OK if found.fits else DOES_NOT_FIT
+        _write_page(answer, options.page, quiet=options.json)
+    return OK if answer.fits else DOES_NOT_FIT
 
 
-def _print(found: dict[str, Any], show_table: Callable[[Any, Any], None], as_json: bool) -> None:
+def _print(values: dict[str, Any], show_table: Callable[[Any, Any], None], as_json: bool) -> None:
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(values, indent=1))
     else:
-        show_table(found, console())
+        show_table(values, console())
 
 
-def _write_page(found: Plan, name: str, quiet: bool) -> None:
+def _write_page(plan: Plan, name: str, quiet: bool) -> None:
     try:
-        found.write_page(name)
+        plan.write_page(name)
     except OSError as error:
         raise UsageError(f"--page {name}: cannot be written: {error.strerror or error}") from None
     if not quiet:
@@ -83,20 +83,20 @@ def _report(tried: Tried) -> None:
         print(terminal_text(f"{tried.candidate}: {tried.reason or tried.verdict}"), file=sys.stderr, flush=True)
 
 
-def planned(wanted: Components, options: argparse.Namespace) -> Plan | PlanSearch:
-    """The plan of what ``wanted`` describes, on what the options ask for."""
-    world_size = options.world_size if options.world_size is not None else _ranks(wanted.resolved.settings)
+def planned(components: Components, options: argparse.Namespace) -> Plan | PlanSearch:
+    """The plan, or the search for one, of the run that ``components`` describe, on the cluster that the options describe."""
+    world_size = options.world_size if options.world_size is not None else _ranks(components.resolved.settings)
     # Wrong options are refused before the data is made, which may take long.
-    where = cluster_of(world_size, options.nodes, options.device or "h100", options.network, options.memory_limit)
+    cluster = cluster_of(world_size, options.nodes, options.device or "h100", options.network, options.memory_limit)
     price, storage = checked_costs(options.price, options.storage)
-    fit, make, data = prepare_objects(wanted, [ObjectParser(component) for component in wanted.objects])
+    fit, make_module, data = prepare_objects(components, [ObjectParser(component) for component in components.objects])
     datamodule, loader = (data, None) if isinstance(data, DataModule) else (None, data)
     job: dict[str, Any] = {
         "train_loader": loader,
         "datamodule": datamodule,
-        "world_size": where.world_size,
-        "nodes": where.nodes,
-        "device": where.device,
+        "world_size": cluster.world_size,
+        "nodes": cluster.nodes,
+        "device": cluster.device,
     }
     forecast: Callable[[Any], Plan | PlanSearch] = (
         partial(fit.search_plans, **job, seconds=options.seconds, report=_report)
@@ -105,10 +105,10 @@ def planned(wanted: Components, options: argparse.Namespace) -> Plan | PlanSearc
     )
 
     try:
-        return forecast(make)
+        return forecast(make_module)
     except NeedsValues as error:
-        logger.info(f"{wanted.model.path} is made in memory, with all of its parameters: {error}")
-        return forecast(make())
+        logger.info(f"{components.model.path} is made in memory, with all of its parameters: {error}")
+        return forecast(make_module())
 
 
 def _ranks(settings: Settings) -> int:
@@ -121,52 +121,54 @@ def _ranks(settings: Settings) -> int:
 
 
 def _measure(processes: int | None, as_json: bool) -> int:
-    """Measure on so many ranks of this machine, or on those that a launcher has started."""
+    """Measure on ``processes`` ranks of this machine, or on the ranks that a launcher has started."""
     if processes is not None and processes < 1:
         raise UsageError(f"--processes {processes}: give at least 1")
     log_to_terminal()
     with joined(_measuring(processes)) as group:
-        found = measure_machine(group)
+        speeds = measure_machine(group)
         if group.is_main:
             print(
-                json.dumps({**asdict(found), "as_device": found.as_device, "as_network": found.as_network})
+                json.dumps({**asdict(speeds), "as_device": speeds.as_device, "as_network": speeds.as_network})
                 if as_json
-                else _measured_text(found)
+                else _measured_text(speeds)
             )
         group.barrier()
     return OK
 
 
 def _measuring(processes: int | None) -> Settings:
-    there = detect(os.environ).world_size
-    if there > 1:  # started by a launcher, or by this command's first process
-        if processes not in (None, there):
-            raise UsageError(f"--processes {processes}: a launcher has started {there} ranks already; leave it out")
+    started_ranks = detect(os.environ).world_size
+    if started_ranks > 1:  # started by a launcher, or by this command's first process
+        if processes not in (None, started_ranks):
+            raise UsageError(
+                f"--processes {processes}: a launcher has started {started_ranks} ranks already; leave it out"
+            )
         return Settings(strategy="ddp")
     kind = accelerator.device_type("auto")
-    usual = accelerator.devices(kind) if kind != "cpu" else 2
-    ranks = usual if processes is None else processes
+    default_ranks = accelerator.devices(kind) if kind != "cpu" else 2
+    ranks = default_ranks if processes is None else processes
     return Settings(strategy="ddp" if ranks > 1 else "single", devices=ranks)
 
 
-def _measured_text(found: MachineSpeeds) -> str:
+def _measured_text(speeds: MachineSpeeds) -> str:
     rows = [
-        (f"{found.ranks} rank(s) at once on", found.device),
-        ("memory of a rank", size(found.memory)),
-        *((f"products in {name}", f"{count(value)} operations/s") for name, value in found.peaks.items()),
-        ("memory traffic", f"{size(found.bandwidth)}/s"),
-        ("start of an operation", duration(found.dispatch)),
-        *([("a DTensor's besides", duration(found.dtensor))] if found.dtensor is not None else []),
+        (f"{speeds.ranks} rank(s) at once on", speeds.device),
+        ("memory of a rank", size(speeds.memory)),
+        *((f"products in {name}", f"{count(value)} operations/s") for name, value in speeds.peaks.items()),
+        ("memory traffic", f"{size(speeds.bandwidth)}/s"),
+        ("start of an operation", duration(speeds.dispatch)),
+        *([("a DTensor's besides", duration(speeds.dtensor))] if speeds.dtensor is not None else []),
         *(
             row
-            for name, link in (("within a node", found.within), ("between nodes", found.between))
+            for name, link in (("within a node", speeds.within), ("between nodes", speeds.between))
             if link
             for row in _link(name, link)
         ),
     ]
-    lines = [*table(rows), "", "for a plan:", f"  --device {found.as_device}"]
-    if found.as_network is not None:
-        lines.append(f"  --network {found.as_network}")
+    lines = [*table(rows), "", "for a plan:", f"  --device {speeds.as_device}"]
+    if speeds.as_network is not None:
+        lines.append(f"  --network {speeds.as_network}")
     return "\n".join(lines)
 
 

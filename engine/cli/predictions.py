@@ -36,7 +36,7 @@ def check_output(output: str | None) -> None:
 
 
 def write(predictions: list[Any], several: bool, output: str | None) -> dict[str, Any]:
-    """Write the result of ``Fit.predict``: one entry per batch; with ``several`` loaders a list of such lists.
+    """Write the result of ``Fit.predict``: a list with an entry per batch; with ``several`` loaders one such list per loader.
 
     ``.safetensors`` has a tensor for each path in a prediction, with all samples joined: ``"predictions"``, or ``"logits"`` for ``{"logits": ...}``,
     ``"0"`` for the first of a tuple; with several loaders prefixed by the loader's number, ``"1.logits"``. ``.jsonl`` has one line per sample,
@@ -50,8 +50,10 @@ def write(predictions: list[Any], several: bool, output: str | None) -> dict[str
     """
     loaders = predictions if several else [predictions]
     if output is not None and output.endswith(".jsonl"):
-        found = ((index, row) for index, batches in enumerate(loaders) for batch in batches for row in _rows(batch))
-        rows = [{"loader": index, "prediction": row} if several else row for index, row in found]
+        numbered_rows = (
+            (index, row) for index, batches in enumerate(loaders) for batch in batches for row in _rows(batch)
+        )
+        rows = [{"loader": index, "prediction": row} if several else row for index, row in numbered_rows]
         with _named(output), Path(output).open("w", encoding="utf-8") as file:
             file.writelines(f"{json.dumps(row)}\n" for row in rows)
         return {"samples": len(rows), "output": output}
@@ -81,7 +83,7 @@ def write(predictions: list[Any], several: bool, output: str | None) -> dict[str
 
 @contextmanager
 def _named(output: str) -> Iterator[None]:
-    """Errors of a full disk name the file."""
+    """Let errors inside the block name the file: a full disk's does not."""
     try:
         yield
     except OSError as error:
@@ -114,17 +116,17 @@ def _joined(batches: Sequence[Any]) -> dict[tuple[str, ...], Tensor]:
 
 def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _leaves(each, (*path, str(key)))
+        for key, item in value.items():
+            yield from _leaves(item, (*path, str(key)))
     elif isinstance(value, (list, tuple)):
-        for index, each in enumerate(value):
-            yield from _leaves(each, (*path, str(index)))
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, str(index)))
     elif value is not None:
         yield path, value
 
 
 def _rows(batch: Any) -> list[Any]:
-    """A batch's prediction split into those of its samples, as JSON values; the batch as one row if it cannot be split."""
+    """Split a batch's prediction into one JSON value per sample; a batch that cannot be split is one row."""
     if isinstance(batch, Tensor):
         return list(_plain(batch)) if batch.ndim else [_plain(batch)]
     items = (
@@ -148,9 +150,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _plain(value.tolist())
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)

@@ -39,7 +39,7 @@ _OUTSIDE_STEPS = ("EMA", "EarlyStopping", "GradientNorm", "LearningRateMonitor")
 
 _SAFE_PATH = "PYTHONSAFEPATH"
 _LONG = 200
-"""Characters of a text that are shown of it."""
+"""The number of characters after which a text is cut off."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -50,14 +50,14 @@ def run(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _unchanged(variable: str) -> Iterator[None]:
-    """Afterwards the environment's ``variable`` is as before: who calls :func:`engine.cli.main.main` may start other Pythons."""
-    before = os.environ.get(variable)
+    """Restore the environment's ``variable`` after the block: the caller of :func:`engine.cli.main.main` may start other Pythons."""
+    earlier_value = os.environ.get(variable)
     try:
         yield
     finally:
         os.environ.pop(variable, None)
-        if before is not None:
-            os.environ[variable] = before
+        if earlier_value is not None:
+            os.environ[variable] = earlier_value
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -76,26 +76,26 @@ def _replay(options: argparse.Namespace) -> int:
         os.environ[_SAFE_PATH] = "1"  # for Pythons that libraries start, as jsonargparse's reader of stubs does
     log_to_terminal()
     earlier, withheld = _earlier(start, options)
-    wanted = components_of(options.target, options.data, options.callback, options.set, options.config, earlier)
+    components = components_of(options.target, options.data, options.callback, options.set, options.config, earlier)
     for name, value in withheld.items():
-        if wanted.resolved.origins[name] == "default":
+        if components.resolved.origins[name] == "default":
             raise UsageError(
                 f"{start.described_by}: the run had {name}={flow(value)}, which is not taken from a checkpoint: it may name code or files. "
                 f"Give it, as in --set {shlex.quote(f'{name}={flow(value)}')}, or add --run-recorded-code"
             )
-    found = recorded(wanted.resolved.settings.root_dir, None, start.described_by, "RUN")
-    assert found is not None
+    saved = recorded(components.resolved.settings.root_dir, None, start.described_by, "RUN")
+    assert saved is not None
     parsers = [
-        ObjectParser(with_saved_parameters(each, found) if each.name in found.sections else each)
-        for each in wanted.objects
+        ObjectParser(with_saved_parameters(component, saved) if component.name in saved.sections else component)
+        for component in components.objects
     ]
-    for each in parsers:
-        if each.component.name in found.sections:
-            warn_about_differences(each, found)
-    left_out = _left_out(wanted, found, start)
+    for parser in parsers:
+        if parser.component.name in saved.sections:
+            warn_about_differences(parser, saved)
+    left_out = _left_out(components, saved, start)
     # Output of the run and its callbacks must not mix with the lines of the answer.
     with contextlib.redirect_stdout(sys.stderr):
-        fit, module, data = build_objects(wanted, parsers, *left_out)
+        fit, module, data = build_objects(components, parsers, *left_out)
         datamodule, loader = (data, None) if isinstance(data, DataModule) else (None, data)
         step = fit.replay(
             module,
@@ -113,12 +113,12 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _earlier(start: StartingPoint, options: argparse.Namespace) -> tuple[EarlierRun, dict[str, Any]]:
-    """Return what the run's checkpoint says, without what may run code unless that was allowed; and the settings that were left out."""
+    """The run as its checkpoint records it, and the settings that were withheld: without ``--run-recorded-code``, those that may run code."""
     values = _config(start)
     if not values:
         raise UsageError(f"{start.described_by} has no settings of a run: a script can call Fit.replay")
-    named = {"model": options.target, "data": options.data}
-    sections = {name: values[name] for name in SECTIONS if _paths(values.get(name)) and named.get(name) is None}
+    requested = {"model": options.target, "data": options.data}
+    sections = {name: values[name] for name in SECTIONS if _paths(values.get(name)) and requested.get(name) is None}
     settings = {
         name: value for name, value in values.items() if name in KINDS and name not in ("callbacks", "root_dir")
     }
@@ -174,20 +174,18 @@ def _may_run_code(setting: str, value: Any) -> bool:
 
 def _without_model(start: StartingPoint, sections: Mapping[str, Any]) -> str:
     """The error for a replay that names no model."""
-    ask = "name its module with --target and its data with --data, or in a file of settings"
+    advice = "name its module with --target and its data with --data, or in a file of settings"
     if not sections:
-        return (
-            f"{start.described_by} was made by a script, and not by 'fit run': {ask}, or call Fit.replay in the script"
-        )
+        return f"{start.described_by} was made by a script, and not by 'fit run': {advice}, or call Fit.replay in the script"
     options = {"model": "--target", "data": "--data", "callbacks": "--callback"}
     paths = [(name, path) for name, section in sections.items() for path in _paths(section)]
-    given = [
+    arguments = [
         terminal_text(f"{options[name]} {shlex.quote(path)}", one_line=True)
         for name, path in paths
         if not _only_watches(_name(path))
     ]
     return (
-        f"which code is to run? Nothing that a checkpoint names is imported: {ask}. {start.described_by} names {' '.join(given)}; if you made "
+        f"which code is to run? Nothing that a checkpoint names is imported: {advice}. {start.described_by} names {' '.join(arguments)}; if you made "
         "this run yourself, --run-recorded-code imports and calls these"
     )
 
@@ -208,19 +206,19 @@ def _is_inside(checkpoint: str) -> bool:
     return root is not None and Path.cwd().is_relative_to(root.resolve())
 
 
-def _left_out(wanted: Components, found: Recorded, start: StartingPoint) -> list[Callback]:
-    """Receivers of the states of callbacks that are not given. Those that may change a step are named in a warning."""
-    given = {callback.title for callback in wanted.callbacks}
-    states = {key: key.partition("; ")[0].partition("[")[0] for key in found.callbacks}
+def _left_out(components: Components, saved: Recorded, start: StartingPoint) -> list[Callback]:
+    """Stand-ins that receive the states of callbacks which are not given here. A warning names the callbacks that may change a step."""
+    given_names = {callback.title for callback in components.callbacks}
+    states = {key: key.partition("; ")[0].partition("[")[0] for key in saved.callbacks}
     names = [*map(_name, _paths(_config(start).get("callbacks"))), *states.values()]
-    missing = dict.fromkeys(n for n in names if n not in given and not n.startswith("_") and not _only_watches(n))
+    missing = dict.fromkeys(n for n in names if n not in given_names and not n.startswith("_") and not _only_watches(n))
     if missing and detect(os.environ).rank == 0:
         logger.warning(
             "%s names callbacks that are not given here: %s; if one of them changes a step, give it with --callback",
             start.described_by,
             terminal_text(", ".join(missing), one_line=True),
         )
-    return [LeftOut(key) for key, name in states.items() if name not in given]
+    return [LeftOut(key) for key, name in states.items() if name not in given_names]
 
 
 def _name(path: str) -> str:

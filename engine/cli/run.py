@@ -43,19 +43,19 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     command = options.command
     importable_here()
-    wanted = components_of(options.target, options.data, options.callback, options.set, options.config)
+    components = components_of(options.target, options.data, options.callback, options.set, options.config)
     if options.help:
-        show(class_help(command, wanted.objects))
+        show(class_help(command, components.objects))
         return OK
     log_to_terminal()
     checkpoint = options.resume if command == "run" else options.checkpoint
     parsers = (
-        [ObjectParser(component) for component in wanted.objects]
+        [ObjectParser(component) for component in components.objects]
         if checkpoint is None
-        else parsers_of_checkpoint(wanted, command, checkpoint)
+        else parsers_of_checkpoint(components, command, checkpoint)
     )
     if options.print_config:
-        text = config_text(wanted.resolved, parsers)
+        text = config_text(components.resolved, parsers)
         print(terminal_text(text) if sys.stdout.isatty() else text, end="")
         return OK
     if command == "predict":
@@ -64,12 +64,12 @@ def _run(options: argparse.Namespace) -> int:
     as_json = command != "run" and options.json
     # Output of the run and its callbacks must not mix with the lines of the answer.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        fit, module, data = build_objects(wanted, parsers, seen)
+        fit, module, data = build_objects(components, parsers, seen)
         try:
             answer = _call_fit(command, fit, module, data, options)
         except DoesNotFit as error:
-            given = f"give the module's arguments as --set model.NAME=VALUE (fit {command} {wanted.model.path} --help lists them)"
-            raise UsageError(f"{error}; {given}") from error
+            advice = f"give the module's arguments as --set model.NAME=VALUE (fit {command} {components.model.path} --help lists them)"
+            raise UsageError(f"{error}; {advice}") from error
     if not fit.is_main_process:
         return OK
     if command == "predict":
@@ -78,71 +78,73 @@ def _run(options: argparse.Namespace) -> int:
     return OK
 
 
-def parsers_of_checkpoint(chosen: Components, command: str, wanted: str) -> list[ObjectParser]:
+def parsers_of_checkpoint(components: Components, command: str, checkpoint: str) -> list[ObjectParser]:
     """The objects of a run with a checkpoint: the module gets the checkpoint's parameters, unless others are given."""
-    rest = [ObjectParser(component) for component in chosen.objects[1:]]
-    saving = (_callback(each) for each in rest if getattr(each.component.target, "runs_last", False))
-    kept = next((callback.checkpoints_in for callback in saving if callback.checkpoints_in is not None), None)
-    settings = chosen.resolved.settings
-    found = recorded(settings.root_dir, kept, wanted, "resume" if command == "run" else "checkpoint")
-    if found is None:
-        return [ObjectParser(chosen.model), *rest]
-    model = ObjectParser(with_saved_parameters(chosen.model, found))
-    for each in [model, *(each for each in rest if each.component.name == "data")]:
-        warn_about_differences(each, found)
-    return [model, *rest]
+    other_parsers = [ObjectParser(component) for component in components.objects[1:]]
+    saving = (_callback(parser) for parser in other_parsers if getattr(parser.component.target, "runs_last", False))
+    checkpoint_folder = next(
+        (callback.checkpoints_in for callback in saving if callback.checkpoints_in is not None), None
+    )
+    settings = components.resolved.settings
+    saved = recorded(settings.root_dir, checkpoint_folder, checkpoint, "resume" if command == "run" else "checkpoint")
+    if saved is None:
+        return [ObjectParser(components.model), *other_parsers]
+    model = ObjectParser(with_saved_parameters(components.model, saved))
+    for parser in [model, *(parser for parser in other_parsers if parser.component.name == "data")]:
+        warn_about_differences(parser, saved)
+    return [model, *other_parsers]
 
 
-def build_objects(wanted: Components, parsers: list[ObjectParser], *more: Callback) -> tuple[Fit, TrainModule, Any]:
+def build_objects(components: Components, parsers: list[ObjectParser], *more: Callback) -> tuple[Fit, TrainModule, Any]:
     """The ``Fit``, the module and the data, each built from its parameters."""
-    fit, make, data = prepare_objects(wanted, parsers, *more)
-    return fit, make(), data
+    fit, make_module, data = prepare_objects(components, parsers, *more)
+    return fit, make_module(), data
 
 
 def prepare_objects(
-    wanted: Components, parsers: list[ObjectParser], *more: Callback
+    components: Components, parsers: list[ObjectParser], *more: Callback
 ) -> tuple[Fit, Callable[[], TrainModule], Any]:
     """The ``Fit``, a function that makes the module, and the data, each built from its parameters."""
-    by_name = {each.component.name: each for each in parsers}
-    callbacks = [_callback(each) for name, each in by_name.items() if name.startswith("callbacks.")]
+    by_name = {parser.component.name: parser for parser in parsers}
+    callbacks = [_callback(parser) for name, parser in by_name.items() if name.startswith("callbacks.")]
     fit = Fit.from_resolved(
-        replace(wanted.resolved, **_sections(parsers, wanted.resolved.origins)), [*callbacks, *more]
+        replace(components.resolved, **_sections(parsers, components.resolved.origins)), [*callbacks, *more]
     )
     if fit.settings.seed is not None:
         seed_everything(fit.settings.seed)  # the module's constructor draws the first weights
     data = by_name["data"].build()[0] if "data" in by_name else None
 
-    def make() -> TrainModule:
+    def make_module() -> TrainModule:
         module: TrainModule
-        module, given = by_name["model"].build()
+        module, arguments = by_name["model"].build()
         if not module.hparams:
-            module.hparams.update(given)
+            module.hparams.update(arguments)
         return module
 
-    return fit, make, data
+    return fit, make_module, data
 
 
 def _sections(parsers: list[ObjectParser], origins: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of the objects, for checkpoints and loggers: a field and its origins of :class:`engine.config.resolve.Resolved`."""
-    found: dict[str, Any] = {}
-    given = dict(origins)
-    for each in parsers:
-        section, text = (
-            each.component.name.partition(".")[0],
-            {"class_path": each.component.path, "init_args": each.as_values()[0]},
+    """The arguments of the objects, for checkpoints and loggers, as the fields of :class:`engine.config.resolve.Resolved` that hold them."""
+    sections: dict[str, Any] = {}
+    all_origins = dict(origins)
+    for parser in parsers:
+        section, description = (
+            parser.component.name.partition(".")[0],
+            {"class_path": parser.component.path, "init_args": parser.as_values()[0]},
         )
-        given[section] = each.component.origin("")
-        found[section] = [*found.get(section, []), text] if section == "callbacks" else text
-    return {"sections": found, "origins": given}
+        all_origins[section] = parser.component.origin("")
+        sections[section] = [*sections.get(section, []), description] if section == "callbacks" else description
+    return {"sections": sections, "origins": all_origins}
 
 
 def _callback(parser: ObjectParser) -> Callback:
-    found = parser.build()[0]
-    if not isinstance(found, Callback):
+    callback = parser.build()[0]
+    if not isinstance(callback, Callback):
         raise UsageError(
-            f"{parser.component.origin('')}: {parser.component.path!r} gives a {type(found).__name__}, not an engine.Callback"
+            f"{parser.component.origin('')}: {parser.component.path!r} gives a {type(callback).__name__}, not an engine.Callback"
         )
-    return found
+    return callback
 
 
 def _call_fit(command: str, fit: Fit, module: TrainModule, data: Any, options: argparse.Namespace) -> Any:
@@ -153,15 +155,15 @@ def _call_fit(command: str, fit: Fit, module: TrainModule, data: Any, options: a
     return loop(module, loader, datamodule=datamodule, checkpoint=options.checkpoint, weights=options.weights)
 
 
-def _print_answer(command: str, answer: Any, options: argparse.Namespace, shown: bool) -> None:
-    """Print the answer. ``shown``: a progress bar has printed the metrics of an evaluation already."""
+def _print_answer(command: str, answer: Any, options: argparse.Namespace, already_shown: bool) -> None:
+    """Print the answer. ``already_shown``: a progress bar has printed the metrics of an evaluation."""
     if command == "run":
         show(answer)
     elif options.json:
         print(json.dumps(answer))
     elif command == "predict":
         show(*(f"{name}: {value}" for name, value in answer.items()))
-    elif not shown:
+    elif not already_shown:
         _table(answer)
 
 

@@ -1,4 +1,4 @@
-"""The parameters of a checkpoint's module and data; those of the command line and the file of settings win over them."""
+"""The parameters of a checkpoint's module and data; the command line and the file of settings win over them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from engine.checkpoint.run_folder import source_of
 from engine.cli.components import Component
 from engine.cli.object_parser import ObjectParser, parameters, parser_of
 from engine.cli.terminal import UsageError
-from engine.config.hyperparameters import kept_arguments, replaced_by_defaults
-from engine.config.masked import HIDDEN, plain, without_secrets
+from engine.config.hyperparameters import arguments_from_saved, replaced_by_defaults
+from engine.config.masked import HIDDEN, plain_value, without_secrets
 from engine.config.typed_values import SCALARS, converted, is_data
 from engine.config.typed_values import hints as hints_of
 from engine.config.yaml_text import flow
@@ -36,30 +36,33 @@ class Recorded:
     hparams: Mapping[str, Any]
     """The arguments that ``save_hyperparameters`` kept, or with which ``fit run`` built the module, as far as checkpoints can hold them."""
     hparams_name: str | None
-    """The constructor's argument that was the dict of all of them."""
+    """The constructor's argument that was the dict of all hyperparameters, if there was one."""
     texts: Mapping[str, str]
-    """All of them as text, including those that it cannot hold; without secrets."""
+    """All arguments as text, also where a checkpoint cannot hold the value; without secrets."""
     sections: Mapping[str, Mapping[str, Any]]
     """``"model"`` and ``"data"``: the parameters from which ``fit run`` built them, as in YAML; without secrets."""
     callbacks: tuple[str, ...] = ()
     """The keys of callbacks' states."""
 
 
-def recorded(root_dir: Path, kept: str | Path | None, wanted: str, argument: str) -> Recorded | None:
-    """The arguments recorded in the checkpoint ``wanted``; ``None``: there is none. A single process may call this before the run.
+def recorded(root_dir: Path, checkpoint_folder: str | Path | None, checkpoint: str, argument: str) -> Recorded | None:
+    """The arguments recorded in ``checkpoint``; ``None``: there is no such checkpoint. A single process may call this before the run.
 
     Args:
-        root_dir, kept: as of :class:`engine.checkpoint.run_folder.RunFolder`.
-        wanted: a name, a path or a URL.
+        root_dir: the ``root_dir`` of ``Fit``.
+        checkpoint_folder: the folder to which a callback saves; ``None``: the run's own.
+        checkpoint: a name, a path or a URL.
         argument: the name of the user's argument, for messages.
 
     Raises:
         FileNotFoundError, DamagedCheckpoint: as :func:`engine.checkpoint.resume.opening`.
     """
-    alone = Group(Environment("single"), torch.device("cpu"))
+    single_process = Group(Environment("single"), torch.device("cpu"))
     try:
         # Skipped checkpoints are reported by the run, which opens it again.
-        with opening(alone, *source_of(root_dir, kept, wanted), ("state",), argument, logger.debug) as loaded:
+        with opening(
+            single_process, *source_of(root_dir, checkpoint_folder, checkpoint), ("state",), argument, logger.debug
+        ) as loaded:
             shared, manifest = loaded.shared, loaded.manifest
             return Recorded(
                 loaded.path,
@@ -70,7 +73,7 @@ def recorded(root_dir: Path, kept: str | Path | None, wanted: str, argument: str
                 tuple(_mapping(shared.get("callbacks"))),
             )
     except FileNotFoundError:
-        if wanted != "auto":
+        if checkpoint != "auto":
             raise
         return None
 
@@ -82,87 +85,97 @@ def _init_args(manifest: Mapping[str, Any], section: str) -> Mapping[str, Any]:
 
 def _mapping(value: Any) -> dict[str, Any]:
     """The value if it is a dict, else an empty dict."""
-    return {str(name): each for name, each in value.items()} if isinstance(value, dict) else {}
+    return {str(name): entry for name, entry in value.items()} if isinstance(value, dict) else {}
 
 
-def with_saved_parameters(component: Component, found: Recorded) -> Component:
+def with_saved_parameters(component: Component, saved: Recorded) -> Component:
     """``component`` with the checkpoint's values for parameters that neither the command line nor the file gives.
 
-    Values in the checkpoint go to the constructor unchanged. Of those that it only has as text (``fit run`` records all), numbers,
-    text, enums, dataclasses and lists of such are parsed. Names of code are not: a checkpoint is untrusted input.
+    Values in the checkpoint go to the constructor unchanged. Parameters that it has as text only (``fit run`` records all of them) are parsed
+    if they are numbers, text, enums, dataclasses or lists of these. Names of code are not: a checkpoint is untrusted input.
 
     Raises:
         UsageError: the module was created with a class or a function that is not given here; the message says what to give.
     """
     names = parameters(parser_of(component))
-    tops = dict.fromkeys(name.split(".")[0] for name in names)
+    top_names = dict.fromkeys(name.split(".")[0] for name in names)
     is_model = component.name == "model"
-    held = kept_arguments(component.target, found.hparams, found.hparams_name) if is_model else {}
-    texts, hints = found.sections[component.name], hints_of(component.target)
+    saved_arguments = arguments_from_saved(component.target, saved.hparams, saved.hparams_name) if is_model else {}
+    texts, hints = saved.sections[component.name], hints_of(component.target)
     current = _defaults(component)
-    fixed = {name: value for name, value in held.items() if name not in tops}  # of a constructor that takes anything
-    init_args, origins, taken = dict(component.init_args), dict(component.origins), dict(fixed)
-    for name in tops:
-        nested = any(each.startswith(f"{name}.") for each in names)
+    # A constructor that takes anything has arguments which are no parameters.
+    fixed = {name: value for name, value in saved_arguments.items() if name not in top_names}
+    init_args, origins, taken_values = dict(component.init_args), dict(component.origins), dict(fixed)
+    for name in top_names:
+        nested = any(full_name.startswith(f"{name}.") for full_name in names)
         partly = _partly(component, name, nested)
-        text = texts.get(name, plain(held.get(name)))
+        text = texts.get(name, plain_value(saved_arguments.get(name)))
         if partly is False:
             continue  # given as a whole
-        if partly is None and name in held:
-            fixed[name] = taken[name] = held[name]
-        elif (name not in texts and name not in held) or (partly is None and text == current.get(name, current)):
+        if partly is None and name in saved_arguments:
+            fixed[name] = taken_values[name] = saved_arguments[name]
+        elif (name not in texts and name not in saved_arguments) or (
+            partly is None and text == current.get(name, current)
+        ):
             continue
         elif _is_data_of(hints.get(name, Any), text):
-            own = init_args.get(name, {})
-            init_args[name] = {**text, **own} if isinstance(text, Mapping) and isinstance(own, Mapping) else text
-            origins.setdefault(name, f"checkpoint {found.path}")
-            taken[name] = text
+            given_entries = init_args.get(name, {})
+            init_args[name] = (
+                {**text, **given_entries} if isinstance(text, Mapping) and isinstance(given_entries, Mapping) else text
+            )
+            origins.setdefault(name, f"checkpoint {saved.path}")
+            taken_values[name] = text
         elif partly is None:
-            shown = flow(text)
+            value_text = flow(text)
             raise UsageError(
-                f"{found.path}: the {'module' if is_model else 'data'} was created with {name}={shown}, which is not taken from a "
-                f"checkpoint: it may name code, or is a secret. Give it, as in --set {shlex.quote(f'{component.name}.{name}={shown}')}"
+                f"{saved.path}: the {'module' if is_model else 'data'} was created with {name}={value_text}, which is not taken from a "
+                f"checkpoint: it may name code, or is a secret. Give it, as in --set {shlex.quote(f'{component.name}.{name}={value_text}')}"
             )
     _log_taken(
-        component, found, {name: value for name, value in taken.items() if plain(value) != current.get(name, current)}
+        component,
+        saved,
+        {name: value for name, value in taken_values.items() if plain_value(value) != current.get(name, current)},
     )
-    given = {
-        *held,
+    given_names = {
+        *saved_arguments,
         *texts,
         *component.init_args,
         *(key.removesuffix("+").split(".")[0] for key, _ in component.overrides),
     }
-    for name, text in replaced_by_defaults(component.target, found.texts if is_model else {}, given).items():
-        made = f"{name}={text}"
+    for name, text in replaced_by_defaults(component.target, saved.texts if is_model else {}, given_names).items():
+        argument = f"{name}={text}"
         _log_on_one_rank(
             logging.WARNING,
             "%s: the module was created with %s, which a checkpoint cannot hold: using the default",
-            found.path,
-            made,
+            saved.path,
+            argument,
         )
     return replace(component, init_args=init_args, origins=origins, fixed=fixed)
 
 
-def warn_about_differences(parser: ObjectParser, found: Recorded) -> None:
+def warn_about_differences(parser: ObjectParser, saved: Recorded) -> None:
     """Warn about parameters that are given here with other values than in the checkpoint."""
-    component, here = parser.component, parser.as_values()[0]
-    there = dict(found.sections[component.name])
+    component, current_values = parser.component, parser.as_values()[0]
+    saved_values = dict(saved.sections[component.name])
     if component.name == "model":
-        there = {**there, **plain(kept_arguments(component.target, found.hparams, found.hparams_name))}
-    for name, value in there.items():
-        if name in here and here[name] != value and HIDDEN not in str(value):
-            shown = without_secrets({"here": {name: here[name]}, "there": {name: value}})
-            what = (
-                f"{component.name}.{name}={flow(shown['here'][name])}",
-                f"the {flow(shown['there'][name])} of {found.path}",
+        saved_values = {
+            **saved_values,
+            **plain_value(arguments_from_saved(component.target, saved.hparams, saved.hparams_name)),
+        }
+    for name, value in saved_values.items():
+        if name in current_values and current_values[name] != value and HIDDEN not in str(value):
+            printable = without_secrets({"used": {name: current_values[name]}, "saved": {name: value}})
+            values = (
+                f"{component.name}.{name}={flow(printable['used'][name])}",
+                f"the {flow(printable['saved'][name])} of {saved.path}",
             )
-            _log_on_one_rank(logging.WARNING, "%s: using %s, not %s", component.origin(name), *what)
+            _log_on_one_rank(logging.WARNING, "%s: using %s, not %s", component.origin(name), *values)
 
 
-def _log_taken(component: Component, found: Recorded, values: Mapping[str, Any]) -> None:
+def _log_taken(component: Component, saved: Recorded, values: Mapping[str, Any]) -> None:
     if values:
-        shown = ", ".join(f"{name}={flow(value)}" for name, value in without_secrets(plain(values)).items())
-        _log_on_one_rank(logging.INFO, "%s: from the checkpoint %s: %s", component.title, found.path, shown)
+        values_text = ", ".join(f"{name}={flow(value)}" for name, value in without_secrets(plain_value(values)).items())
+        _log_on_one_rank(logging.INFO, "%s: from the checkpoint %s: %s", component.title, saved.path, values_text)
 
 
 def _log_on_one_rank(level: int, text: str, *values: object) -> None:
@@ -176,12 +189,16 @@ def _defaults(component: Component) -> dict[str, Any]:
     try:
         return ObjectParser(replace(component, init_args={}, overrides=[])).as_values()[0]
     except UsageError:  # some have no default
-        defaults = {name: each.default for name, each in inspect.signature(component.target).parameters.items()}
-        return {name: plain(default) for name, default in defaults.items() if default is not inspect.Parameter.empty}
+        defaults = {
+            name: parameter.default for name, parameter in inspect.signature(component.target).parameters.items()
+        }
+        return {
+            name: plain_value(default) for name, default in defaults.items() if default is not inspect.Parameter.empty
+        }
 
 
 def _partly(component: Component, name: str, nested: bool) -> bool | None:
-    """Whether only part of a parameter's value is given (an entry, an appended element); ``None``: nothing is."""
+    """Whether only part of a parameter's value is given (an entry, an appended element); ``False``: all of it; ``None``: nothing."""
     keys = [key for key, _ in component.overrides if key.removesuffix("+").split(".")[0] == name]
     if name in keys or (
         name in component.init_args and not (nested and isinstance(component.init_args[name], Mapping))

@@ -1,4 +1,5 @@
-"""``fit test`` without a target: whether this installation trains correctly on this machine's devices. Small real runs in separate processes."""
+"""``fit test`` without a target: checks that this installation trains correctly on this machine's devices, by small real runs in processes
+of their own."""
 
 from __future__ import annotations
 
@@ -87,10 +88,10 @@ def run(options: argparse.Namespace) -> int:
     """
     outcomes = checked()
     if options.json:
-        print(json.dumps([asdict(each) for each in outcomes], indent=1))
+        print(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
     else:
         _table(outcomes)
-    return FAILED if any(each.ok is False for each in outcomes) else OK
+    return FAILED if any(outcome.ok is False for outcome in outcomes) else OK
 
 
 def checked() -> list[Outcome]:
@@ -100,34 +101,34 @@ def checked() -> list[Outcome]:
         outcomes = _job(ALONE, work)
         jobs = [TOGETHER, *([("deepspeed",)] if importlib.util.find_spec("deepspeed") is not None else [])]
         with ThreadPoolExecutor() as pool:  # DeepSpeed's import is most of its time
-            for found in pool.map(lambda names: _job(names, work), jobs):
-                outcomes += found
-    made = {each.check for each in outcomes}
-    return outcomes + [Outcome(name, "", None, "not installed", 0.0) for name in CHECKS if name not in made]
+            for job_outcomes in pool.map(lambda names: _job(names, work), jobs):
+                outcomes += job_outcomes
+    checked_names = {outcome.check for outcome in outcomes}
+    return outcomes + [Outcome(name, "", None, "not installed", 0.0) for name in CHECKS if name not in checked_names]
 
 
 def _job(names: Sequence[str], work: Path) -> list[Outcome]:
     """Run some checks in one process; if it dies, the current check has failed, and another process runs the rest."""
-    found: list[Outcome] = []
-    rest = list(names)
-    while rest:
-        report = work / f"{rest[0]}.jsonl"
+    outcomes: list[Outcome] = []
+    pending = list(names)
+    while pending:
+        report = work / f"{pending[0]}.jsonl"
         began = time.perf_counter()
-        ended = _started(rest, report, work)
+        end = _started(pending, report, work)
         lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
         for line in lines:
-            found.append(Outcome(**line, mend="" if line["ok"] else CHECKS[line["check"]][1]))
-        rest = rest[len(lines) :]
-        if rest:
-            name = rest.pop(0)
+            outcomes.append(Outcome(**line, mend="" if line["ok"] else CHECKS[line["check"]][1]))
+        pending = pending[len(lines) :]
+        if pending:
+            name = pending.pop(0)
             seconds = time.perf_counter() - began - sum(line["seconds"] for line in lines)
-            mend = BF16_REMEDY if ended.startswith(_ILLEGAL) else CHECKS[name][1]
-            found.append(Outcome(name, "", False, ended, round(seconds, 2), mend))
-    return found
+            mend = BF16_REMEDY if end.startswith(_ILLEGAL) else CHECKS[name][1]
+            outcomes.append(Outcome(name, "", False, end, round(seconds, 2), mend))
+    return outcomes
 
 
 def _started(names: Sequence[str], report: Path, work: Path) -> str:
-    """Run the job; return how it ended, in words, if it ended early."""
+    """Run the checks in one process; return in words how it ended, for the case that it ended early."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     root = str(Path(__file__).resolve().parents[2])
     environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environ.get("PYTHONPATH")])])
@@ -145,8 +146,8 @@ def _started(names: Sequence[str], report: Path, work: Path) -> str:
             process.wait()
         output.seek(0)
         lines = [line.strip() for line in output.read().splitlines() if line.strip()]
-    how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-    return f"the process ended with {how}: {lines[-1] if lines else 'no output'}"
+    end = f"exit code {code}" if code >= 0 else f"signal {-code}"
+    return f"the process ended with {end}: {lines[-1] if lines else 'no output'}"
 
 
 def _table(outcomes: Sequence[Outcome]) -> None:
@@ -156,10 +157,14 @@ def _table(outcomes: Sequence[Outcome]) -> None:
 
     table = Table(Column("check", no_wrap=True), Column("devices", no_wrap=True), "result", "seconds", "how to fix")
     words = {True: ("ok", "green"), False: ("failed", "red"), None: ("-", "")}
-    for each in outcomes:
-        result = Text.assemble(words[each.ok], terminal_text(f" {each.detail}" if each.detail else ""))
+    for outcome in outcomes:
+        result = Text.assemble(words[outcome.ok], terminal_text(f" {outcome.detail}" if outcome.detail else ""))
         table.add_row(
-            CHECKS[each.check][0], each.devices, result, f"{each.seconds:.1f}", Text(terminal_text(each.mend))
+            CHECKS[outcome.check][0],
+            outcome.devices,
+            result,
+            f"{outcome.seconds:.1f}",
+            Text(terminal_text(outcome.mend)),
         )
     Console().print(table)
     Console().print(

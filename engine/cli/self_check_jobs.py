@@ -80,8 +80,8 @@ class Ranks:
 
     def __init__(self) -> None:
         kind = accelerator.device_type("auto")
-        found = accelerator.devices(kind)
-        self.kind, self.count = (kind, found) if found > 1 else ("cpu", 2)
+        devices = accelerator.devices(kind)
+        self.kind, self.count = (kind, devices) if devices > 1 else ("cpu", 2)
         self.batch = 2 * self.count
         """Samples of a step."""
 
@@ -97,7 +97,7 @@ def loader(samples: int, size: int) -> DataLoader[Any]:
 
 
 def trained(module: Net, kind: str, ranks: Ranks, devices: int = 1, resume: str | None = None, **settings: Any) -> Net:
-    """The module after a run over the same global batches, however many devices share them."""
+    """Train on fixed global batches, which any number of devices may share, and return the module."""
     settings = {"strategy": "auto", "max_epochs": EPOCHS, "callbacks": [], **settings}
     fit = Fit(accelerator=kind, devices=devices, seed=SEED, num_sanity_val_steps=0, root_dir="runs", **settings)
     fit.run(module, loader(4 * ranks.batch, ranks.batch // devices), resume=resume)
@@ -124,7 +124,7 @@ def single(kind: str, ranks: Ranks) -> None:
 
 
 def bf16(kind: str, ranks: Ranks) -> None:
-    """Close to full precision."""
+    """Training in bf16-mixed gives almost the weights of full precision."""
     module = trained(Net(), kind, ranks, precision="bf16-mixed")
     assert all(p.dtype is torch.float32 for p in module.parameters()), "parameters are no longer float32"
     difference = _difference(module)
@@ -132,12 +132,12 @@ def bf16(kind: str, ranks: Ranks) -> None:
 
 
 def resume(kind: str, ranks: Ranks) -> None:
-    """A run that was interrupted and resumed, and one that was not, with dropout: the same losses."""
-    whole = trained(Net(0.5), kind, ranks).losses
-    half = trained(Net(0.5), kind, ranks, max_epochs=EPOCHS // 2, callbacks=[Save(Path("half"))]).losses
-    rest = trained(Net(0.5, seed=0), kind, ranks, callbacks=[Save(Path("half"))], resume="last").losses
-    want, have = torch.stack(whole).tolist(), torch.stack([*half, *rest]).tolist()
-    assert want == have, f"losses without interruption {want}, with {have}"
+    """A run with dropout that was interrupted and resumed has the losses of one that was not."""
+    uninterrupted = trained(Net(0.5), kind, ranks).losses
+    first_half = trained(Net(0.5), kind, ranks, max_epochs=EPOCHS // 2, callbacks=[Save(Path("half"))]).losses
+    second_half = trained(Net(0.5, seed=0), kind, ranks, callbacks=[Save(Path("half"))], resume="last").losses
+    expected, actual = torch.stack(uninterrupted).tolist(), torch.stack([*first_half, *second_half]).tolist()
+    assert expected == actual, f"losses without interruption {expected}, with {actual}"
 
 
 def together(kind: str, ranks: Ranks) -> None:
@@ -148,7 +148,7 @@ def together(kind: str, ranks: Ranks) -> None:
 
 def one_rank(kind: str, ranks: Ranks) -> str:
     """One device calls every collective in its own back end; DDP and FSDP2 save while they train, and continue, over one rank."""
-    kind, told = _with_collectives(kind)
+    kind, notice = _with_collectives(kind)
     group = join_alone(accelerator.device(kind, 0), timeout=timedelta(seconds=60))
     try:
         check_collectives(group)
@@ -159,18 +159,18 @@ def one_rank(kind: str, ranks: Ranks) -> str:
             trained(Net(), kind, ranks, max_epochs=EPOCHS // 2, strategy=name, callbacks=[saves])
             trained(Net(seed=0), kind, ranks, resume="last", strategy=name, callbacks=[saves])
             details.append(_compared(Net.load_from_checkpoint(folder), kind))
-        return told + details[-1]
+        return notice + details[-1]
     finally:
         group.close()
 
 
 def _with_collectives(kind: str) -> tuple[str, str]:
-    """The device whose back end can be tried, and what to say if it is not this one: gloo, which MPS has, takes no tensors of MPS."""
+    """The device whose back end can be tried, and what to say if that is another one: gloo, MPS's back end, takes no tensors of MPS."""
     try:
-        found = "gloo" if kind == "cpu" else accelerator.collectives_backend(accelerator.device(kind, 0))
+        backend = "gloo" if kind == "cpu" else accelerator.collectives_backend(accelerator.device(kind, 0))
     except RuntimeError:
-        found = "gloo"
-    if kind == "cpu" or found != "gloo":
+        backend = "gloo"
+    if kind == "cpu" or backend != "gloo":
         return kind, ""
     return "cpu", f"{kind} has no collectives of its own, only one rank can train on it; on the CPU: "
 
@@ -189,19 +189,19 @@ def strategy(name: str) -> Callable[[str, Ranks], str]:
 def rounding(kind: str) -> float:
     """The largest error of a product of float32 matrices on this device, by its largest element: about 1e-7, with TF32 4e-4."""
     generator = torch.Generator().manual_seed(SEED)
-    left, right = torch.randn(64, 64, generator=generator), torch.randn(64, 64, generator=generator)
-    exact = left.double() @ right.double()
-    found = (left.to(kind) @ right.to(kind)).cpu().double()
-    return float((found - exact).abs().max() / exact.abs().max())
+    first, second = torch.randn(64, 64, generator=generator), torch.randn(64, 64, generator=generator)
+    exact = first.double() @ second.double()
+    product = (first.to(kind) @ second.to(kind)).cpu().double()
+    return float((product - exact).abs().max() / exact.abs().max())
 
 
 def _compared(module: Net, kind: str) -> str:
-    """The difference from the weights of one process, beside what rounding on this device and on that process's allows."""
-    error = max(rounding(each) for each in {kind, accelerator.device_type("auto")})
-    difference, most = _difference(module), ROUNDINGS * error
-    told = f"{difference:.1g}; products are rounded to {error:.1g} here, which allows {most:.1g}"
-    assert difference <= most, f"weights differ from those of one process by {told}"
-    return f"weights differ by {told}"
+    """Compare a module with the one that a single process trained; the difference must lie within the rounding of both devices."""
+    error = max(rounding(device_kind) for device_kind in {kind, accelerator.device_type("auto")})
+    difference, limit = _difference(module), ROUNDINGS * error
+    comparison = f"{difference:.1g}; products are rounded to {error:.1g} here, which allows {limit:.1g}"
+    assert difference <= limit, f"weights differ from those of one process by {comparison}"
+    return f"weights differ by {comparison}"
 
 
 def _difference(module: Net) -> float:
@@ -215,7 +215,8 @@ def _difference(module: Net) -> float:
 
 
 def check_collectives(group: Group) -> None:
-    """Call every collective of the library once on this group's device and on the CPU, with results that can be worked out by hand; all ranks do.
+    """Call every collective of the library once, on this group's device and on the CPU, with results that can be worked out by hand. All ranks
+    call it together.
 
     Raises:
         AssertionError: one returned something else than it should.
@@ -228,22 +229,22 @@ def check_collectives(group: Group) -> None:
 
 
 def _check_device(group: Group, device: torch.device) -> None:
-    size, where = group.world_size, f"on {device}"
+    size, place = group.world_size, f"on {device}"
     mine = torch.full((3,), float(group.rank + 1), device=device)
     total = size * (size + 1) / 2
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for op, expected in {"sum": total, "mean": total / size, "min": 1, "max": size}.items():
-            found = collectives.all_reduce(group, mine.to(dtype), op)
-            _check_result(f"all_reduce ({op}, {dtype}) {where}", found, [expected] * 3)
-    _check_result(f"all_reduce (sum, bool) {where}", collectives.all_reduce(group, mine > 1), [size - 1] * 3)
-    _check_result(f"gather {where}", collectives.gather(group, mine[:1]), list(range(1, size + 1)))
+            result = collectives.all_reduce(group, mine.to(dtype), op)
+            _check_result(f"all_reduce ({op}, {dtype}) {place}", result, [expected] * 3)
+    _check_result(f"all_reduce (sum, bool) {place}", collectives.all_reduce(group, mine > 1), [size - 1] * 3)
+    _check_result(f"gather {place}", collectives.gather(group, mine[:1]), list(range(1, size + 1)))
     uneven = collectives.gather(group, mine[:1].expand(group.rank + 1))
     _check_result(
-        f"gather of other lengths {where}", uneven, [rank + 1 for rank in range(size) for _ in range(rank + 1)]
+        f"gather of other lengths {place}", uneven, [rank + 1 for rank in range(size) for _ in range(rank + 1)]
     )
-    _check_result(f"broadcast {where}", collectives.broadcast(group, mine, size - 1), [size] * 3)
+    _check_result(f"broadcast {place}", collectives.broadcast(group, mine, size - 1), [size] * 3)
     padded = collectives.pad_across_processes(group, torch.ones(group.rank + 1, device=device), pad_index=-1)
-    _check_result(f"pad_across_processes {where}", padded, [1] * (group.rank + 1) + [-1] * (size - group.rank - 1))
+    _check_result(f"pad_across_processes {place}", padded, [1] * (group.rank + 1) + [-1] * (size - group.rank - 1))
 
 
 def _check_objects(group: Group) -> None:
@@ -260,38 +261,41 @@ def _check_objects(group: Group) -> None:
 def _check_bare(group: Group) -> None:
     """Check the collectives that FSDP and the pipeline's schedules call, in a group of its own for the device's tensors."""
     size = group.world_size
-    made = process_groups.on_device([list(range(size))], group.device)
+    process_group = process_groups.on_device([list(range(size))], group.device)
     mine = torch.full((2,), float(group.rank + 1), device=group.device)
     rows = mine.new_empty(2 * size)
-    _collective("all_gather_single", "all_gather_into_tensor")(rows, mine, group=made)
+    _collective("all_gather_single", "all_gather_into_tensor")(rows, mine, group=process_group)
     _check_result("all_gather_into_tensor", rows, [rank + 1 for rank in range(size) for _ in range(2)])
     part = mine.new_empty(2)
     _collective("reduce_scatter_single", "reduce_scatter_tensor")(
-        part, torch.ones(2 * size, device=group.device), group=made
+        part, torch.ones(2 * size, device=group.device), group=process_group
     )
     _check_result("reduce_scatter_tensor", part, [size] * 2)
-    work = dist.all_reduce(mine, async_op=True, group=made)
+    work = dist.all_reduce(mine, async_op=True, group=process_group)
     assert work is not None
     work.wait()
     _check_result("all_reduce in the background", mine, [size * (size + 1) / 2] * 2)
     if size > 1:  # nobody sends to itself
-        (after, before) = ((group.rank + 1) % size, (group.rank - 1) % size)
+        (next_rank, previous_rank) = ((group.rank + 1) % size, (group.rank - 1) % size)
         sent, received = torch.full((2,), float(group.rank), device=group.device), torch.empty(2, device=group.device)
-        pair = [dist.P2POp(dist.isend, sent, after, made), dist.P2POp(dist.irecv, received, before, made)]
-        for each in dist.batch_isend_irecv(pair):
-            each.wait()
-        _check_result("send and recv", received, [before] * 2)
-    dist.destroy_process_group(made)
+        pair = [
+            dist.P2POp(dist.isend, sent, next_rank, process_group),
+            dist.P2POp(dist.irecv, received, previous_rank, process_group),
+        ]
+        for request in dist.batch_isend_irecv(pair):
+            request.wait()
+        _check_result("send and recv", received, [previous_rank] * 2)
+    dist.destroy_process_group(process_group)
 
 
-def _collective(name: str, before: str) -> Any:
-    """A collective under its name since torch 2.13, or its name before."""
-    return getattr(dist, name, None) or getattr(dist, before)
+def _collective(name: str, older_name: str) -> Any:
+    """A collective by its name since torch 2.13, or by its older name."""
+    return getattr(dist, name, None) or getattr(dist, older_name)
 
 
-def _check_result(what: str, found: object, expected: object) -> None:
-    told = found.tolist() if isinstance(found, Tensor) else found
-    assert told == expected, f"{what} returned {told}, not {expected}"
+def _check_result(call: str, result: object, expected: object) -> None:
+    values = result.tolist() if isinstance(result, Tensor) else result
+    assert values == expected, f"{call} returned {values}, not {expected}"
 
 
 # -- the process ---------------------------------------------------------------------------------------------------------------------
@@ -312,17 +316,18 @@ CHECKS: dict[str, tuple[Callable[[str, Ranks], str | None], bool]] = {
 
 
 def main() -> None:
+    """Run the checks that the command line names, and append the result of each to the report."""
     parser = argparse.ArgumentParser()
     parser.add_argument("checks", nargs="+", choices=CHECKS)
     parser.add_argument("--report", type=Path, required=True, help="one line of JSON for each finished check")
     arguments = parser.parse_args()
     ranks = Ranks()
-    own = accelerator.device_type("auto")
+    single_kind = accelerator.device_type("auto")
     for name in arguments.checks:
         check, several = CHECKS[name]
         began, ok = time.perf_counter(), False
         try:
-            detail = check(ranks.kind if several else own, ranks) or ""
+            detail = check(ranks.kind if several else single_kind, ranks) or ""
             ok = True
         except AssertionError as error:
             detail = str(error)
@@ -333,7 +338,7 @@ def main() -> None:
         seconds = round(time.perf_counter() - began, 2)
         line = {
             "check": name,
-            "devices": str(ranks) if several else f"1 x {own}",
+            "devices": str(ranks) if several else f"1 x {single_kind}",
             "ok": ok,
             "detail": detail,
             "seconds": seconds,

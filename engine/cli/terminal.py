@@ -1,4 +1,4 @@
-"""The terminal of ``fit``: exit statuses, the error that the caller can fix, and what is printed. Imports no torch."""
+"""The terminal of ``fit``: exit statuses, the error that the caller can fix, and the printing of text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -73,15 +73,14 @@ def guarded(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         complain("interrupted")
         return INTERRUPTED
-    except (
-        BrokenPipeError
-    ):  # the reader of our output has closed it; leave nothing for the interpreter to write at exit
+    except BrokenPipeError:
+        # The reader of our output has closed it: leave nothing for the interpreter to write at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
 
 
 def complain(error: object) -> None:
-    """``fit: error: ...`` on stderr."""
+    """Print ``fit: error: ...`` on stderr."""
     sys.stdout.flush()
     print(terminal_text(f"fit: error: {error}"), file=sys.stderr, flush=True)
 

@@ -45,24 +45,30 @@ class Constructor:
         except TypeError as error:
             raise TypeError(f"{self.call}() {error}") from None
         bound.arguments.update(checked(self.call, self.types, self._named(bound)))
-        if more := bound.arguments.get(self.keywords):
-            types = dict.fromkeys(more, self.types[self.keywords]) | ({} if self.of is None else hints(self.of))
-            bound.arguments[self.keywords] = checked(self.call, types, more)
+        if further_arguments := bound.arguments.get(self.keywords):
+            types = dict.fromkeys(further_arguments, self.types[self.keywords]) | (
+                {} if self.of is None else hints(self.of)
+            )
+            bound.arguments[self.keywords] = checked(self.call, types, further_arguments)
         return bound
 
     def differing(self, bound: inspect.BoundArguments) -> dict[str, Any]:
         """The arguments that differ from their defaults."""
-        usual = self.signature.parameters
-        named = {name: value for name, value in self._named(bound).items() if not _same(value, usual[name].default)}
+        parameters = self.signature.parameters
+        named = {
+            name: value
+            for name, value in self._named(bound).items()
+            if not _is_default(value, parameters[name].default)
+        }
         return named | bound.arguments.get(self.keywords, {})
 
     def _named(self, bound: inspect.BoundArguments) -> dict[str, Any]:
         return {name: value for name, value in bound.arguments.items() if name not in ("self", self.keywords)}
 
 
-def _same(value: object, usual: object) -> bool:
+def _is_default(value: object, default: object) -> bool:
     """Tell whether a value is the default, which parsers of command lines also name."""
-    return value is usual or (type(value) is type(usual) and value == usual)
+    return value is default or (type(value) is type(default) and value == default)
 
 
 def checking_arguments(*, but: Collection[str] = ()) -> Callable[[Init], Init]:

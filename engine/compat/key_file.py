@@ -19,7 +19,7 @@ class Section:
 
     @property
     def file(self) -> KeyFile:
-        """The whole file."""
+        """The file that the section is in."""
         assert self._file is not None
         return self._file
 
@@ -35,7 +35,7 @@ class Section:
             self.file.notes.append(f"{self._name(key)}: {value}: {reason}")
 
     def remark(self, text: str) -> None:
-        """A remark that belongs to no key."""
+        """Note ``text``, which belongs to no key."""
         self.file.notes.append(text)
 
     def refuse(self, key: str, reason: str) -> None:
@@ -75,7 +75,7 @@ class Section:
 
 
 class KeyFile(Section):
-    """The whole file, and the result."""
+    """A settings file of another trainer, and what it becomes here: settings, notes and refusals."""
 
     def __init__(self, values: Mapping[str, Any], origin: str, origins: Mapping[str, str]) -> None:
         super().__init__(values, "", "", None)
@@ -87,7 +87,7 @@ class KeyFile(Section):
         self.refused: list[str] = []
         """Keys that would change the training and have no counterpart."""
         self.launch = ""
-        """The command that starts the same number of processes."""
+        """The command that starts as many processes as the file says."""
         self._parts: dict[str, Section] = {}
 
     def section(self, key: str, prefix: str) -> Section:

@@ -21,11 +21,11 @@ _SETTINGS = {
     "detect_nan": "on_nonfinite",
     "float32_matmul_precision": "matmul_precision",
 }
-"""Words of launchers and scripts, of no one trainer."""
+"""Words of launchers and scripts that belong to no single trainer."""
 
 
 def _merged(tables: Iterable[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[str, str]]:
-    """The rows of all tables by place."""
+    """One table with the rows of all ``tables``, by place."""
     merged: dict[str, dict[str, str]] = {}
     for table in tables:
         for place, rows in table.items():

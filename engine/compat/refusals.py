@@ -10,7 +10,7 @@ from engine.compat.table_rows import Argument
 
 
 def translated(call: str, values: Mapping[str, Any], arguments: Mapping[str, Argument]) -> dict[str, Any]:
-    """Another trainer's arguments of ``call`` by name, except those that have no counterpart.
+    """Another trainer's arguments of ``call``. An argument without a counterpart is left out if its value changes nothing, else it is an error.
 
     Raises:
         ValueError: an argument asks for something without a counterpart.
@@ -24,7 +24,7 @@ def translated(call: str, values: Mapping[str, Any], arguments: Mapping[str, Arg
 
 
 def refusing(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a module that refuses these ``names``; each says what to use instead."""
+    """The ``__getattr__`` of a module that refuses ``names``: each has the text that says what to use instead."""
 
     def attribute(name: str) -> Any:
         if name not in names:

@@ -14,11 +14,11 @@ class Argument:
     """An argument of another trainer's constructor."""
 
     usual: Any = None
-    """Default of the other trainer."""
+    """The argument's default in its trainer."""
     setting: str = ""
-    """The setting, or the argument, of ours that means the same, with the same values."""
+    """Our setting, or argument, with the argument's meaning and values; empty: there is none."""
     neutral: tuple[Any, ...] = ()
-    """Values under which nothing is asked for, if another one is an error; or :data:`ANY`. Empty: the drop-in class translates it."""
+    """Values that change nothing, where every other value is an error; or :data:`ANY`. Empty: the drop-in class translates the argument."""
     instead: str = ""
     """Advice: the end of the errors of ``Fit``, of our class and of the drop-in class, and the line of ``fit migrate``."""
     drop_in: str = ""
@@ -34,7 +34,7 @@ class Argument:
         return self.instead or (called(self.setting) if self.setting else "")
 
     def refuses(self, value: object) -> bool:
-        """Tell whether the value asks for something that has no counterpart."""
+        """Whether the value asks for something that has no counterpart."""
         return bool(self.neutral) and self.neutral is not ANY and value not in self.neutral
 
 

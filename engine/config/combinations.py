@@ -19,7 +19,7 @@ LIMITED_BY_OVERFIT = ("limit_train_batches", "limit_val_batches")
 
 
 class StrategyRules(Protocol):
-    """The part of :class:`engine.Strategy` that settings meet: any strategy, also one of another package, may refuse settings or set some."""
+    """The part of :class:`engine.Strategy` that concerns settings: any strategy, also another package's, may refuse settings or set some."""
 
     def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None: ...
 
@@ -95,10 +95,10 @@ def check_limits(settings: Settings) -> None:
         ValueError: names both.
     """
     for unit in ("epochs", "steps"):
-        least, most = getattr(settings, f"min_{unit}"), getattr(settings, f"max_{unit}")
-        if least is not None and most is not None and least > most:
+        minimum, maximum = getattr(settings, f"min_{unit}"), getattr(settings, f"max_{unit}")
+        if minimum is not None and maximum is not None and minimum > maximum:
             raise ValueError(
-                f"min_{unit}={least} and max_{unit}={most}: the training would end before its minimum; give a larger max_{unit}"
+                f"min_{unit}={minimum} and max_{unit}={maximum}: the training would end before its minimum; give a larger max_{unit}"
             )
 
 

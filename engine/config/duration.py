@@ -121,14 +121,14 @@ class Every:
     - seconds: at the first call n seconds or more after the last time (or the start).
 
     Args:
-        duration: as of :class:`engine.Duration`; ``None``: never.
+        duration: a length in any form that :func:`parse` accepts; ``None``: never.
         steps_per_epoch: optimizer steps in each epoch, where :meth:`due` does not get the epochs done.
 
-    It is due at most once in a step. Ranks have different clocks: if seconds decide about a collective operation, let one
+    A trigger is due at most once in a step. Ranks have different clocks: if seconds decide about a collective operation, let one
     rank decide for all.
 
     Raises:
-        ValueError: a duration that is not positive, or as :func:`parse`.
+        ValueError: a duration that is not positive, or one that :func:`parse` refuses.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Every:
         self._last_step = -1
         self._last_s = 0.0
         self._count: int | None = None
-        """How many multiples of the duration had passed at the last call; ``None``: there was none."""
+        """Multiples of the duration that had passed at the last call; ``None``: there was no call."""
         self._n: Any = self.duration.value if self.duration else 0
         unit = self.duration.unit if self.duration else "never"
         self._reached = {"never": self._never, "steps": self._steps, "epochs": self._epochs, "seconds": self._seconds}[
@@ -157,10 +157,10 @@ class Every:
 
     def start(self, step: int, epochs: Fraction | None = None) -> None:
         """Skip multiples up to here; no effect after :meth:`load_state_dict`, which restores them."""
-        known = self._reached == self._steps or (
+        can_count = self._reached == self._steps or (
             self._reached == self._fraction and (epochs is not None or self.steps_per_epoch)
         )
-        if known and self._count is None:
+        if can_count and self._count is None:
             self._reached(step, None, 0.0, epochs)
 
     def due(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None = None) -> bool:
@@ -181,28 +181,27 @@ class Every:
         return True
 
     def keep_due(self) -> None:
-        """Note that what was due at the last call was cut off: it is due again, also after a resume."""
+        """Note that the action which was due at the last call was cut off: it is due again, also after a resume."""
         self._last_step, self._last_s = -1, 0.0
         if self._count:
             self._count -= 1
 
     def next_step(self, step: int) -> int:
-        """The first step after ``step`` at which it can be due, apart from the ends of epochs: until then :meth:`due` need not be called."""
+        """The first step after ``step`` at which the trigger can be due, apart from the ends of epochs: until then :meth:`due` need not be called."""
         if self._reached == self._steps:
             count = step // self._n if self._count is None else self._count
             return max(step + 1, (count + 1) * int(self._n))
         return NEVER if self._reached in (self._never, self._epochs) else step + 1
 
     def state_dict(self) -> dict[str, Any]:
-        """When it was last due, and the multiples passed."""
+        """The step and the time at which the trigger was last due, and the number of multiples that have passed."""
         return {"last_step": self._last_step, "last_s": self._last_s, "count": self._count, "every": str(self.duration)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the ``state`` that :meth:`state_dict` returned."""
         self._last_step, self._last_s = int(state["last_step"]), float(state["last_s"])
-        count = (
-            state.get("count") if state.get("every") == str(self.duration) else None
-        )  # another duration has other multiples
+        # Another duration has other multiples.
+        count = state.get("count") if state.get("every") == str(self.duration) else None
         self._count = None if count is None else int(count)
 
     def _never(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None) -> bool:
@@ -224,12 +223,12 @@ class Every:
         length = self._n * self.steps_per_epoch
         return self._passed(step // length, (step - 1) // length, step)
 
-    def _passed(self, count: int, before: int, step: int) -> bool:
-        """Whether a multiple has passed since the last call; ``before``: the count to compare with at the first call."""
+    def _passed(self, count: int, previous_count: int, step: int) -> bool:
+        """Whether a multiple has passed since the last call; ``previous_count``: the count to compare with at the first call."""
         if self._count is not None:
-            before = self._count
+            previous_count = self._count
         self._count = count
-        return step > 0 and count > before
+        return step > 0 and count > previous_count
 
     def _seconds(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None) -> bool:
         if elapsed_s < self._last_s:  # a resumed or repeated run whose clock started again

@@ -19,12 +19,12 @@ _UNITS = {
 
 
 def size_in_bytes(value: int | str) -> int:
-    """``5_000_000_000`` or ``"5GB"``, ``"200MiB"``.
+    """The bytes of a size given as a number, or as text: ``"5GB"``, ``"200MiB"``.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: ``value`` is neither, or less than one byte.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value), re.IGNORECASE)
-    if found is None or found[2].upper() not in _UNITS or float(found[1]) * _UNITS[found[2].upper()] < 1:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value), re.IGNORECASE)
+    if match is None or match[2].upper() not in _UNITS or float(match[1]) * _UNITS[match[2].upper()] < 1:
         raise ValueError(f"max_shard_size={value!r} is not a size: give bytes, or text such as '5GB' or '200MiB'")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -42,47 +42,52 @@ class Owner(Protocol):
     def hparams(self) -> HParams: ...
 
 
-def save(owner: Owner, given: Sequence[Any], ignore: str | Iterable[str] | None, logger: bool, frame: Any) -> None:
-    """Add to ``owner.hparams`` what ``save_hyperparameters`` was called with.
+def save(
+    owner: Owner, names_or_object: Sequence[Any], ignore: str | Iterable[str] | None, logger: bool, frame: Any
+) -> None:
+    """Add the hyperparameters that ``save_hyperparameters`` was called for to ``owner.hparams``.
 
     Args:
-        given: names of constructor arguments, one object with all hyperparameters, or nothing for all arguments.
+        names_or_object: names of constructor arguments, one object with all hyperparameters, or nothing for all arguments.
+        ignore: names of hyperparameters that are left out.
         logger: whether loggers get them.
-        frame: of the caller, inside the constructor.
+        frame: the caller's frame, inside the constructor.
 
     Raises:
-        TypeError, ValueError: ``given`` is something else, or names what is not an argument.
+        TypeError, ValueError: ``names_or_object`` is something else, or has a name that is not an argument.
     """
     ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
     arguments = init_arguments(owner, frame)
-    others = [each for each in given if not isinstance(each, str)]
-    if others:
-        if len(given) > 1:
+    objects = [item for item in names_or_object if not isinstance(item, str)]
+    if objects:
+        if len(names_or_object) > 1:
             raise TypeError(
-                f"save_hyperparameters got {len(given)} arguments: give names, or one object with all hyperparameters"
+                f"save_hyperparameters got {len(names_or_object)} arguments: give names, or one object with all hyperparameters"
             )
-        found = _entries(others[0])
-        owner.hparams_name = next((name for name, value in arguments.items() if value is others[0]), None)
-    elif absent := [name for name in given if name not in arguments]:
+        entries = _entries(objects[0])
+        owner.hparams_name = next((name for name, value in arguments.items() if value is objects[0]), None)
+    elif absent := [name for name in names_or_object if name not in arguments]:
         has = ", ".join(arguments)
         raise ValueError(
             f"save_hyperparameters({absent[0]!r}): {type(owner).__name__}.__init__ has no such argument; it has {has}"
         )
     else:
-        found = {name: arguments[name] for name in given or arguments}
-    found = {name: value for name, value in found.items() if name not in ignored}
+        entries = {name: arguments[name] for name in names_or_object or arguments}
+    entries = {name: value for name, value in entries.items() if name not in ignored}
     for name in ignored:
         owner.hparams.pop(name, None)  # a base class may have saved it
-    owner.hparams.update(found)
-    own = vars(owner)
-    own["_hparams_initial"] = {name: _copied(value) for name, value in owner.hparams.items()}
-    own["_hparams_unlogged"] = (own.get("_hparams_unlogged", set()) - set(found)) | (set() if logger else set(found))
+    owner.hparams.update(entries)
+    attributes = vars(owner)
+    attributes["_hparams_initial"] = {name: _copied(value) for name, value in owner.hparams.items()}
+    attributes["_hparams_unlogged"] = (attributes.get("_hparams_unlogged", set()) - set(entries)) | (
+        set() if logger else set(entries)
+    )
 
 
 def saved_by(owner: object) -> HParams:
     """The hyperparameters of a module or a data module, whether or not its constructor has begun."""
-    found: HParams = vars(owner).setdefault("_hparams", HParams())
-    return found
+    hparams: HParams = vars(owner).setdefault("_hparams", HParams())
+    return hparams
 
 
 def initial(owner: object) -> HParams:
@@ -91,26 +96,26 @@ def initial(owner: object) -> HParams:
 
 
 def for_loggers(owner: object) -> dict[str, Any]:
-    """The hyperparameters without those that were saved with ``logger=False``."""
+    """The hyperparameters, except the ones that were saved with ``logger=False``."""
     unlogged = getattr(owner, "_hparams_unlogged", ())
     return {name: value for name, value in getattr(owner, "hparams", {}).items() if name not in unlogged}
 
 
-def _entries(given: Any) -> dict[str, Any]:
+def _entries(source: Any) -> dict[str, Any]:
     """The hyperparameters in one object."""
-    if isinstance(given, Mapping):
-        return dict(given)
-    if isinstance(given, Namespace):
-        return dict(vars(given))
-    if is_dataclass(given) and not isinstance(given, type):
-        return {each.name: getattr(given, each.name) for each in fields(given)}
+    if isinstance(source, Mapping):
+        return dict(source)
+    if isinstance(source, Namespace):
+        return dict(vars(source))
+    if is_dataclass(source) and not isinstance(source, type):
+        return {field.name: getattr(source, field.name) for field in fields(source)}
     raise TypeError(
-        f"save_hyperparameters got {type(given).__name__}: give names of arguments, or a dict, an argparse.Namespace or a dataclass object"
+        f"save_hyperparameters got {type(source).__name__}: give names of arguments, or a dict, an argparse.Namespace or a dataclass object"
     )
 
 
 def _copied(value: Any) -> Any:
-    """A copy of containers; what they contain is the same."""
+    """Copy lists, tuples, sets and dicts, at every depth; the objects in them are not copied."""
     if type(value) in (list, tuple, set):
         return type(value)(map(_copied, value))
     return type(value)({k: _copied(v) for k, v in value.items()}) if type(value) in (dict, HParams) else value
@@ -121,11 +126,11 @@ def as_data(value: Any) -> Any:
     if isinstance(value, Namespace) or (is_dataclass(value) and not isinstance(value, type)):
         value = _entries(value)
     if isinstance(value, Mapping) and type(value).__module__ != "collections":
-        return {key: as_data(each) for key, each in value.items()}
+        return {key: as_data(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(as_data, value))
-    known = isinstance(value, (str, bytes, bytearray, tuple)) or type(value).__module__ == "builtins"
-    return [as_data(each) for each in value] if isinstance(value, Sequence) and not known else value
+    is_builtin = isinstance(value, (str, bytes, bytearray, tuple)) or type(value).__module__ == "builtins"
+    return [as_data(item) for item in value] if isinstance(value, Sequence) and not is_builtin else value
 
 
 def _as_annotated(hint: Any, value: Any, name: str) -> Any:
@@ -138,7 +143,7 @@ def _as_annotated(hint: Any, value: Any, name: str) -> Any:
     if any(is_dataclass(kind) for kind in kinds):
         return converted(hint, value, name)
     return (
-        HParams({key: _as_annotated(Any, each, name) for key, each in value.items()})
+        HParams({key: _as_annotated(Any, item, name) for key, item in value.items()})
         if type(value) in (dict, HParams)
         else value
     )
@@ -146,7 +151,7 @@ def _as_annotated(hint: Any, value: Any, name: str) -> Any:
 
 def init_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
     """The arguments of ``owner``'s constructors that are running in ``frame`` and its callers (a subclass's ``__init__`` around a base's)."""
-    found: dict[str, Any] = {}
+    init_values: dict[str, Any] = {}
     while frame is not None:
         arguments = inspect.getargvalues(frame)
         # Between two constructors there may be a decorator, and before the first a helper method that saves the hyperparameters.
@@ -157,43 +162,52 @@ def init_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
             values.update({name: arguments.locals[name] for name in keyword_only if name in arguments.locals})
             if arguments.keywords:
                 values.update(arguments.locals.get(arguments.keywords, {}))
-            found.update(values)
+            init_values.update(values)
         frame = frame.f_back
-    found.pop("__class__", None)
-    return found
+    init_values.pop("__class__", None)
+    return init_values
 
 
-def kept_arguments(cls: Callable[..., Any], saved: Mapping[str, Any], whole: str | None = None) -> dict[str, Any]:
-    """The arguments of ``cls`` that saved hyperparameters provide, by name; parameters as of :func:`constructor_arguments`."""
+def arguments_from_saved(
+    cls: Callable[..., Any], saved: Mapping[str, Any], argument_for_all: str | None = None
+) -> dict[str, Any]:
+    """The arguments of ``cls`` that saved hyperparameters provide, by name; parameters as in :func:`constructor_arguments`."""
     parameters = inspect.signature(cls).parameters
-    named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    whole = _whole(
-        named, [name for name, p in named.items() if p.default is p.empty and name not in saved], saved, whole
+    named_parameters = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    argument_for_all = _argument_for_all(
+        named_parameters,
+        [name for name, p in named_parameters.items() if p.default is p.empty and name not in saved],
+        saved,
+        argument_for_all,
     )
-    known = hints(cls)
-    if whole is not None:
-        return {whole: _as_annotated(known.get(whole), HParams(saved), whole)}
+    annotations = hints(cls)
+    if argument_for_all is not None:
+        return {argument_for_all: _as_annotated(annotations.get(argument_for_all), HParams(saved), argument_for_all)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {
-        name: _as_annotated(known.get(name), value, name) for name, value in saved.items() if takes_any or name in named
+        name: _as_annotated(annotations.get(name), value, name)
+        for name, value in saved.items()
+        if takes_any or name in named_parameters
     }
 
 
-def replaced_by_defaults(cls: Callable[..., Any], texts: Mapping[str, str], given: Iterable[str]) -> dict[str, str]:
+def replaced_by_defaults(cls: Callable[..., Any], texts: Mapping[str, str], available: Iterable[str]) -> dict[str, str]:
     """Hyperparameters whose values a checkpoint could not hold, by name, and for which the constructor's default differs.
 
     Args:
-        texts: of the values of all hyperparameters, as in a checkpoint's manifest.
-        given: names of those that are saved, or given otherwise.
+        texts: the values of all hyperparameters as text, from a checkpoint's manifest.
+        available: the names of arguments whose values are saved or given.
     """
     defaults = {
         name: p.default
         for name, p in inspect.signature(cls).parameters.items()
-        if p.default is not p.empty and name not in set(given)
+        if p.default is not p.empty and name not in set(available)
     }
-    lost = {name: str(texts[name]) for name in defaults if name in texts}
+    lost_texts = {name: str(texts[name]) for name in defaults if name in texts}
     return {
-        name: text for name, text in lost.items() if _ADDRESS.sub("", text) != _ADDRESS.sub("", as_text(defaults[name]))
+        name: text
+        for name, text in lost_texts.items()
+        if _ADDRESS.sub("", text) != _ADDRESS.sub("", as_text(defaults[name]))
     }
 
 
@@ -206,16 +220,16 @@ def as_text(value: Any) -> str:
 
 
 def constructor_arguments(
-    cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any], whole: str | None = None
+    cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any], argument_for_all: str | None = None
 ) -> tuple[list[Any], dict[str, Any]]:
     """The arguments to construct ``cls`` with, from saved hyperparameters.
 
-    Those without a constructor argument are ignored. A constructor with one argument for all of them gets the dict, with
+    Hyperparameters without a constructor argument are ignored. A constructor with one argument for all of them gets the dict, with
     overrides applied to its entries.
 
     Args:
-        overrides: they win over ``saved``.
-        whole: the argument that was the dict of all of ``saved``.
+        overrides: values that win over ``saved``.
+        argument_for_all: the argument that was the dict of all of ``saved``.
 
     Returns:
         Positional arguments and arguments by name.
@@ -224,38 +238,57 @@ def constructor_arguments(
         TypeError: a required argument is missing, or an override is not an argument; the message names it.
     """
     parameters = inspect.signature(cls).parameters
-    named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    named_parameters = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     missing = [
-        name for name, p in named.items() if p.default is p.empty and name not in saved and name not in overrides
+        name
+        for name, p in named_parameters.items()
+        if p.default is p.empty and name not in saved and name not in overrides
     ]
-    whole = _whole(named, missing, saved, whole)
+    argument_for_all = _argument_for_all(named_parameters, missing, saved, argument_for_all)
     entries = {
-        name: value for name, value in overrides.items() if whole is not None and name in saved and name not in named
+        name: value
+        for name, value in overrides.items()
+        if argument_for_all is not None and name in saved and name not in named_parameters
     }
     overrides = {name: value for name, value in overrides.items() if name not in entries}
-    if not takes_any and (strange := [name for name in overrides if name not in named]):
+    if not takes_any and (unknown := [name for name in overrides if name not in named_parameters]):
         raise TypeError(
-            f"{cls.__name__}.__init__ has no argument {strange[0]!r}{nearest(strange[0], named)}; it has {', '.join(named) or 'none'}"
+            f"{cls.__name__}.__init__ has no argument {unknown[0]!r}{nearest(unknown[0], named_parameters)}; "
+            f"it has {', '.join(named_parameters) or 'none'}"
         )
-    known = hints(cls)
-    if whole is not None:
-        found = {whole: _as_annotated(known.get(whole), HParams({**saved, **entries}), whole), **overrides}
+    annotations = hints(cls)
+    if argument_for_all is not None:
+        arguments = {
+            argument_for_all: _as_annotated(
+                annotations.get(argument_for_all), HParams({**saved, **entries}), argument_for_all
+            ),
+            **overrides,
+        }
     else:
-        taken = {name: value for name, value in saved.items() if (takes_any or name in named) and name not in overrides}
-        found = {**{name: _as_annotated(known.get(name), value, name) for name, value in taken.items()}, **overrides}
-    if missing := [name for name in missing if name not in found]:
+        used_values = {
+            name: value
+            for name, value in saved.items()
+            if (takes_any or name in named_parameters) and name not in overrides
+        }
+        arguments = {
+            **{name: _as_annotated(annotations.get(name), value, name) for name, value in used_values.items()},
+            **overrides,
+        }
+    if missing := [name for name in missing if name not in arguments]:
         has = ", ".join(map(str, saved)) or "none"
         raise TypeError(
             f"{cls.__name__}.__init__ needs {', '.join(map(repr, missing))}, not among the checkpoint's hyperparameters ({has}): give it as an "
             f"override, load_from_checkpoint(path, {missing[0]}=...), or save it with save_hyperparameters()"
         )
-    first = [name for name, p in named.items() if p.kind is p.POSITIONAL_ONLY and name in found]
-    return [found.pop(name) for name in first], found
+    first = [name for name, p in named_parameters.items() if p.kind is p.POSITIONAL_ONLY and name in arguments]
+    return [arguments.pop(name) for name in first], arguments
 
 
-def _whole(named: Mapping[str, Any], missing: Sequence[str], saved: Mapping[str, Any], whole: str | None) -> str | None:
+def _argument_for_all(
+    named_parameters: Mapping[str, Any], missing: Sequence[str], saved: Mapping[str, Any], argument_for_all: str | None
+) -> str | None:
     """The constructor's argument that takes all hyperparameters as one dict, if one does."""
-    if whole is None and saved and len(missing) == 1 and not named.keys() & saved.keys():
+    if argument_for_all is None and saved and len(missing) == 1 and not named_parameters.keys() & saved.keys():
         return missing[0]
-    return whole if whole in named else None
+    return argument_for_all if argument_for_all in named_parameters else None

@@ -59,12 +59,12 @@ def unknown_word(name: str, value: object, words: Iterable[str], possible: str) 
 
 
 def is_whole_number(value: object) -> bool:
-    """Tell ints, also numpy's, from other values and from bools: ``max_steps=True`` is a mistake."""
+    """Whether ``value`` is an int (numpy's too). A bool is not: ``max_steps=True`` is a mistake."""
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 class Kind:
-    """Base class: what a setting accepts, in code, in YAML and in a shell, and the form in which the library reads it.
+    """Base class of kinds: which values a setting accepts in code, in YAML and in a shell, and the form in which the library reads them.
 
     The subclasses stand below; ``engine.config.settings.KINDS`` has one for each setting.
     """
@@ -97,7 +97,7 @@ class Kind:
         return node.value if self.as_written and yaml_text.is_text(node) else yaml_text.construct(node)
 
     def as_mapping(self, value: Any) -> dict[Any, Any] | None:
-        """A new mapping with what ``value`` says, for the command line to set a key in; ``None``: such a value has no keys."""
+        """A new mapping with the content of ``value``, for the command line to set a key in; ``None``: such a value has no keys."""
         return copy.deepcopy(dict(value)) if isinstance(value, Mapping) else None
 
 
@@ -106,12 +106,12 @@ def _or_none(none: str) -> str:
 
 
 class WholeNumber(Kind):
-    """An int of at least ``least`` and at most ``most``; ``None`` is possible if ``none`` says what it means."""
+    """An int of at least ``minimum`` and at most ``maximum``; ``None`` is possible if ``none`` says what it means."""
 
-    def __init__(self, least: int, most: int | None = None, *, none: str = "") -> None:
+    def __init__(self, minimum: int, maximum: int | None = None, *, none: str = "") -> None:
         self.accepts = "int | None" if none else "int"
-        self._least, self._most, self._none = least, most, none
-        self._possible = f"an int of at least {least}" if most is None else f"an int from {least} to {most}"
+        self._minimum, self._maximum, self._none = minimum, maximum, none
+        self._possible = f"an int of at least {minimum}" if maximum is None else f"an int from {minimum} to {maximum}"
         self._possible += _or_none(none)
 
     def normal(self, name: str, value: Any) -> Any:
@@ -120,7 +120,7 @@ class WholeNumber(Kind):
         if not is_whole_number(value):
             raise wrong_type(name, value, self._possible)
         number = operator.index(value)
-        if number < self._least or (self._most is not None and number > self._most):
+        if number < self._minimum or (self._maximum is not None and number > self._maximum):
             raise not_possible(name, value, self._possible)
         return number
 
@@ -192,13 +192,13 @@ class Interval(Kind):
 
 
 class Time(Kind):
-    """A time of at least ``least`` seconds; ``None`` is possible if ``none`` says what it means."""
+    """A time of at least ``minimum`` seconds; ``None`` is possible if ``none`` says what it means."""
 
     as_written = True
 
-    def __init__(self, least: int = 0, *, none: str = "") -> None:
+    def __init__(self, minimum: int = 0, *, none: str = "") -> None:
         self.accepts = "str | timedelta | Duration" + (" | None" if none else "")
-        self._least, self._none = least, none
+        self._minimum, self._none = minimum, none
 
     def normal(self, name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
         duration = _duration(name, value)
@@ -208,8 +208,8 @@ class Time(Kind):
             return None
         if duration.unit != "seconds":
             raise not_possible(name, value, f"a time such as '30 s', '10 min' or '1.5 h'; {value!r} means {duration}")
-        if duration.value < self._least:
-            raise not_possible(name, value, f"a time of at least '{self._least} s'{_or_none(self._none)}")
+        if duration.value < self._minimum:
+            raise not_possible(name, value, f"a time of at least '{self._minimum} s'{_or_none(self._none)}")
         return duration
 
 
@@ -268,9 +268,9 @@ class Schedule(Kind):
                 raise not_possible(name, value, possible)
             return operator.index(value)
         if not value or not all(
-            is_whole_number(number) and number >= least
+            is_whole_number(number) and number >= minimum
             for item in value.items()
-            for number, least in zip(item, (0, 1), strict=True)
+            for number, minimum in zip(item, (0, 1), strict=True)
         ):
             raise not_possible(name, value, possible)
         return {operator.index(epoch): operator.index(value[epoch]) for epoch in sorted(value)}
@@ -361,7 +361,7 @@ class CallbackObjects(Kind):
 
 
 class ByName(Kind):
-    """Base class: an object that is given by its name, by a mapping with its name and options, or itself, which is not checked here."""
+    """Base class of kinds for an object that is given by its name, by a mapping with its name and options, or itself, which is not checked here."""
 
     as_written = True
     example: str
@@ -382,14 +382,16 @@ class ByName(Kind):
         """
         origins = dict(origins or {})
         first = next(iter(origins.values()), "code")
-        where = "" if first == "code" else f"{first}: "
+        error_prefix = "" if first == "code" else f"{first}: "
         name = value.get("name")
         if "name" not in value:
             raise ValueError(
-                f"{where}{setting}={dict(value)!r} has no 'name': give the mapping one, such as {{name: {self.example}}}"
+                f"{error_prefix}{setting}={dict(value)!r} has no 'name': give the mapping one, such as {{name: {self.example}}}"
             )
         if not isinstance(name, str) or not name:
-            raise TypeError(f"{where}{setting}.name={name!r} is of type {type(name).__name__}: give the name as text")
+            raise TypeError(
+                f"{error_prefix}{setting}.name={name!r} is of type {type(name).__name__}: give the name as text"
+            )
         for key in value:
             if not isinstance(key, str):
                 raise TypeError(f"{origins.get(str(key), first)}: {setting} has the key {key!r}, which is not a name")
@@ -399,7 +401,7 @@ class ByName(Kind):
     def from_yaml(self, node: Node) -> Any:
         value = super().from_yaml(node)
         if isinstance(value, dict):
-            nodes = {key: inner for key, inner, _ in yaml_text.items_with_lines(node, "")}
+            nodes = {key: value_node for key, value_node, _ in yaml_text.items_with_lines(node, "")}
             if "name" in nodes and yaml_text.is_text(nodes["name"]):
                 value["name"] = nodes["name"].value
         return value
@@ -411,16 +413,16 @@ class ByName(Kind):
 
 
 class StrategyName(ByName):
-    """A strategy."""
+    """A strategy by name, or a strategy object."""
 
     accepts = "str | Mapping[str, Any] | Strategy"
     example = "deepspeed, stage: 3"
 
     @property
     def words(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Names of our strategies, and those that other packages register."""
-        others = (point.name for point in entry_points(group=strategy_names.GROUP))
-        return ("auto", *strategy_names.BUILT_IN, *others)
+        """The names of our strategies and of the strategies that other packages register."""
+        registered = (point.name for point in entry_points(group=strategy_names.GROUP))
+        return ("auto", *strategy_names.BUILT_IN, *registered)
 
     def normal(self, name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -438,7 +440,7 @@ class StrategyName(ByName):
 
 
 class PrecisionName(ByName):
-    """Number formats."""
+    """The number formats of a model, by name."""
 
     accepts = "str | int | Mapping[str, Any] | Precision | FP8"
     words = tuple(PRECISIONS)
@@ -448,13 +450,13 @@ class PrecisionName(ByName):
         if isinstance(value, Mapping):
             value = self.from_mapping(name, value)
         if isinstance(value, NamedOptions):
-            known, first = precision_name(value.name), next(iter(value.options))
-            if known != "fp8-mixed":
+            precision, first = precision_name(value.name), next(iter(value.options))
+            if precision != "fp8-mixed":
                 raise ValueError(
                     f"{value.error_prefix(first)}precision {value.name!r} takes no settings, and {first!r} was given: "
                     "only 'fp8-mixed' does"
                 )
-            return replace(value, name=known)
+            return replace(value, name=precision)
         if isinstance(value, _LISTS):
             raise wrong_type(name, value, "the name of a precision, or a mapping with its name and settings")
         return precision_name(value) if value is None or isinstance(value, (str, bool, int, float, type)) else value
@@ -490,13 +492,13 @@ class Compilation(Kind):
     words = (*_FLAGS, "blocks")
 
     def normal(self, name: str, value: Any) -> Compile:
-        known = ("blocks", *COMPILE_OPTIONS)
-        possible = f"True or False, 'blocks', or a dict of {', '.join(known)}"
+        keys = ("blocks", *COMPILE_OPTIONS)
+        possible = f"True or False, 'blocks', or a dict of {', '.join(keys)}"
         if isinstance(value, Mapping):
             for key in value:
-                if key not in known:
+                if key not in keys:
                     raise ValueError(
-                        f"{name} has the key {key!r}, which is unknown{nearest(str(key), known)}; possible: {', '.join(known)}"
+                        f"{name} has the key {key!r}, which is unknown{nearest(str(key), keys)}; possible: {', '.join(keys)}"
                     )
             return dict(value)
         if isinstance(value, bool) or value == "blocks":

@@ -18,96 +18,105 @@ HIDDEN = "***"
 """The replacement for a secret."""
 
 
-def readable(
+def with_origins(
     settings: Settings, origins: Mapping[str, str], objects: Mapping[str, Any] | None = None, *, hide: bool = True
 ) -> Config:
     """For each setting its ``value`` and ``origin``; for a strategy or a precision with options also the ``origins`` of these.
 
     Args:
-        origins: of :class:`engine.config.resolve.Resolved`.
+        origins: the ``origins`` of :class:`engine.config.resolve.Resolved`.
         objects: the created strategy and precision, as :func:`fields_of` objects are shown.
         hide: leave secrets out; ``False`` to show them to their owner.
     """
-    found: Config = {}
-    for each in fields(settings):
-        value = getattr(settings, each.name)
+    config: Config = {}
+    for field in fields(settings):
+        value = getattr(settings, field.name)
         entry: dict[str, Any] = {
-            "value": plain((objects or {}).get(each.name, value)),
-            "origin": _hide_text(origins.get(each.name, "code")),
+            "value": plain_value((objects or {}).get(field.name, value)),
+            "origin": _hide_text(origins.get(field.name, "code")),
         }
         if isinstance(value, NamedOptions):
             entry["origins"] = {key: _hide_text(origin) for key, origin in value.origins.items() if key}
-        found[each.name] = entry
-    shown: Config = without_secrets(found) if hide else found
-    return shown
+        config[field.name] = entry
+    visible: Config = without_secrets(config) if hide else config
+    return visible
 
 
-def described(sections: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
-    """The arguments from which ``fit run`` built model, data and callbacks, in the form of :func:`readable`, without secrets."""
-    found: Config = {
-        name: {"value": plain(value), "origin": _hide_text(origins.get(name, "command line"))}
+def sections_with_origins(sections: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
+    """The arguments from which ``fit run`` built model, data and callbacks, in the form of :func:`with_origins`, without secrets."""
+    config: Config = {
+        name: {"value": plain_value(value), "origin": _hide_text(origins.get(name, "command line"))}
         for name, value in sections.items()
     }
-    shown: Config = without_secrets(found)
-    return shown
+    visible: Config = without_secrets(config)
+    return visible
 
 
-def fields_of(thing: Any, name: str) -> dict[str, Any]:
+def fields_of(instance: Any, name: str) -> dict[str, Any]:
     """An object's public dataclass fields that its constructor takes, ``name`` first."""
-    shown = {
-        each.name: getattr(thing, each.name) for each in fields(thing) if each.init and not each.name.startswith("_")
+    values = {
+        field.name: getattr(instance, field.name)
+        for field in fields(instance)
+        if field.init and not field.name.startswith("_")
     }
-    return {"name": name, **shown}
+    return {"name": name, **values}
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON; what JSON cannot express becomes text."""
+def plain_value(value: Any) -> Any:
+    """A value as JSON has it; anything that JSON cannot express becomes text."""
     if isinstance(value, NamedOptions):
-        return plain(value.as_dict())
+        return plain_value(value.as_dict())
     if isinstance(value, Duration):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [plain_value(item) for item in value]
     if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if is_dataclass(value) and not isinstance(value, type):
-        return plain(fields_of(value, type(value).__name__))
+        return plain_value(fields_of(value, type(value).__name__))
     # The default text of an object has an address, which differs between processes.
     kind: Any = type(value)
-    told = kind.__str__ is not object.__str__ or kind.__repr__ is not object.__repr__
-    return str(value)[:500] if told else f"{kind.__module__}:{kind.__qualname__}"
+    has_own_text = kind.__str__ is not object.__str__ or kind.__repr__ is not object.__repr__
+    return str(value)[:500] if has_own_text else f"{kind.__module__}:{kind.__qualname__}"
 
 
-def rows(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows of name, value and origin from :func:`readable`; options of a strategy, and arguments of a class, are in rows below it."""
-    found = []
+def table_rows(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Rows of name, value and origin from :func:`with_origins`; options of a strategy, and arguments of a class, are in rows below it."""
+    lines = []
     for name, entry in config.items():
         value, origin, origins = entry["value"], entry["origin"], entry.get("origins", {})
         classes = (
-            {name: value} if name != "callbacks" else {f"{name}.{index}": each for index, each in enumerate(value)}
+            {name: value}
+            if name != "callbacks"
+            else {f"{name}.{index}": description for index, description in enumerate(value)}
         )
-        if classes and all(isinstance(each, Mapping) and "class_path" in each for each in classes.values()):
-            for inner, each in classes.items():
-                found.append((inner, str(each["class_path"]), origin))
-                found += [(f"  {key}", str(given), "") for key, given in each.get("init_args", {}).items()]
+        if classes and all(
+            isinstance(description, Mapping) and "class_path" in description for description in classes.values()
+        ):
+            for row_name, description in classes.items():
+                lines.append((row_name, str(description["class_path"]), origin))
+                lines += [(f"  {key}", str(argument), "") for key, argument in description.get("init_args", {}).items()]
             continue
         if not isinstance(value, Mapping) or "name" not in value:
-            found.append((name, str(value), origin))
+            lines.append((name, str(value), origin))
             continue
-        found.append((name, str(value["name"]), origins.get("name", origin)))
-        found += [(f"  {key}", str(each), origins.get(key, "default")) for key, each in value.items() if key != "name"]
-    return found
+        lines.append((name, str(value["name"]), origins.get("name", origin)))
+        lines += [
+            (f"  {key}", str(option), origins.get(key, "default")) for key, option in value.items() if key != "name"
+        ]
+    return lines
 
 
 def without_secrets(values: Any, key: str = "") -> Any:
     """A copy of plain values with :data:`HIDDEN` for text that looks like a secret, by its key or by itself."""
     if isinstance(values, Mapping):
-        below = _is_secret_name(key) and "class_path" not in values  # an object for a parameter "key" is not a secret
-        return {name: without_secrets(each, key if below else name) for name, each in values.items()}
+        # An object for a parameter "key" is not a secret.
+        is_secret = _is_secret_name(key) and "class_path" not in values
+        return {name: without_secrets(item, key if is_secret else name) for name, item in values.items()}
     if isinstance(values, (list, tuple)):
-        return [without_secrets(each, key) for each in values]
+        return [without_secrets(item, key) for item in values]
     if type(values) is int and _NUMBERS & _parts(key):
         return HIDDEN
     if not isinstance(values, str) or not values:
@@ -141,4 +150,4 @@ def _parts(name: str) -> set[str]:
 
 def _hide_text(text: str) -> str:
     text = _IN_URL.sub(rf"\1{HIDDEN}@", _ITSELF.sub(HIDDEN, text))
-    return _GIVEN.sub(lambda found: f"{found[1]}{found[2]}{HIDDEN}" if _is_secret_name(found[1]) else found[0], text)
+    return _GIVEN.sub(lambda match: f"{match[1]}{match[2]}{HIDDEN}" if _is_secret_name(match[1]) else match[0], text)

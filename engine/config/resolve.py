@@ -19,7 +19,7 @@ from engine.utils.log import TERMINAL
 
 PREFIX = "FIT_"
 RESERVED = ("FIT_CONFIG", "FIT_PARENT_PID", TERMINAL)
-"""Variables with our prefix that are not settings: the file's path, and the mark of a rank that ``Fit`` started."""
+"""Variables with our prefix that are not settings: the file's path, and the marks of a rank that ``Fit`` or ``fit launch`` started."""
 DEFAULT_FILE = "fit.yaml"
 SECTIONS = ("model", "data", "callbacks")
 """Parts of a file that describe a training to ``fit run``, and are not settings."""
@@ -40,7 +40,7 @@ UNSET: Any = _Unset()
 F = TypeVar("F", bound=Callable[..., None])
 
 
-def shows_defaults(init: F) -> F:
+def with_real_defaults_in_help(init: F) -> F:
     """Decorator: where an argument's default is :data:`UNSET`, ``help`` and ``inspect.signature`` show the setting's own default."""
     signature = inspect.signature(init)
     defaults = {setting.name: setting.default for setting in fields(Settings)}
@@ -85,7 +85,7 @@ def resolve(
         file: the YAML file. ``None``: the one that ``FIT_CONFIG`` names, else ``./fit.yaml`` if there is one.
         overrides: ``name=value`` texts of the command line, values as YAML; the last one of a name wins. ``strategy.stage=3`` changes one
             key of a mapping from any source; a plain strategy becomes one. Those of ``sections`` are left to the caller.
-        sections: top-level keys of the file that are the caller's (:data:`SECTIONS`); elsewhere they are an error.
+        sections: top-level keys of the file that the caller reads (:data:`SECTIONS`); elsewhere they are an error.
         earlier, earlier_origin: settings and sections of an earlier run as plain values, and where they are from.
 
     Raises:
@@ -136,27 +136,27 @@ def _from_environment(environ: Mapping[str, str]) -> _Entries:
             continue
         name = variable.removeprefix(PREFIX).lower()
         if name not in KINDS or variable != variable.upper():
-            known = ", ".join(PREFIX + kind.upper() for kind in KINDS)
-            instead = f"; did you mean {variable.upper()}?" if name in KINDS else hint("setting", name, KINDS)
+            names = ", ".join(PREFIX + kind.upper() for kind in KINDS)
+            suggestion = f"; did you mean {variable.upper()}?" if name in KINDS else hint("setting", name, KINDS)
             raise ValueError(
-                f"environment {variable}: {name!r} is not a Fit setting{instead}; unset it, or choose from {known}"
+                f"environment {variable}: {name!r} is not a Fit setting{suggestion}; unset it, or choose from {names}"
             )
         yield name, yaml_text.compose(text, f"environment {variable}"), f"environment {variable}"
 
 
 def _path(environ: Mapping[str, str], file: Path | None) -> Path | None:
-    named = file if file is not None else environ.get("FIT_CONFIG")
-    path, reason = Path(named or DEFAULT_FILE), "is not a file"
+    requested = file if file is not None else environ.get("FIT_CONFIG")
+    path, reason = Path(requested or DEFAULT_FILE), "is not a file"
     try:
         if path.exists():
             return path
     except OSError as error:  # a name that no file can have, or a folder that may not be searched
-        if not named:
+        if not requested:
             raise
         reason = f"cannot be read ({error.strerror})"
-    if named:
-        by = "the requested file" if file is not None else "FIT_CONFIG"
-        raise FileNotFoundError(f"{by} names {str(path)!r}, which {reason} (current directory: {Path.cwd()})")
+    if requested:
+        source = "the requested file" if file is not None else "FIT_CONFIG"
+        raise FileNotFoundError(f"{source} names {str(path)!r}, which {reason} (current directory: {Path.cwd()})")
     return None
 
 
@@ -172,9 +172,9 @@ def _from_file(path: Path) -> list[tuple[str, Node, str]]:
 
 def _check_name(name: str, origin: str) -> None:
     if name in SECTIONS:
-        also = "; Fit(callbacks=[...]) takes callbacks in code only" if name == "callbacks" else ""
+        code_hint = "; Fit(callbacks=[...]) takes callbacks in code only" if name == "callbacks" else ""
         raise ValueError(
-            f"{origin}: {name!r} is a section that 'fit run' reads; a script with Fit(...) builds its own{also}"
+            f"{origin}: {name!r} is a section that 'fit run' reads; a script with Fit(...) builds its own{code_hint}"
         )
     if name not in KINDS:
         raise ValueError(
@@ -200,8 +200,8 @@ def read_value(name: str, node: Node, origin: str, *, lines: bool = False) -> An
     try:
         return kind.normal(name, value)
     except (ValueError, TypeError) as error:
-        where = next((where for key, where in origins.items() if repr(key) in str(error)), origin)
-        raise type(error)(f"{where}: {error}") from None
+        key_origin = next((key_origin for key, key_origin in origins.items() if repr(key) in str(error)), origin)
+        raise type(error)(f"{key_origin}: {error}") from None
 
 
 def _apply_command_line(
@@ -239,7 +239,7 @@ def _apply_command_line(
 
 def _set_key(path: list[str], node: Node, origin: str, values: dict[str, Any], origins: dict[str, str]) -> None:
     """Set one key of a setting's mapping, which another source may have given."""
-    setting, *inside = path
+    setting, *keys = path
     if node is None:
         raise ValueError(f"{origin}: {'.'.join(path)} is empty: give a value, or null for None")
     kind, current = KINDS[setting], values.get(setting, _DEFAULTS[setting])
@@ -252,20 +252,24 @@ def _set_key(path: list[str], node: Node, origin: str, values: dict[str, Any], o
             )
         raise ValueError(f"{origin}: {setting} is not a mapping and has no keys; write {setting}=VALUE")
     target = mapping
-    for key in map(_key, inside[:-1]):
+    for key in map(_key, keys[:-1]):
         target = target.setdefault(key, {})
         if not isinstance(target, dict):
             raise ValueError(f"{origin}: {setting} has the value {target!r} at {key!r}, which is not a mapping")
     try:
-        is_name = isinstance(kind, ByName) and inside == ["name"] and yaml_text.is_text(node)
-        target[_key(inside[-1])] = node.value if is_name else yaml_text.construct(node)
+        is_name = isinstance(kind, ByName) and keys == ["name"] and yaml_text.is_text(node)
+        target[_key(keys[-1])] = node.value if is_name else yaml_text.construct(node)
     except ValueError as error:
         raise ValueError(f"{origin}: {'.'.join(path)} {error}") from None
     if isinstance(kind, ByName):
         current_origins = current.origins if isinstance(current, NamedOptions) else {"name": origins[setting]}
-        key = ".".join(inside)
-        others = {other: where for other, where in current_origins.items() if not other.startswith(f"{key}.")}
-        values[setting] = kind.from_mapping(setting, mapping, {**others, key: origin})
+        key = ".".join(keys)
+        remaining_origins = {
+            inner_key: key_origin
+            for inner_key, key_origin in current_origins.items()
+            if not inner_key.startswith(f"{key}.")
+        }
+        values[setting] = kind.from_mapping(setting, mapping, {**remaining_origins, key: origin})
         origins[setting] = origin if origins[setting] == "default" else origins[setting]
         return
     try:

@@ -100,8 +100,8 @@ class Settings:
     limit_predict_batches: int | float | None = setting(BatchLimit(), None)
     """Batches of each loader of ``Fit.predict`` on each rank: an int is a number (0 predicts nothing), a float in (0, 1] a fraction, ``None`` all."""
     overfit_batches: int | float = setting(BatchLimit(zero_is_all=True), 0)
-    """Train on the first batches only, the same in every epoch, unshuffled: an int is a number, a float in (0, 1] a fraction, 0 all. Validation is
-    limited and unshuffled likewise."""
+    """Train on the same batches in every epoch, the first ones, unshuffled: an int is a number, a float in (0, 1] a fraction, 0 all. Validation is
+    limited and unshuffled, too."""
     fast_dev_run: bool | int = setting(FlagOrNumber(), False)
     """Try everything on n batches (``True``: 1): one epoch, n batches of training and of validation, no sanity check."""
     log_every_n_steps: int = setting(WholeNumber(0), 50)

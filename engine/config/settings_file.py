@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from engine.config.masked import plain
+from engine.config.masked import plain_value
 from engine.config.settings import KINDS, Settings
 from engine.config.yaml_text import flow
 
@@ -44,7 +44,8 @@ def _plain_text(text: str) -> str:
 
 
 def document(values: Mapping[str, Any], head: Sequence[str] = ()) -> str:
-    """The text of a file: every setting with its documentation; those in ``values`` with their value, the others as comments with their default.
+    """The text of a file with every setting and its documentation. Settings in ``values`` have their value; all others are comments with their
+    default.
 
     Args:
         values: settings as plain values; a strategy or a precision may be a mapping with its name.
@@ -64,20 +65,20 @@ def document(values: Mapping[str, Any], head: Sequence[str] = ()) -> str:
         if field.name in values:
             lines += _block(field.name, values[field.name])
         else:
-            lines.append(f"# {field.name}: {flow(plain(field.default))}")
+            lines.append(f"# {field.name}: {flow(plain_value(field.default))}")
     return "\n".join([*lines, ""])
 
 
 def as_yaml(config: Mapping[str, Mapping[str, Any]]) -> str:
-    """The result of :func:`engine.config.masked.readable` as a file of settings: ``name: value  # origin``.
+    """The result of :func:`engine.config.masked.with_origins` as a file of settings: ``name: value  # origin``.
 
     Callbacks created in code are in a comment.
     """
     lines = []
     for name, entry in config.items():
         line = f"{name}: {flow(entry['value'])}  # {' '.join(entry['origin'].split())}"
-        made = name == "callbacks" and not all(isinstance(callback, Mapping) for callback in entry["value"])
-        lines.append(f"# {line}" if made else line)
+        is_code = name == "callbacks" and not all(isinstance(callback, Mapping) for callback in entry["value"])
+        lines.append(f"# {line}" if is_code else line)
     return "\n".join([*lines, ""])
 
 

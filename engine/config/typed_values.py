@@ -45,59 +45,62 @@ TEXT_READERS: dict[Any, Callable[[str], Any]] = {Path: lambda text: Path(text).e
 """How text becomes an object of a type that YAML has no form for; :mod:`engine.cli.object_parser` gives these to jsonargparse."""
 
 
-def construct(setting: str, given: NamedOptions, make: Callable[..., Any]) -> Any:
-    """``make(**given.options)``.
+def construct(setting: str, requested: NamedOptions, make: Callable[..., Any]) -> Any:
+    """Call ``make`` with the options of ``requested``, each in the type of its annotation.
 
     Args:
         setting: the setting's name, for errors.
+        requested: the name of the object, and its options.
         make: a class or a function without positional arguments; its public arguments are the options.
 
     Raises:
         ValueError: an option that does not exist or is not possible, with its origin and the nearest one.
         TypeError: an option of another type than its annotation.
     """
-    known = hints(make)
+    option_types = hints(make)
     values = {}
-    for key, value in given.options.items():
-        if key not in known:
-            few = f"possible: {', '.join(known)}" if known else "it takes none"
+    for key, value in requested.options.items():
+        if key not in option_types:
+            possible = f"possible: {', '.join(option_types)}" if option_types else "it takes none"
             raise ValueError(
-                f"{given.error_prefix(key)}{given.name!r} has no setting {key!r}{nearest(key, known)}; {few}"
+                f"{requested.error_prefix(key)}{requested.name!r} has no setting {key!r}{nearest(key, option_types)}; {possible}"
             )
         try:
-            values[key] = converted(known[key], value, f"{setting}.{key}")
+            values[key] = converted(option_types[key], value, f"{setting}.{key}")
         except (ValueError, TypeError) as error:
-            raise _builtin_class(error)(f"{_origin(given, str(error), key)}{error}") from None
+            raise _builtin_class(error)(f"{_origin(requested, str(error), key)}{error}") from None
     try:
         return make(**values)
     except (ValueError, TypeError, OSError) as error:
-        guilty = next((key for key in values if re.search(rf"\b{re.escape(key)}\b", str(error))), "name")
-        raise _builtin_class(error)(f"{given.error_prefix(guilty)}{setting} {given.name!r}: {error}") from error
+        option_name = next((key for key in values if re.search(rf"\b{re.escape(key)}\b", str(error))), "name")
+        raise _builtin_class(error)(
+            f"{requested.error_prefix(option_name)}{setting} {requested.name!r}: {error}"
+        ) from error
 
 
 def _builtin_class(error: Exception) -> type[Exception]:
     """The built-in class of an error; others may not take a text alone."""
-    return next(each for each in (TypeError, ValueError, OSError) if isinstance(error, each))
+    return next(cls for cls in (TypeError, ValueError, OSError) if isinstance(error, cls))
 
 
-def _origin(given: NamedOptions, message: str, key: str) -> str:
+def _origin(requested: NamedOptions, message: str, key: str) -> str:
     """The origin of the innermost key that an error names."""
-    inner = [path for path in given.origins if path.startswith(f"{key}.") and f".{path}=" in message]
-    return given.error_prefix(max(inner, key=len, default=key))
+    inner_paths = [path for path in requested.origins if path.startswith(f"{key}.") and f".{path}=" in message]
+    return requested.error_prefix(max(inner_paths, key=len, default=key))
 
 
 def hints(make: Callable[..., Any]) -> dict[str, Any]:
     """The options that ``make`` takes by name, each with its type; ``Any`` if the annotation cannot be read."""
-    wanted = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    taken = inspect.signature(make).parameters.items()
-    names = [name for name, each in taken if each.kind in wanted and not name.startswith("_")]
-    found: dict[str, Any] = {}
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature_parameters = inspect.signature(make).parameters.items()
+    names = [name for name, parameter in signature_parameters if parameter.kind in kinds and not name.startswith("_")]
+    annotations: dict[str, Any] = {}
     for source in (make, getattr(make, "__init__", make)) if isinstance(make, type) else (make,):
         try:
-            found.update(typing.get_type_hints(source))
+            annotations.update(typing.get_type_hints(source))
         except (NameError, TypeError, AttributeError):
             continue  # names that are imported for type checking only
-    return {name: found.get(name, Any) for name in names}
+    return {name: annotations.get(name, Any) for name in names}
 
 
 NOT_THIS_TYPE: Any = object()  # "not of this type"
@@ -128,27 +131,32 @@ def converted(hint: Any, value: Any, name: str) -> Any:
         if member is bool and not isinstance(value, bool) and int in members:
             continue  # 1 is a number here
         try:
-            found = _by_type(member, value, name)
+            result = _by_type(member, value, name)
         except (ValueError, TypeError) as error:
             failed = failed or error
             continue
-        if found is not NOT_THIS_TYPE:
-            return found
+        if result is not NOT_THIS_TYPE:
+            return result
     quotes = _QUOTES if str in members and isinstance(value, (bool, int, float)) else ""
-    others = [kind for kind in members if typing.get_origin(kind) is not typing.Literal and kind is not type(None)]
-    if failed is not None and 0 < len(others) < len(members) - (type(None) in members):
-        failed = _builtin_class(failed)(f"{failed}, or {', '.join(map(type_text, others))}")
+    other_types = [kind for kind in members if typing.get_origin(kind) is not typing.Literal and kind is not type(None)]
+    if failed is not None and 0 < len(other_types) < len(members) - (type(None) in members):
+        failed = _builtin_class(failed)(f"{failed}, or {', '.join(map(type_text, other_types))}")
     raise failed or wrong_type(name, value, f"{type_text(hint)}{quotes}")
 
 
-def checked(call: str, known: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a Python ``call`` in their types, which ``known`` has by name.
+def checked(call: str, types_by_name: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a Python ``call`` in their types.
+
+    Args:
+        call: the name of what is called, for errors.
+        types_by_name: the type of each argument; ``Any`` where it is missing.
+        values: the arguments.
 
     Raises:
         TypeError, ValueError: as :func:`converted`.
     """
     try:
-        return {name: converted(known.get(name, Any), value, name) for name, value in values.items()}
+        return {name: converted(types_by_name.get(name, Any), value, name) for name, value in values.items()}
     except (ValueError, TypeError) as error:
         message = str(error).replace(_NULL, "").replace(_QUOTES, "")
         raise _builtin_class(error)(f"{call}: {message}") from None
@@ -178,9 +186,9 @@ def _by_type(hint: Any, value: Any, name: str) -> Any:
 
 
 def _choice(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
-    choices = {each.name if isinstance(each, Enum) else each: each for each in arguments}
+    choices = {member.name if isinstance(member, Enum) else member: member for member in arguments}
     if type(value) not in map(type, choices):
-        return value if any(value is each for each in arguments) else NOT_THIS_TYPE
+        return value if any(value is member for member in arguments) else NOT_THIS_TYPE
     if value not in choices:
         raise unknown_word(name, value, map(str, choices), ", ".join(map(repr, choices)))
     return choices[value]
@@ -188,13 +196,13 @@ def _choice(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
 
 def _mapping(arguments: tuple[Any, ...], value: Mapping[Any, Any], name: str) -> Any:
     key_hint, value_hint = arguments or (Any, Any)
-    found = {}
-    for key, each in value.items():
+    entries = {}
+    for key, item in value.items():
         # JSON, and so a checkpoint's manifest, has keys of text only.
-        read = int(key) if key_hint is int and isinstance(key, str) and key.isdecimal() else key
-        read = converted(key_hint, read, f"a key of {name}: {key}")
-        found[read] = converted(value_hint, each, f"{name}.{key}")
-    return found
+        typed_key = int(key) if key_hint is int and isinstance(key, str) and key.isdecimal() else key
+        typed_key = converted(key_hint, typed_key, f"a key of {name}: {key}")
+        entries[typed_key] = converted(value_hint, item, f"{name}.{key}")
+    return entries
 
 
 def _list(kind: Any, arguments: tuple[Any, ...], value: Any, name: str) -> Any:
@@ -203,20 +211,20 @@ def _list(kind: Any, arguments: tuple[Any, ...], value: Any, name: str) -> Any:
     fixed = kind is tuple and arguments and arguments[-1] is not Ellipsis
     if fixed and len(arguments) != len(value):
         raise ValueError(f"{name}={value!r} has {len(value)} values: give {len(arguments)}")
-    inner = arguments if fixed else (*arguments, Any)[:1] * len(value)
-    items = [converted(inner[i], each, f"{name}.{i}") for i, each in enumerate(value)]
+    item_hints = arguments if fixed else (*arguments, Any)[:1] * len(value)
+    items = [converted(item_hints[i], item, f"{name}.{i}") for i, item in enumerate(value)]
     if kind in _REBUILT:
         return kind(items)
     return tuple(items) if isinstance(value, tuple) and kind is not list else items
 
 
 def _dataclass(kind: Any, value: Mapping[Any, Any], name: str) -> Any:
-    known = hints(kind)
+    field_types = hints(kind)
     for key in value:
-        if key not in known:
-            few = f"there is no {key!r}{nearest(key, known)}; possible: {', '.join(known)}"
-            raise ValueError(f"{name}.{key}={value[key]!r}: {few}")
-    values = {key: converted(known[key], each, f"{name}.{key}") for key, each in value.items()}
+        if key not in field_types:
+            problem = f"there is no {key!r}{nearest(key, field_types)}; possible: {', '.join(field_types)}"
+            raise ValueError(f"{name}.{key}={value[key]!r}: {problem}")
+    values = {key: converted(field_types[key], item, f"{name}.{key}") for key, item in value.items()}
     try:
         return kind(**values)
     except (ValueError, TypeError) as error:
@@ -244,19 +252,19 @@ def _read(kind: type, text: str, name: str) -> Any:
 
 
 def is_data(hint: Any) -> bool:
-    """Whether values of a type consist of numbers, text, and mappings and lists of such."""
-    kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    """Whether values of a type consist of numbers and text, alone or in mappings and lists."""
+    kind, inner_hints = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind is typing.Literal or kind is None or kind is Ellipsis:
         return True
     if dataclasses.is_dataclass(kind):
-        inner = tuple(hints(kind).values())  # type: ignore[arg-type]
+        inner_hints = tuple(hints(kind).values())  # type: ignore[arg-type]
     elif kind not in (*_UNIONS, *_LISTS, *_MAPPINGS, *SCALARS, *TEXT_READERS, typing.Annotated):
         return isinstance(kind, type) and issubclass(kind, Enum)
-    return all(map(is_data, inner[:1] if kind is typing.Annotated else inner))
+    return all(map(is_data, inner_hints[:1] if kind is typing.Annotated else inner_hints))
 
 
 def type_text(hint: Any) -> str:
-    """A readable type: ``bool, int or None``."""
+    """A type as an error names it: ``bool, int or None``."""
     kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind in _UNIONS:
         words = list(dict.fromkeys(map(type_text, arguments)))

@@ -1,4 +1,4 @@
-"""YAML: untrusted text is read as plain values only, with the line of each key, and nothing in it is ever called; plain values are written."""
+"""Reads and writes YAML. Untrusted text is read as plain values only, with the line of each key, and nothing in it is ever called."""
 
 from __future__ import annotations
 
@@ -84,24 +84,26 @@ def compose(text: str, origin: str, *, lines: bool = False) -> Node:
         raise ValueError(f"{origin}: is nested too deeply for settings") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"{origin}:{mark.line + 1}" if lines and mark is not None else origin
-        raise ValueError(f"{where}: is not valid YAML: {one_line(error)}") from None
+        place = f"{origin}:{mark.line + 1}" if lines and mark is not None else origin
+        raise ValueError(f"{place}: is not valid YAML: {one_line(error)}") from None
     if node is not None:
         _check(node, origin, lines)
     return node
 
 
 def items_with_lines(node: Node, origin: str, *, lines: bool = False) -> Iterator[Entry]:
-    """Key, value and line of each entry of a mapping, including merged ones (its own come first and win)."""
-    own = ((str(key.value), value, _where(origin, key, lines)) for key, value in node.value if not _is_merge(key))
+    """Key, value and line of each entry of a mapping, including merged ones (the mapping's own come first and win)."""
+    own_entries = (
+        (str(key.value), value, _where(origin, key, lines)) for key, value in node.value if not _is_merge(key)
+    )
     seen = set()
-    for name, value, where in (
-        *own,
+    for name, value, line_origin in (
+        *own_entries,
         *(entry for base in _bases(node) for entry in items_with_lines(base, origin, lines=lines)),
     ):
         if name not in seen:
             seen.add(name)
-            yield name, value, where
+            yield name, value, line_origin
 
 
 def construct(node: Node) -> Any:
@@ -121,17 +123,17 @@ def construct(node: Node) -> Any:
 
 def origins_of_keys(node: Node, origin: str, *, lines: bool = False) -> dict[str, str]:
     """The line of each key in a mapping, by its dotted path."""
-    found: dict[str, str] = {}
+    origins: dict[str, str] = {}
     if node is not None and node.id == "mapping":
-        for name, value, where in items_with_lines(node, origin, lines=lines):
-            found[name] = where
-            found.update(
+        for name, value, line_origin in items_with_lines(node, origin, lines=lines):
+            origins[name] = line_origin
+            origins.update(
                 {
-                    f"{name}.{inner}": where_inner
-                    for inner, where_inner in origins_of_keys(value, origin, lines=lines).items()
+                    f"{name}.{inner_key}": inner_origin
+                    for inner_key, inner_origin in origins_of_keys(value, origin, lines=lines).items()
                 }
             )
-    return found
+    return origins
 
 
 def is_text(node: Node) -> bool:
@@ -147,8 +149,8 @@ def one_line(error: Exception) -> str:
 def _check(root: Node, origin: str, lines: bool) -> None:
     sizes: dict[int, int] = {}
 
-    def size(node: Node, above: tuple[int, ...]) -> int:
-        if id(node) in above:
+    def size(node: Node, ancestors: tuple[int, ...]) -> int:
+        if id(node) in ancestors:
             raise ValueError(f"{_where(origin, node, lines)}: an alias is inside the value that it refers to")
         if node.tag not in _PLAIN:
             tag = str(node.tag).replace(_CORE, "!!")
@@ -160,7 +162,7 @@ def _check(root: Node, origin: str, lines: bool) -> None:
                 inner = [part for pair in node.value for part in pair]
             elif node.id == "sequence":
                 inner = node.value
-            sizes[id(node)] = 1 + sum(size(each, (*above, id(node))) for each in inner)
+            sizes[id(node)] = 1 + sum(size(part, (*ancestors, id(node))) for part in inner)
         if sizes[id(node)] > MAX_NODES:
             raise ValueError(
                 f"{_where(origin, node, lines)}: has more than {MAX_NODES:,} values with aliases expanded, too many for settings"
@@ -176,21 +178,21 @@ def _check(root: Node, origin: str, lines: bool) -> None:
 def _check_keys(node: Node, origin: str, lines: bool) -> None:
     seen: dict[str, str] = {}
     for key, value in node.value:
-        where = _where(origin, key, lines)
+        place = _where(origin, key, lines)
         if key.id != "scalar":
-            raise ValueError(f"{where}: a {key.id} as a key; a key is a name or a number")
+            raise ValueError(f"{place}: a {key.id} as a key; a key is a name or a number")
         if key.value in seen:
-            raise ValueError(f"{where}: {key.value!r} was given already in {seen[key.value]}; keep one of them")
-        seen[key.value] = where
+            raise ValueError(f"{place}: {key.value!r} was given already in {seen[key.value]}; keep one of them")
+        seen[key.value] = place
         if _is_merge(key) and any(
-            each.id != "mapping" for each in (value.value if value.id == "sequence" else [value])
+            base.id != "mapping" for base in (value.value if value.id == "sequence" else [value])
         ):
-            raise ValueError(f"{where}: '<<' merges mappings; give an alias of one")
+            raise ValueError(f"{place}: '<<' merges mappings; give an alias of one")
 
 
 def _bases(node: Node) -> list[Node]:
-    found = [value for key, value in node.value if _is_merge(key)]
-    return [base for value in found for base in (value.value if value.id == "sequence" else [value])]
+    merged = [value for key, value in node.value if _is_merge(key)]
+    return [base for value in merged for base in (value.value if value.id == "sequence" else [value])]
 
 
 def _without_merges(node: Node) -> Node:
@@ -206,7 +208,7 @@ def _without_merges(node: Node) -> Node:
 
 
 def _pairs(node: Node) -> dict[str, tuple[Node, Node]]:
-    """Key and value of each entry by name: those of its bases first, and its own in place of theirs."""
+    """Key and value of each entry by name: the bases' entries first, and the mapping's own in their place."""
     pairs: dict[str, tuple[Node, Node]] = {}
     for base in reversed(_bases(node)):
         pairs |= _pairs(base)

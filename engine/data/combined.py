@@ -316,7 +316,7 @@ def _orders(states: list[Any]) -> dict[str, Any] | None:
 
 
 def _rank_numbers(deal: Deal, start: int, low: int, high: int) -> Iterator[int]:
-    """This rank's numbers from ``start`` on, only those in [low, high), without iterating over the rest."""
+    """This rank's numbers from ``start`` on that lie in [low, high), found without iterating over all others."""
     full = deal.round * deal.window
     first = start + max(0, low - start) // full * full
     short = start + max(0, deal.used - start) // full * full

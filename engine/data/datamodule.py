@@ -144,7 +144,7 @@ class DataModule:
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> Self:
-        """A data module whose loaders read these datasets; each may be a list or a dict of several.
+        """A data module whose loaders read the given datasets; each may be a list or a dict of several.
 
         Args:
             train_dataset: is shuffled, unless it is iterable.

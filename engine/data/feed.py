@@ -34,7 +34,8 @@ class Feed(ABC):
 
     @property
     def units(self) -> int | None:
-        """Samples (or batches, where these are ready) of every epoch; ``None``: their number depends on the epoch or the ranks, or is unknown."""
+        """The number of samples in every epoch, or of batches where the data come in ready batches; ``None``: it depends on the epoch or the ranks,
+        or is unknown."""
         return None
 
     @abstractmethod

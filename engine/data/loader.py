@@ -182,7 +182,7 @@ class PreparedLoader:
             )
 
     def first(self) -> Any:
-        """The first batch of the next pass, which stays the same; all ranks call this together, between two passes.
+        """The first batch of the next pass, without taking it from that pass; all ranks call this together, between two passes.
 
         ``None`` for data whose position cannot be set (a stream, a sampler with a state of its own): a batch taken would be lost.
         """

@@ -116,7 +116,7 @@ class FeistelIndices:
         return self.count
 
     def __getitem__(self, index: Any) -> Any:
-        """An entry, or a list of those of a slice."""
+        """An entry, or for a slice a list of entries."""
         positions = range(self.count)[index]
         if isinstance(positions, range):
             return (
@@ -370,7 +370,7 @@ class UserSamplerOrder(SampleOrder):
             if self._fingerprint() != state["print"] and state["before"] is not None:
                 self.sampler.load_state_dict(copy.deepcopy(state["before"]))
                 indices = self._pass(saved_epoch, at_most)
-            if state["now"] is not None and not _same(state["now"], self.sampler.state_dict()):
+            if state["now"] is not None and not _equal_states(state["now"], self.sampler.state_dict()):
                 self.sampler.load_state_dict(copy.deepcopy(state["now"]))
             self._before = state["before"]
         self.passes = state["passes"] + 1
@@ -391,7 +391,7 @@ class UserSamplerOrder(SampleOrder):
         """Rank 0's order, if the ranks have drawn different ones.
 
         Raises:
-            ValueError: they have nothing in common: they look like shards, of which only rank 0's would be used; on all ranks.
+            ValueError: the orders have nothing in common: they look like shards, and only rank 0's would be used; on all ranks.
         """
         if len(set(map(tuple, gather_json(self.group, [self._fingerprint(), len(indices)])))) == 1:
             return indices
@@ -502,14 +502,16 @@ def _apart(first: list[Any], second: list[Any]) -> bool:
         return False
 
 
-def _same(first: Any, second: Any) -> bool:
+def _equal_states(first: Any, second: Any) -> bool:
     """True if two states are equal, tensors in them included."""
     if isinstance(first, Tensor) or isinstance(second, Tensor):
         return isinstance(first, Tensor) and isinstance(second, Tensor) and torch.equal(first, second)
     if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(_same(value, second[name]) for name, value in first.items())
+        return first.keys() == second.keys() and all(
+            _equal_states(value, second[name]) for name, value in first.items()
+        )
     if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
-        return len(first) == len(second) and all(map(_same, first, second))
+        return len(first) == len(second) and all(map(_equal_states, first, second))
     return bool(first == second)
 
 

@@ -214,7 +214,7 @@ class StreamReader:
         if state is not None and "iterator" in state:
             iterator.load_state_dict(state["iterator"])
         self._iterator = iterator if stateful(iterator) and not stateful(self.data) else None
-        return iterator, _rest(iterator) if iterator is self.data else iterator
+        return iterator, _remaining_batches(iterator) if iterator is self.data else iterator
 
     def position(self) -> Any:
         """A copy of the data's state after the last batch read, which later reading cannot change; ``None`` if it has none."""
@@ -415,7 +415,7 @@ class WorkerRole:
 
 
 def states_of(**owners: Any) -> dict[str, Any] | None:
-    """The states of those ``owners`` that have one, copied; ``None`` when none has."""
+    """Copies of the states of all ``owners`` that have a state; ``None`` when none has."""
     states = {name: owner.state_dict() for name, owner in owners.items() if stateful(owner)}
     return copy.deepcopy(states) or None
 
@@ -435,7 +435,7 @@ def shuffle_buffers(data: Any) -> list[Any]:
     return buffers
 
 
-def _rest(iterator: Any) -> Iterator[Any]:
+def _remaining_batches(iterator: Any) -> Iterator[Any]:
     """The batches that ``iterator`` has left. It is data that is its own iterator: another ``iter`` of it, at each window, would rewind it."""
     while True:
         try:

@@ -35,7 +35,7 @@ def presharded(data: Any) -> bool:
 
 
 def altered(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """A shallow copy of a user's loader, of the same class, with some attributes replaced and no iterator yet.
+    """A shallow copy of a user's loader, of its class, with some attributes replaced and no iterator yet.
 
     Its workers end when this process is killed, also while they start, and leave no directories behind.
     """

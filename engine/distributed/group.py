@@ -113,9 +113,9 @@ class Group:
         """
         if self._joined is None:
             return make()
-        if key not in self._joined.made:
-            self._joined.made[key] = make()
-        return self._joined.made[key]  # type: ignore[return-value]
+        if key not in self._joined.made_objects:
+            self._joined.made_objects[key] = make()
+        return self._joined.made_objects[key]  # type: ignore[return-value]
 
     def barrier(self) -> None:
         """Wait until every rank calls this. On the CPU: it does not wait for work queued on a device."""

@@ -18,7 +18,7 @@ from engine.utils import torch_private
 from engine.utils.log import logger
 
 LEAVE_S = 5.0
-"""How long a process that ends normally waits for the others (s); otherwise about 15 % of FSDP2 runs abort at exit."""
+"""How long a process that ends normally waits for all other processes (s); otherwise about 15 % of FSDP2 runs abort at exit."""
 
 
 @dataclass(eq=False)
@@ -28,11 +28,11 @@ class JoinedGroups:
     world: dist.ProcessGroup
     cpu: dist.ProcessGroup
     store: dist.Store  # of the rendezvous
-    ours: bool  # False: the user initialised the default group, and destroys it
+    created_here: bool  # False: the user initialised the default group, and destroys it
     pid: int
     debug: bool  # its groups compare each collective's shapes
     failed: bool = False
-    made: dict[Hashable, object] = field(default_factory=dict)  # by Group.made_once
+    made_objects: dict[Hashable, object] = field(default_factory=dict)  # of Group.made_once, by its key
 
 
 class StartedRanks(ABC):
@@ -72,7 +72,7 @@ class OwnProcess:
         joined, self.joined = self.joined, None
         if joined is None or joined.pid != os.getpid():
             return
-        if joined.ours and joined.world is dist.group.WORLD:
+        if joined.created_here and joined.world is dist.group.WORLD:
             _leave_together(joined)
         process_groups.wait_before_exit()
 

@@ -53,7 +53,7 @@ def only(function: F | None, condition: Callable[[], bool]) -> Any:
 
 @contextmanager
 def before_others(group: Group, first: bool) -> Iterator[None]:
-    """Let the processes with ``first`` run the block before the others. All processes enter it."""
+    """Let the processes with ``first`` run the block before all other processes. All processes enter it."""
     if not first:
         group.barrier()
     try:

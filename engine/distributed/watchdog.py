@@ -48,7 +48,7 @@ IDLE = 0.05
 MOST = 8
 """The maximum number of ranks that a report lists."""
 ROWS_S = 3.0
-"""How long the other ranks' notes about a mismatch may take (s): all ranks find it in the same collective."""
+"""The time limit for other ranks' notes about a mismatch (s): all ranks find it in one collective."""
 # The form of torch's message since 2.0.
 _MISMATCH = "Detected mismatch between collectives on ranks"
 _OWN_COLLECTIVE = re.compile(
@@ -393,8 +393,8 @@ def collective_limit(limit_s: float, device: torch.device) -> timedelta:
 
 
 def laggards(notes: dict[int, HangNote | None]) -> list[int]:
-    """The ranks that block the others: those without an answer; else those furthest behind in batches; else those that wait neither for
-    others nor for their devices; among several, those furthest behind in collectives; else all."""
+    """The ranks that block the job: ranks without an answer; else the ranks furthest behind in batches; else the ranks that wait neither for
+    another rank nor for their device; among several, the ranks furthest behind in collectives; else all."""
     if lost := [rank for rank, note in notes.items() if note is None]:
         return lost
     answered: dict[int, HangNote] = {rank: note for rank, note in notes.items() if note is not None}

@@ -15,9 +15,9 @@ class Moved(MetaPathFinder, Loader):
     """Finds a module under another path: the same object, so that its classes exist once."""
 
     packages: dict[str, str] = {}
-    """By package that users import: the package that has its modules."""
+    """A package that users import -> the package that has its modules."""
     absent: dict[str, str] = {}
-    """By path of a module that is not here: what to use instead."""
+    """The path of a module that does not exist here -> what to use instead."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -27,9 +27,9 @@ class Moved(MetaPathFinder, Loader):
         package, _, last = name.rpartition(".")
         if package not in self.packages:
             return None
-        there = f"{self.packages[package]}.{last}"
-        # Without one, the error names the path that was asked for.
-        return ModuleSpec(name, self, origin=there) if find_spec(there) is not None else None
+        source = f"{self.packages[package]}.{last}"
+        # Without such a module the error names the path that the user imports.
+        return ModuleSpec(name, self, origin=source) if find_spec(source) is not None else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(str(spec.origin))
@@ -41,9 +41,9 @@ class Moved(MetaPathFinder, Loader):
         module.__spec__ = module.__spec__.loader_state
 
 
-def moved(here: str, there: str) -> None:
-    """Let the package ``here`` have the modules of the package ``there``, beside its own."""
-    Moved.packages[here] = there
+def moved(package: str, source: str) -> None:
+    """Let the modules of the package ``source`` be found in ``package``, too, beside its own."""
+    Moved.packages[package] = source
 
 
 sys.meta_path.append(Moved())  # asked last: it finds what has no file under its name

@@ -109,7 +109,7 @@ def _run(agent: Agent, job: Job, meeting: Meeting, output: Output) -> int:
         return 1
     meeting.close()
     if not succeeded:
-        output.write_line(f"{agent.report}\n\n{agent.others}".rstrip())
+        output.write_line(f"{agent.report}\n\n{agent.other_failures}".rstrip())
     return 0 if succeeded else 1
 
 
@@ -194,7 +194,7 @@ class Agent:
         self._freed = float("-inf")
         self.report = ""
         """The report of the last failure, that of the rank that failed first."""
-        self.others = ""
+        self.other_failures = ""
         """A line for each other rank of this machine."""
 
     def run(self) -> bool:
@@ -322,7 +322,7 @@ class Agent:
         failure = first_failure(ranks, tails)
         self._output.forget_last_words()
         is_consequence = failure is None or failure.is_consequence
-        self.others = failure.others if failure else lines_of_others(ranks, None, tails)
+        self.other_failures = failure.other_failures if failure else lines_of_others(ranks, None, tails)
         self.report = self._meeting.agree_on_cause(failure.report if failure else "", is_consequence)
         if is_consequence and self._job.elastic and time.monotonic() - self._freed > FREE_S:
             self._freed = time.monotonic()
@@ -330,7 +330,9 @@ class Agent:
         if self._restarts >= self._job.max_restarts:
             return _Outcome.FAILED
         self._restarts += 1
-        self._output.write_line(f"{self.report}\n\n{self.others}\nrestart {self._restarts} of {self._job.max_restarts}")
+        self._output.write_line(
+            f"{self.report}\n\n{self.other_failures}\nrestart {self._restarts} of {self._job.max_restarts}"
+        )
         return _Outcome.AGAIN
 
 

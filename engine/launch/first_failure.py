@@ -25,7 +25,7 @@ class Failure:
     """Whether the rank failed only because another rank was gone, one that :func:`first_failure` does not see."""
     report: str
     """The rank's number, where and how it ended, and its traceback."""
-    others: str
+    other_failures: str
     """A line for each other rank that has failed as well, or is ended because of it."""
 
 

@@ -39,7 +39,7 @@ class _Stream:
     target: TextIO
     is_error: bool
     pending: bytes = b""
-    held: list[str] = field(default_factory=list)
+    held_lines: list[str] = field(default_factory=list)
     """The lines from a traceback on, which may be the rank's last words."""
     held_since: float = 0.0
 
@@ -153,7 +153,7 @@ class Output:
                     if stream is not None and self._read(stream) == 0:
                         self._end(stream)
                 for stream in self._streams.values():
-                    if stream.held and time.monotonic() - stream.held_since > HOLD_S:
+                    if stream.held_lines and time.monotonic() - stream.held_since > HOLD_S:
                         self._release(stream)
 
     def _read(self, stream: _Stream) -> int:
@@ -179,7 +179,7 @@ class Output:
     def _end(self, stream: _Stream) -> None:
         if stream.pending:
             self._display(stream, [stream.pending])
-        if stream.held:
+        if stream.held_lines:
             self._last_words.append(stream)
         self._selector.unregister(stream.fd)
         del self._streams[stream.fd]
@@ -190,11 +190,11 @@ class Output:
             return
         # A progress bar rewrites itself after each carriage return; only its last state stays visible.
         visible = [re.split(r"\r+", line.decode(errors="replace").rstrip("\r"))[-1] for line in lines]
-        if stream.is_error and not stream.held:
+        if stream.is_error and not stream.held_lines:
             start = next((index for index, line in enumerate(visible) if line.startswith(_LAST_WORDS)), len(visible))
-            stream.held, visible, stream.held_since = visible[start:], visible[:start], time.monotonic()
-        elif stream.held:
-            stream.held, visible = [*stream.held, *visible], []
+            stream.held_lines, visible, stream.held_since = visible[start:], visible[:start], time.monotonic()
+        elif stream.held_lines:
+            stream.held_lines, visible = [*stream.held_lines, *visible], []
         self._show_lines(stream, visible)
 
     def _show_lines(self, stream: _Stream, lines: list[str]) -> None:
@@ -203,7 +203,7 @@ class Output:
             self._write(stream.target, "".join(f"{prefix}{line}\n" for line in lines))
 
     def _release(self, stream: _Stream) -> None:
-        lines, stream.held = stream.held, []
+        lines, stream.held_lines = stream.held_lines, []
         self._show_lines(stream, lines)
 
     def _prefix(self, stream: _Stream) -> str:

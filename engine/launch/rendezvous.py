@@ -83,7 +83,7 @@ class Round:
     world_size: int
     """The ranks of all machines."""
     restarts: int
-    """The largest of the machines' counts of restarts, the same on all machines: one that has just joined has counted none."""
+    """The largest of the machines' counts of restarts, equal on all machines: a machine that has just joined has counted none."""
     master: tuple[str, int]
     """Address and port of the ranks' store, a new one in each round: a script that calls ``init_process_group()`` itself would otherwise find
     the keys of the ranks before."""
@@ -125,7 +125,7 @@ class Meeting(ABC):
 
     @abstractmethod
     def agree_on_cause(self, report: str, is_consequence: bool) -> str:
-        """Send the other agents the report of a failure on this machine, or receive theirs if it is only the consequence of another."""
+        """Agree with the other agents on the report of the failure: this machine's, unless its failure is only the consequence of another one."""
 
     @abstractmethod
     def await_others(self) -> None:

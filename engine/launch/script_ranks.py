@@ -285,7 +285,7 @@ class ScriptRanks(StartedRanks):
                 failure = first_failure(self._supervisor.ranks if needed else lost, still_needed=needed)
                 assert failure is not None
                 ended = "rank 0: was ended because of it" if needed else ""
-                self._report = "\n".join([failure.report, "", *filter(None, (ended, failure.others))]).rstrip()
+                self._report = "\n".join([failure.report, "", *filter(None, (ended, failure.other_failures))]).rstrip()
                 self._failed.set()
         return self._failed.is_set()
 

@@ -129,7 +129,7 @@ class Supervisor:
         self.await_end(SETTLE_S)
 
     def end(self, number: signal.Signals, grace_s: float, hurry: threading.Event | None = None) -> None:
-        """Send the ranks a signal, and kill those that still run ``grace_s`` seconds later, with all processes that they have started.
+        """Send the ranks a signal. After ``grace_s`` seconds kill the ranks that still run, with all processes that they have started.
 
         Args:
             hurry: kill at once when this is set (a second Ctrl-C).

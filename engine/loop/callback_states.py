@@ -13,7 +13,7 @@ from engine.utils.text import terminal_text
 
 
 def check_keys(callbacks: Sequence[Callback]) -> None:
-    """Check that the states of these callbacks have distinct keys.
+    """Check that the states of ``callbacks`` have distinct keys.
 
     Raises:
         TypeError: a ``state_key`` is not text.

@@ -208,7 +208,7 @@ class ClosureOptimization(AutomaticOptimization):
         )
 
     def _touched(self) -> bool:
-        """Whether the existing gradients may not be those at the current parameters."""
+        """Whether the existing gradients may belong to other parameters than the current ones."""
         if not self._fresh:
             return True
         self._fresh = False

@@ -42,7 +42,7 @@ _seen: WeakSet[type] = WeakSet()
 
 
 def report_misspelled(owners: Iterable[Any], base: type) -> None:
-    """Warn of methods that nobody calls, and whose names nearly are those of hooks.
+    """Warn of methods that nobody calls, and whose names are almost the name of a hook.
 
     Args:
         owners: a module and callbacks.
@@ -97,12 +97,12 @@ def _written_for(cls: type) -> Iterator[FunctionType]:
 
 
 def _texts(code: CodeType) -> set[str]:
-    """Names and literals in a function, and in those that it defines."""
+    """Names and literals in a function, and in the functions that it defines."""
     return _literals(code).union(*((*part.co_names, *part.co_varnames) for part in _codes(code)))
 
 
 def _literals(code: CodeType) -> set[str]:
-    """The texts that a function, and those that it defines, have as constants, also in tuples."""
+    """The constants of a function, and of the functions that it defines, that are texts, also in tuples."""
     texts: set[str] = set()
     for constant in (constant for part in _codes(code) for constant in part.co_consts):
         values = constant if isinstance(constant, (tuple, frozenset)) else (constant,)
@@ -124,7 +124,7 @@ def check_parameters(module: TrainModule, optimizers: Sequence[Any]) -> None:
     """Refuse an optimizer that trains nothing of the module.
 
     Raises:
-        ValueError: it has none of the module's parameters, some of which can be trained.
+        ValueError: it has none of the module's parameters, although some can be trained.
     """
     if not any(p.requires_grad for p in module.parameters()):  # an image is trained, with the loss of a frozen network
         return

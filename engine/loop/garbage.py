@@ -30,7 +30,7 @@ class Collector:
         self._trained_s = 0.0
 
     def begin(self, trained_s: float = 0.0) -> None:
-        """Switch automatic collection off. ``trained_s``: as of :meth:`collect`, at the start."""
+        """Switch automatic collection off. ``trained_s``: as in :meth:`collect`, at the start."""
         global _off
         self._trained_s = trained_s
         self._ours = gc.isenabled()
@@ -82,7 +82,7 @@ class Collector:
                 gc.disable()
 
     def end(self, trained_s: float = 0.0) -> None:
-        """Restore everything as it was at :meth:`begin`. ``trained_s``: as of :meth:`collect`."""
+        """Restore everything as it was at :meth:`begin`. ``trained_s``: as in :meth:`collect`."""
         global _off
         self._thaw()
         if self._ours:

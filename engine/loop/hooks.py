@@ -50,7 +50,7 @@ class Hooks:
     last_on_train_epoch_end: tuple[Hook, ...]
     """``on_train_epoch_end`` of early stopping, and of callbacks that run last, such as ``ModelCheckpoint``; see :data:`APART`."""
     last_on_validation_end: tuple[Hook, ...]
-    """``on_validation_end`` of the same callbacks."""
+    """``on_validation_end`` of early stopping, and of callbacks that run last."""
 
     def __init__(
         self, callbacks: Sequence[Callback], module: TrainModule, writer: CheckpointWriter, logbook: Logbook
@@ -91,7 +91,7 @@ class Hooks:
         setattr(self, name, tuple([hook for _, hook in pairs]))
 
     def add(self, event: str, owner: str, hook: Hook) -> None:
-        """Call one more hook of ``event`` from now on, after the others. ``owner``: its name for :meth:`wrap`."""
+        """Call one more hook of ``event`` from now on, as the last one. ``owner``: its name for :meth:`wrap`."""
         setattr(self, event, (*getattr(self, event), hook))
         self._owners[event].append(owner)
 

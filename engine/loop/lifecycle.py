@@ -76,7 +76,7 @@ def frame(run: Run, building: Callable[[], AbstractContextManager[Any]] = nullco
 
 @contextmanager
 def in_folder(run: Run, checkpoint: str | Path | Resume | None, earlier: Trained | None) -> Iterator[None]:
-    """Give a run its folder while it runs; arguments as of :class:`RunFolder`."""
+    """Give a run its folder while it runs; arguments as in :class:`RunFolder`."""
     dirpath = next((c.checkpoints_in for c in run.callbacks if c.checkpoints_in is not None), None)
     try:
         folder = RunFolder(run.engine.group, run.settings.root_dir, dirpath, run.stage, checkpoint, earlier)

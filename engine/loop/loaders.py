@@ -56,8 +56,8 @@ class RunLoaders:
     """The loaders of one run.
 
     Args:
-        data: the user's.
-        stage: as of :class:`engine.Run`.
+        data: the user's loaders and data module.
+        stage: the ``stage`` of :class:`engine.Run`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RunLoaders:
         self.stride = 1
         """The samples, or batches, that a full window adds to the data position."""
         self.window_factor = 1
-        """A window has so many times the micro-batches that the settings say: when fewer ranks repeat a step."""
+        """The factor by which a window has more micro-batches than the settings say: when fewer ranks repeat a step."""
         self._window: int | None = None
         self._stream_state: Any = None
         self._example: Any = None

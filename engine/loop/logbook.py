@@ -25,7 +25,7 @@ class EvaluationValues:
         return {name for recorder in self._recorders for name in recorder.progress_names()}
 
     def check(self, hook: str) -> None:
-        """Check after ``hook`` that the values still are those of the torchmetrics objects.
+        """Check after ``hook`` that the torchmetrics objects still have the values that were reported.
 
         Raises:
             ValueError: one was updated in the hook, after its value was computed.
@@ -62,13 +62,13 @@ class Logbook:
         self.training = training
         """The training's recorder, also while an evaluation logs to another."""
         self.metrics: dict[str, float] = {}
-        """The latest value of every logged name; one logged ``on_step`` and ``on_epoch`` is there without a suffix too (the epoch's)."""
+        """The latest value of every logged name. A name logged ``on_step`` and ``on_epoch`` has an entry without a suffix, too: the epoch's value."""
         self.from_training: set[str] = set()
         """The names in :attr:`metrics` that were measured in training, with the trained weights, rather than in an evaluation."""
         self.progress: dict[str, float] = {}
         """The entries of :attr:`metrics` that were logged with ``prog_bar=True``."""
         self.withheld: frozenset[str] = frozenset()
-        """The names, among the values that were published last, of those logged with ``logger=False``: loggers do not get them."""
+        """The names, among the values that were published last, that were logged with ``logger=False``: loggers do not get them."""
         self.evaluation: EvaluationValues | None = None
         """The values of an evaluation that are computed, but not published."""
         self.sanity_names: set[str] | None = None
@@ -78,9 +78,9 @@ class Logbook:
         self.step_window = -1
         """The window whose values were published last as a step's."""
         self.settled_window = -1
-        """The last window of those whose values are in :attr:`metrics`, published or not."""
+        """The last window whose values are in :attr:`metrics`, published or not."""
         self.epoch_windows: dict[str, int] = {}
-        """By name, the last window before the value of an epoch or an evaluation was published."""
+        """Name -> the last window before the value of an epoch or an evaluation was published."""
         self.recorder = training
         """The recorder in use; the module logs to it from :meth:`record_to` on."""
 

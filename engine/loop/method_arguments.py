@@ -26,7 +26,7 @@ BESIDES_EVENTS = (
 )
 """Methods of a module, besides events, whose arguments a run gives."""
 _BY_NAME = ("configure_gradient_clipping", "clip_gradients")
-"""Methods whose arguments after the first are given by name, if they have these names."""
+"""Methods whose arguments after the first are given by name, as far as the method has an argument of that name."""
 _INDEX = "dataloader_idx"
 
 

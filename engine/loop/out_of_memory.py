@@ -42,7 +42,7 @@ def note(error: BaseException) -> str | None:
 
 
 def full_device(error: BaseException) -> tuple[str, int] | None:
-    """The options of ``fit plan`` for the kind of device whose memory is full, and the bytes that it has; ``None``: as of :func:`note`."""
+    """The options of ``fit plan`` for the kind of device whose memory is full, and its size in bytes; ``None``: the error does not tell."""
     if isinstance(error, torch.OutOfMemoryError):
         memory = device_memory(str(error))
         return None if memory is None else ("", memory)

@@ -37,7 +37,7 @@ def compare_models(run: Run) -> None:
 
 
 def compare(run: Run) -> None:
-    """Compare parameters, optimizers' settings and loaders over the ranks that hold the same part of the model.
+    """Compare parameters, optimizers' settings and loaders over all ranks with an equal part of the model.
 
     Raises:
         CheckError: they differ; raised on all ranks, with what and where.
@@ -135,7 +135,7 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _agree(group: Group, what: str, mine: dict[str, Any]) -> None:
-    """Raise unless ``mine`` is the same on all ranks of ``group``."""
+    """Raise unless ``mine`` is equal on all ranks of ``group``."""
     everyone = gather_json(group, {name: str(value) for name, value in mine.items()})
     first, differences = everyone[0], []
     for rank, row in enumerate(everyone):

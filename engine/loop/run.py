@@ -23,7 +23,7 @@ from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.writer import CheckpointWriter
 from engine.config.duration import Every
 from engine.config.hyperparameters import as_data, for_loggers
-from engine.config.masked import Config, described, plain, readable, without_secrets
+from engine.config.masked import Config, plain_value, sections_with_origins, with_origins, without_secrets
 from engine.config.settings import Settings
 from engine.config.settings_file import as_yaml
 from engine.data.loader import PreparedLoader
@@ -146,8 +146,8 @@ class Run:
         """The settings as plain JSON values, for loggers and checkpoints: name -> ``value`` and ``origin``, secrets as ``"***"``."""
         engine = self.engine
         objects = strategies.describe_requested(self.settings, engine.precision, engine.strategy)
-        settings = readable(self.settings, self._origins, objects)
-        return settings | described(self._sections, self._origins)
+        settings = with_origins(self.settings, self._origins, objects)
+        return settings | sections_with_origins(self._sections, self._origins)
 
     def config_as_yaml(self) -> str:
         """:attr:`config` in the form of ``fit.yaml``, each line with its origin."""
@@ -198,7 +198,7 @@ class Run:
 
     @property
     def id(self) -> str:
-        """The run's id, the same after it is resumed and in each of its evaluations; known from ``setup`` on."""
+        """The run's id. It does not change when the run is resumed or evaluated; known from ``setup`` on."""
         return self.checkpoints.run_folder.id
 
     @property
@@ -241,7 +241,7 @@ class Run:
     def hyperparameters(self) -> dict[str, Any]:
         """Hyperparameters that the module and the data module have saved for loggers (``save_hyperparameters``), as JSON values without secrets."""
         values: dict[str, Any] = without_secrets(
-            plain(as_data({**for_loggers(self.datamodule), **for_loggers(self.module)}))
+            plain_value(as_data({**for_loggers(self.datamodule), **for_loggers(self.module)}))
         )
         return values
 
@@ -277,7 +277,7 @@ class Run:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training, including those before a resume; with several ranks, the value they last agreed on."""
+        """Seconds of training, including the time before a resume; with several ranks, the value they last agreed on."""
         return self.control.elapsed_s
 
     @contextmanager
@@ -390,7 +390,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The latest value of every logged name; one logged ``on_step`` and ``on_epoch`` is there without a suffix too (the epoch's)."""
+        """The latest value of every logged name. A name logged ``on_step`` and ``on_epoch`` has an entry without a suffix, too: the epoch's value."""
         return self.logbook.metrics
 
     @property
@@ -571,7 +571,7 @@ class Run:
             return path
 
     def checkpoint_content(self, score: Mapping[str, Any] | None = None) -> Content:
-        """This rank's content of a checkpoint at this moment, with what hooks add to it; ``score``: as of :meth:`save_checkpoint`."""
+        """This rank's content of a checkpoint at this moment, with what hooks add to it; ``score``: as in :meth:`save_checkpoint`."""
         shared = self.snapshot.shared()
         shared["postponed"] = list(self.checkpoints.folder.to_remove)
         if self.hooks.on_save_checkpoint:
@@ -582,7 +582,7 @@ class Run:
         return self.snapshot.complete(shared, self.other_weights(), score, self.config)
 
     def other_weights(self) -> dict[str, dict[str, Any]]:
-        """The other weights that callbacks keep, by name.
+        """Weights besides the trained ones that callbacks keep, by name.
 
         Raises:
             ValueError: two callbacks use one name, or a name is not usable.
@@ -750,7 +750,7 @@ class Run:
     # -- the end ----------------------------------------------------------------------------------------------------------------
 
     def result(self, best_weights: str | None = None) -> Result:
-        """The result that ``Fit.run`` returns. ``best_weights``: as of :class:`engine.Result`."""
+        """The result that ``Fit.run`` returns. ``best_weights``: as in :class:`engine.Result`."""
         status, epochs = status_of(self.stop_reason), self.state.finished_epochs
         end, times, metrics = "interrupted" if self.interrupted else status, self.times, dict(self.logbook.metrics)
         times.other = max(0.0, self.control.stopwatch.seconds_here() - times.compute - times.apart)

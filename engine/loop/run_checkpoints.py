@@ -48,7 +48,7 @@ class RunCheckpoints:
         self._folder: CheckpointFolder | None = None
         self._chosen: str | None = None
         self.scores: dict[str, float | None] = {}
-        """By name, the scores of those whose event is still to come."""
+        """Name of a checkpoint whose event is still to come -> its score."""
 
     # -- where they are -------------------------------------------------------------------------------------------------------------------
 
@@ -141,8 +141,8 @@ class RunCheckpoints:
         remove: Sequence[str],
         only_steps_change: bool,
     ) -> Path | str:
-        """Write ``content``, of the position ``state``; arguments and errors as of :meth:`engine.Run.save_checkpoint`, and
-        ``only_steps_change`` as of :meth:`engine.checkpoint.writer.CheckpointWriter.save`."""
+        """Write ``content``, of the position ``state``; arguments and errors as in :meth:`engine.Run.save_checkpoint`, and
+        ``only_steps_change`` as in :meth:`engine.checkpoint.writer.CheckpointWriter.save`."""
         path = self._writer.save(
             self.folder,
             f"step={state.step:08d}" if name is None else name,

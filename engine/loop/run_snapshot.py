@@ -86,8 +86,8 @@ class RunSnapshot(EngineSnapshot):
         Args:
             shared: the result of :meth:`shared`, with what hooks have added.
             weights: other weights that callbacks keep.
-            score: the checkpoint's, as of :meth:`engine.Run.save_checkpoint`.
-            config: the settings, as of :attr:`engine.Run.config`.
+            score: the checkpoint's score, as in :meth:`engine.Run.save_checkpoint`.
+            config: the settings, in the form of :attr:`engine.Run.config`.
         """
         shared["callbacks"] = states(self._callbacks)
         facts = {
@@ -116,7 +116,7 @@ class RunSnapshot(EngineSnapshot):
         return Entries(user_entries, {**counters, "hyper_parameters": dict(self._module.hparams)})
 
     def shared(self) -> dict[str, Any]:
-        """The state that is the same on all ranks, without what hooks and callbacks add."""
+        """The state that all ranks share, without what hooks and callbacks add."""
         return {
             **super().shared(),
             "state": asdict(self._state),
@@ -226,7 +226,7 @@ class RunSnapshot(EngineSnapshot):
         """Nothing is counted yet: hooks may add to a run's optimizers."""
 
     def check(self, loaded: Loaded, how: Resume) -> None:
-        """Check that the data, the optimizers and the schedulers are those of the checkpoint."""
+        """Check that the data, the optimizers and the schedulers match the checkpoint."""
         state, train, loaders = self._state, self._loaders.train, loaded.shared["loaders"]
         if train is not None and state.position and not state.epoch_done and loaders:
             check_samples(loaded.path, loaders[0].get("samples"), train.samples, state.position, how.strict)

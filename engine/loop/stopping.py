@@ -59,7 +59,7 @@ class StopControl:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training, including those before a resume; with several ranks, the value they last agreed on."""
+        """Seconds of training, including the time before a resume; with several ranks, the value they last agreed on."""
         return self.agreement.elapsed_s if self._group.world_size > 1 else self.stopwatch.seconds()
 
     @property

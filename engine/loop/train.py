@@ -118,7 +118,7 @@ def end_step(run: Run, seconds: float, outputs: Any) -> bool:
 
 
 def do_what_is_due(run: Run, outputs: Any) -> None:
-    """Log, validate and check whether a limit is reached. ``outputs``: as of :func:`end_step`."""
+    """Log, validate and check whether a limit is reached. ``outputs``: as in :func:`end_step`."""
     run.engine.settle()
     control, step = run.control, run.state.step
     first = not control.first_step_done

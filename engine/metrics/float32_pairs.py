@@ -16,7 +16,7 @@ _SPLIT = 2.0**12 + 1
 
 
 def folded(values: list[Any], weights: list[Any], reduce: str, device: torch.device) -> list[tuple[Any, Any]]:
-    """Few values and weights with the same sum of ``value * weight`` and the same sum of weights; for ``"sum"`` the same sum of values.
+    """Fold many values and weights into few, without changing the sum of ``value * weight`` and the sum of weights; for ``"sum"`` the sum of values.
 
     Nothing waits for the device.
 

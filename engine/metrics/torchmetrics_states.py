@@ -119,7 +119,7 @@ def add(name: str, metric: Any, entries: Iterable[Entry]) -> None:
 
 
 def can_add(metric: Any) -> bool:
-    """Whether states of a metric can be merged into one of the same form."""
+    """Whether states of a metric can be merged into one that has their form."""
     return all(
         reduction is not None or isinstance(metric._defaults[name], list)
         for name, reduction in metric._reductions.items()

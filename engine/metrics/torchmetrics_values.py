@@ -202,7 +202,7 @@ def joined(module: nn.Module, group: Group, data_group: Group) -> None:
 
 
 def limit(metric: Any, group: Group, data_group: Group) -> None:
-    """Ranks that hold parts of one model see the same data: it counts once."""
+    """Let ``metric`` count the data of ranks that hold parts of one model once: they see equal batches."""
     if data_group is not group and metric.process_group is None:
         metric.process_group = data_group.wide or data_group.cpu
         if data_group.cpu is None:

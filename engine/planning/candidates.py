@@ -45,8 +45,8 @@ class Layout:
     """Whether parameters or optimizer state are in host memory."""
     sharded_parameters: bool = True
     """Whether parameters and gradients are shared too, not only the optimizer state."""
-    given: bool = False
-    """Whether somebody has asked for this layout."""
+    is_requested: bool = False
+    """Whether the user has asked for this layout."""
     bounded: bool = True
     """Whether ``shards`` says how much of the model state a rank has; not of strategies that others wrote."""
     sizes: tuple[tuple[str, int], ...] = ()
@@ -94,8 +94,8 @@ class Candidate:
 
     def command(self, derived: bool) -> str | None:
         """The arguments as options of ``fit run``; ``None``: an object cannot be written there."""
-        named = (str, Mapping)
-        if not isinstance(self.layout.strategy, named) or not isinstance(self.precision, str):
+        writable = (str, Mapping)
+        if not isinstance(self.layout.strategy, writable) or not isinstance(self.precision, str):
             return None
         parts = [f"strategy={written(self.layout.strategy)}", f"precision={self.precision}"]
         if self.activation_checkpointing is not None:
@@ -122,7 +122,7 @@ def divisors(number: int) -> list[int]:
 def layouts(
     model: nn.Module, world_size: int, per_node: int, offload: bool = True, planned: bool = False
 ) -> list[Layout]:
-    """Every strategy that could train ``model`` on these ranks, the simplest first.
+    """Every strategy that could train ``model`` on ``world_size`` ranks, the simplest first.
 
     Tensor parallel stays within a node and hybrid sharding shards within one. A model without a plan for tensor parallel, or without pipeline
     stages, has one layout of the kind all the same: planning it says what the model lacks.
@@ -167,7 +167,7 @@ def _zero(world_size: int) -> Iterable[Layout]:
 
 
 def _mesh(world_size: int, *, pp: int = 1, tp: int = 1) -> Layout:
-    """Parts along ``pp`` and ``tp``, shards over the other ranks."""
+    """A mesh with parts along ``pp`` and ``tp``, and shards over the ranks that remain."""
     shards = world_size // (pp * tp)
     axes = {"pp": pp, "dp_shard": shards, "tp": tp}
     return Layout(
@@ -204,7 +204,7 @@ def has_blocks(model: nn.Module) -> bool:
 
 def micro_batches(start: int, share: int) -> list[int]:
     """Sizes that divide a rank's ``share`` of the global batch: ``start``, its halves and doubles, and 1; in order."""
-    sizes = {start * 2**up for up in range(_DOUBLINGS + 1)} | {1}
+    sizes = {start * 2**doubling for doubling in range(_DOUBLINGS + 1)} | {1}
     size = start
     while size > 1:
         size //= 2
@@ -257,7 +257,7 @@ class UsersStrategy:
         """
         strategy = self.as_written.as_dict() if isinstance(self.as_written, NamedOptions) else self.as_written
         if engine is None:
-            return Layout(strategy, world_size, 1, given=True, bounded=False)
+            return Layout(strategy, world_size, 1, is_requested=True, bounded=False)
         sizes = {name: size for name, size in engine.strategy.axes.items() if size > 1}
         shards = 1
         for name, size in sizes.items():
@@ -267,13 +267,13 @@ class UsersStrategy:
             engine.data_group.world_size,
             shards,
             offloaded=bool(getattr(engine.strategy, "cpu_offload", False)),
-            given=True,
+            is_requested=True,
             bounded=self.is_searchable,
             sizes=tuple(sizes.items()),
         )
 
     def with_its_options(self, layout: Layout) -> Layout:
-        """``layout`` with those of the user's options that its class has too."""
+        """``layout`` with the user's options, as far as its class has them, too."""
         name = layout.strategy if isinstance(layout.strategy, str) else layout.strategy["name"]
         kind = _KINDS.get(name)
         if kind is None or not self.options:
@@ -318,7 +318,7 @@ def users_strategy(setting: Any, origin: str, world_size: int) -> UsersStrategy 
 
 
 def layouts_with(first: Layout, users: UsersStrategy, ways: list[Layout]) -> list[Layout]:
-    """The layout ``first``, and of ``ways`` those that are not the same layout in other words."""
+    """The layout ``first``, and all of ``ways`` that do not only describe it in other words."""
 
     def degrees(layout: Layout) -> tuple[Any, ...]:
         return layout.data_ranks, layout.shards, layout.degree("tp"), layout.degree("pp"), layout.offloaded

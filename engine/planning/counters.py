@@ -55,18 +55,18 @@ class OperationCounter:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Two products for each query and key: [batch, heads, queries, width], keys and values likewise."""
+    """FLOPs of attention: two products for each query and key. Shapes: [batch, heads, queries, width], and alike for keys and values."""
     *batch, queries, width = query.shape
     return 2 * prod(batch) * queries * key.shape[-2] * (width + value.shape[-1])
 
 
 def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Five products: the scores are computed again."""
+    """FLOPs of attention's backward pass: five products, because the scores are computed again."""
     return _attention(query, key, value) * 5 // 2
 
 
 def _recurrent(inputs: Tensor, weight: Tensor, recurrent: Tensor, *_: Any, **__: Any) -> int:
-    """Each of [steps, samples, width] meets both matrices."""
+    """FLOPs of a recurrent layer: both matrices multiply each row of the inputs [steps, samples, width]."""
     return 2 * prod(inputs.shape[:2]) * (weight.numel() + recurrent.numel())
 
 
@@ -75,7 +75,7 @@ def _recurrent_backward(inputs: Tensor, weight: Tensor, recurrent: Tensor, *_: A
 
 
 def _grouped(rows: Tensor, matrices: Tensor, *_: Any, **__: Any) -> int:
-    """Each row meets the matrix of its group; the rows of two operands meet within theirs."""
+    """FLOPs of a product by groups: each row is multiplied by the matrix of its group."""
     return 2 * rows.numel() * matrices.shape[-1]
 
 

@@ -30,11 +30,11 @@ class AllocatorPeaks:
     """Peaks of a replayed allocator (bytes)."""
 
     allocated: int
-    """Blocks: ``torch.cuda.max_memory_allocated``."""
+    """Peak of the blocks, ``torch.cuda.max_memory_allocated``."""
     reserved: int
-    """Segments: ``torch.cuda.max_memory_reserved``."""
+    """Peak of the segments, ``torch.cuda.max_memory_reserved``."""
     settled: bool
-    """Whether the allocator came to steps in which it gets no more from the device and gives nothing back."""
+    """Whether the last steps took no more memory from the device and gave none back."""
 
 
 class OutOfMemory(Exception):
@@ -97,16 +97,16 @@ class _Pool:
 
     def remove(self, block: Block) -> bool:
         """Remove a block; returns whether it was free."""
-        at = bisect_left(self._free, (block.size, block.address))
-        if at == len(self._free) or self._free[at][2] is not block:
+        position = bisect_left(self._free, (block.size, block.address))
+        if position == len(self._free) or self._free[position][2] is not block:
             return False
-        del self._free[at]
+        del self._free[position]
         return True
 
     def take_smallest(self, size: int) -> Block | None:
         """Remove and return the smallest block of at least ``size`` bytes; ``None``: there is none."""
-        at = bisect_left(self._free, (size,))
-        return self._free.pop(at)[2] if at < len(self._free) else None
+        position = bisect_left(self._free, (size,))
+        return self._free.pop(position)[2] if position < len(self._free) else None
 
     def release(self) -> int:
         """Give back the segments that nothing uses; returns their bytes."""

@@ -29,10 +29,10 @@ class Link:
     latency: float
     """Seconds of one step of a ring."""
     kinds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Bandwidth and latency of kinds of collectives (``"reduce_scatter"``) that differ from these, as they were measured."""
+    """Kind of collective (``"reduce_scatter"``) -> its measured bandwidth and latency, where they differ from the link's."""
 
     def for_kind(self, kind: str) -> Link:
-        """The link as measured with this kind of collective; the link itself if nothing else was measured."""
+        """The link as it was measured with the collective ``kind``; the link itself if that was not measured."""
         return Link(*self.kinds[kind]) if kind in self.kinds else self
 
 
@@ -92,8 +92,8 @@ class Hardware:
         return self.peaks.get(name, self.peaks["float32"])
 
 
-def _tera(fp32: float, **others: float) -> dict[str, float]:
-    return {SHORT[name]: value * _TERA for name, value in {"fp32": fp32, **others}.items()}
+def _tera(fp32: float, **by_dtype: float) -> dict[str, float]:
+    return {SHORT[name]: value * _TERA for name, value in {"fp32": fp32, **by_dtype}.items()}
 
 
 # Latency of a step: NCCL's own model (src/graph/tuning.cc, ring, LL128): 1.9 us over NVLink, 2.5 us over PCIe, 4 us over the network.
@@ -270,7 +270,7 @@ _TABLE = (
         source="assumed: 16 cores with AVX2, two channels of DDR4-3200, gloo over the loopback; fit plan --measure measures this machine",
     ),
 )
-DEVICES: dict[str, Hardware] = {each.name: each for each in _TABLE}
+DEVICES: dict[str, Hardware] = {hardware.name: hardware for hardware in _TABLE}
 """Devices by the name that ``--device`` takes."""
 ALIASES = {
     "h100-sxm": "h100",

@@ -16,7 +16,7 @@ MOST_RANKS = 131_072
 _MEASURED = Reached(1.0, 1.0, 1.0)
 _DESCRIBED = "memory, operations a second and bytes a second, as in 80GiB,1e15,3e12"
 _PREFIX = "measured:"
-"""Before a description: its numbers are what the machine reaches, as ``fit plan --measure`` prints them."""
+"""The start of a description whose numbers are what the machine reaches, as ``fit plan --measure`` prints it."""
 
 
 def hardware(description: str | Hardware) -> Hardware:

@@ -32,8 +32,9 @@ _aten, _prim = torch.ops.aten, torch.ops.prim
 
 
 class Simulation(Mode):
-    """Inside the block tensors have shapes but no values, except those that the host has: small ones made from Python values, small integers made
-    from nothing, and what is computed from them alone. Process groups are those of :func:`engine.planning.torch_private.simulated_processes`.
+    """Creates tensors with shapes but without values, inside the block. Only the host's small tensors have values: made from Python values, small
+    integers made from nothing, and results of such tensors alone. Process groups are simulated, by
+    :func:`engine.planning.torch_private.simulated_processes`.
 
     Where the code reads a value that is not there, it gets an answer: see :mod:`engine.planning.missing_values`.
 
@@ -198,8 +199,8 @@ def fake_module(module: Module) -> Module:
 
 
 def fake_tensor(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape, layout and kind without values. A tensor without values is returned as it is, and one on the meta device stays
-    there. Small integers keep their values: indices of positions, pointers into a queue."""
+    """A tensor without values that has the shape, the layout and the kind of ``tensor``. A tensor without values is returned unchanged, and a
+    tensor on the meta device stays there. Small integers keep their values: indices of positions, pointers into a queue."""
     if tensor.is_meta:
         with torch_private.with_values():
             meta = torch.empty_like(tensor)
@@ -227,12 +228,12 @@ def fake_tensor(tensor: Tensor) -> Tensor:
 
 def make_fake(module: nn.Module) -> None:
     """Replace tensors with values in a module, which its own hooks have created, in place."""
-    done: dict[int, Tensor] = {}
-    for inner in module.modules():
-        for store in (inner._parameters, inner._buffers):
-            for key, tensor in store.items():
+    fakes: dict[int, Tensor] = {}
+    for submodule in module.modules():
+        for tensors in (submodule._parameters, submodule._buffers):
+            for key, tensor in tensors.items():
                 if tensor is not None and not tensor.is_meta and not torch_private.is_fake(tensor):
-                    store[key] = done.setdefault(id(tensor), fake_tensor(tensor))  # type: ignore[assignment]
+                    tensors[key] = fakes.setdefault(id(tensor), fake_tensor(tensor))  # type: ignore[assignment]
 
 
 def fake_batch(batch: Any) -> Any:

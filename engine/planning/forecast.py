@@ -93,14 +93,14 @@ def search_plans(
     first: bool = False,
     report: Callable[[Tried], None] = lambda tried: None,
 ) -> PlanSearch:
-    """Plan the ways to train ``module`` on these ranks, as :func:`engine.planning.search.search` does.
+    """Plan the ways to train ``module`` on ``world_size`` ranks, as :func:`engine.planning.search.search` does.
 
     Args:
-        fit: its settings hold but for those that the search changes.
-        module, train_loader, datamodule: of the run.
+        fit: its settings hold, except the settings that the search changes.
+        module, train_loader, datamodule: the run's module and data.
         world_size, nodes, device, network, memory_limit: the ranks and their hardware, as in :meth:`engine.Fit.plan`.
-        precisions: to try; by default the given one; if nobody has given one, ``bf16-mixed`` (on GPUs without it ``16-mixed``) beside ``32-true``.
-        largest: no micro-batch is larger.
+        precisions: the precisions to try; by default the given one, or without one ``bf16-mixed`` (on GPUs without it ``16-mixed``) and ``32-true``.
+        largest: the largest micro-batch to try.
         seconds: begin no further plan after this time.
         first: end with the first candidate that fits; the simplest strategies and the least recomputation come first.
         report: called with each candidate once its verdict is known.
@@ -148,11 +148,11 @@ def _space(
     fixed = [name for name in _FIXED if fit.origins.get(name, "default") != "default"]
     if "precision" in fixed and not precisions:
         precisions = [settings.precision]
-    as_given = "activation_checkpointing" in fixed or not blocks
+    keeps_recompute = "activation_checkpointing" in fixed or not blocks
     return Space(
         layouts=ways,
         precisions=candidates.precisions(settings.precision, cluster.device, precisions),
-        recompute=(settings.activation_checkpointing,) if as_given else RECOMPUTE,
+        recompute=(settings.activation_checkpointing,) if keeps_recompute else RECOMPUTE,
         global_batch=settings.global_batch_size or samples * settings.accumulate_at(0) * data_ranks,
         micro_batch=samples,
         largest=largest,
@@ -167,10 +167,12 @@ def _space(
 
 
 def _facts_of_one_rank(job: SimulatedJob, cluster: Cluster, planned: bool) -> tuple[Any, int, list[Layout], bool]:
-    """A micro-batch, its samples, the layouts on these ranks, and whether the model has blocks, as one rank alone shows them."""
+    """A micro-batch, its samples, the layouts on the cluster, and whether the model has blocks. One rank alone shows them."""
     changes = {"strategy": "single", "accumulate_grad_batches": 1}
-    alone = replace(job, fit=job.fit.from_resolved(_with_changes(job.fit, changes), ()), world_size=1, nodes=1)
-    with simulated_run(alone, 0, JobFacts()) as simulated:
+    single_rank_job = replace(
+        job, fit=job.fit.from_resolved(_with_changes(job.fit, changes), ()), world_size=1, nodes=1
+    )
+    with simulated_run(single_rank_job, 0, JobFacts()) as simulated:
         run, device = simulated.run, cluster.device
         assert run.train_loader is not None
         ways = layouts(run.module, cluster.world_size, cluster.ranks_per_node, not device.is_host, planned)
@@ -178,7 +180,7 @@ def _facts_of_one_rank(job: SimulatedJob, cluster: Cluster, planned: bool) -> tu
 
 
 def _users_layout(users: UsersStrategy, job: SimulatedJob) -> Layout:
-    """The user's strategy with its degrees on these ranks."""
+    """The user's strategy with its degrees on the job's ranks."""
     try:
         with simulated_run(
             replace(job, fit=job.fit.from_resolved(_with_changes(job.fit, {}), ())), 0, JobFacts()
@@ -216,11 +218,11 @@ def _with_changes(fit: Fit, changes: Mapping[str, Any]) -> Resolved:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Log and warn nothing within the block: nobody has chosen the candidates."""
-    before = logger.level
+    level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)

@@ -89,7 +89,7 @@ class Job:
     """Samples that all ranks together train on in an epoch; ``None``: the loader has no length."""
     steps_per_epoch: int | None = None
     total_steps: int | None = None
-    """``None``: only a time or a callback ends the run."""
+    """Optimizer steps of the run; ``None``: only a time or a callback ends it."""
     zero: tuple[int, int] | None = None
     """DeepSpeed's stage of ZeRO, from 1 on, and the bytes of an element of the parameters; ``None``: another strategy, or not Adam."""
     shape: Shape | None = None

@@ -59,8 +59,8 @@ class MachineSpeeds:
         """The text for ``--device``."""
         base = "cpu," if self.device == "cpu" else ""
         speeds = ",".join(f"{name}={value:.3g}" for name, value in self.peaks.items())
-        wrapped = "" if self.dtensor is None else f",dtensor={self.dtensor:.2g}"
-        return f"measured:{base}{self.memory},{speeds},host={self.dispatch:.2g}{wrapped},{self.bandwidth:.3g}"
+        dtensor_text = "" if self.dtensor is None else f",dtensor={self.dtensor:.2g}"
+        return f"measured:{base}{self.memory},{speeds},host={self.dispatch:.2g}{dtensor_text},{self.bandwidth:.3g}"
 
     @property
     def as_network(self) -> str | None:
@@ -160,12 +160,12 @@ class _Clock:
     def _timed(self, work: Callable[[], object], seconds: float) -> float:
         self.group.barrier()
         self._finish()
-        began, calls, many, elapsed = time.perf_counter(), 0, 1, 0.0
+        began, calls, repeats, elapsed = time.perf_counter(), 0, 1, 0.0
         while calls == 0 or elapsed < seconds:
-            for _ in range(many):
+            for _ in range(repeats):
                 work()
             self._finish()
-            calls, many, elapsed = calls + many, many * 2, time.perf_counter() - began
+            calls, repeats, elapsed = calls + repeats, repeats * 2, time.perf_counter() - began
         return calls / elapsed
 
     def _finish(self) -> None:
@@ -178,12 +178,12 @@ def _product(clock: _Clock, dtype: torch.dtype, tf32: bool) -> float:
     n = 512 if clock.device.type == "cpu" else 8192
     a, b = (torch.ones(n, n, device=clock.device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
-    before = torch.get_float32_matmul_precision()
+    earlier_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     try:
         return 2 * n**3 * clock.rate(lambda: torch.mm(a, b, out=out))
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(earlier_precision)
 
 
 def _copy(clock: _Clock) -> float:
@@ -211,35 +211,35 @@ class _Count(torch_private.Mode):
 def _host(clock: _Clock) -> dict[str, float]:
     """Operations a second that the host starts in the passes of a network whose tensors are tiny, and what wrapping them as ``DTensor`` costs."""
     width = 8
-    net = nn.Sequential(*(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(8))).to(
-        clock.device
-    )
-    x = torch.ones(1, width, device=clock.device)
-    plain = _passes(net, x)
-    with _Count() as counted:
-        plain()
+    network = nn.Sequential(
+        *(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(8))
+    ).to(clock.device)
+    inputs = torch.ones(1, width, device=clock.device)
+    passes = _passes(network, inputs)
+    with _Count() as counts:
+        passes()
     if clock.group.world_size == 1:
-        return {"starts": clock.rate(plain) * counted.plain}
+        return {"starts": clock.rate(passes) * counts.plain}
     mesh = _single_rank_mesh(clock.group)
-    sharded = copy.deepcopy(net)
+    sharded = copy.deepcopy(network)
     for module in sharded.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             local = DTensor.from_local(parameter.detach(), mesh, [Replicate()], run_check=False)
             module.register_parameter(name, nn.Parameter(local))
-    both = _passes(sharded, DTensor.from_local(x, mesh, [Replicate()], run_check=False))
-    with _Count() as counted_both:
-        both()
-    plain_s, both_s = (1 / rate for rate in clock.rates(plain, both))
-    start = plain_s / counted.plain
-    besides = (both_s - start * counted_both.plain) / counted_both.wrapped
-    return {"starts": 1 / start, "dtensors": 1 / max(besides, 1e-7)}
+    sharded_passes = _passes(sharded, DTensor.from_local(inputs, mesh, [Replicate()], run_check=False))
+    with _Count() as sharded_counts:
+        sharded_passes()
+    plain_s, sharded_s = (1 / rate for rate in clock.rates(passes, sharded_passes))
+    start_s = plain_s / counts.plain
+    dtensor_s = (sharded_s - start_s * sharded_counts.plain) / sharded_counts.wrapped
+    return {"starts": 1 / start_s, "dtensors": 1 / max(dtensor_s, 1e-7)}
 
 
-def _passes(net: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+def _passes(network: nn.Module, inputs: torch.Tensor) -> Callable[[], None]:
     def forward_and_backward() -> None:
         with torch.enable_grad():
-            net.zero_grad(set_to_none=True)
-            net(x).sum().backward()
+            network.zero_grad(set_to_none=True)
+            network(inputs).sum().backward()
 
     return forward_and_backward
 
@@ -277,7 +277,7 @@ def _links(group: Group) -> dict[str, float]:
 
 
 def _rings(group: Group, parts: Sequence[range], name: str) -> dict[str, float]:
-    """Speeds of each kind of collective, in each of ``parts`` at the same time."""
+    """The speeds of each kind of collective, measured in all of ``parts`` at once."""
     channel, size = group.part_for_device([list(part) for part in parts]), len(parts[0])
     clock, speeds = _Clock(group), {}
     large = _LARGE_ON_CPU if group.device.type == "cpu" else _LARGE

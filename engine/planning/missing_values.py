@@ -86,7 +86,7 @@ class HostValues(NamedTuple):
     numbers: Callable[[Tensor], list[int] | None]
     """Return the values of a tensor; ``None``: it has none."""
     tensor: Callable[[list[int]], Tensor]
-    """Create a tensor that has these values."""
+    """Create a tensor with the given values."""
 
 
 def assumed_shape(operator: Any, args: Any, kwargs: Any, host: HostValues) -> Any:

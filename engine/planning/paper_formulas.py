@@ -46,8 +46,8 @@ def flops(shape: Shape, count: int, tokens: int) -> float:
         count: number of parameters, N; those of an input embedding that is not also the output layer multiply nothing and are left out here.
         tokens: number of tokens, D.
     """
-    idle = (0 if shape.tied else shape.vocabulary * shape.hidden) + shape.positions * shape.hidden
-    return 6.0 * (count - idle) * tokens + 12.0 * shape.layers * shape.hidden * shape.sequence * tokens
+    without_product = (0 if shape.tied else shape.vocabulary * shape.hidden) + shape.positions * shape.hidden
+    return 6.0 * (count - without_product) * tokens + 12.0 * shape.layers * shape.hidden * shape.sequence * tokens
 
 
 def activations(
@@ -104,8 +104,8 @@ def checks(job: Job, traces: Sequence[RankTrace], worst: RankTrace, samples_per_
     if shape is None or not shape.sequence:
         return tuple(results)
     tokens = samples_per_step * shape.sequence
-    standing = sum(trace.stands_for for trace in traces)
-    model = sum(model_flops(trace.operations) * trace.stands_for for trace in traces) * job.world_size / standing
+    rank_count = sum(trace.stands_for for trace in traces)
+    model = sum(model_flops(trace.operations) * trace.stands_for for trace in traces) * job.world_size / rank_count
     results += (
         Check("parameters", job.parameters, parameters(shape), "12 l h^2 + V h, Narayanan et al. 2021"),
         Check(

@@ -38,7 +38,7 @@ class Plan:
     """
 
     traces: tuple[RankTrace, ...]
-    """The traced step of each rank that differs from the others."""
+    """The traced steps: one for each group of ranks that do the same."""
     job: Job
     """The planned job."""
     device: Hardware
@@ -81,13 +81,13 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Check whether every rank has what it needs, margins included."""
+        """Whether every rank has the memory that it needs, margins included."""
         return self.peak_bytes <= self.memory_bytes
 
     @property
     def verdict(self) -> str:
-        """``"yes"``; ``"only without the margins"``: the tensors fit, but not with what may come on top, or only if the allocator returns memory to
-        the device and asks for other in each step, which takes time; ``"no"``."""
+        """``"yes"``, ``"only without the margins"`` or ``"no"``. Without the margins: the tensors fit, but not with what may come on top; or only if
+        the allocator returns memory to the device and asks for new memory in each step, which takes time."""
         if self.fits:
             return "yes"
         enough = all(is_enough(trace, self.device) for trace in self.traces)
@@ -147,8 +147,8 @@ class Plan:
         return self.device.peak(max(by_dtype, key=lambda name: by_dtype[name], default="float32"), self.job.tf32)
 
     def _utilization(self, seconds: float) -> float:
-        useful = max(model_flops(trace.operations) for trace in self.traces)
-        return useful / (self.peak_flops * seconds) if seconds else 0.0
+        model_flop_count = max(model_flops(trace.operations) for trace in self.traces)
+        return model_flop_count / (self.peak_flops * seconds) if seconds else 0.0
 
     @property
     def mfu(self) -> float:

@@ -52,7 +52,7 @@ def page(plan: Mapping[str, Any]) -> str:
         "<h2>Memory</h2>",
         *(_timeline(rank, plan["memory"]["device_bytes"]) for rank in plan["ranks"]),
         _memory(plan),
-        *(_held(rank) for rank in plan["ranks"] if rank["held_at_peak"]),
+        *(_module_table(rank) for rank in plan["ranks"] if rank["held_at_peak"]),
         "<h2>Time and communication</h2>",
         _table("One step", (), time_rows(plan)),
         *(_sent(rank) for rank in plan["ranks"] if rank["collectives"]),
@@ -92,10 +92,10 @@ def _table(
         cells = "".join(f"<td{kind(index)}>{_text(cell)}</td>" for index, cell in enumerate(values, 1))
         opening = '<tr class="sum">' if last_is_sum and number == len(listed) - 1 else "<tr>"
         lines.append(f'{opening}<th scope="row">{_text(first)}</th>{cells}</tr>')
-    top = f"<thead><tr>{head}</tr></thead>" if columns else ""
+    header = f"<thead><tr>{head}</tr></thead>" if columns else ""
     name = _text(caption)
     return (
-        f'<div class="scroll" role="region" aria-label="{name}" tabindex="0"><table><caption>{name}</caption>{top}'
+        f'<div class="scroll" role="region" aria-label="{name}" tabindex="0"><table><caption>{name}</caption>{header}'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
 
@@ -118,7 +118,7 @@ def _memory(plan: Mapping[str, Any]) -> str:
     return _table(f"At the peak, on a device with {device}", heads, rows, numbers_from=1, last_is_sum=True)
 
 
-def _held(rank: Mapping[str, Any]) -> str:
+def _module_table(rank: Mapping[str, Any]) -> str:
     rows = [[name or "(outside of modules)", size(value)] for name, value in rank["held_at_peak"].items()]
     return _table(
         f"Held by modules at the peak of {_named(rank)}, which is in: {place(rank['peak'])}",
@@ -169,10 +169,10 @@ def _timeline(rank: Mapping[str, Any], limit: int) -> str:
         parts.append(
             f'<text x="{_WIDTH - 4:.0f}" y="{_y(limit, top) - 5:.1f}" text-anchor="end">the device has {_text(size(limit))}</text>'
         )
-    at = max(range(len(moments)), key=lambda index: moments[index]["memory"]["total"])
-    parts.append(_line("peak", _x(at, moments), _y(highest, top), _x(at, moments), _BOTTOM))
-    peak = f"peak of {size(highest)}, {place(moments[at])}"
-    parts.append(_label(_x(at, moments), max(_y(highest, top) - 6, 12), peak))
+    peak_index = max(range(len(moments)), key=lambda index: moments[index]["memory"]["total"])
+    parts.append(_line("peak", _x(peak_index, moments), _y(highest, top), _x(peak_index, moments), _BOTTOM))
+    peak = f"peak of {size(highest)}, {place(moments[peak_index])}"
+    parts.append(_label(_x(peak_index, moments), max(_y(highest, top) - 6, 12), peak))
     name = f"Memory of {_named(rank)} over one step: {peak}"
     keys = "".join(
         f'<li><span class="swatch {_colour(key)}"></span>{_text(CATEGORIES[key])}</li>' for key in categories
@@ -206,17 +206,17 @@ def _stairs(values: Sequence[int], moments: Sequence[Any]) -> Iterable[tuple[flo
 
 
 def _phases(moments: Sequence[Mapping[str, Any]]) -> list[str]:
-    shapes, begun = [], 0
+    shapes, first_moment = [], 0
     half = (_WIDTH - _LEFT) / len(moments) / 2
     for phase, group in groupby(moment["phase"] for moment in moments):
         length = len(list(group))
-        start = _x(begun, moments) - half
+        start = _x(first_moment, moments) - half
         shapes.append(_line("phase", start, _TOP, start, _BOTTOM + 6))
         if length * 2 * half > 7 * len(phase):
             shapes.append(
                 f'<text x="{start + length * half:.1f}" y="{_HEIGHT - 10:.0f}" text-anchor="middle">{_text(phase)}</text>'
             )
-        begun += length
+        first_moment += length
     return shapes
 
 

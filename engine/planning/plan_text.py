@@ -105,11 +105,13 @@ def place(moment: Mapping[str, Any]) -> str:
 def time_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Rows on one step: its time, FLOPs, communication and throughput."""
     time = plan["time"]
-    worst = next(entry for entry in plan["ranks"] if entry["step_s"] == max(rank["step_s"] for rank in plan["ranks"]))
-    compute = worst["compute"]
-    between = f", between {duration(time['best_s'])} (all communication hidden) and {duration(time['worst_s'])} (none)"
+    slowest = next(entry for entry in plan["ranks"] if entry["step_s"] == max(rank["step_s"] for rank in plan["ranks"]))
+    compute = slowest["compute"]
+    bounds_text = (
+        f", between {duration(time['best_s'])} (all communication hidden) and {duration(time['worst_s'])} (none)"
+    )
     rows = [
-        ("step", duration(time["step_s"]) + (between if plan["job"]["world_size"] > 1 else "")),
+        ("step", duration(time["step_s"]) + (bounds_text if plan["job"]["world_size"] > 1 else "")),
         (
             "compute",
             f"{duration(time['compute_s'])}: {duration(compute['arithmetic_s'])} bound by arithmetic, {duration(compute['memory_s'])} by memory, "
@@ -136,8 +138,10 @@ def time_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         )
     rows.append(("MFU", f"{time['mfu']:.1%}; at most {time['mfu_bound']:.1%}"))
     tokens = time["tokens_per_second"]
-    more = f", {count(tokens)} tokens/s ({count(tokens / plan['job']['world_size'])} for each device)" if tokens else ""
-    rows.append(("throughput", f"{count(time['samples_per_second'])} samples/s{more}"))
+    tokens_text = (
+        f", {count(tokens)} tokens/s ({count(tokens / plan['job']['world_size'])} for each device)" if tokens else ""
+    )
+    rows.append(("throughput", f"{count(time['samples_per_second'])} samples/s{tokens_text}"))
     return rows
 
 
@@ -184,8 +188,8 @@ def agreeing(plan: Mapping[str, Any]) -> str:
     """A sentence on the formulas that agree, or that there are none."""
     if not plan["checks"]:
         return "No cross-check by published formulas: the shape of a dense transformer cannot be read from the model."
-    agreed = [check["what"] for check in plan["checks"] if not check["differs"]]
-    return f"Published formulas agree within 20 % on: {', '.join(agreed)}." if agreed else ""
+    names = [check["what"] for check in plan["checks"] if not check["differs"]]
+    return f"Published formulas agree within 20 % on: {', '.join(names)}." if names else ""
 
 
 WIDTH = 140
@@ -219,12 +223,12 @@ def terminal_safe(value: Any) -> Any:
     return terminal_text(value, one_line=True) if isinstance(value, str) else value
 
 
-def table(*columns: str, left: Iterable[str] = (), folds: Iterable[str] = (), title: str | None = None) -> Any:
+def table(*columns: str, text_columns: Iterable[str] = (), folds: Iterable[str] = (), title: str | None = None) -> Any:
     """A table without rows.
 
     Args:
         columns: heads of the columns.
-        left: columns of text, besides the first; numbers are on the right.
+        text_columns: columns of text, besides the first; numbers are on the right.
         folds: columns whose cells break into several lines where the terminal is narrow; cells of other columns stay whole.
         title: line above the table.
     """
@@ -244,7 +248,7 @@ def table(*columns: str, left: Iterable[str] = (), folds: Iterable[str] = (), ti
     for index, column in enumerate(columns):
         grid.add_column(
             column,
-            justify="left" if not index or column in left else "right",
+            justify="left" if not index or column in text_columns else "right",
             overflow="fold",
             no_wrap=column not in folds,
             min_width=len(column),
@@ -286,7 +290,7 @@ def show_plan(plan: Mapping[str, Any], console: Any) -> None:
     worst = next(rank for rank in plan["ranks"] if rank["rank"] == plan["worst_rank"])
     console.print(Text(f"The peak of rank {worst['rank']} is in: {place(worst['peak'])}."))
     if worst["held_at_peak"]:
-        _print(console, *_held(worst["held_at_peak"]))
+        _print(console, *_modules_at_peak(worst["held_at_peak"]))
     _print(console, *_pairs("One step", time_rows(plan)))
     if any(rank["collectives"] for rank in plan["ranks"]):
         _print(console, *_sent(plan))
@@ -308,7 +312,7 @@ def _print(console: Any, heading: str, rows: Any) -> None:
 
 
 def _pairs(heading: str, rows: list[tuple[str, str]]) -> tuple[str, Any]:
-    grid = table("", "", left=("",), folds=("",))
+    grid = table("", "", text_columns=("",), folds=("",))
     for row in rows:
         grid.add_row(*row)
     return heading, grid
@@ -316,8 +320,8 @@ def _pairs(heading: str, rows: list[tuple[str, str]]) -> tuple[str, Any]:
 
 def _memory(plan: Mapping[str, Any]) -> tuple[str, Any]:
     ranks = plan["ranks"]
-    named = [f"rank {rank['rank']}{': ' + rank['role'] if rank['role'] else ''}" for rank in ranks]
-    grid = table("", *named)
+    titles = [f"rank {rank['rank']}{': ' + rank['role'] if rank['role'] else ''}" for rank in ranks]
+    grid = table("", *titles)
     columns = [dict(need_rows(rank["need"], rank["peak"]["memory"])) for rank in ranks]
     for row in dict.fromkeys(name for column in columns for name in column):
         grid.add_row(row, *(size(column.get(row, 0)) for column in columns))
@@ -326,7 +330,7 @@ def _memory(plan: Mapping[str, Any]) -> tuple[str, Any]:
     return "Memory at the peak", grid
 
 
-def _held(bytes_by_module: Mapping[str, int]) -> tuple[str, Any]:
+def _modules_at_peak(bytes_by_module: Mapping[str, int]) -> tuple[str, Any]:
     grid = table("module", "bytes", folds=("module",))
     for name, value in list(bytes_by_module.items())[:_MOST_MODULES]:
         grid.add_row(name or "(outside of modules)", size(value))
@@ -337,7 +341,7 @@ def _sent(plan: Mapping[str, Any]) -> tuple[str, Any]:
     """Communication of the rank that sets the pace; the others send alike. The plan's title has the ranks of each axis."""
     slowest = max(plan["ranks"], key=lambda rank: rank["step_s"])
     text = ("axis", "phase", "overlaps")
-    grid = table("kind", *text, "count", "bytes", "time", left=text, folds=("phase",))
+    grid = table("kind", *text, "count", "bytes", "time", text_columns=text, folds=("phase",))
     for collective in sorted(slowest["collectives"], key=lambda entry: -entry["seconds"]):
         grid.add_row(
             collective["kind"],
@@ -352,7 +356,7 @@ def _sent(plan: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _checks(rows: list[tuple[str, str, str, str]]) -> tuple[str, Any]:
-    grid = table("", "traced", "formula", "source", left=("source",), folds=("source",))
+    grid = table("", "traced", "formula", "source", text_columns=("source",), folds=("source",))
     for row in rows:
         grid.add_row(*row)
     return "Published formulas that differ from the trace by more than 20 %", grid
@@ -427,8 +431,8 @@ def show_search(search: Mapping[str, Any], console: Any) -> None:
             console.print(Text(line, style="bold green"), soft_wrap=True)
     else:
         console.print(Text(_closest_text(candidates, search["memory_bytes"]), style="bold red"), soft_wrap=True)
-    if unfit := [candidate for candidate in candidates if candidate["verdict"] != "fits"]:
-        console.print(_reason_table(unfit))
+    if not_fitting := [candidate for candidate in candidates if candidate["verdict"] != "fits"]:
+        console.print(_reason_table(not_fitting))
     console.print(bullets(search["notes"]))
 
 
@@ -457,7 +461,7 @@ def _closest_text(candidates: Iterable[Mapping[str, Any]], memory: int) -> str:
 def _fitting_table(rows: list[Mapping[str, Any]]) -> Any:
     numbers = ("micro-batch", "window", "needs", "step", "samples/s")
     text = ("strategy", "precision", "recompute")
-    grid = table(*text, *numbers, left=text, folds=("strategy",), title="What fits, the fastest first")
+    grid = table(*text, *numbers, text_columns=text, folds=("strategy",), title="What fits, the fastest first")
     for candidate in rows[:_MOST_CANDIDATES]:
         grid.add_row(
             written(candidate["strategy"])
@@ -480,7 +484,9 @@ def _reason_table(rows: list[Mapping[str, Any]]) -> Any:
     """A table of candidates that do not fit, or were not planned: a line for each reason; for what is too large, a line for each strategy and
     precision, with the smallest need."""
     text = ("strategy", "precision", "verdict", "tried", "why")
-    grid = table(*text, left=text, folds=("strategy", "verdict", "why"), title="What does not, or was not planned")
+    grid = table(
+        *text, text_columns=text, folds=("strategy", "verdict", "why"), title="What does not, or was not planned"
+    )
     for group in _grouped(rows):
         example = min(group, key=lambda candidate: (candidate["need_bytes"] is None, candidate["need_bytes"] or 0))
         grid.add_row(

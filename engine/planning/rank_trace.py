@@ -135,11 +135,11 @@ class RankTrace:
     overlaps: bool = True
     """Whether the strategy sends beside a pass what can be sent beside it."""
     missing: tuple[str, ...] = ()
-    """Sentences on what could not be traced; the numbers are those of the rest."""
+    """Sentences on what could not be traced; the numbers do not include it."""
     computed: tuple[str, ...] = ()
     """Sentences on numbers that come from formulas rather than from the trace, each with the source."""
     stands_for: int = 1
-    """Ranks of a pipeline, this one included, that compute the same and hold at most as much."""
+    """The number of ranks of a pipeline that do what this rank does and hold at most as much, this one included."""
 
     @property
     def flops(self) -> int:

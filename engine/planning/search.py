@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config.masked import plain
+from engine.config.masked import plain_value
 from engine.planning.candidates import RECOMPUTE, Candidate, Layout, micro_batches, written
 from engine.planning.plan import Plan
 from engine.planning.plan_text import as_text, show_search
@@ -24,7 +24,7 @@ VERDICTS = ("fits", "too large", "slower", "refused", "failed", "not planned")
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate and what became of it."""
+    """A candidate of a search, and the verdict about it."""
 
     candidate: Candidate
     verdict: str
@@ -33,11 +33,11 @@ class Tried:
     reason: str = ""
     """Why the candidate does not fit, or was not planned."""
     plan: Plan | None = None
-    """``None``: the candidate was ruled out without a trace."""
+    """The candidate's plan; ``None``: it was ruled out without a trace."""
 
     @property
     def fits(self) -> bool:
-        """Check whether every rank has the memory it needs."""
+        """Whether every rank has the memory that it needs."""
         return self.verdict == "fits"
 
     def as_json(self, derived: bool = False) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class Tried:
         plan = self.plan
         return {
             **self.candidate.settings,
-            "strategy": plain(_plain_strategy(self.candidate.layout.strategy)),
+            "strategy": plain_value(_plain_strategy(self.candidate.layout.strategy)),
             "precision": str(self.candidate.precision),
             "micro_batch": self.candidate.micro_batch,
             "fit": self.candidate.code(derived),
@@ -169,8 +169,8 @@ def search(
         seconds: begin no further plan after this time; ``None``: no limit.
         report: called with each candidate as soon as its verdict is known.
     """
-    begun = time.monotonic()
-    walk = _SearchWalk(space, plan_of, memory_bytes, None if seconds is None else begun + seconds, report)
+    started = time.monotonic()
+    walk = _SearchWalk(space, plan_of, memory_bytes, None if seconds is None else started + seconds, report)
     for layout in space.layouts:
         for precision in space.precisions:
             if not (space.first and any(tried.fits for tried in walk.tried)):
@@ -196,7 +196,7 @@ def search(
         device,
         memory_bytes,
         space.global_batch,
-        time.monotonic() - begun,
+        time.monotonic() - started,
         tuple(notes),
         space.derived,
     )
@@ -234,7 +234,7 @@ class _SearchWalk:
         if not sizes:
             text = f"a step of {self._space.global_batch} samples does not divide over the {layout.data_ranks} ranks that see different data"
             self._add(Tried(first, "refused", text))
-        elif not layout.given and (refusal := self._known_refusal(layout)) is not None:
+        elif not layout.is_requested and (refusal := self._known_refusal(layout)) is not None:
             self._add(Tried(first, *refusal))
         elif (needed := self._too_large_without_trace(layout, precision)) is not None:
             text = f"parameters, gradients and optimizer state alone need {written_size(needed)} of {written_size(self._memory)}"
@@ -275,19 +275,19 @@ class _SearchWalk:
     def _sizes(self, open_sizes: list[int], sizes: list[int]) -> Iterator[int]:
         """Yield the micro-batches to try, by the results of earlier ones: up from the given one while they fit, else down until one fits."""
         start = max([size for size in sizes if size <= self._space.micro_batch], default=sizes[0])
-        up = [size for size in open_sizes if size >= start]
-        for size in up:
+        ascending = [size for size in open_sizes if size >= start]
+        for size in ascending:
             yield size
             if self._space.first and self.tried[-1].fits:
                 return
             if not self.tried[-1].fits:
-                if size == up[0]:
+                if size == ascending[0]:
                     yield from self._smaller_sizes([smaller for smaller in open_sizes if smaller < size][::-1])
                 # Between micro-batches sharded strategies keep whole gradients: a step of one may fit where smaller ones do not.
                 if size != sizes[-1] and not self.tried[-1].fits and self._one_window(sizes[-1]):
                     yield sizes[-1]
                 return
-        if not up:
+        if not ascending:
             yield from self._smaller_sizes(open_sizes[::-1])
 
     def _smaller_sizes(self, sizes: list[int]) -> Iterator[int]:
@@ -344,8 +344,10 @@ class _SearchWalk:
         if plan.fits:
             return self._add(Tried(candidate, "fits", "", plan))
         peak = plan.worst.peak
-        inside = f", in {peak.module}" if peak.module else ""
-        reason = f"peak {written_size(plan.peak_bytes)} of {written_size(self._memory)} in phase {peak.phase!r}{inside}"
+        module_text = f", in {peak.module}" if peak.module else ""
+        reason = (
+            f"peak {written_size(plan.peak_bytes)} of {written_size(self._memory)} in phase {peak.phase!r}{module_text}"
+        )
         return self._add(Tried(candidate, "too large", reason, plan))
 
     def _add(self, tried: Tried) -> Tried:
@@ -380,7 +382,7 @@ class _SearchWalk:
 
     def _too_large_without_trace(self, layout: Layout, precision: object) -> int | None:
         """Bytes of parameters, gradients and optimizer state alone, which every step holds at its end, if they are too many."""
-        if self._model is None or layout.given or layout.offloaded or not layout.bounded:
+        if self._model is None or layout.is_requested or layout.offloaded or not layout.bounded:
             return None
         parameters, trainable = self._model
         element_bytes = _ELEMENT.get(str(precision), 4)
@@ -424,7 +426,9 @@ def resized(batch: Any, current: int, target: int) -> Any:
     rows = torch.arange(target) % current
     changed = map_tensors(partial(_rows, current=current, rows=rows), _lists(batch, current, rows.tolist()))
     if batch_size(changed) != target:
-        raise ValueError(f"the batch ({type(batch).__name__}) of {current} samples cannot be made one of {target}")
+        raise ValueError(
+            f"the batch ({type(batch).__name__}) of {current} samples cannot be resized to {target}: its samples cannot be told apart"
+        )
     return changed
 
 
@@ -433,7 +437,7 @@ def _rows(tensor: Tensor, *, current: int, rows: Tensor) -> Tensor:
 
 
 def _lists(tree: Any, current: int, rows: Sequence[int]) -> Any:
-    """Lists with an item for each sample, such as texts, in plain containers."""
+    """The lists with an item for each sample, such as texts, in plain containers."""
     if type(tree) is dict:
         return {key: _lists(item, current, rows) for key, item in tree.items()}
     if type(tree) is list and len(tree) == current and not any(isinstance(item, Tensor) for item in tree):

@@ -212,7 +212,7 @@ def _of_dataset(loader: DataLoader[Any]) -> Any:
 
 
 class PlannedFolder(RunFolder):
-    """Stands for the run's folder: a temporary one, made when somebody asks for it."""
+    """Stands for the run's folder: a temporary folder, which is made when something is written there."""
 
     def __init__(self, path: Path) -> None:
         self.id, self.path = path.name, path
@@ -220,11 +220,11 @@ class PlannedFolder(RunFolder):
 
     @property
     def is_announced(self) -> bool:
-        """Nothing is logged about it."""
+        """True: a run logs where its folder is, unless that was announced before; nobody looks for this one."""
         return True
 
     def announce(self) -> None:
-        """Make the folder: something is written there."""
+        """Make the folder, because something is about to be written there."""
         self.path.mkdir(parents=True, exist_ok=True)
 
 

@@ -204,7 +204,7 @@ class StepObserver(torch_private.Mode):
                     self.memory.set_kind([parameter.grad], storages.GRADIENTS, self._owners.get(id(parameter)))
 
     def mark_kept(self, own_tensors: Iterable[KeptTensors]) -> None:
-        """Mark a strategy's own tensors (:attr:`engine.planning.strategy_facts.StrategyFacts.kept`)."""
+        """Mark a strategy's own tensors (:attr:`engine.planning.strategy_facts.StrategyFacts.kept_tensors`)."""
         for kind, tensors, on_host in own_tensors:
             self.memory.set_kind(tensors, kind, on_host=on_host)
 

@@ -85,13 +85,14 @@ def compute_assumptions(device: Hardware, *, tf32: bool, compiled: bool) -> list
             "compiled: the host's time for starting operations is left out; memory traffic is that of the single operations, which fusion lowers"
         )
     else:
-        beside = (
+        host_role = (
             "and takes part in nothing else meanwhile"
             if device.is_host
             else "beside the device, which waits for it if it is slower"
         )
         sentences.append(
-            f"eager: the host starts an operation in {device.dispatch * 1e6:.0f} us, one on a DTensor in {device.dtensor * 1e6:.0f} us more, {beside}"
+            f"eager: the host starts an operation in {device.dispatch * 1e6:.0f} us, one on a DTensor in {device.dtensor * 1e6:.0f} us more, "
+            f"{host_role}"
         )
     if "tf32" in device.peaks:
         sentences.append(
@@ -142,47 +143,46 @@ def layout(ranks: tuple[int, ...], ranks_per_node: int) -> Layout:
     return Layout(len(ranks), len(members), min(members.values(), default=0))
 
 
-def pace(where: Layout, device: Hardware, kind: str) -> float:
+def pace(placement: Layout, device: Hardware, kind: str) -> float:
     """Bytes a second through each member of a group, as the links are stated."""
-    within = device.within.for_kind(kind).bandwidth if where.ranks > where.nodes else float("inf")
-    between = device.between.for_kind(kind).bandwidth * where.fewest if where.nodes > 1 else float("inf")
-    return min(within, between)
+    node_rate = device.within.for_kind(kind).bandwidth if placement.ranks > placement.nodes else float("inf")
+    network_rate = device.between.for_kind(kind).bandwidth * placement.fewest if placement.nodes > 1 else float("inf")
+    return min(node_rate, network_rate)
 
 
 def collective_seconds(collective: Collective, device: Hardware, ranks_per_node: int) -> float:
     """Seconds of all calls of ``collective``, one after another, with nothing else on the links."""
-    where = layout(collective.ranks, ranks_per_node)
+    placement = layout(collective.ranks, ranks_per_node)
     if collective.kind in ("send", "recv"):
         return _point_to_point(collective, device, ranks_per_node)
-    if where.ranks < 2 or not collective.count:
+    if placement.ranks < 2 or not collective.count:
         return 0.0
-    n, size = where.ranks, collective.bytes / collective.count
-    speed = pace(where, device, collective.kind) * device.reached.links
+    n, size = placement.ranks, collective.bytes / collective.count
+    speed = pace(placement, device, collective.kind) * device.reached.links
     share = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0}.get(collective.kind, (n - 1) / n)
     rounds = 2 if collective.kind == "all_reduce" else 1
-    call_s = START_S + rounds * _ring(where, device, collective.kind) + share * size / speed
+    call_s = START_S + rounds * _ring(placement, device, collective.kind) + share * size / speed
     if collective.kind == "all_reduce" and not device.is_host:
-        call_s = min(call_s, START_S + 2 * _tree(where, device) + 2 * size / speed)
+        call_s = min(call_s, START_S + 2 * _tree(placement, device) + 2 * size / speed)
     return collective.count * call_s
 
 
-def _ring(where: Layout, device: Hardware, kind: str) -> float:
+def _ring(placement: Layout, device: Hardware, kind: str) -> float:
     """Latency of one way around: most steps stay within a node."""
-    across = where.nodes - 1 if where.nodes > 1 else 0
-    return (where.ranks - 1 - across) * device.within.for_kind(kind).latency + across * device.between.for_kind(
-        kind
-    ).latency
+    network_steps = placement.nodes - 1 if placement.nodes > 1 else 0
+    node_steps = placement.ranks - 1 - network_steps
+    return node_steps * device.within.for_kind(kind).latency + network_steps * device.between.for_kind(kind).latency
 
 
-def _tree(where: Layout, device: Hardware) -> float:
-    members = -(-where.ranks // where.nodes)
-    return (members - 1) * device.within.latency + (where.nodes - 1).bit_length() * device.between.latency
+def _tree(placement: Layout, device: Hardware) -> float:
+    members = -(-placement.ranks // placement.nodes)
+    return (members - 1) * device.within.latency + (placement.nodes - 1).bit_length() * device.between.latency
 
 
 def _point_to_point(transfer: Collective, device: Hardware, ranks_per_node: int) -> float:
     """Seconds of sending to, or receiving from, neighbours on the axis: within a node only if the whole axis is."""
-    where = layout(transfer.ranks, ranks_per_node)
-    link = (device.within if where.nodes == 1 else device.between).for_kind(transfer.kind)
+    placement = layout(transfer.ranks, ranks_per_node)
+    link = (device.within if placement.nodes == 1 else device.between).for_kind(transfer.kind)
     return transfer.count * (START_S + link.latency) + transfer.bytes / (link.bandwidth * device.reached.links)
 
 
@@ -196,12 +196,14 @@ def host_seconds(trace: RankTrace, device: Hardware) -> float:
     gathered = _shards(trace, "all_gather")
     reduced = _shards(trace, "reduce_scatter") or _shards(trace, "all_reduce")
     # Parameters in the host's memory cross before each gather; others once, when the host's optimizer has changed them.
-    crossing = reduced + (gathered if trace.on_host.get(_PARAMETERS) else reduced)
+    crossing_bytes = reduced + (gathered if trace.on_host.get(_PARAMETERS) else reduced)
     traced = sum(
         operation.bytes * operation.count for operation in trace.operations if operation.phase == "optimizer step"
     )
-    stepping = max(traced, 2 * trace.on_host.get(_STATE, 0))
-    return crossing / (device.to_host * device.reached.links) + stepping / (device.host_memory * device.reached.memory)
+    step_bytes = max(traced, 2 * trace.on_host.get(_STATE, 0))
+    return crossing_bytes / (device.to_host * device.reached.links) + step_bytes / (
+        device.host_memory * device.reached.memory
+    )
 
 
 def _shards(trace: RankTrace, kind: str) -> float:
@@ -313,7 +315,7 @@ class StepTime:
 
 
 def overlaps(collective: Collective) -> bool:
-    """Check whether a pass can run beside these collectives: gathers of parameters, reductions of gradients."""
+    """Whether a pass can run beside ``collective``: beside a gather of parameters or a reduction of gradients it can."""
     if collective.kind == "send":
         return collective.phase in _PASSES
     if collective.axis in _WITHIN_LAYERS or collective.phase not in _PASSES:
@@ -350,13 +352,13 @@ def step_time(
         for collective in trace.collectives
     )
     parts = {
-        inside: compute_time(
-            (o for o in trace.operations if (o.phase in _PASSES and o.phase) == inside),
+        phase: compute_time(
+            (o for o in trace.operations if (o.phase in _PASSES and o.phase) == phase),
             device,
             tf32=tf32,
             compiled=compiled,
         )
-        for inside in (*_PASSES, False)
+        for phase in (*_PASSES, False)
     }
     passes = exposed = 0.0
     for phase in _PASSES:
@@ -367,25 +369,25 @@ def step_time(
         passes += computing + unhidden
         exposed += unhidden
     outside_passes = sum(entry.seconds for entry in sent if entry.collective.phase not in _PASSES)
-    whole, outside = sum(parts.values(), Compute()), parts[False].seconds
+    total, outside_s = sum(parts.values(), Compute()), parts[False].seconds
     waiting = passes * bubble / (1 - bubble)
-    sending, host = sum(entry.seconds for entry in sent), host_seconds(trace, device)
+    sending_s, host = sum(entry.seconds for entry in sent), host_seconds(trace, device)
     return StepTime(
-        compute=whole,
+        compute=total,
         sent=sent,
         exposed_s=exposed + outside_passes,
         bubble_s=waiting,
         host_s=host,
-        expected_s=passes + waiting + outside + outside_passes + host,
-        best_s=whole.seconds + sending if device.is_host else max(whole.seconds, sending) + host,
-        worst_s=whole.seconds
-        + sending
+        expected_s=passes + waiting + outside_s + outside_passes + host,
+        best_s=total.seconds + sending_s if device.is_host else max(total.seconds, sending_s) + host,
+        worst_s=total.seconds
+        + sending_s
         + host
-        + (whole.seconds - outside + sending - outside_passes) * bubble / (1 - bubble),
+        + (total.seconds - outside_s + sending_s - outside_passes) * bubble / (1 - bubble),
     )
 
 
 def _uncovered(hidden: Sequence[TimedCollectives], computing: float) -> float:
     """Seconds of overlapping collectives that a pass of ``computing`` seconds does not cover."""
-    alone = sum(entry.seconds / entry.collective.count for entry in hidden if entry.collective.count)
-    return max(alone, sum(entry.seconds for entry in hidden) - computing)
+    one_call_each_s = sum(entry.seconds / entry.collective.count for entry in hidden if entry.collective.count)
+    return max(one_call_each_s, sum(entry.seconds for entry in hidden) - computing)

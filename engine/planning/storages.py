@@ -84,7 +84,7 @@ class StorageLog:
     def set_kind(
         self, tensors: Iterable[Any], kind: str, module: str | None = None, on_host: bool | None = None
     ) -> None:
-        """Set the kind of these tensors' storages, their module, and whether they are on the host; ``None`` leaves the latter two as they are."""
+        """Set the kind of the storages of ``tensors``; with ``module`` and ``on_host`` also their module and whether they are on the host."""
         for tensor in tensors:
             for part in local_parts(tensor):
                 if (storage := self.follow(part)) is not None:
@@ -93,12 +93,12 @@ class StorageLog:
                     storage.on_host = storage.on_host if on_host is None else on_host
 
     def offloaded(self, tensors: Iterable[Tensor]) -> bool:
-        """Check whether one of these tensors was marked to be in the host's memory."""
+        """Whether one of ``tensors`` was marked to be in the host's memory."""
         storages = [part.untyped_storage()._cdata for tensor in tensors for part in local_parts(tensor)]
         return any(key in self._storages and self._storages[key].on_host for key in storages)
 
     def used_to_communicate(self, tensors: Iterable[Tensor]) -> None:
-        """Note that a collective reads or writes these tensors."""
+        """Note that a collective reads or writes ``tensors``."""
         for tensor in tensors:
             storage = self.follow(tensor)
             # What is used again in later steps, such as DDP's buckets, was there in a backward pass before.
@@ -172,7 +172,7 @@ class StorageLog:
         self._log = []
 
     def move_to_host(self, kinds: Collection[str]) -> dict[str, int]:
-        """Move storages of these kinds, and storages marked ``on_host``, to the host's memory; returns their bytes at the start by kind."""
+        """Move storages of ``kinds``, and storages marked ``on_host``, to the host's memory; returns their bytes at the start by kind."""
 
         def stays(storage: Storage) -> bool:
             return storage.kind not in kinds and not storage.on_host
@@ -188,19 +188,19 @@ class StorageLog:
     def timeline(self) -> tuple[Moment, ...]:
         """The recorded step: for each stretch in one module the moment with the most memory."""
         moments: list[Moment] = [Moment("start", "", self._memory(self._amounts()))]
-        amounts, where, highest_amounts, total = self._amounts(), None, None, sum(self._amounts().values())
+        amounts, stretch, highest_amounts, total = self._amounts(), None, None, sum(self._amounts().values())
         highest = -1
         for storage, change, phase, module in self._log or []:
-            if where != (phase, module):
-                if where is not None and highest_amounts is not None:
-                    moments.append(Moment(*where, self._memory(highest_amounts)))
-                where, highest, highest_amounts = (phase, module), -1, None
+            if stretch != (phase, module):
+                if stretch is not None and highest_amounts is not None:
+                    moments.append(Moment(*stretch, self._memory(highest_amounts)))
+                stretch, highest, highest_amounts = (phase, module), -1, None
             amounts[storage.kind] += change
             total += change
             if total > highest:
                 highest, highest_amounts = total, dict(amounts)
-        if where is not None and highest_amounts is not None:
-            moments.append(Moment(*where, self._memory(highest_amounts)))
+        if stretch is not None and highest_amounts is not None:
+            moments.append(Moment(*stretch, self._memory(highest_amounts)))
         moments.append(Moment("end", "", self._memory(amounts)))
         return tuple(moments)
 
@@ -246,13 +246,13 @@ class StorageLog:
     def _at_peak(self) -> dict[Storage, int]:
         sizes = dict(self._at_start)
         total = highest = sum(sizes.values())
-        at = 0
-        log = self._log or []
-        for index, (_, change, _, _) in enumerate(log, 1):
+        peak_end = 0
+        changes = self._log or []
+        for index, (_, change, _, _) in enumerate(changes, 1):
             total += change
             if total > highest:
-                highest, at = total, index
-        for storage, change, _, _ in log[:at]:
+                highest, peak_end = total, index
+        for storage, change, _, _ in changes[:peak_end]:
             sizes[storage] = sizes.get(storage, 0) + change
         return sizes
 

@@ -27,7 +27,7 @@ class StrategyFacts:
     """Fields of :class:`engine.planning.rank_trace.Memory` that are in the host's memory between steps."""
     overlaps: bool = True
     """Whether collectives run beside the passes."""
-    kept: Callable[[], Iterable[KeptTensors]] = tuple
+    kept_tensors: Callable[[], Iterable[KeptTensors]] = tuple
     """The strategy's own tensors. Asked between operations: it must not compute."""
     schedule: str | None = None
     """The schedule of a pipeline, if there is one."""

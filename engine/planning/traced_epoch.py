@@ -80,7 +80,7 @@ class TracedWindows:
         gc.collect()  # what an earlier window left must not be freed in this one
         batch = fake_batch(self._first_batch)
         observer.begin_window(
-            run.module, self._optimization.optimizers, leaves(batch), strategy_facts(run.engine.strategy).kept()
+            run.module, self._optimization.optimizers, leaves(batch), strategy_facts(run.engine.strategy).kept_tensors()
         )
         self.micro_batches, self._step_before = 0, run.state.step
         to_trace = _to_trace(self._shares, self._optimization)
@@ -90,9 +90,9 @@ class TracedWindows:
             run.engine.window.share = share
             self.micro_batches += times
             self._is_last = number == len(to_trace)
-            handed, batch = batch, None
-            yield handed
-            del handed  # only the loop holds a micro-batch, as in a run
+            current_batch, batch = batch, None
+            yield current_batch
+            del current_batch  # only the loop holds a micro-batch, as in a run
             run.state.batch_idx += times - 1
             if self._stepped_by_itself():
                 return
@@ -123,7 +123,7 @@ class TracedOptimization(Optimization):
 
     def __init__(self, optimization: Optimization, run: Run, observer: StepObserver) -> None:
         self._optimization, self._run, self._observer = optimization, run, observer
-        self._kept = strategy_facts(run.engine.strategy).kept
+        self._kept = strategy_facts(run.engine.strategy).kept_tensors
         self.accumulates = optimization.accumulates
         self.evaluates_again, self.calls_closures = optimization.evaluates_again, optimization.calls_closures
         self.backward_pass = optimization.backward_pass

@@ -185,8 +185,8 @@ def _compiled(settings: Settings, module: nn.Module) -> list[str]:
 def _validation(run: Run, datamodule: DataModule | None, samples: int) -> list[str]:
     """A sentence on validation, which is not traced, if it may need more memory: only with larger batches than the training's."""
     module, settings = run.module, run.settings
-    off = settings.limit_val_batches == 0 or settings.val_every is None
-    if off or not overrides(module, "validation_step"):
+    never_validates = settings.limit_val_batches == 0 or settings.val_every is None
+    if never_validates or not overrides(module, "validation_step"):
         return []
     from_data = datamodule.val_dataloader() if datamodule is not None else None
     value = module.val_dataloader() if from_data is None else from_data

@@ -35,7 +35,7 @@ _DEPTH = 3
 def _facts(strategy: DeepSpeed) -> StrategyFacts:
     return StrategyFacts(
         overlaps=_overlaps(strategy.config_in_effect),
-        kept=partial(_own_tensors, strategy),
+        kept_tensors=partial(_own_tensors, strategy),
         zero_stage=strategy.zero_stage,
         refusal=_refusal(strategy),
     )
@@ -43,8 +43,8 @@ def _facts(strategy: DeepSpeed) -> StrategyFacts:
 
 def _refusal(strategy: DeepSpeed) -> str:
     """Why what DeepSpeed keeps on disk cannot be planned."""
-    for name, inside in OFFLOAD.items():
-        if get(strategy.config_in_effect, f"zero_optimization.{inside}.device") == "nvme":
+    for name, section in OFFLOAD.items():
+        if get(strategy.config_in_effect, f"zero_optimization.{section}.device") == "nvme":
             return (
                 f"{name}='nvme' ({strategy.where}) cannot be planned: DeepSpeed would write files. Plan it with {name}='cpu': the device holds the "
                 "same"

@@ -44,7 +44,7 @@ class GradientSync:
         return value
 
     def local(self, grads: list[Tensor]) -> list[Tensor]:
-        """This rank's shards of these gradients or parameters, sharing their memory, to scale and clamp in place."""
+        """This rank's shards of ``grads`` (or of parameters), sharing their memory, to scale and clamp in place."""
         return grads
 
     def norm(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:

@@ -156,7 +156,7 @@ def where_nonfinite(
 
 
 def zero_with_graph(parameters: Iterable[Tensor]) -> Tensor:
-    """A zero with a graph to each of these parameters: its backward takes part in the other ranks' gradient reduction."""
+    """A zero with a graph to each of ``parameters``: its backward pass takes part in other ranks' gradient reduction."""
     warn_once(
         "training_step returned None with several ranks: the micro-batch counts with a zero gradient. "
         "To leave samples out exactly, return Loss(sum, count) with the remaining count."

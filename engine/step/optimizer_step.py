@@ -32,7 +32,7 @@ class Guard(Protocol):
         """
 
     def left_out(self) -> None:
-        """Called when a step was left out because of :meth:`check`, once that is known, on all ranks at the same step."""
+        """Called on all ranks, at one step, as soon as it is known that a step was left out because of :meth:`check`."""
 
 
 class Stepper:
@@ -98,7 +98,7 @@ class Stepper:
             )
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
-        """Unscale and divide these optimizers' gradients now, so that they can be read; the step does not do it again."""
+        """Unscale and divide the gradients of ``optimizers`` now, so that they can be read; the step does not do it again."""
         for optimizer in optimizers:
             group = self.window.state_of(optimizer)
             if id(optimizer) in group.ready:
@@ -116,7 +116,7 @@ class Stepper:
             group.ready[id(optimizer)] = flag
 
     def readable(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of these parameters, divided and unscaled."""
+        """The gradients of ``parameters``, divided and unscaled."""
         ids = {id(p) for p in parameters}
         self.prepare([o for o in self.optimizers if any(id(p) in ids for p in parameters_of([o]))])
         return gradients.gradients(parameters)
@@ -136,14 +136,14 @@ class Stepper:
         return self.gradient_sync.norms({name: gradients.gradients([p])[0] for name, p in named.items()}, norm_type)
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
-        """Clip the norm of these parameters' gradients; return the norm before, if it is known now. Shape ``()``."""
+        """Clip the norm of the gradients of ``parameters``; return the norm before, if it is known now. Shape ``()``."""
         grads = self.readable(parameters)
         return gradients.clip_norm(
             self.gradient_sync.local(grads), self.gradient_sync.norm(grads, norm_type), max_norm, None
         )
 
     def clip_values(self, parameters: Sequence[Tensor], limit: float) -> None:
-        """Clamp each element of the gradients of these parameters to [-limit, limit]."""
+        """Clamp each element of the gradients of ``parameters`` to [-limit, limit]."""
         gradients.clip_values(self.gradient_sync.local(self.readable(parameters)), limit)
 
     def forget(self, optimizers: Sequence[Optimizer]) -> None:

@@ -91,7 +91,7 @@ class Precision:
         model._apply(convert)
 
     def check(self, device: torch.device) -> None:
-        """Check before the training that the device can compute in these formats.
+        """Check before the training that ``device`` can compute in the precision's formats.
 
         Raises:
             ValueError: the device lacks the dtype, autocast to it, or the loss scaler's kernels; the message has its name.

@@ -25,7 +25,7 @@ class Share(NamedTuple):
     size: int
     """Samples in the micro-batch; 0 for a repeated one that only keeps the collectives matched; -1: not determined yet, see the batch."""
     divisor: float
-    """Divisor of the micro-batch's mean loss, such that the average over ranks of the window's sum is the mean over all samples."""
+    """Divisor of the micro-batch's mean loss. With it the average over ranks of the window's sum is the mean over all samples."""
     alone: float
     """Divisor of the mean loss if the micro-batch were a window of its own, for loops without accumulation."""
     last: bool
@@ -109,7 +109,7 @@ class GradientState:
         self.altered = False
         """Whether gradients were divided, unscaled or clipped and their step has not come: another backward pass would mix two scales."""
         self.averaged = False
-        """Whether the ranks average these gradients explicitly (manual optimization)."""
+        """Whether the ranks average the gradients explicitly (manual optimization)."""
 
     def cleared(self) -> None:
         """Note that the gradients were set to zero."""

@@ -53,7 +53,7 @@ def get(name: str | Mapping[str, Any] | NamedOptions | Strategy, world_size: int
 def requested(
     settings: Settings, origins: Mapping[str, str], launched: int | None = None
 ) -> tuple[Precision, Strategy | None]:
-    """The precision and the strategy that settings name (``None`` for ``"auto"``), after the strategy has checked the other settings.
+    """The precision and the strategy that settings name (``None`` for ``"auto"``), after the strategy has checked the settings.
 
     Args:
         origins: where each setting comes from.
@@ -70,7 +70,7 @@ def requested(
 
 
 def describe_requested(settings: Settings, precision: Precision, strategy: Strategy | None) -> dict[str, Any]:
-    """The precision and the strategy with all of their options, by setting, for :func:`engine.config.masked.readable`."""
+    """The precision and the strategy with all of their options, by setting, for :func:`engine.config.masked.with_origins`."""
     strategies = {} if strategy is None else {"strategy": describe(strategy, settings.strategy)}
     return {"precision": precision.describe(), **strategies}
 

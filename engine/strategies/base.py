@@ -67,7 +67,7 @@ class Strategy(GradientSync):
     speaks: bool = field(default=True, init=False, repr=False)
     """Whether losses and logged values of this rank count: true for one of the ranks with the same data."""
     random_stream: int = field(default=0, init=False, repr=False)
-    """Ranks with the same number draw the same random numbers (of dropout, for example)."""
+    """The number of this rank's stream of random numbers: ranks with equal numbers draw equal ones (for dropout, for example)."""
     parts_differ: bool = field(default=False, init=False, repr=False)
     """Whether ranks return tensors of different names in :meth:`model_parts` and :meth:`optimizer_parts`."""
     precision: Precision = field(default=Precision.parse("32-true"), init=False, repr=False)
@@ -188,7 +188,7 @@ class Strategy(GradientSync):
         """Prepare for a backward pass that starts at ``root``, which no forward pass has returned."""
 
     def backward_nothing(self, models: Sequence[nn.Module], last: bool) -> None:
-        """Take part in the other ranks' gradient reduction for a micro-batch without a loss, if it is the window's ``last``."""
+        """Take part in other ranks' gradient reduction for a micro-batch without a loss, if it is the window's ``last``."""
         trained = [p for model in models for p in model.parameters() if p.requires_grad]
         if not last or not trained:
             return
@@ -210,7 +210,7 @@ class Strategy(GradientSync):
 
     @torch.no_grad()
     def share_buffers(self, module: nn.Module) -> None:
-        """Give every rank the buffers of the first rank with the same part of the model: checkpoints have that rank's buffers."""
+        """Give every rank the buffers of the first rank with its part of the model: checkpoints have that rank's buffers."""
         broadcast_from_rank_0(
             self.data_group, [b for b in module.buffers() if not b.is_meta and not hasattr(b, "placements")]
         )

@@ -30,7 +30,7 @@ class DDP(Strategy):
     find_unused_parameters: bool = False
     """Search the graph for parameters without gradient in each step (costs time; needed if forward passes do not use all parameters)."""
     static_graph: bool = False
-    """Promise that each step uses the same parameters in the same order."""
+    """Promise that all steps use the same parameters in the same order."""
     gradient_as_bucket_view: bool = False
     """Make gradients views of the communication buckets: saves one copy of all gradients."""
     bucket_cap_mb: float | None = None

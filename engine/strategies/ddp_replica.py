@@ -27,7 +27,7 @@ from engine.utils.log import logger
 from engine.utils.tree import leaves
 
 PATIENCE_S = 5.0
-"""Seconds after which a rank whose model has changed warns that the others have not made the same change."""
+"""Seconds after which a rank whose model has changed warns that other ranks have not made this change."""
 _WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 """The end of torch's error about a reduction that did not finish; the numbers count the parameters that its reducer was given."""
 _WRAPPERS_OWN = {*vars(nn.Module()), "require_forward_param_sync"}
@@ -165,7 +165,7 @@ class Replica(DistributedDataParallel):
         self._idle = not now.trained
         if self._open:
             self._trained_before += before.trained
-        differs = self._searches_once or self._open or not _same(now.trained, self._reduced)
+        differs = self._searches_once or self._open or not _are_same_tensors(now.trained, self._reduced)
         self._outdated = differs and (used or not self._idle)
         new = now.newer_than(before)
         if new:
@@ -178,7 +178,7 @@ class Replica(DistributedDataParallel):
     def _follow(self, inside: bool) -> None:
         """Reduce what is trained now, from this pass on. ``inside``: its forward pass is over, and may not have used new parameters."""
         trained = self._seen.trained
-        is_same = _same(trained, self._reduced)
+        is_same = _are_same_tensors(trained, self._reduced)
         if not is_same:
             self._agree("now trains these parameters", trained, inside)
         self._average_left_over()
@@ -239,7 +239,7 @@ class Replica(DistributedDataParallel):
     # -- the other ranks ----------------------------------------------------------------------------------------------------------
 
     def _agree(self, what: str, parameters: Sequence[Tensor], inside: bool) -> None:
-        """Raise on all ranks unless all have made the same change. Waits for ranks that have made none, with a warning."""
+        """Raise on all ranks unless all have changed the model alike. Waits for ranks that have not changed it, with a warning."""
         names = self._seen.names(parameters)
         form = [what, inside, *([name, list(p.shape), str(p.dtype)] for name, p in zip(names, parameters, strict=True))]
         doing = f"waiting for the other ranks to make the same change of the model, which {what} on this rank: {_first_names(names)}"
@@ -290,7 +290,7 @@ def _start_again(state: Any) -> None:
         state.iter = min(state.iter, state.start_powerSGD_iter - 2)
 
 
-def _same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+def _are_same_tensors(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     return len(first) == len(second) and all(map(is_, first, second))
 
 

@@ -44,7 +44,7 @@ class TrainedParameters:
         return TrainedParameters, (nn.Module(),)  # a copy of the model is another model, which nobody compares
 
     def unchanged(self) -> bool:
-        """Whether the model still consists of the recorded modules, and trains the same parameters."""
+        """Whether the model still consists of the recorded modules, and trains the recorded parameters."""
         # Called twice a step. Without `all`, `any` and `from_iterable`: each of them is one call more.
         return False not in map(is_, self._expected, chain(*self._views, map(_requires_grad, self._parameters)))
 
@@ -58,7 +58,7 @@ class TrainedParameters:
         ]
 
     def names(self, parameters: Sequence[Tensor]) -> list[str]:
-        """One name for each of these parameters, in the user's own module."""
+        """One name for each of ``parameters``, in the user's own module."""
         first: dict[int, str] = {}
         for name, parameter in self.named.items():
             first.setdefault(id(parameter), name.removeprefix(self._prefix))

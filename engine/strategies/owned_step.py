@@ -32,7 +32,7 @@ class OwnsStep(GradientSync):
         raise NotImplementedError
 
     def clip_at_step(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> None:
-        """Clip the norm of these gradients in the next step."""
+        """Clip the norm of the gradients of ``parameters`` in the next step."""
         raise NotImplementedError
 
 

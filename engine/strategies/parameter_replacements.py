@@ -13,7 +13,7 @@ from engine.strategies.base import broadcast_from_rank_0
 
 
 class ParameterReplacements:
-    """The parameters that have replaced others, and those that only other ranks have. All keys are weak.
+    """The parameters that have replaced earlier ones, and the parameters that only other ranks have. All keys are weak.
 
     A strategy keeps one for its life: an optimizer that was created before one run may be prepared in the next.
     """

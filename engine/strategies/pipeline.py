@@ -203,7 +203,7 @@ class Pipeline:
         return self._evaluate(args)
 
     def _expect(self, inputs: tuple[Tensor, ...]) -> list[Spec]:
-        """Set the shapes that this rank's stages expect for inputs like these; return the ones of all stages."""
+        """Set the shapes that this rank's stages expect, for ``inputs`` like the given ones; return the shapes of all stages."""
         specs = self.shapes.specs_for(inputs)
         for index, module in self.modules.items():
             module.input_specs, module.output_specs = specs[index], specs[index + 1]
@@ -211,7 +211,7 @@ class Pipeline:
         return specs
 
     def _scheduled(self, inputs: tuple[Tensor, ...], rows: int) -> Any:
-        """The schedule for inputs of these shapes; created once."""
+        """The schedule for inputs with the shapes of ``inputs``; created once."""
         specs = self._expect(tuple(t[:rows] for t in inputs))
         key = tuple(specs[0])
         if key not in self._schedules:

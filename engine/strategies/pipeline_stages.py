@@ -97,7 +97,7 @@ def _starts(names: list[str], split: Sequence[str], count: int) -> list[int]:
 
 
 def _balanced(weights: list[int], count: int) -> list[int]:
-    """The first module of each stage, such that the largest stage is as small as possible."""
+    """The first module of each stage. The largest stage is as small as possible."""
     ends = [0]
     for weight in weights:
         ends.append(ends[-1] + weight)

@@ -18,10 +18,10 @@ CLASSES = {
 
 
 def flat(entry: Any) -> Any:
-    """A parameter's state with each tensor of these classes as a dict of its inner tensors and numbers; others are unchanged.
+    """A parameter's state, with each tensor of one of :data:`CLASSES` as a dict of its inner tensors and numbers; other values are unchanged.
 
     Raises:
-        ValueError: it is sharded.
+        ValueError: a tensor is sharded.
     """
     if not isinstance(entry, dict):
         return entry

@@ -18,7 +18,7 @@ _Form = list[list[int]]
 
 @torch.no_grad()
 def average(ranks: Group, parameters: Sequence[Tensor]) -> None:
-    """Average the gradients of these parameters, the same ones on all ranks, in place: one collective for each dtype.
+    """Average the gradients of ``parameters``, which all ranks pass alike, in place: one collective for each dtype.
 
     A parameter may have a gradient on some ranks only; if no rank has one it stays ``None``, as on one process. A rank that lacks one waits
     for the answer whether another rank has it; a rank that has them all waits for nothing.

@@ -34,7 +34,7 @@ class Ranks:
 
 
 class Synchronised(BatchNorm):
-    """A batch norm whose statistics in training are those of all ranks' samples; in evaluation it is a plain batch norm."""
+    """A batch norm that computes its statistics in training over all ranks' samples; in evaluation it is a plain batch norm."""
 
     ranks: Ranks | None
 
@@ -100,7 +100,7 @@ class Layers:
             )
 
     def restore(self) -> None:
-        """Restore the plain layers, except those whose class was changed again (by sharding)."""
+        """Restore the plain layers, except layers whose class was changed again (by sharding)."""
         for module, cls in self._changed:
             if isinstance(module, Synchronised):
                 module.ranks = None

@@ -30,8 +30,8 @@ class Transforms:
 
 
 def compile_model(model: nn.Module, setting: Compile) -> None:
-    """Compile the model's forward pass and those of its direct children, so that steps that call a child instead of ``self(x)`` are faster too; or
-    each of its repeated blocks. Compilation happens at the first call.
+    """Compile the forward passes of the model and of its direct children, so that steps that call a child instead of ``self(x)`` are faster too;
+    or only the model's repeated blocks. Compilation happens at the first call.
 
     Raises:
         ValueError: blocks were requested, and the model has none.

@@ -112,7 +112,7 @@ class Layers:
         return model
 
     def restore(self) -> None:
-        """Restore the plain layers, except those of sharded models."""
+        """Restore the plain layers, except in sharded models."""
         for linear, added in self._changed:
             if type(linear) is _layer_class() and not _sharded(linear.weight):
                 linear.__class__ = nn.Linear

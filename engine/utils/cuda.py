@@ -1,4 +1,4 @@
-"""Everything that only CUDA (and ROCm, which torch calls by the same name) has. The rest of the library asks :mod:`engine.utils.accelerator`."""
+"""Everything that only CUDA has (and ROCm, which torch calls CUDA, too). The rest of the library asks :mod:`engine.utils.accelerator`."""
 
 from __future__ import annotations
 

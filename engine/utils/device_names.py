@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 KNOWN = ("auto", "cpu", "gpu", "cuda", "mps", "xpu", "npu", "hpu", "mtia")
-"""Names that ``accelerator=`` accepts besides those of devices that a package adds to torch (``privateuse1``).
+"""Names that ``accelerator=`` accepts, besides the names of devices that a package adds to torch (``privateuse1``).
 
 ``gpu`` is any accelerator that ``torch.accelerator`` finds: an NPU and an HPU too. Only ``cpu`` is none.
 """

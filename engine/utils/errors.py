@@ -36,7 +36,7 @@ class HangError(RuntimeError):
     """No batch finished within ``Fit(timeout=)``. The message names the ranks that lag, and where they are."""
 
     waiting = False
-    """This rank only waited for those that lag."""
+    """Whether this rank only waited for ranks that lag."""
 
 
 class MismatchError(RuntimeError):
@@ -52,4 +52,4 @@ class CheckError(RuntimeError):
 
 
 class DoesNotFit(ValueError):
-    """The weights of a checkpoint are not those of the module. The message names what differs, and how the saved module was created."""
+    """The weights of a checkpoint do not fit the module. The message names what differs, and how the saved module was created."""

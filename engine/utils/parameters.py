@@ -23,7 +23,7 @@ def is_sharded(parameter: Tensor) -> bool:
 
 
 def frozen_except(module: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Freeze the module's parameters that are not this optimizer's, and return those that were not frozen before."""
+    """Freeze the module's parameters that ``optimizer`` does not have, and return the parameters that were not frozen before."""
     trained = {id(p) for p in parameters_of([optimizer])}
     frozen: list[Tensor] = [p for p in module.parameters() if id(p) not in trained and p.requires_grad]
     for parameter in frozen:

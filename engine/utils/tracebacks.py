@@ -92,7 +92,7 @@ def _is_neutral(trace: TracebackType) -> bool:
 
 
 def _until_shapes(frames: list[TracebackType]) -> list[TracebackType]:
-    """Without those in which torch computes the shape of a result that has no values: they only say how a plan works."""
+    """``frames`` without the ones in which torch computes the shape of a result that has no values: they only say how a plan works."""
     end = next((index for index, frame in enumerate(frames) if _FAKE in _file(frame)), len(frames))
     while 0 < end < len(frames) and _file(frames[end - 1]).startswith(_TORCH) and _NN not in _file(frames[end - 1]):
         end -= 1  # the dispatcher's, before them

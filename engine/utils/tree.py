@@ -18,7 +18,7 @@ ReplaceObject = Callable[[Any], Any]
 _PLAIN = frozenset((int, float, str, bool, bytes, type(None)))
 _UNCHANGED: dict[torch.dtype, torch.dtype] = {}
 _WAITS = ("cpu", "mps")
-"""Devices to which a copy waits: the host may read memory before it is there, and MPS reads memory that the host has freed
+"""Devices to which a copy waits: the host may read memory before the copy has arrived, and MPS reads memory that the host has freed
 (https://github.com/pytorch/pytorch/issues/189690)."""
 
 

@@ -110,11 +110,11 @@ def prepare(folder: Path) -> dict[str, str]:
 
 def main(reports: Path) -> None:
     from engine import Fit
-    from engine.config.masked import readable
+    from engine.config.masked import with_origins
     from engine.config.resolve import resolve
 
     fit = Fit(seed=7)
-    whole = readable(fit.settings, fit.origins)
+    whole = with_origins(fit.settings, fit.origins)
     found: dict[str, Any] = {}
     inherited = {name: value for name, value in os.environ.items() if name.startswith("FIT_") and name not in VARIABLES}
     for label, kind in {**KINDS, "fields": FIELDS}.items():
@@ -126,7 +126,7 @@ def main(reports: Path) -> None:
             given = {kind.name: kind.code} if "code" in chosen else {}
             overrides = [f"{kind.name}={kind.command}"] if "command line" in chosen else []
             resolved = resolve(given, environ, None, overrides)
-            entry = readable(resolved.settings, resolved.origins)[kind.name]
+            entry = with_origins(resolved.settings, resolved.origins)[kind.name]
             found[f"{label}: {'+'.join(chosen)}"] = [entry["value"], entry["origin"]]
     path = reports / f"{os.environ.get('RANK', '0')}.json"
     path.write_text(json.dumps({"table": found, "fit": whole}))

@@ -15,7 +15,7 @@ from support.internals import resolved_settings
 from callbacks import CSVLogger, ModelCheckpoint
 from engine import DDP, Callback, Fit, TrainModule
 from engine.cli.main import main
-from engine.config.masked import HIDDEN, plain, readable, without_secrets
+from engine.config.masked import HIDDEN, plain_value, with_origins, without_secrets
 from engine.config.settings import Settings
 
 BATCHES = [torch.ones(2, 1) for _ in range(4)]
@@ -85,7 +85,7 @@ def test_a_long_text_takes_no_time(unit: str) -> None:
 def test_every_setting_is_json_with_its_origin(tmp_path: Path) -> None:
     given = {"callbacks": [CSVLogger(), ModelCheckpoint()], "root_dir": tmp_path}
     resolved = resolved_settings(given, {"FIT_MAX_TIME": "1 min"}, None, ["strategy={name: ddp, bucket_cap_mb: 3}"])
-    found = readable(resolved.settings, resolved.origins)
+    found = with_origins(resolved.settings, resolved.origins)
     assert json.loads(json.dumps(found)) == found
     assert list(found) == list(Settings.__dataclass_fields__)
     assert found["max_time"] == {"value": "60 seconds", "origin": "environment FIT_MAX_TIME"}
@@ -99,10 +99,10 @@ def test_every_setting_is_json_with_its_origin(tmp_path: Path) -> None:
 
 
 def test_other_values_are_text() -> None:
-    assert plain(object()) == "builtins:object"
-    assert plain(torch.bfloat16) == "torch.bfloat16"
-    assert plain(float("nan")) == "nan"
-    assert plain({1: (Path("a"), None)}) == {"1": ["a", None]}
+    assert plain_value(object()) == "builtins:object"
+    assert plain_value(torch.bfloat16) == "torch.bfloat16"
+    assert plain_value(float("nan")) == "nan"
+    assert plain_value({1: (Path("a"), None)}) == {"1": ["a", None]}
 
 
 class Seen(Callback):

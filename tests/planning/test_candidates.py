@@ -95,7 +95,7 @@ def test_a_mapping_stays_one_that_can_be_typed() -> None:
 def test_the_same_in_other_words_is_not_tried_twice() -> None:
     wanted = users_strategy(MeshParallel(tp=2, plan=PLAN), "code", 4)
     assert wanted is not None
-    own = Layout(wanted.as_written, 2, 4, given=True, sizes=(("dp_shard", 2), ("tp", 2)))
+    own = Layout(wanted.as_written, 2, 4, is_requested=True, sizes=(("dp_shard", 2), ("tp", 2)))
     others = [Layout({"name": "mesh", "dp_shard": 4 // tp, "tp": tp}, 4 // tp, 4) for tp in (2, 4)]
     assert [each.degree("tp") for each in layouts_with(own, wanted, others)] == [2, 4]
 

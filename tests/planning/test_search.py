@@ -200,10 +200,10 @@ def test_the_table_and_json_say_the_same() -> None:
 def test_what_somebody_has_given_is_planned_whatever_is_known() -> None:
     # With FSDP planned first, model state alone rules DDP out; a given DDP is planned all the same.
     planner = Planner(390 * MIB)
-    ran = found(planner, [FSDP, replace(DDP, given=True)], recompute=[None])
+    ran = found(planner, [FSDP, replace(DDP, is_requested=True)], recompute=[None])
     assert str(planner.asked[0].layout) == "fsdp"
     assert "ddp" in {str(each.layout) for each in planner.asked}
-    assert {each.verdict for each in ran.tried if each.candidate.layout.given} == {"too large"}
+    assert {each.verdict for each in ran.tried if each.candidate.layout.is_requested} == {"too large"}
 
 
 def test_a_strategy_of_somebody_elses_is_not_ruled_out_by_its_ranks() -> None:

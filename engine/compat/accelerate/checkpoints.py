@@ -109,7 +109,7 @@ class Checkpoints:
         engine, project = self.engine, self.naming
         folder = self._project() / f"checkpoint_{project.iteration}"
         if broadcast_object(engine.group, folder.exists()):
-            raise ValueError(f"{folder} exists: set the project's iteration to the number to go on with")
+            raise ValueError(f"{folder} exists: set the project's iteration to the number to continue with")
         older = self._numbered()
         if project.total_limit is not None and engine.is_main_process:
             for old_checkpoint in older[: max(0, len(older) + 1 - project.total_limit)]:

@@ -75,7 +75,7 @@ def convert(values: Mapping[str, Any], origin: str, origins: Mapping[str, str] |
     _precision(file)
     _compile(file)
     strategies.convert(file, kind)
-    _rest(file)
+    _convert_remaining(file)
     file.finish(_SECTIONS)
     return file
 
@@ -205,7 +205,7 @@ def _compile(file: KeyFile) -> None:
     file.set("compile", options)
 
 
-def _rest(file: KeyFile) -> None:
+def _convert_remaining(file: KeyFile) -> None:
     steps = file.take_value("gradient_accumulation_steps")
     if steps not in (None, "auto"):
         file.set("accumulate_grad_batches", int(steps))

@@ -158,4 +158,4 @@ FUNCTIONS = {
     ),
     "prepare_pippy": "Engine(strategy={'name': 'mesh', 'pp': 2})",
 }
-"""Functions and classes without a counterpart of the same kind."""
+"""A function or a class of Accelerate's whose counterpart is of another kind -> what to use instead."""

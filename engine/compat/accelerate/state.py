@@ -54,8 +54,10 @@ class PartialState(_Shared):
                 f"cpu=True, but this process computes on {self.device} already: give it to the first Accelerator"
             )
 
-    def _join(self, cpu: bool, timeout: timedelta | None = None, backend: str | None = None, **others: Any) -> None:
-        if unsupported := [name for name, value in others.items() if value is not None]:
+    def _join(
+        self, cpu: bool, timeout: timedelta | None = None, backend: str | None = None, **further_arguments: Any
+    ) -> None:
+        if unsupported := [name for name, value in further_arguments.items() if value is not None]:
             raise ValueError(
                 f"{', '.join(unsupported)}: the launcher's variables say how processes join (fit env); leave it out"
             )
@@ -65,9 +67,9 @@ class PartialState(_Shared):
         kind = group.device.type
         if backend not in (None, "nccl", torch.distributed.get_default_backend_for_device(kind)):
             raise ValueError(f"backend={backend!r}: the device decides it; leave it out")
-        several = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU"}.get(kind, f"MULTI_{kind.upper()}")
+        type_of_several = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU"}.get(kind, f"MULTI_{kind.upper()}")
         self.group, self.debug = group, flag_of("ACCELERATE_DEBUG_MODE")
-        self.distributed_type = DistributedType[several if group.world_size > 1 else "NO"]
+        self.distributed_type = DistributedType[type_of_several if group.world_size > 1 else "NO"]
 
     def __repr__(self) -> str:
         return (
@@ -101,8 +103,8 @@ class AcceleratorState(PartialState):
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **settings: Any) -> None:
         self.__dict__ = self._shared_state
         if not self.initialized or settings:
-            usual = {"mixed_precision": mixed_precision or "no", "deepspeed_plugin": None, "fsdp_plugin": None}
-            self.__dict__.update({**vars(PartialState(cpu)), **usual, **settings})
+            defaults = {"mixed_precision": mixed_precision or "no", "deepspeed_plugin": None, "fsdp_plugin": None}
+            self.__dict__.update({**vars(PartialState(cpu)), **defaults, **settings})
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}Mixed precision type: {self.mixed_precision}\n"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.checkpoint.catalog import folder_at
 from engine.checkpoint.content import packed_weights
-from engine.checkpoint.files import Record, held
+from engine.checkpoint.files import Record, stable_name
 from engine.checkpoint.json_tree import pack, same_memory
 from engine.checkpoint.manifest import MANIFEST, OTHER_WEIGHTS, SCORED_WITH, SHARED, WEIGHTS
 from engine.checkpoint.remote_storage import local_copy, without_query
@@ -160,7 +160,7 @@ def _read(path: Path, source_name: str, trust_pickle: bool) -> _Content:
         raise ValueError(f"{source_name}{f' has a {METADATA} that' if path.is_dir() else ''} {PICKLE}")
     if path.is_dir():
         return _distributed(path)
-    with held(path) as file:
+    with stable_name(path) as file:
         loaded = load_pickle(file, source_name, mmap=True)
     if not isinstance(loaded, Mapping):
         raise ValueError(
@@ -284,7 +284,7 @@ def _distributed(path: Path) -> _Content:
         else:
             content.notes.append(f"left out: {top!r}")
     if (path / "meta.pt").is_file():  # Lightning's, with sharded tensors
-        with held(path / "meta.pt") as file:
+        with stable_name(path / "meta.pt") as file:
             optim, loaded = content.optim, load_pickle(file, path / "meta.pt")
         content = _lightning({**loaded, "optimizer_states": []}, content)
         content.kind, content.optim = "Lightning sharded checkpoint", optim

@@ -232,7 +232,7 @@ _FACTOR, _FREE = 16, 1_000_000
 _LARGE = 1 << 26
 """The largest number in a pickle with a ``bytearray``: a larger one may be its size in bytes."""
 _DEEPEST = 200
-"""Levels of values inside values: more cannot be written as JSON."""
+"""The maximum depth of values inside values: a deeper tree cannot be written as JSON."""
 
 
 def check_bounds(where: object, tree: Any) -> None:

@@ -1,5 +1,5 @@
-"""Lightning's form of a checkpoint, one pickled dict: files that Lightning wrote are read wherever a checkpoint is, of these pickles only tensors and
-plain values; and ours are written so for programs that ``torch.load`` a file.
+"""Checkpoints in Lightning's form, one pickled dict. Files that Lightning wrote are read wherever a checkpoint is expected, but only the tensors and
+plain values in them. Our checkpoints can be written in this form, for programs that ``torch.load`` a file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from engine.checkpoint.catalog import open_path
-from engine.checkpoint.files import held
+from engine.checkpoint.files import stable_name
 from engine.checkpoint.manifest import MANIFEST, SHARED
 from engine.checkpoint.one_file import is_one_file
 from engine.checkpoint.reader import Source, empty_tensor, weights_folder
@@ -60,7 +60,7 @@ def readable(path: Any, plugins: Any = None) -> Iterator[Any]:
 def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
     """A checkpoint as the dict that Lightning's files hold, whatever ``weights_only`` is; ``pickle.UnpicklingError``: one holds other objects."""
     if is_pickle(path_or_url):
-        with held(path_or_url) as file:
+        with stable_name(path_or_url) as file:
             check_pickles(path_or_url, file)
             loaded: dict[str, Any] = torch.load(file, map_location=map_location, weights_only=True)
         return loaded

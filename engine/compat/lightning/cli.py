@@ -30,13 +30,13 @@ OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
 _DATA = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders"}
 _AUTOMATIC = "AUTOMATIC"
 _PATH = re.compile(r"(--[^=]+=)?(?:lightning\.pytorch|pytorch_lightning)\.([\w.]+)\.(\w+)")
-"""Lightning's own path of a class, in a configuration or as an argument."""
+"""The pattern of Lightning's own path of a class, in a configuration or as an argument."""
 _MODE = "lightning"
 """jsonargparse's name of the way in which configurations are read."""
 
 
 class ReduceLROnPlateau(schedulers.ReduceLROnPlateau):
-    """torch's, with the name of the metric that it follows, ``monitor``."""
+    """torch's ``ReduceLROnPlateau`` with the name of the metric that it follows, ``monitor``."""
 
     def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)
@@ -74,22 +74,24 @@ set_loader(_MODE, lambda text: with_our_paths(get_loader("yaml")(text)), (yaml.Y
 
 
 class LightningArgumentParser(ArgumentParser):
-    """A parser of arguments of classes. A ``class_path`` of Lightning's own is that of the class here."""
+    """A parser of the arguments of classes. A ``class_path`` of Lightning's own stands for our class of that name."""
 
     def __init__(self, *args: Any, env_prefix: str = "PL", parser_mode: str = _MODE, **kwargs: Any) -> None:
         super().__init__(*args, env_prefix=env_prefix, parser_mode=parser_mode, **kwargs)
         self.callback_keys: list[str] = []
-        """Where the arguments of callbacks are that every run gets."""
+        """The keys of the callbacks that every run gets, with their arguments."""
         self.optimizers: dict[str, tuple[Any, str]] = {}
-        """Class, or classes, and destination of the arguments of optimizers, by where they are."""
+        """Key of an optimizer's arguments -> its class, or classes, and the destination of the arguments."""
         self.lr_schedulers: dict[str, tuple[Any, str]] = {}
-        """Class, or classes, and destination of the arguments of learning rate schedulers, by where they are."""
+        """Key of a learning rate scheduler's arguments -> its class, or classes, and the destination of the arguments."""
 
-    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **options: Any) -> Namespace:  # type: ignore[override]
-        return super().parse_args(with_our_paths(sys.argv[1:] if args is None else [*args]), *others, **options)
+    def parse_args(self, args: Sequence[str] | None = None, *further_arguments: Any, **options: Any) -> Namespace:  # type: ignore[override]
+        return super().parse_args(
+            with_our_paths(sys.argv[1:] if args is None else [*args]), *further_arguments, **options
+        )
 
-    def parse_object(self, obj: Namespace | dict[str, Any], *others: Any, **options: Any) -> Namespace:
-        return super().parse_object(with_our_paths(obj), *others, **options)
+    def parse_object(self, obj: Namespace | dict[str, Any], *further_arguments: Any, **options: Any) -> Namespace:
+        return super().parse_object(with_our_paths(obj), *further_arguments, **options)
 
     def add_lightning_class_args(
         self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
@@ -132,8 +134,8 @@ class LightningArgumentParser(ArgumentParser):
         self.lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
         self._add(lr_scheduler_class, nested_key, "optimizer")
 
-    def _add(self, kind: Any, key: str, without: str) -> None:
-        options: dict[str, Any] = {"instantiate": False, "fail_untyped": False, "skip": {without}}
+    def _add(self, kind: Any, key: str, left_out: str) -> None:
+        options: dict[str, Any] = {"instantiate": False, "fail_untyped": False, "skip": {left_out}}
         if isinstance(kind, tuple):
             self.add_subclass_arguments(kind, key, **options)
         else:
@@ -148,12 +150,12 @@ class LightningArgumentParser(ArgumentParser):
 
 
 class SaveConfigCallback(Callback):
-    """Writes the parsed ``config``, from which the ``parser`` makes the same run again, into the run's folder.
+    """Writes the parsed ``config`` into the run's folder; the ``parser`` can repeat the run from it.
 
     Args:
-        config_filename: its file. One that is there is this run's own: a logger has written it, or the part of the run before a resume.
+        config_filename: the name of the file. An existing one is this run's own: a logger has written it, or the part of the run before a resume.
         overwrite: changes nothing: each run has a folder of its own.
-        multifile: in as many files as it was read from.
+        multifile: write as many files as the configuration was read from.
         save_to_log_dir: ``False``: call :meth:`save_config` alone.
     """
 
@@ -344,9 +346,9 @@ class LightningCLI:
         if optimizer_config is None:
             return
         if overrides(self.model, "configure_optimizers"):
-            who = type(self.model).__name__
+            module_name = type(self.model).__name__
             logger.warning(
-                "%s.configure_optimizers is replaced by --optimizer (LightningCLI.configure_optimizers)", who
+                "%s.configure_optimizers is replaced by --optimizer (LightningCLI.configure_optimizers)", module_name
             )
         optimizer = optimizer_config[0](self.model.parameters(), **optimizer_config[1])
         scheduler = None if scheduler_config is None else scheduler_config[0](optimizer, **scheduler_config[1])

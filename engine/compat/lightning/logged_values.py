@@ -61,7 +61,7 @@ def _forked(values: dict[str, float]) -> dict[str, float]:
 
 
 def _of_steps(run: Run | BeforeRun, recorder: Recorder) -> Iterator[tuple[Slot, Any]]:
-    """The values of the latest steps, unless an evaluation or an epoch has reported a newer one of the same name."""
+    """The values of the latest steps; a name for which an evaluation or an epoch has reported a newer value is left out."""
     for slot in recorder.slots.values():
         if not slot.on_step or slot.window <= run.logbook.epoch_windows.get(slot.name, -1):
             continue

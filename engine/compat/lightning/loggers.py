@@ -69,6 +69,8 @@ class WrappedLogger(Logger):
 
 
 class TensorBoardLogger(WrappedLogger):
+    """Our logger for TensorBoard with the arguments of Lightning's."""
+
     of = own.TensorBoardLogger
 
     @with_arguments_of(WrappedLogger, LOGGERS)
@@ -79,6 +81,8 @@ class TensorBoardLogger(WrappedLogger):
 
 
 class CSVLogger(WrappedLogger):
+    """Our logger that writes a CSV file, with the arguments of Lightning's."""
+
     of = own.CSVLogger
 
     @with_arguments_of(WrappedLogger, LOGGERS)
@@ -89,6 +93,8 @@ class CSVLogger(WrappedLogger):
 
 
 class WandbLogger(WrappedLogger):
+    """Our logger for Weights & Biases with the arguments of Lightning's."""
+
     of = own.WandbLogger
 
     @with_arguments_of(WrappedLogger, LOGGERS)
@@ -105,6 +111,8 @@ class WandbLogger(WrappedLogger):
 
 
 class MLFlowLogger(WrappedLogger):
+    """Our logger for MLflow with the arguments of Lightning's."""
+
     of = own.MLflowLogger
 
     @with_arguments_of(WrappedLogger, LOGGERS)

@@ -38,7 +38,7 @@ _OF_TRAINERS = {
 
 
 _OF_RUN = ("callbacks", "gc_every_n_steps", "loggers", "max_epochs", "max_steps", "val_every")
-"""Attributes that a run has under the same name."""
+"""Attributes that a run has under Lightning's name."""
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "Fit": {
         **_OF_TRAINERS,
@@ -61,7 +61,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "print": "use print under: if fit.is_main_process",
     },
     "Run": {
-        **{name: said for name, said in _OF_TRAINERS.items() if name not in _OF_RUN},
+        **{name: advice for name, advice in _OF_TRAINERS.items() if name not in _OF_RUN},
         "current_epoch": "use epoch",
         "global_step": "use step",
         "global_rank": "use rank",
@@ -238,7 +238,7 @@ CLASSES = {
     **dict.fromkeys(("XLAStrategy", "SingleDeviceXLAStrategy"), "XLA devices are not supported"),
     **dict.fromkeys(("_EvaluationLoop", "_FitLoop", "_PredictionLoop"), _LOOP_CLASSES),
 }
-"""Classes without a counterpart of the same kind."""
+"""A class of Lightning's whose counterpart is of another kind -> what to use instead."""
 BOUND = {
     **{
         name: CLASSES[name]
@@ -273,7 +273,7 @@ RENAMED = {
 }
 """Names that ``engine`` has, and how they are called there."""
 SAME_PARTS = {"callbacks": "callbacks", "loggers": "callbacks.loggers"}
-"""Parts of Lightning, and our packages whose names mean the same there."""
+"""A part of Lightning -> our package, in which Lightning's names mean what they mean there."""
 PARTS = {
     "strategies": "give Fit(strategy=...) a name, or an object such as DDP, FSDP, DeepSpeed or MeshParallel of engine",
     "plugins": OTHERWISE["plugins"],

@@ -9,7 +9,8 @@ from engine.utils.extensions import hint
 
 
 class CheckpointIO:
-    """For ``Trainer(plugins=[...])``: reads files that are not this library's, whose own have one format: there is nothing else to define."""
+    """A plugin of ``Trainer(plugins=[...])`` that reads checkpoints in a format of its own. This library writes one format only, so there is
+    nothing else to define."""
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """The file at ``path``, as Lightning's files are: ``state_dict``, ``hyper_parameters``, ..."""

@@ -1,4 +1,4 @@
-"""The loaders of a run as the user gave them, for those who read them outside of the loop."""
+"""The loaders of a run as the user gave them, for user code that reads them outside of the loop."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _strategy(file: KeyFile, value: dict[str, Any]) -> Any:
 
 
 def _in_batches(file: KeyFile, settings: dict[str, Any], interval: int | float, epochs: int | None) -> None:
-    """Validations that Lightning counts in micro-batches, where that is the same as optimizer steps."""
+    """Translate Lightning's interval of validations, which counts micro-batches, into optimizer steps, where it is a multiple of the window."""
     window = settings.get("accumulate_grad_batches", 1)
     if epochs is None and isinstance(interval, int) and isinstance(window, int) and interval % window == 0:
         settings["val_every"] = f"{interval // window} steps"

@@ -28,14 +28,14 @@ def strategy(name: str) -> Any:
 
 
 def ddp(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``DDPStrategy`` as those of :class:`engine.DDP`; ``ddp_comm_hook`` is one of torch's."""
+    """Translate the arguments of ``DDPStrategy`` for :class:`engine.DDP`; ``ddp_comm_hook`` is one of torch's."""
     arguments = translated("DDPStrategy", options, STRATEGIES["DDPStrategy"])
     hook = arguments.pop("ddp_comm_hook", None)
     return {**arguments, "comm_hook": _HOOKS.get(getattr(hook, "__name__", ""), hook)}
 
 
 def fsdp(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``FSDPStrategy`` as those of :class:`engine.FSDP`; ``auto_wrap_policy`` is a set of module classes, or one of torch's policies."""
+    """Translate the arguments of ``FSDPStrategy`` for :class:`engine.FSDP`; ``auto_wrap_policy`` is module classes, or a policy of torch's."""
     arguments = translated("FSDPStrategy", options, STRATEGIES["FSDPStrategy"])
     kind, policy, mesh = (
         arguments.pop(name, None) for name in ("sharding_strategy", "auto_wrap_policy", "device_mesh")
@@ -58,7 +58,7 @@ def fsdp(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def single(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``SingleDeviceStrategy`` as those of :class:`engine.Single`; the device is ``Trainer``'s."""
+    """Translate the arguments of ``SingleDeviceStrategy`` for :class:`engine.Single`; the device is ``Trainer``'s."""
     return translated("SingleDeviceStrategy", options, STRATEGIES["SingleDeviceStrategy"])
 
 

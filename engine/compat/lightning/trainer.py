@@ -29,9 +29,9 @@ from engine.utils.text import terminal_text
 
 
 class Trainer(TrainerView):
-    """Trains as Lightning's; each argument becomes one of :class:`engine.Fit`, or is an error that names what to use.
+    """Trains as Lightning's ``Trainer`` does. Each argument becomes one of :class:`engine.Fit`, or is an error that names what to use.
 
-    Its attributes are those of :class:`engine.compat.lightning.trainer_view.TrainerView`, of the run under way or the latest one.
+    The attributes are in :class:`engine.compat.lightning.trainer_view.TrainerView`; they describe the current run, or the latest one.
     """
 
     result: Result | None = None
@@ -61,7 +61,7 @@ class Trainer(TrainerView):
         # fmt: on
         translation = translate(arguments)
         self._arguments, self._callbacks, self._loggers = arguments, translation.callbacks, translation.loggers
-        active = [*translation.others, *(callback for callback in translation.callbacks if not getattr(callback, "idle", False))]
+        active = [*translation.other_callbacks, *(callback for callback in translation.callbacks if not getattr(callback, "idle", False))]
         self._fit = Fit(**translation.settings, callbacks=[*map(_logger, translation.loggers), *map(adapt, active)])
         self._module: Any = None
         self._trained: Run | None = None
@@ -88,7 +88,7 @@ class Trainer(TrainerView):
         self, model: Any = None, dataloaders: Any = None, ckpt_path: Any = None, verbose: bool = True, datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # fmt: skip
-        """One dict of metrics per loader. Without a ``model`` it is the latest one, with the best checkpoint, if there is one."""
+        """Run the validation; return a dict of metrics per loader. Without ``model``: the latest one, with its best checkpoint, if there is one."""
         return self._evaluate("validate", model, dataloaders, ckpt_path, datamodule, verbose)
 
     def test(

@@ -93,7 +93,7 @@ class StrategyView:
         return self._engine.num_processes
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a file that ``TrainerView.save_checkpoint`` has written, or such a folder; rank 0 does it."""
+        """Delete a file or a folder that ``TrainerView.save_checkpoint`` has written; rank 0 does it."""
         path = Path(filepath)
         if self.is_global_zero and path.exists():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -107,6 +107,6 @@ class StrategyView:
         return broadcast_object(self._engine.group, obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any (``all=False``), have decided so; all ranks call this."""
+        """Whether all ranks, or with ``all=False`` any rank, passed a true ``decision``; all ranks call this."""
         votes = int(self._engine.reduce(torch.tensor(int(decision), device=self.root_device)))
         return votes == self.world_size if all else votes > 0

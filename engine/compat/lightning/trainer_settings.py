@@ -92,8 +92,8 @@ def _validation(arguments: Mapping[str, Any]) -> tuple[Any, tuple[int | float, i
         or (isinstance(interval, (int, float)) and not 0 < interval < math.inf)
     ):
         raise ValueError(
-            f"Trainer(val_check_interval={interval!r}, check_val_every_n_epoch={epochs}): give a time without epochs, with None a number of "
-            "batches (an int); limit_val_batches=0 switches validation off"
+            f"Trainer(val_check_interval={interval!r}, check_val_every_n_epoch={epochs}): give a time without epochs, or "
+            "with check_val_every_n_epoch=None a number of batches (an int); limit_val_batches=0 switches validation off"
         )
     if in_time:
         return interval, None

@@ -33,7 +33,7 @@ class Translated:
     loggers: list[Any]
     callbacks: list[Any]
     """The user's callbacks and Lightning's default ones; the ones that save checkpoints come last."""
-    others: list[Any]
+    other_callbacks: list[Any]
     """A profiler, and the callback that counts validations in batches."""
 
 

@@ -180,7 +180,9 @@ class TrainerView:
         """
         every = self._run.settings.val_every
         if every is None or every.unit == "seconds":
-            raise ValueError(f"val_check_interval: here it is val_every={every}, which no number of batches says")
+            raise ValueError(
+                f"val_check_interval is a number of batches, but this run has val_every={every}: read Fit's val_every"
+            )
         if every.unit == "epochs":
             return min(1.0, float(every.value))
         return int(every.value) * self.accumulate_grad_batches
@@ -199,8 +201,8 @@ class TrainerView:
 
     @property
     def callback_metrics(self) -> Values:
-        """The latest value of every logged name, as tensors of shape () on the device. What was logged ``on_step`` and ``on_epoch`` is there as
-        ``x``, ``x_step`` and ``x_epoch``.
+        """The latest value of every logged name, as tensors of shape () on the device. A value ``x`` that was logged ``on_step`` and ``on_epoch`` has
+        the names ``x``, ``x_step`` and ``x_epoch``.
 
         Within a training step: this rank's value for the step so far; nobody waits for other ranks. In ``on_validation_epoch_end`` and from an
         epoch's end on: over all ranks. In ``on_train_epoch_end``, where the epoch's values are computed when they are read, all ranks read them

@@ -64,7 +64,7 @@ def log_options(call: ast.Call, parameters: Signature) -> str:
 
 
 def constructor(call: ast.Call, classes: Sequence[Any]) -> str:
-    """Why none of these classes of callbacks can be made with the values, if all are literals; empty when one can, or it is not known.
+    """Why none of ``classes``, all callbacks, can be made with the arguments of the call, if all are literals; empty: one can, or it is not known.
 
     The classes are stand-ins. What they stand for is imported, ours first, and the next only where one refuses the values: the callbacks that most
     projects make (checkpoints, early stopping, progress bars, learning rates) do not import torch.
@@ -99,7 +99,7 @@ def constructor(call: ast.Call, classes: Sequence[Any]) -> str:
 
 
 def after_validation(name: str, call: ast.Call, parameters: Signature) -> str:
-    """Why a callback of Lightning's ``name`` that is made with these values fails in a training with validation; empty when it does not."""
+    """Why Lightning's callback ``name`` fails in a training with validation, when it is made by ``call``; empty when it does not fail."""
     values = literals(call, parameters)
     monitors = values.get("monitor") or any(
         keyword.arg == "monitor" and keyword.arg not in values for keyword in call.keywords
@@ -114,7 +114,7 @@ def after_validation(name: str, call: ast.Call, parameters: Signature) -> str:
 
 
 def follows_validation(config: ast.Dict, cls: ClassInfo) -> bool:
-    """Tell whether a dict in a module configures a ``ReduceLROnPlateau`` that steps with the optimizer and follows what validation logs."""
+    """Whether a dict in a module configures a ``ReduceLROnPlateau`` that steps with the optimizer and follows what validation logs."""
     entries = {
         key.value: value for key, value in zip(config.keys, config.values, strict=True) if isinstance(key, ast.Constant)
     }

@@ -248,7 +248,7 @@ class Walker(ast.NodeVisitor):
             self.visit(argument)
 
     def _name(self, node: ast.expr, call: ast.Call | None = None) -> bool:
-        """A use of a class or a function of the libraries, or of an attribute of such a class."""
+        """Record a use of a class or a function of the libraries, or of a class's attribute; returns whether ``node`` is one."""
         api = self.names.meaning(node, self.source)
         if not isinstance(api, Api) or is_package(api) or api.path in _OF_TESTS:
             return isinstance(api, Api)

@@ -52,7 +52,7 @@ class ClassInfo:
 
     @cached_property
     def family(self) -> list[ClassInfo]:
-        """This class and those of the sources that it inherits from: the nearest :data:`_NEAREST`."""
+        """This class and its base classes in the sources, at any distance: the nearest :data:`_NEAREST`."""
         classes, visited = [self], {self}
         for cls in classes:  # grows while it is walked
             bases = [base for base in cls.bases if isinstance(base, ClassInfo) and base not in visited]
@@ -285,7 +285,7 @@ class Names:
 
 
 def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a body, with those in its ``if``, ``try`` and ``with`` blocks."""
+    """The statements of a body, including the statements in its ``if``, ``try`` and ``with`` blocks."""
     waiting = [*body][::-1]
     while waiting:  # not by recursion: each `elif` is one level deeper
         statement = waiting.pop()

@@ -43,7 +43,7 @@ class Thing:
     is_trainer: bool = False
     """The object may be one of a subclass of ``Trainer`` in the sources, which has attributes of its own."""
     closed: bool = True
-    """Attributes that neither has are the library's, not those of the user's own class."""
+    """Whether an attribute that neither class has can only be the library's; an object of a user's class may have its own."""
 
     def members(self, name: str) -> tuple[Member | None, Member | None]:
         """The attribute of the plain and of the translated class."""
@@ -60,11 +60,11 @@ class Thing:
         return f"there is no {name!r} here{nearest(name, public)}"
 
     def has_as_module(self, name: str) -> bool:
-        """Tell whether the thing is an ``nn.Module``, and every one of these has the attribute."""
+        """Whether the object is an ``nn.Module``, and every ``nn.Module`` has the attribute."""
         return self._is_a("torch.nn.Module") and member(stand_in("torch.nn.Module"), name) is not None
 
     def logs(self, name: str) -> bool:
-        """Tell whether the attribute is a method that logs into a run."""
+        """Whether the attribute is a method that logs into a run."""
         return name in ("log", "log_dict") and self._is_a("engine.TrainModule", "engine.Callback")
 
     def _is_a(self, *names: str) -> bool:

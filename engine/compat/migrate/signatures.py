@@ -137,7 +137,7 @@ def misfit(node: ast.FunctionDef | ast.AsyncFunctionDef, owner: str, cls: type, 
 
 
 def accepts_call(node: ast.FunctionDef | ast.AsyncFunctionDef, call: Signature) -> bool:
-    """Whether a method can be called with the arguments that our method of the same name gets."""
+    """Whether a user's method can be called as ``call`` says, which is how our method of its name is called."""
     places = [*node.args.posonlyargs, *node.args.args]
     place_count = len(places) - (0 if first_argument(node) is None else 1)
     required_count = place_count - len(node.args.defaults)

@@ -1,4 +1,4 @@
-"""Python files and notebooks as syntax trees, each under the name by which the others import it."""
+"""Python files and notebooks as syntax trees, each under the name by which another file imports it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LARGEST_NOTEBOOK = 32 << 20
 _SHELL = re.compile(r"^([^\S\n]*)(?:[%!?]|\w+[^\S\n]*=[^\S\n]*[%!]|\w[\w.]*\?+[^\S\n]*$).*$", re.MULTILINE)
 """Lines of a notebook that are IPython's, not Python's. Each is matched alone: the time grows with the text, not with its square."""
 _LINE_END = re.compile(r"\r\n|\r|\n")
-"""Python's own line ends, fewer than those of ``str.splitlines``."""
+"""Python's own line ends; ``str.splitlines`` knows more."""
 
 
 @dataclass(frozen=True, eq=False)  # a key of mappings: the hash of all cells for each use is quadratic
@@ -62,7 +62,7 @@ class Unread:
 
 
 def read(paths: Sequence[Path], exclude: Iterable[str] = ()) -> tuple[list[Source], list[Unread]]:
-    """The files under ``paths`` (files or folders), without those whose path below them, or a folder in it, matches a pattern of ``exclude``."""
+    """The files under ``paths`` (files or folders), except files whose path below them, or a folder in it, matches a pattern of ``exclude``."""
     sources: dict[Path, Source] = {}
     unread: list[Unread] = []
     for top in paths:

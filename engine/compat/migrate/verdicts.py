@@ -257,7 +257,7 @@ def _best(plain: bool, translated: bool) -> str:
 
 @dataclass(frozen=True)
 class Callee:
-    """One of the two functions that may take a call: that of ``engine``, or that of ``engine.interop``.
+    """One of the two functions that may take a call: the one of ``engine``, or the one of ``engine.interop``.
 
     ``exists``: whether it exists. ``call``: its parameters, ``None`` if Python does not tell. ``name``: for errors, ``"TrainModule.log"``.
     """

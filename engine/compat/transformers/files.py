@@ -55,7 +55,7 @@ class Publication:
         return published({**files, **self._of_tokenizer}, prefix=self.prefix)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing: the files are the model's own."""
+        """Load nothing: the files are the model's own."""
 
 
 def adapter_names(model: Any) -> dict[str, str] | None:

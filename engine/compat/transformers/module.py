@@ -147,7 +147,7 @@ class HFModule(TrainModule):
             self.built = True
 
     def init_weights(self, module: nn.Module) -> None:
-        """Nothing for the parts of a saved model, whose values :meth:`read_weights` reads."""
+        """Initialize ``module``, unless it is a part of a saved model, whose values :meth:`read_weights` reads."""
         if self._pretrained is None or not any(part is module for part in self.model.modules()):
             super().init_weights(module)
 
@@ -248,13 +248,13 @@ class HFModule(TrainModule):
             checkpoint["published"] = self._publication.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The files that a checkpoint has are the model's own."""
+        """Take no files from the checkpoint: they are the model's own."""
 
 
 def as_module(value: Any) -> Any:
-    """For ``fit.run(model, loader)``: a model of transformers or peft in an :class:`HFModule` with its defaults, the same one each time.
+    """Wrap a model of transformers or peft in an :class:`HFModule` with its defaults, so that ``fit.run(model, loader)`` takes it.
 
-    Anything else is returned as it is.
+    A model gets one and the same module at each call. Anything else is returned unchanged.
     """
     if not isinstance(value, PreTrainedModel) and not (isinstance(value, nn.Module) and hasattr(value, "peft_config")):
         return value

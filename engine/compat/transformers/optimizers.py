@@ -55,7 +55,7 @@ def optimizer_class(name: str) -> type[Optimizer]:
 def make_optimizer(
     optimizer: str | Callable[..., Optimizer], groups: list[dict[str, Any]], lr: float, options: Mapping[str, Any]
 ) -> Optimizer:
-    """The optimizer of these parameter ``groups``.
+    """Make the optimizer for parameter ``groups``.
 
     Raises:
         ValueError: the name is unknown, or no parameter is trained.

@@ -65,7 +65,7 @@ def builds_without_values() -> bool:
 
 @torch.no_grad()
 def fill(parameter: Any, value: Tensor, strategy: Strategy) -> None:
-    """Set this rank's part of a parameter to that of a whole ``value``, which is the same on all ranks."""
+    """Set this rank's part of a parameter from the full ``value``, which all ranks have."""
     span = strategy.flat_range(parameter)
     if span is not None:
         _fill_flat(parameter, value.flatten()[slice(*span)], strategy)

@@ -14,7 +14,7 @@ from engine.config import yaml_text
 
 
 class Arguments(KeyFile):
-    """The file, and the result."""
+    """A file of ``TrainingArguments``, and what it becomes here: settings, arguments and code."""
 
     def __init__(self, values: Mapping[str, Any], origin: str, origins: Mapping[str, str]) -> None:
         super().__init__(values, origin, origins)

@@ -391,7 +391,7 @@ class DeepSpeed(Strategy, OwnsStep):
         return norm, applied
 
     def clip_at_step(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> None:
-        """Clip the norm of these gradients in the next step."""
+        """Clip the norm of the gradients of ``parameters`` in the next step."""
         ids = {id(p) for p in parameters if p.requires_grad}
         for model in self._models:
             if ids == {id(p) for p in model.module.parameters() if p.requires_grad}:

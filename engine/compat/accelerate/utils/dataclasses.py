@@ -83,7 +83,7 @@ def _wrapping(policy: Any) -> dict[str, Any]:
 
 
 def _settings(name: str, fields: str, base: type = KwargsHandler, **namespace: Any) -> Any:
-    """A dataclass with these fields, written as ``name=default``; without one it is ``None``. Flags and numbers are checked."""
+    """A dataclass with ``fields``, written as ``name=default``; without a default it is ``None``. Flags and numbers are checked."""
     dataclass_fields: list[Any] = []
     for key, _, text in (word.partition("=") for word in fields.split()):
         value = ast.literal_eval(text or "None")
@@ -197,7 +197,7 @@ class DistributedDataParallelKwargs(_DDP):
     STATE: ClassVar = {"matrix_approximation_rank": "powersgd_rank", "start_powerSGD_iter": "powersgd_start"}
 
     def to_strategy(self) -> dict[str, Any]:
-        """The strategy with these settings.
+        """The strategy with the settings of this object, as ``Engine`` takes it.
 
         Raises:
             ValueError: a setting has no counterpart.

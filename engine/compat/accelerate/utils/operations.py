@@ -70,7 +70,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
-    """The tensors in a tree on a device, except under ``skip_keys`` of a mapping. Where the host can go on, it does not wait."""
+    """The tensors in a tree on a device, except under ``skip_keys`` of a mapping. Where the host can continue, it does not wait."""
     skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
     moved = move(tensor, torch.device(device))
     if isinstance(tensor, Mapping) and skipped:
@@ -110,7 +110,7 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         return torch.cat(list(data), dim)
     if len(data) == 1:
         return first
-    raise TypeError(f"concatenate takes lists of trees of tensors, and found {type(first).__name__}")
+    raise TypeError(f"concatenate takes a list of trees of tensors, got {type(first).__name__}")
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Any:

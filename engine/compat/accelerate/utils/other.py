@@ -43,5 +43,5 @@ def extract_model_from_parallel(
 
 
 def wait_for_everyone() -> None:
-    """Wait until all processes are here."""
+    """Wait until all processes have called this."""
     PartialState().wait_for_everyone()
