@@ -212,7 +212,8 @@ def _unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
     if kind == "number" and value["dtype"] in _NUMPY:
         import numpy
 
-        dtype, number = numpy.dtype(value["dtype"]), _unpack(value["value"], tensors)
+        dtype: numpy.dtype[Any] = numpy.dtype(value["dtype"])
+        number = _unpack(value["value"], tensors)
         if dtype.kind in "iu" and not numpy.iinfo(dtype).min <= number <= numpy.iinfo(dtype).max:
             raise OverflowError(f"{number} is out of the bounds of {dtype}")  # NumPy 1 would wrap it around
         return dtype.type(number)
