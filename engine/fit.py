@@ -114,7 +114,8 @@ class Fit:
             ``"highest"`` in float32, ``"high"`` in TF32 (or pairs of bfloat16), ``"medium"`` in bfloat16, each where the device has it.
             ``None``: torch's setting.
         detect_anomaly: Autograd checks every backward pass for NaN and shows the forward operation it comes from. Slow; for debugging.
-        seed: Seed of python, numpy and torch, and of the data order; 0 to 2**32 - 1. ``None`` seeds nothing.
+        seed: Seed of python, numpy and torch, and of the data order; 0 to 2**32 - 1. ``None`` seeds nothing. It is set as the run starts:
+            for the first weights of a module that exists by then, call ``seed_everything`` before.
         on_nonfinite: A step whose gradient norm is not finite: ``"raise"`` an error, ``"skip"`` the step, or ``None``: no check.
         timeout: Maximum time without a finished batch, and for a collective, after the first step: several ranks then end with an error
             that names those that lag; a single process logs its position. ``None``: ``start_timeout`` applies throughout, without

@@ -126,7 +126,8 @@ class Settings:
     detect_anomaly: bool = setting(Flag(), False)
     """Autograd checks every backward pass for NaN and shows the forward operation it comes from. Slow; for debugging."""
     seed: int | None = setting(WholeNumber(0, 2**32 - 1, none="no seeding"), None)
-    """Seed of python, numpy and torch, and of the data order; 0 to 2**32 - 1. ``None`` seeds nothing."""
+    """Seed of python, numpy and torch, and of the data order; 0 to 2**32 - 1. ``None`` seeds nothing. It is set as the run starts: for the first
+    weights of a module that exists by then, call ``seed_everything`` before."""
     on_nonfinite: str | None = setting(Word("raise", "skip", none="no check"), None)
     """A step whose gradient norm is not finite: ``"raise"`` an error, ``"skip"`` the step, or ``None``: no check."""
     timeout: Duration | None = setting(Time(1, none="no watch"), _TEN_MINUTES)

@@ -12,6 +12,12 @@ from engine.compat.migrate.sources import Source
 
 _SAID = {AS_IS: "works as is", INTEROP: "works through engine.interop", CHANGE: "needs a change"}
 
+_LEGEND = {
+    AS_IS: "trains under Fit and Engine without a change",
+    INTEROP: "works once it is imported from there: `import engine.interop.lightning as L`, `from engine.interop.accelerate import Accelerator`",
+    CHANGE: "the sentence beside the line says what to use instead",
+}
+
 
 def lines(report: Report, *, changes_only: bool = False) -> Iterator[str]:
     """The lines of the report. ``changes_only``: without the uses that work."""
@@ -37,6 +43,11 @@ def lines(report: Report, *, changes_only: bool = False) -> Iterator[str]:
     for item in report.unread:
         yield f"not read: {item.path}{f':{item.line}' if item.line else ''}: {item.message}"
     yield from _summary(report)
+    yield ""
+    verdicts = {use.verdict for use in report.uses}
+    if not verdicts:
+        yield "No use of Lightning, Accelerate or transformers.Trainer was found: there is nothing to change."
+    yield from (f"'{verdict}': {meaning}" for verdict, meaning in _LEGEND.items() if verdict in verdicts)
 
 
 def _bases(report: ClassReport) -> str:

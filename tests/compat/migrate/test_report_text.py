@@ -43,7 +43,17 @@ def test_everything(tmp_path: Path) -> None:
         "package                 classes                  count   as is  interop  change",
         "net                     LightningModules             2       0        0       2",
         "all files               uses                         8       6        1       1",
+        "",
+        "'as is': trains under Fit and Engine without a change",
+        "'interop': works once it is imported from there: `import engine.interop.lightning as L`, "
+        "`from engine.interop.accelerate import Accelerator`",
+        "'change': the sentence beside the line says what to use instead",
     ]
+
+
+def test_a_file_that_uses_nothing_of_theirs(tmp_path: Path) -> None:
+    *_, last = lines(report_of(tmp_path, net="import torch\n"))
+    assert last.startswith("No use of Lightning, Accelerate or transformers.Trainer was found")
 
 
 def test_changes_only(tmp_path: Path) -> None:
