@@ -1,4 +1,4 @@
-"""Modules and data modules made from a checkpoint: constructed with its hyperparameters, filled with its weights."""
+"""Create modules and data modules from a checkpoint, with its hyperparameters and its weights or state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 def load_module(
     cls: type[T], path: str | Path, strict: bool, map_location: Any, weights: str | None, overrides: Mapping[str, Any]
 ) -> T:  # fmt: skip
-    """See ``TrainModule.load_from_checkpoint``, whose arguments these are."""
+    """Do the work of ``TrainModule.load_from_checkpoint``, which documents the arguments."""
     with open_path(path, ("model", "state", *weights_folder(weights))) as opened:
         shared = _shared(opened)
         texts = opened.manifest.get("hparams")
@@ -44,7 +44,7 @@ def load_module(
 
 
 def load_datamodule(cls: type[T], path: str | Path, overrides: Mapping[str, Any]) -> T:
-    """See ``DataModule.load_from_checkpoint``, whose arguments these are."""
+    """Do the work of ``DataModule.load_from_checkpoint``, which documents the arguments."""
     with open_path(path, ("state",)) as opened:
         shared = _shared(opened)
         data: Any = _construct(cls, path, shared, "datamodule_", {}, overrides)
@@ -61,7 +61,12 @@ def _shared(opened: Opened) -> Fields:
 def _construct(
     cls: type, path: str | Path, shared: Fields, prefix: str, texts: Mapping[str, str], overrides: Mapping[str, Any]
 ) -> Any:
-    """An object of ``cls`` from the saved hyperparameters, under ``prefix``, and ``overrides``."""
+    """Create an object of ``cls`` from the saved hyperparameters and ``overrides``, which win.
+
+    Args:
+        prefix: of the names of entries in ``shared``: ``""`` for the module, ``"datamodule_"`` for the data module.
+        texts: the hyperparameters as text; a warning shows those that could not be saved.
+    """
     saved = {str(name): value for name, value in shared.get(f"{prefix}hparams", {}).items()}
     positional, named = constructor_arguments(cls, saved, overrides, shared.get(f"{prefix}hparams_name"))
     if lost := replaced_by_defaults(cls, texts, {*saved, *overrides}):

@@ -1,4 +1,4 @@
-"""Which storage, and which checkpoint in it, a path or a URL means (``s3://``, ``gs://``, ``memory://``, ...: what fsspec knows)."""
+"""Resolve a path or a URL (``s3://``, ``gs://``, ``memory://`` or another that fsspec knows) to a storage, and to a checkpoint in it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def storage_of(root: str | Path) -> Storage:
     """The :class:`Storage` of a path or a URL.
 
     Raises:
-        ValueError: fsspec does not know the protocol, or its package is missing; the message says which.
+        ValueError: fsspec does not know the protocol, or the protocol's package is missing; the message says which.
     """
     return RemoteStorage(str(root)) if "://" in str(root) else LocalStorage(Path(root))
 
 
 def split_path(path: str | Path) -> tuple[Storage, str]:
-    """The :class:`Storage` and the name of a checkpoint, from its path or URL; errors as of :func:`storage_of`."""
+    """Split a checkpoint's path or URL into its :class:`Storage` and its name, with the errors of :func:`storage_of`."""
     if "://" in str(path):
         root, _, name = str(path).rstrip("/").rpartition("/")
         return RemoteStorage(root), name
