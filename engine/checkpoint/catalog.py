@@ -82,8 +82,8 @@ def _has_folders(path: str) -> bool:
     if "://" in path:
         return True
     try:
-        with os.scandir(path) as inner:
-            return any(entry.is_dir() for entry in inner)
+        with os.scandir(path) as entries:
+            return any(entry.is_dir() for entry in entries)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
@@ -91,7 +91,7 @@ def _has_folders(path: str) -> bool:
 
 
 def find(path: str | Path) -> tuple[Storage, list[str]]:
-    """Find checkpoints at a path or a URL: that checkpoint itself, or the complete ones in its :func:`folder_at`.
+    """Find the checkpoints that a path or a URL means: the checkpoint at ``path``, or all complete ones in its :func:`folder_at`.
 
     Returns:
         Their storage, and their names, oldest first.
@@ -104,22 +104,24 @@ def find(path: str | Path) -> tuple[Storage, list[str]]:
     return find_in(path, folder_at(path))
 
 
-def find_in(path: str | Path, inner: Storage | None) -> tuple[Storage, list[str]]:
-    """Do the same as :func:`find`, with ``inner``, the result of :func:`folder_at` that the caller has already."""
-    if inner is not None and (names := list(inner.manifests())):
-        return inner, names
+def find_in(path: str | Path, folder: Storage | None) -> tuple[Storage, list[str]]:
+    """Do the same as :func:`find`, with ``folder``, the result of :func:`folder_at` that the caller has already."""
+    if folder is not None and (names := list(folder.manifests())):
+        return folder, names
     storage, name = split_path(path)
-    if inner is None and storage.has(name):
+    if folder is None and storage.has(name):
         return storage, [name]
     damaged = (
-        {str(inner.path(n)): problem.reason for n, problem in inner.incomplete().items()} if inner is not None else {}
+        {str(folder.path(n)): problem.reason for n, problem in folder.incomplete().items()}
+        if folder is not None
+        else {}
     )
     damaged |= {str(storage.path(n)): problem.reason for n, problem in storage.incomplete().items() if n == name}
     for location, reason in damaged.items():
         raise DamagedCheckpoint(f"{location}: {reason}; there is no complete checkpoint")
-    beside = ", ".join(storage.manifests()) or "none"
+    siblings = ", ".join(storage.manifests()) or "none"
     raise FileNotFoundError(
-        f"{path} is not a checkpoint, and contains none ({MANIFEST} is missing); complete ones beside it: {beside}"
+        f"{path} is not a checkpoint, and contains none ({MANIFEST} is missing); complete ones beside it: {siblings}"
     )
 
 
@@ -265,7 +267,7 @@ def problems(path: str | Path) -> dict[str, list[str]]:
 
 
 def _problems(storage: Storage, name: str, reason: str = "") -> list[str]:
-    """Verify one checkpoint and list what is wrong; ``reason``: the known problem of one without a usable manifest."""
+    """Verify one checkpoint and list what is wrong; ``reason``: the known problem if there is no usable manifest."""
     try:
         directory = storage.fetch(name)
         manifest = check_manifest(directory, read_json(directory / MANIFEST))

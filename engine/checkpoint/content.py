@@ -131,25 +131,27 @@ def split(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
     """
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    extra: dict[str, Any] = {}
-    first: dict[Any, str] = {}
+    other_entries: dict[str, Any] = {}
+    first_names: dict[Any, str] = {}
     for name, value in model.items():
         if not isinstance(value, Tensor):
-            extra[name] = value
+            other_entries[name] = value
             continue
         if not storable(value):
             raise TypeError(
                 f"the model's {name!r} ({value.dtype} on {value.device}) cannot be stored: convert it to a dense tensor of a type that "
                 "safetensors has"
             )
-        original = first.setdefault(same_memory(value), name)
+        original = first_names.setdefault(same_memory(value), name)
         if original == name:
             tensors[name] = value
         else:
             aliases[name] = original
-    packed, extra_tensors = pack(extra)
-    if extra_tensors:
-        raise TypeError(f"get_extra_state returned tensors ({sorted(extra_tensors)[:3]}): register them as buffers")
+    packed, tensors_in_entries = pack(other_entries)
+    if tensors_in_entries:
+        raise TypeError(
+            f"get_extra_state returned tensors ({sorted(tensors_in_entries)[:3]}): register them as buffers"
+        )
     return tensors, {"aliases": aliases, "extra": packed}
 
 
@@ -203,9 +205,9 @@ def _shards_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
         assert item.tensor_data is not None
         chunk = item.tensor_data.chunk
         if chunk.sizes.numel() or not item.tensor_data.size.numel():
-            local = planner.resolve_data(item)
-            assert isinstance(local, Tensor)
-            parts[item.index.fqn] = Part(local, tuple(chunk.offsets))
+            shard = planner.resolve_data(item)
+            assert isinstance(shard, Tensor)
+            parts[item.index.fqn] = Part(shard, tuple(chunk.offsets))
     return parts
 
 

@@ -131,9 +131,10 @@ def export_checkpoint(
                 f"{path}: no tensor of the model's {len(all_names)} is selected: widen include, or narrow exclude"
             )
         targets = _named(first_names, publication, prefix_strip)
-        stored = {new: source.stored(old) for new, old in targets.items()}
+        stored = {export_name: source.stored(stored_name) for export_name, stored_name in targets.items()}
         sizes = {
-            new: entry.shape.numel() * _dtype_in_export(entry, export_dtype).itemsize for new, entry in stored.items()
+            export_name: entry.shape.numel() * _dtype_in_export(entry, export_dtype).itemsize
+            for export_name, entry in stored.items()
         }
 
         def read(chosen: list[str]) -> dict[str, Tensor]:
@@ -194,7 +195,9 @@ def _named(first_names: Mapping[str, str], publication: Published, prefix: str |
             publication.prefix if any(name.startswith(publication.prefix) for name in first_names.values()) else ""
         )
         return _stripped(first_names, published_prefix if prefix is None else prefix)
-    targets = {publication.names[name]: old for old, name in first_names.items() if name in publication.names}
+    targets = {
+        publication.names[name]: stored_name for stored_name, name in first_names.items() if name in publication.names
+    }
     if missing := sorted(publication.names.keys() - first_names.values()):
         raise ValueError(
             terminal_text(
@@ -211,29 +214,32 @@ def _stripped(first_names: Mapping[str, str], prefix: str) -> dict[str, str]:
             f"no name starts with {prefix!r}; the names are such as {', '.join(list(first_names.values())[:5])}"
         )
     targets: dict[str, str] = {}
-    for old, name in first_names.items():
-        new = name.removeprefix(prefix)
-        if not new or new in targets:
+    for stored_name, name in first_names.items():
+        export_name = name.removeprefix(prefix)
+        if not export_name or export_name in targets:
             raise ValueError(
-                f"without {prefix!r}, {name!r} would have {'no name' if not new else f'the name of {targets[new]!r}'}: exclude one"
+                f"without {prefix!r}, {name!r} would have {'no name' if not export_name else f'the name of {targets[export_name]!r}'}: exclude one"
             )
-        targets[new] = old
+        targets[export_name] = stored_name
     return targets
 
 
 def _read(source: Source, names: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Read whole tensors, converted to ``dtype`` on the way. ``names``: the checkpoint's name of each exported one."""
-    stored = {new: source.stored(old) for new, old in names.items()}
-    tensors = {new: torch.empty(entry.shape, dtype=_dtype_in_export(entry, dtype)) for new, entry in stored.items()}
-    source.read_model({old: tensors[new] for new, old in names.items()})
+    stored = {export_name: source.stored(stored_name) for export_name, stored_name in names.items()}
+    tensors = {
+        export_name: torch.empty(entry.shape, dtype=_dtype_in_export(entry, dtype))
+        for export_name, entry in stored.items()
+    }
+    source.read_model({stored_name: tensors[export_name] for export_name, stored_name in names.items()})
     if dtype is torch.float16:
-        for new, entry in stored.items():
-            if entry.dtype in _CONVERTED and tensors[new].isinf().any():
+        for export_name, entry in stored.items():
+            if entry.dtype in _CONVERTED and tensors[export_name].isinf().any():
                 original = torch.empty(entry.shape, dtype=entry.dtype)
-                source.read_model({names[new]: original})
-                if (tensors[new].isinf() & ~original.isinf()).any():
+                source.read_model({names[export_name]: original})
+                if (tensors[export_name].isinf() & ~original.isinf()).any():
                     raise ValueError(
-                        f"{names[new]!r} has the number {original.abs().max().item():g}, and fp16 ends at 65504: export as bf16 or fp32"
+                        f"{names[export_name]!r} has the number {original.abs().max().item():g}, and fp16 ends at 65504: export as bf16 or fp32"
                     )
     return tensors
 
@@ -285,7 +291,7 @@ def _write(
 
 @dataclass
 class Published:
-    """What a module publishes with its weights: files such as ``config.json``, and the names of its tensors in exported files.
+    """The files that a module publishes with its weights, such as ``config.json``, and the names of its tensors in exported files.
 
     A module adds it to its checkpoints, and :func:`export_checkpoint` writes it::
 

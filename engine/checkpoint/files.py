@@ -167,17 +167,17 @@ def held(file: Any) -> Iterator[Any]:
         os.close(descriptor)
 
 
-def fill(path: Path, descriptor: int, memory: memoryview, place: int) -> None:
-    """Fill ``memory`` with a file's bytes from offset ``place`` on. The file is not mapped: truncating a mapped file kills the process.
+def fill(path: Path, descriptor: int, memory: memoryview, offset: int) -> None:
+    """Fill ``memory`` with a file's bytes from ``offset`` on. The file is not mapped: truncating a mapped file kills the process.
 
     Raises:
         DamagedCheckpoint: the file is too short.
     """
     while memory:
-        count = os.preadv(descriptor, [memory], place)
+        count = os.preadv(descriptor, [memory], offset)
         if not count:
             raise DamagedCheckpoint(f"{path} has become shorter while it was read")
-        memory, place = memory[count:], place + count
+        memory, offset = memory[count:], offset + count
 
 
 def parse_json(path: Any, text: bytes) -> Any:
@@ -245,9 +245,9 @@ def _block_checksum(path: Path, size: int, index: int) -> str:
         if low >= high:
             return f"{0:08x}"
         memory, checksum = memoryview(bytearray(min(_READ, high - low))), 0
-        for place in range(low, high, _READ):
-            part = memory[: min(_READ, high - place)]
-            fill(path, descriptor, part, place)
+        for offset in range(low, high, _READ):
+            part = memory[: min(_READ, high - offset)]
+            fill(path, descriptor, part, offset)
             checksum = zlib.crc32(part, checksum)
         return f"{checksum:08x}"
     finally:

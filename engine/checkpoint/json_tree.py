@@ -110,6 +110,7 @@ class _Packer:
         return {_TAG: kind.__name__, "items": pairs}
 
     def _tensor(self, item: Tensor, path: tuple[Any, ...]) -> str:
+        """Collect a tensor, and return its name: for the same memory the same name."""
         import torch
 
         plain = type(item) in (torch.Tensor, torch.nn.Parameter) or self.is_sharded(item)
@@ -174,6 +175,7 @@ def _where(path: tuple[Any, ...]) -> str:
 
 
 def _unpackable(item: Any, path: tuple[Any, ...]) -> TypeError:
+    """Create the error for a value that cannot be packed, with advice."""
     kind = type(item)
     simple = next((base for base in (bool, int, float, str, bytes, tuple, list, dict) if isinstance(item, base)), None)
     if simple is not None:

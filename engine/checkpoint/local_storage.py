@@ -1,4 +1,4 @@
-"""Checkpoints in a directory: each appears complete or not at all, and is protected while somebody reads it. See :mod:`engine.checkpoint.storage`."""
+"""Checkpoints in a directory: each appears complete or not at all, and is protected while it is being read. See :mod:`engine.checkpoint.storage`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class LocalStorage(Storage):
     def __init__(self, root: Path) -> None:
         self.directory = root.absolute()  # a script may change the current directory
         self.root = str(self.directory)
-        self._serial, self._known = 0, set[tuple[str, int, int]]()
+        self._serial, self._read_identities = 0, set[tuple[str, int, int]]()
         self._newest: _Written | None = None
         self._is_unsynced = True
         """True until the directory's own entry was synced to the disk: whatever created the directory may not have done so."""
@@ -116,8 +116,8 @@ class LocalStorage(Storage):
                 with suppress(DamagedCheckpoint, OSError):
                     status = entry.stat()
                     key = _identity(entry.name, status)
-                    if key not in self._known and not entry.name.startswith("."):
-                        self._known.add(key)
+                    if key not in self._read_identities and not entry.name.startswith("."):
+                        self._read_identities.add(key)
                         manifest = check_manifest(entry.path, read_json(inside(self.path(entry.name), MANIFEST)))
                         serials.append(manifest["serial"])
         self._serial = next_serial(serials)
@@ -126,7 +126,7 @@ class LocalStorage(Storage):
     def note_written(self, name: str, files: Mapping[str, Record], manifest: Record) -> None:
         """Remember that this process has written the checkpoint ``name``, with the records of its ``files`` and ``manifest``."""
         self._newest = _Written(name, files, manifest)
-        self._known.add(_identity(name, os.stat(self.path(name))))
+        self._read_identities.add(_identity(name, os.stat(self.path(name))))
 
     def manifest(self, name: str) -> dict[str, Any]:
         return check_manifest(self.path(name), read_json(self.path(name) / MANIFEST))
@@ -164,7 +164,7 @@ class LocalStorage(Storage):
             return Incomplete(_REMAINS[path.suffix], True)
         try:
             read_manifest(path)
-            reason = "it was incomplete a moment ago"
+            reason = "it was incomplete when the folder was read"
         except FileNotFoundError:
             reason = f"{MANIFEST} is missing"
         except (DamagedCheckpoint, OSError) as error:
@@ -215,10 +215,10 @@ class LocalStorage(Storage):
         return _is_checkpoint(path) and (not _is_readable(path) or _is_being_read(path))
 
     def sweep(self) -> None:
-        whole = set(self.manifests())
+        complete_names = set(self.manifests())
         for name in sorted(os.listdir(self.root)) if self.directory.is_dir() else ():
             path = self.path(name)
-            is_draft = name.startswith(".") and path.suffix in _REMAINS and name not in whole
+            is_draft = name.startswith(".") and path.suffix in _REMAINS and name not in complete_names
             with suppress(OSError):
                 if (
                     is_draft
@@ -273,19 +273,19 @@ class LocalDraft(Draft):
         for folder in (*folders, "."):
             if folder != WEIGHTS or (partial / folder).is_dir():
                 sync(f"{partial}/{folder}")
-        old = _hidden_sibling(path, "replaced")
+        replaced = _hidden_sibling(path, "replaced")
         if _size(f"{path}/{MANIFEST}") is not None:
-            _delete(old)
-            path.rename(old)
+            _delete(replaced)
+            path.rename(replaced)
         try:
             partial.rename(path)
         except OSError:
-            if old.exists():
-                old.rename(path)
+            if replaced.exists():
+                replaced.rename(path)
             raise
         sync(path.parent)
-        if os.path.lexists(old):
-            _delete(old)
+        if os.path.lexists(replaced):
+            _delete(replaced)
         return record
 
     def abandon(self) -> None:
@@ -311,9 +311,9 @@ def read_manifest(directory: Path) -> Manifest:
         FileNotFoundError: there is no checkpoint at ``directory``; the error lists those in the same folder.
     """
     if _size(f"{directory}/{MANIFEST}") is None:
-        beside = ", ".join(LocalStorage(directory.parent).manifests()) or "none"
+        siblings = ", ".join(LocalStorage(directory.parent).manifests()) or "none"
         raise FileNotFoundError(
-            f"{directory} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {beside}"
+            f"{directory} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {siblings}"
         )
     manifest = check_manifest(directory, read_json(inside(directory, MANIFEST)))
     for name, record in manifest["files"].items():

@@ -69,10 +69,10 @@ def _construct(
     """
     saved = {str(name): value for name, value in shared.get(f"{prefix}hparams", {}).items()}
     positional, named = constructor_arguments(cls, saved, overrides, shared.get(f"{prefix}hparams_name"))
-    if lost := replaced_by_defaults(cls, texts, {*saved, *overrides}):
-        arguments = terminal_text(", ".join(f"{name}={text}" for name, text in lost.items()), one_line=True)
+    if unsaved := replaced_by_defaults(cls, texts, {*saved, *overrides}):
+        arguments = terminal_text(", ".join(f"{name}={text}" for name, text in unsaved.items()), one_line=True)
         logger.warning(
-            "%s: the %s was made with %s, which a checkpoint cannot hold: give them here",
+            "%s: the %s was made with %s, which a checkpoint cannot hold: pass them as arguments",
             *(path, "data module" if prefix else "module", arguments),
         )
     return cls(*positional, **named)

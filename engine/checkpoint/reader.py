@@ -113,13 +113,15 @@ class OtherWeights:
         self._scored = opened.manifest.get(SCORED_WITH, None if self._tensors else TRAINED)
         if self._scored not in (None, TRAINED, *self._tensors):
             raise DamagedCheckpoint(
-                f"{self.where}: {SCORED_WITH} names the weights {self._scored!r:.80}, which are not there"
+                f"{self.where}: {SCORED_WITH} names the weights {self._scored!r:.80}, which the checkpoint does not have"
             )
         for name, entry in tree.items():
-            for alias, first in entry["aliases"].items():
-                if first not in self._tensors[str(name)]:
-                    raise DamagedCheckpoint(f"{self.where}: {OTHER_WEIGHTS}.json names {first!r}, which is not there")
-                self._tensors[str(name)][str(alias)] = self._tensors[str(name)][first]
+            for alias, original in entry["aliases"].items():
+                if original not in self._tensors[str(name)]:
+                    raise DamagedCheckpoint(
+                        f"{self.where}: {OTHER_WEIGHTS}.json names {original!r}, which the checkpoint does not have"
+                    )
+                self._tensors[str(name)][str(alias)] = self._tensors[str(name)][original]
 
     @property
     def names(self) -> list[str]:
@@ -127,7 +129,7 @@ class OtherWeights:
         return list(self._tensors)
 
     def chosen(self, name: str | None) -> str:
-        """The name of the weights to load; for ``None``, of those with which the score was measured.
+        """Return the name of the weights to load; ``None`` means the weights with which the score was measured.
 
         Raises:
             ValueError: there are no weights of this name.
@@ -209,7 +211,9 @@ class Source:
         self.aliases: dict[str, str] = tree["aliases"]
         self.extra: dict[str, Any] = tree["extra"]
         if missing := sorted(set(map(str, self.aliases.values())) - self._model.stored.keys()):
-            raise DamagedCheckpoint(f"{self.where}: model/model.json names {missing[0]!r}, which is not there")
+            raise DamagedCheckpoint(
+                f"{self.where}: model/model.json names {missing[0]!r}, which the checkpoint does not have"
+            )
         if not all(isinstance(name, str) for name in self.aliases.values()):
             raise DamagedCheckpoint(f"{self.where}: model/model.json has no usable aliases")
         self.optim: dict[str, Any] = opened.tree("optim/optim", self._optim.stored)
@@ -304,9 +308,9 @@ class Source:
         if overridden(module, "load_state_dict", nn.Module):
             return self._load_whole(module, state, strict)
         report = self.check(module, state, strict)
-        wrong = {text.split(" ")[0] for text in report.other_shapes}
+        misshapen = {text.split(" ")[0] for text in report.other_shapes}
         in_place_ids = {id(t) for t in (*module.parameters(), *module.buffers())}
-        fits = {name: value for name, value in state.items() if name in self and name not in wrong}
+        fits = {name: value for name, value in state.items() if name in self and name not in misshapen}
         own_tensors = {name: value for name, value in fits.items() if isinstance(value, Tensor) and not value.is_meta}
         copies = {
             name: torch.empty_like(value, requires_grad=False)

@@ -84,6 +84,7 @@ class FileSystem:
         self._call(self._files.invalidate_cache, path)
 
     def _call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call a method of fsspec, and raise its errors in the form that the class describes."""
         try:
             return method(*arguments, **options)
         except FileNotFoundError:
@@ -183,7 +184,7 @@ class RemoteStorage(Storage):
     def __init__(self, root: str) -> None:
         self.root = root.rstrip("/")
         self.files, self._inside = reach(self.root)
-        self._serial, self._known = 0, set[str]()
+        self._serial, self._read_manifests = 0, set[str]()
         self._folder: Path | None = None
 
     def path(self, name: str) -> str:
@@ -209,8 +210,8 @@ class RemoteStorage(Storage):
                 )
             self.delete(name)
         folder = Path(tempfile.mkdtemp(dir=self._copies))
-        for inner in folders:
-            (folder / inner).mkdir()
+        for subfolder in folders:
+            (folder / subfolder).mkdir()
         return RemoteDraft(self, name, folder, first)
 
     def next_serial(self) -> int:
@@ -226,8 +227,8 @@ class RemoteStorage(Storage):
         except FileNotFoundError:
             return []
         manifests = {str(entry): path for path, entry in entries.items() if path.endswith(f"/{MANIFEST}")}
-        new = manifests.keys() - self._known
-        self._known = set(manifests)
+        new = manifests.keys() - self._read_manifests
+        self._read_manifests = set(manifests)
         serials: list[int] = []
         for path in (manifests[entry] for entry in new):
             with suppress(DamagedCheckpoint, OSError):
@@ -339,7 +340,9 @@ class RemoteStorage(Storage):
             for path in self.files.find(self.inner_path(name))
         )
         # Files of checkpoints inside the folder are deeper, and do not count.
-        return any(inner == JOINED or (inner in FOLDERS and file.startswith("rank=")) for inner, _, file in paths)
+        return any(
+            subfolder == JOINED or (subfolder in FOLDERS and file.startswith("rank=")) for subfolder, _, file in paths
+        )
 
     def manifest(self, name: str) -> dict[str, Any]:
         try:

@@ -179,15 +179,15 @@ def opening(
         DamagedCheckpoint: the checkpoint at the path cannot be used, or none of the named ones can; the message has the reasons.
     """
     named = checkpoint in NAMES
-    place, name = (storage, "") if named else split_path(checkpoint)
+    chosen_storage, name = (storage, "") if named else split_path(checkpoint)
     candidates, unusable = all_or_none(
         group, partial(_complete_checkpoints, storage, checkpoint) if named and group.is_main else lambda: [[name], {}]
     )[0]
-    reasons = [f"{place.path(name)}: {why}" for name, why in unusable.items()]
+    reasons = [f"{chosen_storage.path(name)}: {why}" for name, why in unusable.items()]
     passed: list[str] = []
     for name in candidates:
         try:
-            loaded, damage = _open(group, place, name, folders)
+            loaded, damage = _open(group, chosen_storage, name, folders)
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"{argument}={checkpoint!r}: {error}{'' if named else nearest(checkpoint, NAMES)}"
@@ -205,7 +205,9 @@ def opening(
         passed.append(name)
     problem = f"no complete checkpoint{' with a score' if checkpoint == 'best' else ''} in {storage.root}"
     if not reasons:
-        raise FileNotFoundError(f"{argument}={checkpoint!r}: {problem}; one of another run is given by its path")
+        raise FileNotFoundError(
+            f"{argument}={checkpoint!r}: {problem}; to use a checkpoint of another run, give its path"
+        )
     listed = "".join(f"\n  {reason}" for reason in reasons)
     raise DamagedCheckpoint(
         f"{argument}={checkpoint!r}: {problem} can be used; these exist:{listed}\n"
@@ -315,14 +317,14 @@ def check_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> N
         if type(current[name]) is list and not isinstance(state[name], (list, tuple))
     }
     if kind not in (None, class_name) or differing or unusable:
-        what = (
+        saved_kind = (
             f"another scheduler ({kind})"
             if kind not in (None, class_name)
             else f"no {class_name} (see {', '.join(sorted(map(str, differing | unusable)))})"
         )
         raise ValueError(
-            f"{loaded.path} has the state of {terminal_text(what)} for scheduler {index}, which is {class_name}: give the saved scheduler, or start "
-            "optimizers and schedulers fresh with Resume(path, optimizer=False)"
+            f"{loaded.path} has the state of {terminal_text(saved_kind)} for scheduler {index}, which is {class_name}: give the saved scheduler, or "
+            "start optimizers and schedulers fresh with Resume(path, optimizer=False)"
         )
 
 

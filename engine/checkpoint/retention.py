@@ -35,7 +35,7 @@ class CheckpointFolder:
     lost: set[str] = field(default_factory=set)
     """Names of checkpoints that could not be written."""
     protected: set[str] = field(default_factory=set)
-    """Names that retention never removes: of the checkpoint from which this run resumed, and of damaged ones that were skipped then."""
+    """Names of checkpoints that are never removed: the one from which this run resumed, and damaged ones that were skipped then."""
     to_remove: list[str] = field(default_factory=list)
     """Names of checkpoints whose removal is pending."""
     events: deque[tuple[str, str]] = field(default_factory=deque)
@@ -55,7 +55,7 @@ class CheckpointFolder:
             free = f"{name}-v{number}"
         if number:
             logger.warning(
-                "%s must stay: it is in use, or cannot be read; this checkpoint becomes %s",
+                "%s must stay: it is in use, or cannot be read; the new checkpoint is saved as %s",
                 self.storage.path(name),
                 free,
             )

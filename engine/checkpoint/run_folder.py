@@ -59,11 +59,11 @@ class RunFolder:
         checkpoint: str | Path | Resume | None,
         earlier: Trained | None,
     ) -> None:
-        how = checkpoint if isinstance(checkpoint, Resume) or checkpoint is None else Resume(checkpoint)
+        resume = checkpoint if isinstance(checkpoint, Resume) or checkpoint is None else Resume(checkpoint)
         self._group, self._stage, self._earlier = group, stage, earlier
         self._chosen_root = None if dirpath is None else str(dirpath)
-        self._checkpoint = None if how is None else str(how.path)
-        self._continues = how is not None and stage == "fit" and not how.weights_only
+        self._checkpoint = None if resume is None else str(resume.path)
+        self._continues = resume is not None and stage == "fit" and not resume.weights_only
         self._root, self._claims = run_root_of(root_dir, "checkpoints"), dict[str, Claim]()
         self._announcement: list[Any] | None = None
         row = self._on_main(self._choose)
@@ -97,18 +97,24 @@ class RunFolder:
         if root is not None and str(root) != self._chosen_root:
             self.checkpoints = self.named = self._on_main(partial(self._lock_root, run_root_of(root)))
             self._chosen_root = str(root)
-        where = str(self.path / "checkpoints") if root is None and self._stage == "fit" else self.checkpoints
+        checkpoint_folder = (
+            str(self.path / "checkpoints") if root is None and self._stage == "fit" else self.checkpoints
+        )
         if self._stage == "fit":
-            self._on_main(partial(_check_writable, where))
-        return where
+            self._on_main(partial(_check_writable, checkpoint_folder))
+        return checkpoint_folder
 
     def source(self, checkpoint: str) -> tuple[Storage, str]:
         """Resolve a name, a checkpoint's path or a run's folder to a checkpoint folder and the name or path of a checkpoint."""
-        inner = None if checkpoint in NAMES else self._on_main(partial(_checkpoints_in, checkpoint))
-        return (storage_of(self.named), checkpoint) if inner is None else (storage_of(inner), "last")
+        checkpoint_folder = None if checkpoint in NAMES else self._on_main(partial(_checkpoints_in, checkpoint))
+        return (
+            (storage_of(self.named), checkpoint)
+            if checkpoint_folder is None
+            else (storage_of(checkpoint_folder), "last")
+        )
 
     def trained(self) -> Trained:
-        """What the ``Fit`` remembers of this run after its end."""
+        """The facts about this run that the ``Fit`` remembers after its end."""
         return Trained(self.id, self.checkpoints)
 
     def close(self, failed: bool = False) -> None:
@@ -130,6 +136,7 @@ class RunFolder:
             raise
 
     def _training(self) -> dict[str, Any]:
+        """Choose and lock the folders of a training: its run folder and, under another root, its checkpoint folder."""
         checkpoint_root = self._root if self._chosen_root is None else run_root_of(self._chosen_root)
         continued = self._run_to_continue(checkpoint_root)
         number, id = self._lock_run(checkpoint_root, continued, uuid.uuid4().hex)
@@ -154,6 +161,7 @@ class RunFolder:
         return self._row(id, own_number, checkpoints, named, announcement)
 
     def _evaluation(self) -> dict[str, Any]:
+        """Choose and lock the folder of an evaluation: that of the same ``Fit``'s training if it is free, else a new one."""
         named = self._named(self._root if self._chosen_root is None else run_root_of(self._chosen_root))
         earlier = None if self._earlier is None else self._root.with_id(self._earlier.id)
         try:
@@ -242,9 +250,9 @@ class RunFolder:
 
 def source_of(root_dir: Path, dirpath: str | Path | None, checkpoint: str) -> tuple[Storage, str]:
     """Do the same as :meth:`RunFolder.source`, in a single process that starts no run."""
-    inner = None if checkpoint in NAMES else _checkpoints_in(checkpoint)
-    if inner is not None:
-        return storage_of(inner), "last"
+    checkpoint_folder = None if checkpoint in NAMES else _checkpoints_in(checkpoint)
+    if checkpoint_folder is not None:
+        return storage_of(checkpoint_folder), "last"
     return _newest_checkpoints(
         run_root_of(root_dir, "checkpoints") if dirpath is None else run_root_of(dirpath)
     ), checkpoint
@@ -267,19 +275,22 @@ def _trainings(root: RunRoot) -> list[int]:
     )
 
 
-def _check_writable(where: str) -> None:
+def _check_writable(checkpoint_folder: str) -> None:
     """Check, before the first step, that checkpoints can be written. At a URL only the first save can tell."""
-    if "://" in where:
+    if "://" in checkpoint_folder:
         return
-    ancestor = next(path for path in (Path(where), *Path(where).parents) if os.path.exists(path))
+    ancestor = next(
+        path for path in (Path(checkpoint_folder), *Path(checkpoint_folder).parents) if os.path.exists(path)
+    )
     if not os.access(ancestor, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-        why = (
+        reason = (
             "is on a read-only file system"
             if os.statvfs(ancestor).f_flag & os.ST_RDONLY
             else "may not be written to by this user"
         )
         raise PermissionError(
-            f"checkpoints are to be kept in {where}, and {ancestor} {why}: choose another root_dir, or another dirpath of ModelCheckpoint"
+            f"checkpoints are to be kept in {checkpoint_folder}, and {ancestor} {reason}: choose another root_dir, or another dirpath of "
+            "ModelCheckpoint"
         )
 
 

@@ -149,7 +149,7 @@ class RunRoot(ABC):
     """The runs that share a root. The implementations are :class:`LocalRunRoot` and :class:`RemoteRunRoot`; :func:`run_root_of` chooses one."""
 
     root: str
-    inner: str
+    subfolder: str
     """The folder of checkpoints within a run's folder: ``"checkpoints"``, or ``""`` for the run's folder itself."""
 
     def folder(self, number: int) -> str:
@@ -161,7 +161,7 @@ class RunRoot(ABC):
         return storage_of(self._checkpoints(number))
 
     def _checkpoints(self, number: int) -> str:
-        return f"{self.folder(number)}/{self.inner}" if self.inner else self.folder(number)
+        return f"{self.folder(number)}/{self.subfolder}" if self.subfolder else self.folder(number)
 
     def has_checkpoints(self, number: int) -> bool:
         """Whether this run has checkpoints, including unreadable ones."""
@@ -325,16 +325,16 @@ def _unlock_after_fork() -> None:
 os.register_at_fork(after_in_child=_unlock_after_fork)
 
 
-def run_root_of(root: str | Path, inner: str = "") -> RunRoot:
+def run_root_of(root: str | Path, subfolder: str = "") -> RunRoot:
     """The :class:`RunRoot` of a directory or a URL."""
-    return RemoteRunRoot(str(root), inner) if "://" in str(root) else LocalRunRoot(Path(root), inner)
+    return RemoteRunRoot(str(root), subfolder) if "://" in str(root) else LocalRunRoot(Path(root), subfolder)
 
 
 class LocalRunRoot(RunRoot):
     """Runs in a local directory."""
 
-    def __init__(self, root: Path, inner: str = "") -> None:
-        self.root, self.inner = str(root.absolute()), inner  # a script may change the current directory
+    def __init__(self, root: Path, subfolder: str = "") -> None:
+        self.root, self.subfolder = str(root.absolute()), subfolder  # a script may change the current directory
 
     def record(self, number: int) -> RunRecord:
         try:
@@ -428,8 +428,8 @@ def _lock(descriptor: int, kind: int, record: RunRecord) -> bool:
 class RemoteRunRoot(RunRoot):
     """Runs at a URL. There are no locks: two runs that start at the same moment may take the same folder."""
 
-    def __init__(self, root: str, inner: str = "") -> None:
-        self.root, self.inner = root.rstrip("/"), inner
+    def __init__(self, root: str, subfolder: str = "") -> None:
+        self.root, self.subfolder = root.rstrip("/"), subfolder
         self._files, _ = reach(self.root)
 
     def record(self, number: int) -> RunRecord:

@@ -86,8 +86,8 @@ def checked(where: object, values: Any, form: Any) -> Fields:
     Raises:
         DamagedCheckpoint: a value does not have its form; the message says where.
     """
-    if (bad := _wrong(values, form, "")) is not None:
-        raise DamagedCheckpoint(f"{where} has no usable {bad.removeprefix('.') or 'values'!r}")
+    if (bad_path := _path_of_wrong_value(values, form, "")) is not None:
+        raise DamagedCheckpoint(f"{where} has no usable {bad_path.removeprefix('.') or 'values'!r}")
     return Fields(where, values)
 
 
@@ -97,14 +97,14 @@ def checked_optimizer(where: object, state: Any) -> None:
     Raises:
         DamagedCheckpoint: it is not a valid optimizer state.
     """
-    bad = _wrong(state, OPTIM_FORM, "")
-    if bad is None and state.get("param_groups"):
+    bad_path = _path_of_wrong_value(state, OPTIM_FORM, "")
+    if bad_path is None and state.get("param_groups"):
         names = [name for group in state["param_groups"] for name in group.get("params", [None])]
         are_unique = all(type(name) in (str, int) for name in names) and len(set(names)) == len(names)
         are_dicts = "state" in state and all(isinstance(entry, dict) for entry in state["state"].values())
-        bad = None if are_unique and are_dicts else "state"
-    if bad is not None:
-        raise DamagedCheckpoint(f"{where} has no usable {bad.removeprefix('.') or 'state'!r}")
+        bad_path = None if are_unique and are_dicts else "state"
+    if bad_path is not None:
+        raise DamagedCheckpoint(f"{where} has no usable {bad_path.removeprefix('.') or 'state'!r}")
 
 
 def cannot_replace(saved: Any, current: Any) -> bool:
@@ -124,17 +124,21 @@ def cannot_replace(saved: Any, current: Any) -> bool:
     return isinstance(saved, Stored) and saved.shape.numel() != 1
 
 
-def _wrong(value: Any, form: Any, path: str) -> str | None:
+def _path_of_wrong_value(value: Any, form: Any, path: str) -> str | None:
     """The path of the first value that does not have its form, such as ``".state.epoch"``; ``None`` if all do."""
     if isinstance(form, tuple):
-        return None if any(_wrong(value, alternative, path) is None for alternative in form) else path
+        return None if any(_path_of_wrong_value(value, alternative, path) is None for alternative in form) else path
     if isinstance(form, range):
         return None if type(value) is int and value in form else path
     if isinstance(form, list):
         if not isinstance(value, list):
             return path
         return next(
-            (bad for index, item in enumerate(value) if (bad := _wrong(item, form[0], f"{path}.{index}")) is not None),
+            (
+                bad_path
+                for index, item in enumerate(value)
+                if (bad_path := _path_of_wrong_value(item, form[0], f"{path}.{index}")) is not None
+            ),
             None,
         )
     if isinstance(form, dict):
@@ -142,8 +146,12 @@ def _wrong(value: Any, form: Any, path: str) -> str | None:
             return path
         if ... in form:
             form = dict.fromkeys(value, form[...])
-        wrong = (_wrong(value[name], inner, f"{path}.{name}") for name, inner in form.items() if name in value)
-        return next((bad for bad in wrong if bad is not None), None)
+        bad_paths = (
+            _path_of_wrong_value(value[name], inner_form, f"{path}.{name}")
+            for name, inner_form in form.items()
+            if name in value
+        )
+        return next((bad_path for bad_path in bad_paths if bad_path is not None), None)
     return None if (value is None if form is None else type(value) is form) else path
 
 

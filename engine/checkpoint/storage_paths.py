@@ -24,5 +24,5 @@ def split_path(path: str | Path) -> tuple[Storage, str]:
     if "://" in str(path):
         root, _, name = str(path).rstrip("/").rpartition("/")
         return RemoteStorage(root), name
-    local = Path(path)
-    return (OneFileStorage if is_one_file(local) else LocalStorage)(local.parent), local.name
+    local_path = Path(path)
+    return (OneFileStorage if is_one_file(local_path) else LocalStorage)(local_path.parent), local_path.name

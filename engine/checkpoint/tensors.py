@@ -127,8 +127,8 @@ def write_tensors(
             parts[name + COMPLEX] = torch.view_as_real(tensor.resolve_conj()), [*begin, 0]
     metadata = {"format": "pt"}
     if offsets is not None:
-        where = {name: {"saved_offsets": begin} for name, (_, begin) in parts.items()}
-        metadata |= {"DCP_VERSION": "1.0", _SHARDING: json.dumps(where)}
+        sharding = {name: {"saved_offsets": begin} for name, (_, begin) in parts.items()}
+        metadata |= {"DCP_VERSION": "1.0", _SHARDING: json.dumps(sharding)}
     return write_file(path, serialize_tensors({name: tensor for name, (tensor, _) in parts.items()}, metadata))
 
 
@@ -312,11 +312,11 @@ class TensorFiles:
                 if (box := _intersection((tuple(begin), target.shape), (part.begin, part.shape))) is not None:
                     low, size = box
                     slices = tuple(slice(at - b, at - b + n) for at, b, n in zip(low, begin, size, strict=True))
-                    inner = tuple(at - b for at, b in zip(low, part.begin, strict=True)), size
-                    pieces.setdefault(part.file, []).append((part, inner, target[slices]))
+                    box_in_part = tuple(at - b for at, b in zip(low, part.begin, strict=True)), size
+                    pieces.setdefault(part.file, []).append((part, box_in_part, target[slices]))
         for file, reads in pieces.items():
             with file.open() as descriptor:
-                for part, box, target in sorted(reads, key=lambda piece: piece[0].place):
+                for part, box, target in sorted(reads, key=lambda piece: piece[0].file_offset):
                     part.read_into(descriptor, box, target)
 
 
@@ -380,7 +380,7 @@ class _Part:
     """A tensor, or a part of one, in a file."""
 
     file: _File
-    place: int
+    file_offset: int
     """The offset of its bytes in the file."""
     dtype: str
     """Torch's name of the dtype."""
@@ -397,25 +397,25 @@ class _Part:
         if not shape:
             (begin, size), shape, target = ((0,), (1,)), (1,), target.view(1)
         row = math.prod(shape[1:]) * dtype.itemsize
-        place = self.place + begin[0] * row
+        file_offset = self.file_offset + begin[0] * row
         plain = type(target) is torch.Tensor and target.is_cpu and not target.is_neg() and not target.is_conj()
         if plain and target.dtype == dtype and size[1:] == shape[1:] and target.is_contiguous():
-            self._read(descriptor, target, place)
+            self._read(descriptor, target, file_offset)
             return
-        inner = tuple(slice(b, b + n) for b, n in zip(begin[1:], size[1:], strict=True))
+        columns = tuple(slice(b, b + n) for b, n in zip(begin[1:], size[1:], strict=True))
         row_count = max(1, min(size[0], CHUNK // row))
         rows = torch.empty((row_count, *shape[1:]), dtype=dtype)
-        for first in range(0, size[0], row_count):
-            filled = rows[: min(row_count, size[0] - first)]
-            self._read(descriptor, filled, place + first * row)
-            target[first : first + row_count].copy_(filled[:, *inner])
+        for row_number in range(0, size[0], row_count):
+            filled = rows[: min(row_count, size[0] - row_number)]
+            self._read(descriptor, filled, file_offset + row_number * row)
+            target[row_number : row_number + row_count].copy_(filled[:, *columns])
 
-    def _read(self, descriptor: int, target: Tensor, place: int) -> None:
-        """Fill a contiguous CPU tensor with the file's bytes from offset ``place`` on."""
+    def _read(self, descriptor: int, target: Tensor, file_offset: int) -> None:
+        """Fill a contiguous CPU tensor with the file's bytes from ``file_offset`` on."""
         import torch
 
         values: Any = target.reshape(-1).view(torch.uint8).numpy()
-        fill(self.file.path, descriptor, memoryview(values), place)
+        fill(self.file.path, descriptor, memoryview(values), file_offset)
 
 
 def _read_header(path: Path) -> tuple[dict[str, str], dict[str, _Part]]:
@@ -467,7 +467,7 @@ def _tensor_of_parts(name: str, parts: Sequence[_Part]) -> Stored | str:
     ends = [[b + n for b, n in zip(part.begin, part.shape, strict=True)] for part in parts]
     shape = [max(column) for column in zip(*ends, strict=True)]
     if math.prod(max(1, n) for n in shape) >= _MAX_ELEMENTS:
-        return "lie too far out"
+        return "have offsets that are too large"
     if wrong := _coverage_error(shape, [(part.begin, part.shape) for part in parts]):
         return wrong
     dtype: torch.dtype = getattr(torch, first.dtype)

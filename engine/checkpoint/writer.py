@@ -251,6 +251,7 @@ class CheckpointWriter:
         job.parts, job.trees = {}, {}
 
     def _write(self, job: _Job, group: Group) -> None:
+        """Write one checkpoint on all ranks; after an error on any rank, none of it is left."""
         try:
             all_or_none(group, partial(self._begin, job, group))
             files = all_or_none(group, partial(self._fill, job, group))
@@ -298,9 +299,9 @@ class CheckpointWriter:
             parts = {key.partition("/")[2]: part for key, part in job.parts.items() if key.startswith(f"{kind}/")}
             if kind == WEIGHTS and (parts or OTHER_WEIGHTS in job.trees):
                 (draft.folder / kind).mkdir(exist_ok=True)
-            for index, some in enumerate(into_files(parts)):
+            for index, file_parts in enumerate(into_files(parts)):
                 name = f"{kind}/rank={rank:05d}{f'-{index}' if index else ''}.safetensors"
-                works.append(partial(_write_parts, draft, name, some))
+                works.append(partial(_write_parts, draft, name, file_parts))
         works += [partial(draft.write_tree, stem, tree) for stem, tree in job.trees.items()]
         write = partial(device_copies.call_on_device, group.device)  # a blocking save reads tensors on the device
         size = sum(part.tensor.nbytes for part in job.parts.values())
