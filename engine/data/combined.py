@@ -259,6 +259,7 @@ class CombinedFeed(Feed):
         return zip(batches, self._shares(deal, start), strict=True)
 
     def _side_by_side(self, deal: Deal, start: int) -> Iterator[Any]:
+        """Read this rank's combined batches when each has one batch of every member."""
         cycles = self.loader.mode == "max_size_cycle"
         ends = [deal.used if cycles else min(member.count, deal.used) for member in self.members]
         parts = [
@@ -274,6 +275,8 @@ class CombinedFeed(Feed):
             )
 
     def _one_by_one(self, deal: Deal, start: int) -> Iterator[Any]:
+        """Read this rank's batches in sequential mode, one member after the other."""
+
         def batches_of_member(index: int) -> Iterator[Any]:
             member_start = self.offsets[index]
             numbers = _rank_numbers(deal, start, member_start, self.offsets[index + 1])
@@ -294,7 +297,7 @@ class CombinedFeed(Feed):
         return read()
 
     def _member_of(self, number: int) -> int:
-        """In sequential mode, the index of the member that has combined batch ``number``."""
+        """The index of the member that has batch ``number`` in sequential mode."""
         return next(i for i in range(len(self.members)) if number < self.offsets[i + 1])
 
     def _size(self, number: int) -> int:
@@ -305,6 +308,7 @@ class CombinedFeed(Feed):
         return sum(member.size(number) for member in self.members if mode == "max_size_cycle" or number < member.count)
 
     def _shares(self, deal: Deal, start: int) -> Iterator[Share]:
+        """Yield this rank's share of each combined batch, from position ``start`` on."""
         ranks = deal.world_size
         bases = range(start, deal.used, ranks * deal.window)
         for base, (ranges, dealt) in zip(bases, deal.windows(start), strict=True):
@@ -324,7 +328,7 @@ def _rank_numbers(deal: Deal, start: int, low: int, high: int) -> Iterator[int]:
     full = deal.round * deal.window
     first = start + max(0, low - start) // full * full
     short = start + max(0, deal.used - start) // full * full
-    # In the last, short window a rank without units of its own repeats one of any number.
+    # In the last, short window a rank without units of its own may repeat a unit with any number.
     stop = min(high, short)
     for _, (ranges, _) in zip(range(first, stop, full), deal.windows(first), strict=False):
         yield from (part.start for part in ranges if low <= part.start < high)

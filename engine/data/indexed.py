@@ -82,14 +82,14 @@ class SamplerBatches(PassBatches):
 class ListBatches(PassBatches):
     """A pass over a list of batches."""
 
-    def __init__(self, ready: Sequence[Any]) -> None:
-        self.ready, self.count = ready, len(ready)
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches, self.count = batches, len(batches)
 
     def items(self, number: int) -> Any:
-        return self.ready[number]
+        return self.batches[number]
 
     def size(self, number: int) -> int:
-        return batch_size(self.ready[number]) or 1
+        return batch_size(self.batches[number]) or 1
 
 
 class IndexedFeed(Feed):
@@ -164,7 +164,7 @@ class LoaderFeed(IndexedFeed):
 
     def close(self) -> None:
         super().close()
-        end_workers(self.loader._iterator)  # persistent ones
+        end_workers(self.loader._iterator)  # persistent workers
         self.loader._iterator = None
 
 
@@ -251,6 +251,7 @@ class BatchFeed(LoaderFeed):
         return lambda rank, number: by_rank[rank][number]
 
     def _shares(self, size: Callable[[int, int], int], deal: Deal | Shards, start: int) -> Iterator[Share]:
+        """Yield this rank's share of each batch, from position ``start`` on; ``size`` returns a batch's samples by rank and number."""
         for base, (_, dealt) in zip(
             itertools.count(start, deal.round * deal.window), deal.windows(start), strict=False
         ):
@@ -344,7 +345,7 @@ def indexed_feed(data: Any, group: Group, seed: int, feistel: bool = True) -> In
 def deal_of(
     order: SampleOrder, units: int, batch: int, window: int, drop_last: bool, limit: int | None
 ) -> Deal | Shards:
-    """Distribute an epoch's ``units`` to the ranks, unless each rank has its own already: then this is a collective, to learn the ranks' numbers."""
+    """Distribute an epoch's ``units`` to the ranks. A collective if each rank has its own units already, since their numbers are exchanged."""
     group = order.group
     if order.sharded:
         return Shards(order.units_of_ranks(units), batch, window, group.rank, drop_last, limit)

@@ -272,7 +272,7 @@ class PreparedLoader:
         self.resume(state_dict["epoch"], state_dict["position"], state_dict["stream"])
 
     def skipping(self, num_batches: int) -> PreparedLoader:
-        """Create a loader whose first pass is this one's next without the first ``num_batches`` micro-batches per rank; later passes are complete.
+        """Create a loader that starts with this loader's next pass, but skips the first ``num_batches`` micro-batches per rank of that pass.
 
         Raises:
             ValueError: ``num_batches`` is negative.

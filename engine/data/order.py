@@ -310,7 +310,7 @@ class UserSamplerOrder(SampleOrder):
         plain = type(sampler).__module__.split(".")[0] in ("torch", "builtins")
         self.replayed = not (plain or self.epoch_listeners or self.stateful)
         self.passes = self.epoch = 0
-        self._before: Any = None
+        self._sampler_state_before: Any = None
         self._checksum: int | None = None
         self._drawn: list[Any] | None = None
         self._state_to_enter: dict[str, Any] | None = None
@@ -333,7 +333,7 @@ class UserSamplerOrder(SampleOrder):
             "passes": self.passes - 1,
             "epoch": self.epoch,
             "print": self._fingerprint(),
-            "before": self._before,
+            "before": self._sampler_state_before,
             "now": copy.deepcopy(self.sampler.state_dict()) if self.stateful else None,
             "over": over,
             "world_size": self.group.world_size if self.sharded else None,
@@ -344,7 +344,7 @@ class UserSamplerOrder(SampleOrder):
 
     def _pass(self, epoch: int, at_most: int | None) -> list[Any]:
         """Draw one pass of the sampler with the epoch's seed."""
-        self._before = copy.deepcopy(self.sampler.state_dict()) if self.stateful else None
+        self._sampler_state_before = copy.deepcopy(self.sampler.state_dict()) if self.stateful else None
         with isolated(), reseeded(self.generators, epoch):
             seed_everything(mixed(self.seed, epoch) % 2**32)
             for listener in self.epoch_listeners:
@@ -383,7 +383,7 @@ class UserSamplerOrder(SampleOrder):
                 indices = self._pass(saved_epoch, at_most)
             if state["now"] is not None and not _equal_states(state["now"], self.sampler.state_dict()):
                 self.sampler.load_state_dict(copy.deepcopy(state["now"]))
-            self._before = state["before"]
+            self._sampler_state_before = state["before"]
         self.passes = state["passes"] + 1
         resharded = self.sharded and state["world_size"] != self.group.world_size
         if self._fingerprint() != state["print"] and not resharded:
@@ -560,7 +560,7 @@ def generators_of(sampler: Any) -> list[Any]:
 
 
 def _generator_classes() -> tuple[type, ...]:
-    numpy = sys.modules.get("numpy")  # numpy was never imported: no generator is one of its own
+    numpy = sys.modules.get("numpy")  # if numpy was never imported, no generator is numpy's
     return torch.Generator, random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ())
 
 

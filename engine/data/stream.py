@@ -49,7 +49,7 @@ class StreamFeed(Feed):
         self.shuffle = self.reader.shuffle()
         if self.shuffle is not None and not self.presharded and len(set(gather_json(group, self.shuffle))) > 1:
             raise ValueError(
-                "the ranks shuffle this stream differently, and each would keep its batches of another order: give .shuffle() the same seed "
+                "the ranks shuffle this stream differently, so each would take its batches from another order: give .shuffle() the same seed "
                 "on every rank"
             )
         self._begun = self._ended = False
@@ -92,7 +92,7 @@ class StreamFeed(Feed):
             self.iterator, batches = self.reader.begin(saved)
         if start and saved is None:
             warn_once(
-                f"this data cannot be entered in the middle ({self._reason()}): "
+                f"this data cannot be read from the middle of an epoch ({self._reason()}): "
                 f"{start} batches are read and discarded to get back to the position"
             )
             next(itertools.islice(batches, start - 1, start), None)
@@ -145,6 +145,7 @@ class StreamFeed(Feed):
             yield
 
     def _windows(self, batches: Iterator[Any], position: int, window: int, end: int | None) -> Iterator[MicroBatch]:
+        """Read window after window, exchange the batches' sizes, and yield this rank's micro-batches up to position ``end``."""
         spare: Any = _NOTHING
         resumed = position > 0
         while True:
@@ -289,12 +290,12 @@ class WorkerReader(StreamReader):
         notified = data.persistent_workers and callable(getattr(data.dataset, "set_epoch", None))
         # Shared with persistent workers, which have copies of the dataset.
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_() if notified else None
-        self.whole = self._loader()
+        self.loader_from_start = self._loader()
         self.next = 0
         self.positions: list[dict[str, Any] | None] = []
 
-    def _loader(self, first: int = 0, states: list[Any] | None = None) -> DataLoader[Any]:
-        dataset = TrackedDataset(self.data.dataset, first, states, self.epoch)
+    def _loader(self, first_worker: int = 0, states: list[Any] | None = None) -> DataLoader[Any]:
+        dataset = TrackedDataset(self.data.dataset, first_worker, states, self.epoch)
         return altered(
             self.data,
             dataset=dataset,
@@ -304,7 +305,7 @@ class WorkerReader(StreamReader):
 
     def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
         # Even persistent workers are used for one pass only if they start at saved positions.
-        loader = self.whole if state is None else self._loader(state["next"], state["states"])
+        loader = self.loader_from_start if state is None else self._loader(state["next"], state["states"])
         self.next = state["next"] if state else 0
         self.positions = list(state["states"]) if state else [None] * self.workers
         iterator = iter(loader)
@@ -336,21 +337,21 @@ class WorkerReader(StreamReader):
             self.epoch.fill_(epoch)
 
     def close(self) -> None:
-        end_workers(self.whole._iterator)
-        self.whole._iterator = None
+        end_workers(self.loader_from_start._iterator)
+        self.loader_from_start._iterator = None
 
 
 class TrackedDataset(IterableDataset[Any]):
     """Wraps a dataset so that its position can be read and set, in this process or in a worker.
 
-    ``states`` has the saved state of each worker (or of this process alone). Worker ``i`` takes the place of worker ``first + i``, since it was
-    worker ``first`` whose batch came next.
+    ``states`` has the saved state of each worker (or of this process alone). Worker ``i`` takes the place of worker ``first_worker + i``, because
+    worker ``first_worker`` was the next to deliver a batch.
     """
 
     def __init__(
-        self, dataset: Any, first: int = 0, states: list[Any] | None = None, epoch: torch.Tensor | None = None
+        self, dataset: Any, first_worker: int = 0, states: list[Any] | None = None, epoch: torch.Tensor | None = None
     ) -> None:
-        self.dataset, self.first, self.states, self.epoch = dataset, first, states, epoch
+        self.dataset, self.first_worker, self.states, self.epoch = dataset, first_worker, states, epoch
         self.iterator: Any = None
         self.over = False
         self.has_no_state = bool(shuffle_buffers(dataset))  # a state would lack the buffers' contents
@@ -411,7 +412,7 @@ class WorkerRole:
     def __call__(self, worker_id: int) -> None:
         info = get_worker_info()
         assert info is not None
-        role = (self.dataset.first + worker_id) % info.num_workers
+        role = (self.dataset.first_worker + worker_id) % info.num_workers
         object.__setattr__(info, "id", role)  # the class forbids plain assignment
         object.__setattr__(info, "dataset", self.dataset.dataset)
         if self.worker_init_fn is not None:
@@ -432,9 +433,9 @@ def shuffle_buffers(data: Any) -> list[Any]:
         if type(part).__name__ == "BufferShuffledExamplesIterable":
             buffers.append(part)
         parts += [
-            inner
-            for inner in (getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ()))
-            if inner is not None
+            inner_part
+            for inner_part in (getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ()))
+            if inner_part is not None
         ]
     return buffers
 
