@@ -347,6 +347,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _packed(obj: Any) -> bytes | str:
+    """Pickle an object; if that fails, return the error as text."""
     # If an object cannot be pickled, send the error in its place, since other ranks wait for something.
     packed = io.BytesIO()
     try:

@@ -242,10 +242,10 @@ def _end_with_parent(parent: int, rank: int) -> None:
             f"{os.getppid()}. Start programs from within a rank without RANK, WORLD_SIZE and FIT_PARENT_PID in their environment."
         )
 
-    done = threading.Event()
+    stopping = threading.Event()
 
     def watch() -> None:
-        while not done.wait(0.5):
+        while not stopping.wait(0.5):
             if os.getppid() != parent:
                 with contextlib.suppress(OSError):  # standard error may be closed with the parent
                     os.write(2, f"rank {rank}: rank 0 (process {parent}) is gone; ending\n".encode())
@@ -254,7 +254,7 @@ def _end_with_parent(parent: int, rank: int) -> None:
 
     def stop() -> None:
         # Stop the thread first: one that wakes up while the interpreter shuts down aborts the process (seen in 20 % of exits).
-        done.set()
+        stopping.set()
         thread.join(1.0)
         _shorten_exit()
 

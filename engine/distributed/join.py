@@ -69,12 +69,12 @@ def join(
         return Group(environment, device)
     failures.refuse_imported_script()
     process_groups.allow_descriptors(environment.world_size)
-    where = f"{environment.master_addr}:{environment.master_port}"
+    address = f"{environment.master_addr}:{environment.master_port}"
     store = meet(
-        store or _open_store(environment, timeout, where),
+        store or _open_store(environment, timeout, address),
         environment.rank,
         environment.world_size,
-        where,
+        address,
         timeout=timeout,
         check=check,
     )
@@ -168,7 +168,7 @@ def _adopt(timeout: timedelta, store: dist.Store | None, debug: bool) -> JoinedG
     return own_process.joined
 
 
-def _open_store(environment: Environment, timeout: timedelta, where: str) -> dist.Store:
+def _open_store(environment: Environment, timeout: timedelta, address: str) -> dist.Store:
     """The store at the job's address, which rank 0 serves unless the launcher does. All jobs of this process at one address share one store."""
     this_rank = f"rank {environment.rank} of {environment.world_size}"
     if environment.master_addr is None or environment.master_port is None:
@@ -197,7 +197,7 @@ def _open_store(environment: Environment, timeout: timedelta, where: str) -> dis
                 else "Is rank 0 running there, and is the address right as seen from this machine?"
             )
             raise RuntimeError(
-                f"{this_rank} could not {'serve' if serves else 'reach'} the job's store at {where}: {error}. {advice}"
+                f"{this_rank} could not {'serve' if serves else 'reach'} the job's store at {address}: {error}. {advice}"
             ) from error
     return _stores[key]
 
@@ -206,15 +206,15 @@ def meet(
     store: dist.Store,
     rank: int,
     world_size: int,
-    where: str,
+    address: str,
     *,
     timeout: timedelta,
     check: Callable[[], None] | None = None,
 ) -> dist.Store:
-    """Meet the other ranks of this round, and return the part of ``store`` that is only theirs. On rank 0 wait until all have joined.
+    """Meet the other ranks of this round, and return the part of ``store`` that only these ranks use. On rank 0 wait until all have joined.
 
     Args:
-        where: the store's address, for messages.
+        address: the store's address, for messages.
         check: called on rank 0 about ten times a second while it waits for other ranks; it may raise (``ScriptRanks.check``).
 
     Raises:
@@ -224,18 +224,18 @@ def meet(
     ticket = store.add(_TICKETS, 1)
     if rank != 0:
         name = _await_answer(
-            store, ticket, deadline, f"rank 0 did not connect to {where} within {timeout.total_seconds():g} s"
+            store, ticket, deadline, f"rank 0 did not connect to {address} within {timeout.total_seconds():g} s"
         )
         rank_0_round = _round_store(store, name, timeout)
         rank_0_round.add("joined", 1)
         return rank_0_round
     own_round = _round_store(store, str(ticket), timeout)
-    joined, pause, answered = own_round.add("joined", 0) + 1, 0.005, store.add(_DONE, 0)
+    joined, pause, answered_count = own_round.add("joined", 0) + 1, 0.005, store.add(_DONE, 0)
     while joined < world_size:
         ticket_count = store.add(_TICKETS, 0)
-        for number in range(answered + 1, ticket_count + 1):
+        for number in range(answered_count + 1, ticket_count + 1):
             store.set(f"fit/answers/{number}", str(ticket))
-        answered = ticket_count
+        answered_count = ticket_count
         joined = own_round.add("joined", 0) + 1
         if joined >= world_size:
             break
@@ -243,13 +243,13 @@ def meet(
             check()
         if time.monotonic() > deadline:
             raise RuntimeError(
-                f"only {joined} of {world_size} ranks connected to {where} within {timeout.total_seconds():g} s. Look for the "
+                f"only {joined} of {world_size} ranks connected to {address} within {timeout.total_seconds():g} s. Look for the "
                 "first error in the output of the others, and check whether their machines can reach this address."
             )
         time.sleep(pause)
         pause = min(pause * 2, 0.1)
     # The next attempt's rank 0 must not answer these tickets again.
-    store.add(_DONE, answered - store.add(_DONE, 0))
+    store.add(_DONE, answered_count - store.add(_DONE, 0))
     return own_round
 
 

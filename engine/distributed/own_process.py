@@ -53,7 +53,7 @@ class StartedRanks(ABC):
 
 
 class OwnProcess:
-    """What this process has joined and started, and whether it has run alone. There is only one object, :data:`own_process`."""
+    """The state of this process: what it has joined and started, and whether it has run alone. The only object is :data:`own_process`."""
 
     joined: JoinedGroups | None = None
     """The process groups of the job; ``None`` for a job of one process, and after :meth:`leave`."""

@@ -26,7 +26,7 @@ GLOO_GROUPS = 5
 OTHER_DESCRIPTORS = 512
 """The number of file descriptors for everything else: data, workers, the device's library."""
 ROOM = 65536
-"""The soft limit of descriptors is raised at most to this, unless the job needs more: some programs loop over every possible descriptor."""
+"""The soft limit of descriptors is raised to this, or to what the job needs, but no higher: some programs loop over every possible descriptor."""
 
 QUIET_S = 0.1
 """The maximum time (s) that a fork waits for gloo's threads."""

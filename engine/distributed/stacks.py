@@ -44,7 +44,7 @@ _DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy", "_pydevd_bundle", "IPython.core
 MOST = 80
 """The maximum number of characters that are shown of a source line."""
 _doing: dict[int, str] = {}
-"""What threads are doing, by ``threading.get_ident()``, as :func:`doing` describes it."""
+"""The activities of threads in words, by ``threading.get_ident()``; :func:`doing` sets them."""
 
 
 # The source of calls that return only when the device has finished the work queued before.

@@ -16,7 +16,7 @@ MAX_INTERVAL = 256
 """The maximum number of steps between two checks, which bounds the delay when steps suddenly become slow."""
 
 STOP, HURRY, TERMINATE = 1, 2, 3
-"""Requests: stop when the minimum of epochs and steps is reached; stop at the next batch (Ctrl-C); stop at the next batch and end the process
+"""Requests: stop once ``min_epochs`` and ``min_steps`` are reached; stop at the next batch (Ctrl-C); stop at the next batch and end the process
 (SIGTERM)."""
 
 
@@ -54,10 +54,10 @@ class Agreement:
     __slots__ = (
         "_cpu",
         "_interval",
-        "_left",
-        "_news",
+        "_own_news",
         "_posted",
         "_slowest_s",
+        "_steps_left",
         "_stop",
         "_stopwatch",
         "elapsed_s",
@@ -73,10 +73,10 @@ class Agreement:
         """The most urgent request at the last check: :data:`STOP`, :data:`HURRY`, :data:`TERMINATE`, or 0."""
         self.news = False
         """Whether some rank has called :meth:`notify`; the same on all ranks. The reader acts on it and sets it to False."""
-        self._interval = self._left = 1
+        self._interval = self._steps_left = 1
         self._stop = 0
         self._slowest_s = 0.0
-        self._news = False
+        self._own_news = False
         self._posted: tuple[Any, torch.Tensor] | None = None
         """The check in progress: its asynchronous collective, and the flags that this reduces; ``None`` if there is none."""
 
@@ -88,7 +88,7 @@ class Agreement:
         if self._cpu is None:
             self.news = True
         else:
-            self._news = True
+            self._own_news = True
 
     @property
     def interval(self) -> int:
@@ -112,10 +112,10 @@ class Agreement:
             self._stop = stop
         if step_s > self._slowest_s:
             self._slowest_s = step_s
-        self._left -= 1
+        self._steps_left -= 1
         if self._posted is not None:
             return self._read()
-        if self._left > 0:
+        if self._steps_left > 0:
             return False
         at_once = self._interval == 1
         self._start_check()
@@ -124,7 +124,7 @@ class Agreement:
     def restart(self) -> None:
         """Check at the next call and recompute the interval, because the duration of steps may change now."""
         self._finish_check()
-        self._interval = self._left = 1
+        self._interval = self._steps_left = 1
 
     def agree_now(self, stop: int) -> bool:
         """Return whether any rank requests a stop, waiting for all ranks. For the ends of epochs and of validations."""
@@ -146,15 +146,15 @@ class Agreement:
         assert self._posted is None
         # Limited, since an infinite duration would make the interval's division meaningless. NaN never passes the comparison in poll.
         # A notify() of another thread between the two counts for the next check.
-        news, self._news = (
-            float(self._news),
+        own_news, self._own_news = (
+            float(self._own_news),
             False,
         )
-        values = [float(self._stop), min(self._slowest_s, 1e6), self._stopwatch.seconds(), news]
+        values = [float(self._stop), min(self._slowest_s, 1e6), self._stopwatch.seconds(), own_news]
         flags = torch.tensor(values, dtype=torch.float64)
         work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._cpu, async_op=True)
         self._posted = work, flags
-        self._stop, self._slowest_s, self._left = 0, 0.0, self._interval
+        self._stop, self._slowest_s, self._steps_left = 0, 0.0, self._interval
 
     def _read(self) -> bool:
         """Return the answer of the check in progress; waits until the last rank has begun it."""
@@ -165,9 +165,9 @@ class Agreement:
         if news:
             self.news = True
         if slowest_s > 0.0:  # no step since the last check: the interval stays
-            passed = self._interval - self._left
+            passed = self._interval - self._steps_left
             # At most four times the last interval: the first durations after a change may not be typical.
             self._interval = max(1, min(MAX_INTERVAL, 4 * self._interval, round(PERIOD_S / slowest_s)))
-            self._left = self._interval - passed
+            self._steps_left = self._interval - passed
         self.level = int(stop)
         return stop > 0.0

@@ -60,7 +60,7 @@ _OWN_COLLECTIVE = re.compile(
 
 @dataclass(frozen=True)
 class HangNote:
-    """What a rank writes for rank 0 when its training hangs."""
+    """The note that a rank leaves for rank 0 when its training hangs."""
 
     progress: float
     """The progress counter: batches finished, or whatever the training counts."""
@@ -277,6 +277,7 @@ class Watchdog:
         return text, lags
 
     def _lines(self, notes: dict[int, HangNote | None], lags: list[int]) -> list[str]:
+        """The lines of rank 0's report about the ranks: those that lag, then the positions of those that wait."""
         lines = []
         if len(lags) == len(notes) and all(note is not None and note.waits for note in notes.values()):
             lines.append("  all ranks wait for each other, in different collectives or in one that does not finish:")

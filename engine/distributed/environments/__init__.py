@@ -90,18 +90,18 @@ def _contradiction(environment: Environment, torchrun_variables: Mapping[str, st
 def hints(environ: Mapping[str, str], environment: Environment) -> list[str]:
     """Notes for ``fit env`` about how ``environment`` was detected."""
     lines = []
-    why = why_no_task(environ)
-    if environment.name == "single" and why:
+    reason = why_no_task(environ)
+    if environment.name == "single" and reason:
         lines.append(
-            f"inside SLURM job {environ['SLURM_JOB_ID']}, but a single process, because {why}; several ranks are started by: "
+            f"inside SLURM job {environ['SLURM_JOB_ID']}, but a single process, because {reason}; several ranks are started by: "
             "srun --ntasks N python script.py, or: fit launch --slurm script.py"
         )
     if environment.name == "single" and any(environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
         lines.append("MASTER_ADDR or MASTER_PORT is set, but no rank: they are not used")
     if environment.name == "single" and environ.get("PET_NODE_RANK"):
         lines.append("the only pod of its job: a single process, which may start others by itself")
-    over = STARTERS if environment.name in Torchrun.launchers else ()
-    outer_launchers = [starter for starter in over if _detected_or_none(starter, environ)]
+    outer_candidates = STARTERS if environment.name in Torchrun.launchers else ()
+    outer_launchers = [starter for starter in outer_candidates if _detected_or_none(starter, environ)]
     lines += [f"{environment.name}'s variables win over {_set_names(starter, environ)}" for starter in outer_launchers]
     return lines
 

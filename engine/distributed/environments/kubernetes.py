@@ -44,6 +44,7 @@ class Kubernetes:
         )
 
     def _pet(self, read: Variables) -> Environment:
+        """Read the ``PET_*`` variables of a pod."""
         nodes, processes = read.text("PET_NNODES") or "1", read.text("PET_NPROC_PER_NODE") or "1"
         if nodes == "1" and processes in ("1", "auto", "cpu", "gpu"):
             return Environment("single", variables=read.values)
@@ -66,6 +67,7 @@ class Kubernetes:
     def _pods(
         self, read: Variables, rank_name: str, world_size: int, size_name: str, address: str, port: str
     ) -> Environment:
+        """Describe one of ``world_size`` pods with one process each."""
         rank = read.integer(rank_name)
         read.require_less(rank_name, rank, size_name, world_size)
         for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
