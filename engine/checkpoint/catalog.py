@@ -33,7 +33,7 @@ Entry = dict[str, Any]
 
 
 class Unread:
-    """Stands for a tensor of a tree, which is neither shown nor read: reading imports torch."""
+    """A placeholder for a tensor in a tree: listings do not show tensors, and reading one would import torch."""
 
     def numpy(self) -> Unread:
         return self
@@ -43,13 +43,13 @@ class Unread:
 
 
 def folder_at(path: str | Path) -> Storage | None:
-    """The folder of checkpoints at a path or a URL: itself, or its ``checkpoints/``, of the newest run that has any. ``version_0`` names the
-    first run of a ``root_dir``, which has no folder of this name.
+    """Find the folder of checkpoints at a path or a URL: ``path`` itself, its ``checkpoints/``, or that of the newest run in it that has
+    checkpoints. ``version_0`` names the first run of a ``root_dir``, which has no folder of this name.
 
-    ``None``: there are none, or it is a checkpoint itself.
+    ``None``: there are no checkpoints, or ``path`` is one checkpoint.
 
     Raises:
-        NotADirectoryError: it is a file.
+        NotADirectoryError: ``path`` is a file.
     """
     if is_one_file(path):
         return None
@@ -57,33 +57,33 @@ def folder_at(path: str | Path) -> Storage | None:
         raise NotADirectoryError(
             f"{path} is a file, but a checkpoint is a directory. Convert a file of another trainer with: fit checkpoint convert {path} OUT"
         )
-    where, name = split_path(path)
-    if where.has(name):
+    storage, name = split_path(path)
+    if storage.has(name):
         return None
     root = str(path).rstrip("/")
     folders = run_root_of(root).folders()
-    above, _, name = root.rpartition("/")
+    parent, _, name = root.rpartition("/")
     if name == FIRST:
-        folders.append(above or ".")
+        folders.append(parent or ".")
 
     tried: list[Storage] = []
     for folder in folders:
         if not _has_folders(folder):  # of 100,000 runs, most may have saved nothing
             continue
-        for place in (storage_of(folder), storage_of(f"{folder}/checkpoints")):
-            if any(place.complete()):
-                return place
-            tried.append(place)
-    return next((place for place in tried if place.incomplete(())), None)
+        for candidate in (storage_of(folder), storage_of(f"{folder}/checkpoints")):
+            if any(candidate.complete()):
+                return candidate
+            tried.append(candidate)
+    return next((candidate for candidate in tried if candidate.incomplete(())), None)
 
 
 def _has_folders(path: str) -> bool:
-    """Whether a folder may have checkpoints, or a folder with some; of a URL this is not known."""
+    """Whether a folder has subfolders, which may be or contain checkpoints; always True for a URL, which only a request could tell."""
     if "://" in path:
         return True
     try:
-        with os.scandir(path) as inner:
-            return any(entry.is_dir() for entry in inner)
+        with os.scandir(path) as entries:
+            return any(entry.is_dir() for entry in entries)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
@@ -91,47 +91,52 @@ def _has_folders(path: str) -> bool:
 
 
 def find(path: str | Path) -> tuple[Storage, list[str]]:
-    """The checkpoints at a path or a URL: itself, or the complete ones in a :func:`folder_at`, oldest first.
+    """Find the checkpoints that a path or a URL means: the checkpoint at ``path``, or all complete ones in its :func:`folder_at`.
+
+    Returns:
+        Their storage, and their names, oldest first.
 
     Raises:
-        FileNotFoundError: there are none, or the named one does not exist.
-        NotADirectoryError: it is a file.
-        DamagedCheckpoint: there are only incomplete ones; the message has the reason.
+        FileNotFoundError: there is no checkpoint at ``path``.
+        NotADirectoryError: ``path`` is a file.
+        DamagedCheckpoint: all checkpoints there are incomplete; the message has the reason.
     """
     return find_in(path, folder_at(path))
 
 
-def find_in(path: str | Path, inner: Storage | None) -> tuple[Storage, list[str]]:
-    """Do what :func:`find` does, for a caller that has called :func:`folder_at` already: ``inner`` is its result."""
-    if inner is not None and (names := list(inner.manifests())):
-        return inner, names
-    where, name = split_path(path)
-    if inner is None and where.has(name):
-        return where, [name]
+def find_in(path: str | Path, folder: Storage | None) -> tuple[Storage, list[str]]:
+    """Do the same as :func:`find`, with ``folder``, the result of :func:`folder_at` that the caller has already."""
+    if folder is not None and (names := list(folder.manifests())):
+        return folder, names
+    storage, name = split_path(path)
+    if folder is None and storage.has(name):
+        return storage, [name]
     damaged = (
-        {str(inner.path(n)): problem.reason for n, problem in inner.incomplete().items()} if inner is not None else {}
+        {str(folder.path(n)): problem.reason for n, problem in folder.incomplete().items()}
+        if folder is not None
+        else {}
     )
-    damaged |= {str(where.path(n)): problem.reason for n, problem in where.incomplete().items() if n == name}
-    for what, why in damaged.items():
-        raise DamagedCheckpoint(f"{what}: {why}; there is no complete checkpoint")
-    beside = ", ".join(where.manifests()) or "none"
+    damaged |= {str(storage.path(n)): problem.reason for n, problem in storage.incomplete().items() if n == name}
+    for location, reason in damaged.items():
+        raise DamagedCheckpoint(f"{location}: {reason}; there is no complete checkpoint")
+    siblings = ", ".join(storage.manifests()) or "none"
     raise FileNotFoundError(
-        f"{path} is not a checkpoint, and contains none ({MANIFEST} is missing); complete ones beside it: {beside}"
+        f"{path} is not a checkpoint, and contains none ({MANIFEST} is missing); complete ones beside it: {siblings}"
     )
 
 
 @contextmanager
 def open_path(path: str | Path, folders: Iterable[str] = FOLDERS) -> Iterator[Opened]:
-    """The checkpoint at ``path``, or the newest one in it (see :func:`find`), for one process.
+    """Open the checkpoint at ``path``, or the newest one in it (see :func:`find`), in a single process.
 
     Args:
-        folders: folders whose checksums are checked.
+        folders: the folders of the checkpoint whose checksums are verified.
 
     Raises:
-        DamagedCheckpoint, FileNotFoundError: as :func:`find` and :class:`Opened`.
+        DamagedCheckpoint, FileNotFoundError: the errors of :func:`find` and :class:`Opened`.
     """
-    where, names = find(path)
-    with Opened(where.fetch(names[-1]), folders=folders) as opened:
+    storage, names = find(path)
+    with Opened(storage.fetch(names[-1]), folders=folders) as opened:
         yield opened
 
 
@@ -139,37 +144,38 @@ def open_path(path: str | Path, folders: Iterable[str] = FOLDERS) -> Iterator[Op
 
 
 def entries(root: str | Path) -> list[Entry]:
-    """All checkpoints in a folder (or in its ``checkpoints/``), complete ones first, oldest first.
+    """Describe all checkpoints in a folder (or in its ``checkpoints/``): complete ones first, oldest first.
 
     Returns:
-        ``name``, ``path``, ``complete`` of each; for a complete one also ``step``, ``epoch``, ``saved_at`` (seconds since 1970), ``bytes``,
-        ``world_size``, ``metrics``, ``score`` and ``scored_with`` (the weights that a score is measured with: ``"trained"``, a name such as
-        ``"ema"``, or ``None`` if an earlier version has not noted it); for an incomplete one ``reason``.
+        For each checkpoint ``name``, ``path`` and ``complete``; for a complete one also ``step``, ``epoch``, ``saved_at`` (seconds since 1970),
+        ``bytes``, ``world_size``, ``metrics``, ``score`` and ``scored_with`` (the weights that the score was measured with: ``"trained"``, a name
+        such as ``"ema"``, or ``None`` if an earlier version did not record it); for an incomplete one ``reason``.
 
     Raises:
         FileNotFoundError: there is no checkpoint, not even an incomplete one.
     """
-    where = folder_at(root)
-    if where is None:  # a checkpoint rather than a folder of them, or nothing
-        where, names = find_in(root, where)
-        return [_entry(where, name, manifest) for name, manifest in where.manifests().items() if name in names]
-    manifests = where.manifests()
-    complete = [_entry(where, name, manifest) for name, manifest in manifests.items()]
-    incomplete = where.incomplete(manifests).items()
+    storage = folder_at(root)
+    if storage is None:  # a single checkpoint, or nothing
+        storage, names = find_in(root, storage)
+        return [_entry(storage, name, manifest) for name, manifest in storage.manifests().items() if name in names]
+    manifests = storage.manifests()
+    complete = [_entry(storage, name, manifest) for name, manifest in manifests.items()]
+    incomplete = storage.incomplete(manifests).items()
     return [
         *complete,
         *(
-            {"name": name, "path": str(where.path(name)), "complete": False, "reason": problem.reason}
+            {"name": name, "path": str(storage.path(name)), "complete": False, "reason": problem.reason}
             for name, problem in incomplete
         ),
     ]
 
 
-def _entry(where: Storage, name: str, manifest: Mapping[str, Any]) -> Entry:
+def _entry(storage: Storage, name: str, manifest: Mapping[str, Any]) -> Entry:
+    """Describe a complete checkpoint for :func:`entries`."""
     counters = _fields(manifest.get("counters"))
     return {
         "name": name,
-        "path": str(where.path(name)),
+        "path": str(storage.path(name)),
         "complete": True,
         "step": counters.get("step"),
         "epoch": counters.get("epoch"),
@@ -183,7 +189,7 @@ def _entry(where: Storage, name: str, manifest: Mapping[str, Any]) -> Entry:
 
 
 def scored_with(manifest: Mapping[str, Any]) -> str | None:
-    """The name of the weights that a checkpoint's score was measured with, for people; ``None``: it has several and does not say."""
+    """The name of the weights that a checkpoint's score was measured with; ``None`` if it has several weights and does not say."""
     several = any(file.startswith(f"{WEIGHTS}/") for file in manifest["files"])
     name = manifest.get(SCORED_WITH, None if several else TRAINED)
     return name if isinstance(name, str) else None
@@ -195,7 +201,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _score(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The score that a checkpoint was saved with; ``None`` for anything that cannot be compared."""
+    """The score that a checkpoint was saved with; ``None`` if it has no score that can be compared."""
     score = _fields(manifest.get("score"))
     value = score.get("value")
     usable = type(value) is float or (type(value) is int and abs(value) < 1 << 1000)
@@ -203,17 +209,17 @@ def _score(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def facts(path: str | Path, tensors: bool = False) -> dict[str, Any]:
-    """A checkpoint's description; checksums are not verified.
+    """Describe a checkpoint; checksums are not verified.
 
     Args:
-        tensors: list them too, as ``{"model", "optim" or "weights": {name: {"shape", "dtype", "shards" (number of parts in files)}}}``.
+        tensors: also list its tensors, as ``{"model", "optim" or "weights": {name: {"shape", "dtype", "shards" (number of parts in files)}}}``.
 
     Raises:
-        FileNotFoundError, DamagedCheckpoint: there is none, or a file is missing or cannot be read.
+        FileNotFoundError, DamagedCheckpoint: there is no checkpoint, or one of its files is missing or cannot be read.
     """
-    where, names = find(path)
-    with Opened(where.fetch(names[-1]), folders=()) as opened:
-        entry = _entry(where, names[-1], opened.manifest)
+    storage, names = find(path)
+    with Opened(storage.fetch(names[-1]), folders=()) as opened:
+        entry = _entry(storage, names[-1], opened.manifest)
         details = {
             name: value for name, value in opened.manifest.items() if name not in (*entry, "files", "crc32", "counters")
         }
@@ -225,12 +231,13 @@ def facts(path: str | Path, tensors: bool = False) -> dict[str, Any]:
             report["weights"] = other_weights
         if tensors:
             folders = ("model", "optim", *([WEIGHTS] if other_weights else ()))
-            report["tensors"] = {folder: _listed(opened.tensors(folder)) for folder in folders}
+            report["tensors"] = {folder: _tensor_facts(opened.tensors(folder)) for folder in folders}
             report["tied"] = _fields(_fields(opened.tree("model/model", {})).get("aliases"))
         return report
 
 
-def _listed(files: TensorFiles) -> dict[str, Any]:
+def _tensor_facts(files: TensorFiles) -> dict[str, Any]:
+    """The shape, dtype and number of shards of each tensor, by name."""
     parts = files.parts()
     return {
         name: {"shape": list(stored.shape), "dtype": str(stored.dtype).removeprefix("torch."), "shards": parts[name]}
@@ -242,27 +249,27 @@ def problems(path: str | Path) -> dict[str, list[str]]:
     """Read all of a checkpoint, or of all checkpoints in a folder, and report what is wrong.
 
     Returns:
-        By path, one line for each file that is missing, changed or unreadable; an empty list for an intact checkpoint.
+        For each checkpoint's path, one line per file that is missing, changed or unreadable; an empty list if it is intact.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no checkpoint.
     """
-    where = folder_at(path)
-    if where is not None:
-        names = list(where.manifests())
-        reasons = {name: problem.reason for name, problem in where.incomplete(names).items()}
-        return {str(where.path(name)): _problems(where, name, reasons.get(name, "")) for name in [*names, *reasons]}
+    storage = folder_at(path)
+    if storage is not None:
+        names = list(storage.manifests())
+        reasons = {name: problem.reason for name, problem in storage.incomplete(names).items()}
+        return {str(storage.path(name)): _problems(storage, name, reasons.get(name, "")) for name in [*names, *reasons]}
     try:
-        where, names = find(path)
+        storage, names = find(path)
     except DamagedCheckpoint as error:
         return {str(path): [str(error)]}
-    return {str(where.path(name)): _problems(where, name) for name in names}
+    return {str(storage.path(name)): _problems(storage, name) for name in names}
 
 
-def _problems(where: Storage, name: str, reason: str = "") -> list[str]:
-    """Verify one checkpoint; ``reason`` is its problem if it has no usable manifest."""
+def _problems(storage: Storage, name: str, reason: str = "") -> list[str]:
+    """Verify one checkpoint and list what is wrong; ``reason``: the known problem if there is no usable manifest."""
     try:
-        directory = where.fetch(name)
+        directory = storage.fetch(name)
         manifest = check_manifest(directory, read_json(directory / MANIFEST))
     except (OSError, ValueError) as error:
         return [reason or str(error)]
@@ -281,14 +288,14 @@ def _problems(where: Storage, name: str, reason: str = "") -> list[str]:
     lines += [f"{file} is not in the manifest" for file in sorted(present - files.keys())]
     if not lines:
         try:
-            _open(directory, files)
+            _read_headers_and_trees(directory, files)
         except (OSError, ValueError) as error:
             lines.append(str(error).removeprefix(f"{directory}: "))
     return lines
 
 
-def _open(directory: Path, files: Sequence[str] | Mapping[str, Any]) -> None:
-    """Read all that is not a tensor: headers and trees. Raises on errors."""
+def _read_headers_and_trees(directory: Path, files: Sequence[str] | Mapping[str, Any]) -> None:
+    """Read the headers of all tensor files, and all trees; a damaged one raises an error."""
     with Opened(directory, folders=()) as opened:
         for stem in opened.manifest.trees:
             opened.tree(stem, defaultdict(Unread))
@@ -300,46 +307,46 @@ def _open(directory: Path, files: Sequence[str] | Mapping[str, Any]) -> None:
 
 
 def by_score(manifests: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Names of the checkpoints with a score, the best first. Only scores of the newest one's monitor count: other monitors' scores do not compare.
+    """Names of the checkpoints with a score, best first. A checkpoint counts only if its score is of the same monitor as the newest score.
 
     Args:
-        manifests: oldest first.
+        manifests: by name, oldest first.
     """
     newest = list(manifests)[::-1]
     scores = {name: score for name in newest if (score := _score(manifests[name])) is not None}
     scored = [name for name, score in scores.items() if not math.isnan(score["value"])]
     if scored:
-        first = scores[scored[0]]
+        newest_score = scores[scored[0]]
         scored = [
             name
             for name in scored
-            if (scores[name]["monitor"], scores[name]["mode"]) == (first["monitor"], first["mode"])
+            if (scores[name]["monitor"], scores[name]["mode"]) == (newest_score["monitor"], newest_score["mode"])
         ]
-        scored.sort(key=lambda name: scores[name]["value"], reverse=first["mode"] == "max")
+        scored.sort(key=lambda name: scores[name]["value"], reverse=newest_score["mode"] == "max")
     return scored
 
 
 def prune(root: str | Path, keep: int, keep_best: int = 0, dry_run: bool = False) -> dict[str, list[str]]:
-    """Delete complete checkpoints except the ``keep`` newest and the ``keep_best`` best scores. Incomplete ones are not touched.
+    """Delete complete checkpoints except the ``keep`` newest and the ``keep_best`` with the best scores. Incomplete ones are not touched.
 
     Returns:
-        Names: ``removed`` (with ``dry_run`` those that would be), ``kept``, ``in_use`` (being read: they stay too).
+        Lists of names: ``removed`` (with ``dry_run``, those that would be removed), ``kept``, and ``in_use`` (kept because they are being read).
 
     Raises:
-        ValueError: nothing would be kept.
+        ValueError: nothing would be kept, or ``root`` is a checkpoint itself.
         FileNotFoundError: there is no complete checkpoint.
     """
     if keep < 0 or keep_best < 0 or keep + keep_best < 1:
         raise ValueError(f"keep={keep}, keep_best={keep_best}: at least one checkpoint must be kept")
-    where = folder_at(root)
-    manifests = {} if where is None else where.manifests()
-    if where is None or not manifests:
-        find(root)  # raises with what is there instead
+    storage = folder_at(root)
+    manifests = {} if storage is None else storage.manifests()
+    if storage is None or not manifests:
+        find(root)  # raises an error that says what is at this path
         raise ValueError(f"{root} is a checkpoint: give the folder that it is in")
     newest = list(manifests)[-keep:] if keep else []
     chosen = {*newest, *by_score(manifests)[:keep_best]} or {list(manifests)[-1]}
     report: dict[str, list[str]] = {"removed": [], "kept": [name for name in manifests if name in chosen], "in_use": []}
     for name in manifests:
         if name not in chosen:
-            report["removed" if dry_run or where.remove(name) else "in_use"].append(name)
+            report["removed" if dry_run or storage.remove(name) else "in_use"].append(name)
     return report

@@ -1,4 +1,4 @@
-"""The content of a checkpoint, cut into parts of tensors and JSON trees, and dealt to the ranks that write them."""
+"""The content of a checkpoint as parts of tensors and JSON trees, and which rank writes which part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from engine.checkpoint.json_tree import pack, same_memory
 from engine.checkpoint.manifest import OTHER_WEIGHTS, RANK, SHARED, WEIGHTS, PackedFacts, packed_facts
 from engine.checkpoint.storage import Packed
-from engine.checkpoint.tensors import is_cut, storable
+from engine.checkpoint.tensors import is_sharded, storable
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.utils.parameters import parameters_of
@@ -19,9 +19,10 @@ from engine.utils.parameters import parameters_of
 FILE = 1 << 27
 """Bytes above which a rank's parts go into several files, which are written concurrently."""
 MOST_FILES = 8
+"""The maximum number of files for one rank's parts."""
 
 Row = tuple[str, tuple[int, ...], int, bool]
-"""A part's name, offsets and bytes, and whether the lowest rank that has it must write it."""
+"""A part's name, offsets in the whole tensor, bytes, and whether the lowest rank that holds it must write it."""
 
 
 @dataclass
@@ -29,22 +30,22 @@ class Content:
     """This rank's content of a checkpoint. Tensors may be whole or sharded (``DTensor``)."""
 
     model: Mapping[str, Any]
-    """Parameters and buffers by name, and results of ``get_extra_state``; names of other ranks may be missing."""
+    """Parameters and buffers by name, and results of ``get_extra_state``. Names that only other ranks hold may be missing."""
     optimizers: Mapping[str, Any]
-    """``{number: state}`` of each optimizer; ``state["state"]`` is keyed by parameter names; other ranks may have some of them."""
+    """``{number: state}`` of each optimizer; ``state["state"]`` is keyed by parameter names. Entries that only other ranks hold may be missing."""
     shared: Any
     """The tree that all ranks share."""
     of_rank: Any
-    """This rank's tree."""
+    """A tree with this rank's own state."""
     facts: Mapping[str, Any]
     """Additional facts for the manifest: small JSON values."""
     parts_differ: bool = False
-    """True if ranks have tensors of different names; the same on all ranks."""
+    """True if the ranks hold tensors of different names; the value is the same on all ranks."""
     changed_by_steps: Set[int] = frozenset()
-    """The ``id`` of each parameter that only an optimizer step changes."""
+    """The ``id`` of each parameter that nothing but optimizer steps changes."""
     other_weights: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Other weights of the model, which nothing changes before :meth:`engine.checkpoint.writer.CheckpointWriter.hold`:
-    ``{name: {name in the model: tensor}}``. The names of the weights are the same on all ranks."""
+    """Weights besides the trained ones, such as averages: ``{name of the weights: {name in the model: tensor}}``, with the same names of weights on
+    all ranks. The tensors must not change before :meth:`engine.checkpoint.writer.CheckpointWriter.hold`."""
 
 
 class Part(NamedTuple):
@@ -53,11 +54,11 @@ class Part(NamedTuple):
     tensor: Tensor
     """Shares the memory of the original, on its device."""
     offsets: tuple[int, ...]
-    """Where in the whole tensor it starts."""
+    """Where in the whole tensor the part starts."""
 
 
 class PackedContent:
-    """A rank's content as parts of tensors and JSON trees, which :meth:`pack` fills in; nothing is copied."""
+    """One rank's content as parts of tensors and JSON trees. It is empty until :meth:`pack`, and shares the memory of the tensors."""
 
     def __init__(self, group: Group) -> None:
         self.facts = PackedFacts()
@@ -69,13 +70,13 @@ class PackedContent:
         self.late: set[str] = set()
         """Names of parts that only an optimizer step changes: they may be copied while forward and backward passes run."""
         self.rows: list[Row] = []
-        """A row for each part, which all ranks need to know."""
+        """A row for each part. The ranks exchange their rows to decide who writes what."""
         self._group = group
         self._to_merge: list[str] = []
         self._parts_differ = False
 
     def pack(self, content: Content) -> None:
-        """Fill in ``content``.
+        """Split ``content`` into parts and trees.
 
         Raises:
             TypeError: a value cannot be stored; the message says where it is.
@@ -83,7 +84,7 @@ class PackedContent:
         group = self._group
         self.facts = packed_facts(content.facts)
         tensors, model = split(content.model)
-        optim, states = pack(dict(content.optimizers), is_cut)
+        optim, states = pack(dict(content.optimizers), is_sharded)
         self.trees = {
             "model/model": (model, {}),
             "optim/optim": (optim, {}),
@@ -106,8 +107,8 @@ class PackedContent:
         self.rows = rows_of(self.parts, fixed)
 
     def merge_trees(self) -> None:
-        """Leave the trees of the model, the optimizers and other weights to the main process, with what other ranks have; all ranks call this
-        together."""
+        """Merge the ranks' trees of the model, the optimizers and other weights on the main process, the only one that keeps them. All ranks call
+        this together."""
         trees = {stem: self.trees.pop(stem)[0] for stem in self._to_merge}
         trees_of_ranks = gather_json(self._group, trees) if self._parts_differ else [trees]
         if self._group.is_main:
@@ -123,39 +124,41 @@ def trained_by(optimizers: Sequence[Any]) -> set[int]:
 
 
 def split(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """The tensors of a model's state, each once, and a JSON value: which names share one, and entries that are not tensors.
+    """Split a model's state into its tensors, each once, and a JSON value with the aliases of shared tensors and the entries that are not tensors.
 
     Raises:
         TypeError: a value cannot be stored.
     """
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    extra: dict[str, Any] = {}
-    first: dict[Any, str] = {}
+    other_entries: dict[str, Any] = {}
+    first_names: dict[Any, str] = {}
     for name, value in model.items():
         if not isinstance(value, Tensor):
-            extra[name] = value
+            other_entries[name] = value
             continue
         if not storable(value):
             raise TypeError(
                 f"the model's {name!r} ({value.dtype} on {value.device}) cannot be stored: convert it to a dense tensor of a type that "
                 "safetensors has"
             )
-        original = first.setdefault(same_memory(value), name)
+        original = first_names.setdefault(same_memory(value), name)
         if original == name:
             tensors[name] = value
         else:
             aliases[name] = original
-    packed, extra_tensors = pack(extra)
-    if extra_tensors:
-        raise TypeError(f"get_extra_state returned tensors ({sorted(extra_tensors)[:3]}): register them as buffers")
+    packed, tensors_in_entries = pack(other_entries)
+    if tensors_in_entries:
+        raise TypeError(
+            f"get_extra_state returned tensors ({sorted(tensors_in_entries)[:3]}): register them as buffers"
+        )
     return tensors, {"aliases": aliases, "extra": packed}
 
 
 def packed_weights(weights: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of other weights, each once, by folder and name, and the JSON value beside them.
+    """Split weights besides the trained ones into tensors, each once, by folder and name, and the JSON value that is stored beside them.
 
-    :mod:`engine.checkpoint.reader` has their form.
+    :mod:`engine.checkpoint.reader` describes the format.
 
     Args:
         weights: ``{name of the weights: {name in the model: tensor}}``.
@@ -173,7 +176,7 @@ def packed_weights(weights: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, 
 
 
 def _merged(rows: list[Any]) -> Any:
-    """Merge the JSON trees of ranks with different names; for the same name, rank 0's value."""
+    """Merge the ranks' JSON trees; where several ranks have a name, the lowest one's value counts."""
     if len(rows) == 1 or not all(isinstance(row, dict) for row in rows):
         return rows[0]
     names = dict.fromkeys(name for row in rows for name in row)
@@ -184,13 +187,14 @@ def _merged(rows: list[Any]) -> Any:
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
-    """This rank's part of each tensor that is not empty here (``DTensor``: its shard; others: all)."""
-    cut = {name: tensor for name, tensor in tensors.items() if is_cut(tensor)}
-    parts = {name: Part(tensor.detach(), (0,) * tensor.ndim) for name, tensor in tensors.items() if name not in cut}
-    return parts | _cut_parts(cut) if cut else parts
+    """This rank's part of each tensor: its shard of a ``DTensor``, all of any other. Tensors of which this rank has an empty shard are left out."""
+    sharded = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
+    parts = {name: Part(tensor.detach(), (0,) * tensor.ndim) for name, tensor in tensors.items() if name not in sharded}
+    return parts | _shards_of(sharded) if sharded else parts
 
 
-def _cut_parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+def _shards_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+    """This rank's shards of sharded tensors; empty shards are left out."""
     # Imported here: it takes 0.7 s.
     from torch.distributed.checkpoint import DefaultSavePlanner
 
@@ -201,22 +205,22 @@ def _cut_parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
         assert item.tensor_data is not None
         chunk = item.tensor_data.chunk
         if chunk.sizes.numel() or not item.tensor_data.size.numel():
-            local = planner.resolve_data(item)
-            assert isinstance(local, Tensor)
-            parts[item.index.fqn] = Part(local, tuple(chunk.offsets))
+            shard = planner.resolve_data(item)
+            assert isinstance(shard, Tensor)
+            parts[item.index.fqn] = Part(shard, tuple(chunk.offsets))
     return parts
 
 
 def rows_of(parts: Mapping[str, Part], fixed: Set[str]) -> list[Row]:
-    """A row for each of ``parts``, which all ranks need to know. ``fixed``: names of parts that the lowest rank with them must write."""
+    """The :data:`Row` of each part. ``fixed``: names of the parts that must be written by the lowest rank that holds them."""
     return [(name, part.offsets, part.tensor.nbytes, name in fixed) for name, part in parts.items()]
 
 
 def assign(rows_of_ranks: list[Any], rank: int) -> set[str]:
-    """The names whose part this rank writes. Among ranks with the same part, the one with the least to write takes it.
+    """The names of the parts that this rank writes. Of the ranks that hold a part, the one with the least to write so far writes it.
 
     Args:
-        rows_of_ranks: the rows of each rank; all ranks compute the same answer.
+        rows_of_ranks: the rows of every rank, in the order of ranks; so all ranks compute the same assignment.
     """
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     sizes: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -227,22 +231,22 @@ def assign(rows_of_ranks: list[Any], rank: int) -> set[str]:
                 holders.setdefault(key, []).append(holder)
             sizes[key] = size
     load = [0] * len(rows_of_ranks)
-    mine: set[str] = set()
-    for key in sorted(holders, key=lambda key: -sizes[key]):  # the large ones first: this balances the loads
+    own_names: set[str] = set()
+    for key in sorted(holders, key=lambda key: -sizes[key]):  # largest first, which balances the loads
         writer = min(holders[key], key=lambda holder: load[holder])
         load[writer] += sizes[key]
         if writer == rank:
-            mine.add(key[0])
-    return mine
+            own_names.add(key[0])
+    return own_names
 
 
 def file_count(size: int) -> int:
-    """The number of files for ``size`` bytes of one rank's parts, as many as are worth writing concurrently."""
+    """The number of files for ``size`` bytes of one rank's parts: as many as are worth writing concurrently."""
     return min(MOST_FILES, max(1, size // FILE))
 
 
 def into_files(parts: Mapping[str, Part]) -> list[dict[str, Part]]:
-    """A rank's parts in files of about equal size; none for no parts."""
+    """Distribute a rank's parts over files of about equal size; an empty list if there are no parts."""
     sizes = {name: part.tensor.nbytes for name, part in parts.items()}
     count = file_count(sum(sizes.values()))
     files: list[dict[str, Part]] = [{} for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Weights in the standard format: one ``.safetensors`` file, or several with an index; and files that a module publishes beside them."""
+"""Export of weights in the standard format, one ``.safetensors`` file or several with an index, and of files that a module publishes with them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from engine.config.file_size import size_in_bytes
 from engine.utils.text import terminal_text
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""Possible dtypes of exported floating point tensors."""
+"""The dtypes to which floating point tensors can be exported."""
 INDEX = "model.safetensors.index.json"
 PUBLISHED = "published"
 PUBLISHED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".vocab", ".tiktoken")
-"""The kinds of files that a module publishes."""
+"""Suffixes of the files that a module may publish."""
 STEMS = ("model", "adapter_model")
-"""The possible names of the files with tensors, without ``.safetensors``."""
+"""Possible names of the file with tensors, without ``.safetensors``."""
 _PUBLISHED_FORM = {"stem": str, "prefix": str, "names": (dict, None), "files": dict}
 _CONVERTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -43,14 +43,14 @@ def export_tensors(state: Mapping[str, Any], directory: Path, *, max_shard_size:
 
     Args:
         state: whole tensors by name.
-        max_shard_size: of a file; a larger tensor gets its own file.
+        max_shard_size: the maximum size of a file; a larger tensor gets its own file.
 
     Returns:
         The files with tensors.
 
     Raises:
-        TypeError: a tensor that safetensors cannot hold.
-        FileExistsError: such files exist already.
+        TypeError: safetensors cannot hold a tensor.
+        FileExistsError: ``directory`` has such files already.
     """
     first_names: dict[Any, str] = {}
     chosen: dict[str, Tensor] = {}
@@ -82,7 +82,7 @@ class Exported:
     published: list[str] = field(default_factory=list)
     """Paths or URLs of the files that the module has published, such as ``config.json``."""
     left_out: list[str] = field(default_factory=list)
-    """Names that the patterns did not choose, and state that is not a tensor."""
+    """Names that the patterns did not select, and of state that is not a tensor."""
 
 
 def export_checkpoint(
@@ -98,47 +98,50 @@ def export_checkpoint(
 ) -> Exported:
     """Write the model of a checkpoint as files that ``transformers`` and ``safetensors.torch.load_file`` read.
 
-    One file's tensors are in memory at a time. Tied weights are written once, under the first chosen name. Where the module has published
-    its files (:class:`Published`; ``HFModule`` does), they are written too, and names are as it says: an adapter is exported as one.
+    One file's tensors are in memory at a time. Tied weights are written once, under the first selected name. If the module has published
+    files (:class:`Published`; ``HFModule`` does), they are written too, and tensors get the names that it gives: an adapter is exported as one.
 
     Args:
         path: a checkpoint, or a folder, whose newest checkpoint is used; a directory or a URL.
         out: the directory, or a URL.
-        dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"`` for floating point tensors; by default each keeps its own. fp8 and integers keep theirs.
-        max_shard_size: bytes of a file, or ``"5GB"``; a larger tensor gets its own file.
-        prefix_strip: removed from names that start with it; by default what the module has published.
+        dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"`` for floating point tensors; by default each keeps its own. fp8 and integer tensors always do.
+        max_shard_size: the maximum bytes of a file, or a text such as ``"5GB"``; a larger tensor gets its own file.
+        prefix_strip: a prefix to remove from names; by default the one that the module has published.
         include, exclude: patterns (``*``, ``?``, ``[...]``) of the checkpoint's names; by default all of them.
-        weights: ``"trained"``, or those that a callback has kept under a name such as ``"ema"``; by default those that the checkpoint's score was
-            measured with.
+        weights: ``"trained"``, or a name such as ``"ema"`` under which a callback saved other weights; by default the weights with which the
+            checkpoint's score was measured.
 
     Raises:
         FileNotFoundError, DamagedCheckpoint: there is no checkpoint, or it is damaged.
         FileExistsError: ``out`` has such files already.
-        ValueError: there are no such ``weights``, no tensor is left, two would have one name, a pattern or the prefix matches
-            none, or a number is too large for fp16.
+        ValueError: there are no such ``weights``, no tensor is selected, two would get the same name, a pattern or the prefix matches
+            no name, or a number is too large for fp16.
     """
     limit = size_in_bytes(max_shard_size)
     export_dtype = _dtype(dtype)
     with open_path(path, ("model", "state", *weights_folder(weights))) as opened, outgoing(out) as directory:
-        source, beside = Source(opened, weights), _published_in(opened.directory, opened.tree(SHARED) or {})
+        source, publication = Source(opened, weights), _published_in(opened.directory, opened.tree(SHARED) or {})
         all_names = source.names
         names = [name for name in _chosen(all_names, include, exclude) if name not in source.extra]
-        first: dict[str, str] = {}
+        first_names: dict[str, str] = {}
         for name in names:
-            first.setdefault(source.aliases.get(name, name), name)
-        if not first:
+            first_names.setdefault(source.aliases.get(name, name), name)
+        if not first_names:
             raise ValueError(
                 f"{path}: no tensor of the model's {len(all_names)} is selected: widen include, or narrow exclude"
             )
-        targets = _named(first, beside, prefix_strip)
-        stored = {new: source.stored(old) for new, old in targets.items()}
-        sizes = {new: entry.shape.numel() * _as(entry, export_dtype).itemsize for new, entry in stored.items()}
+        targets = _named(first_names, publication, prefix_strip)
+        stored = {export_name: source.stored(stored_name) for export_name, stored_name in targets.items()}
+        sizes = {
+            export_name: entry.shape.numel() * _dtype_in_export(entry, export_dtype).itemsize
+            for export_name, entry in stored.items()
+        }
 
         def read(chosen: list[str]) -> dict[str, Tensor]:
             return _read(source, {name: targets[name] for name in chosen}, export_dtype)
 
-        written = _write(sizes, read, directory, limit, beside.stem)
-        published_files = _write_published(beside, directory, export_dtype)
+        written = _write(sizes, read, directory, limit, publication.stem)
+        published_files = _write_published(publication, directory, export_dtype)
         locations = [
             str(file) if directory == Path(out) else f"{str(out).rstrip('/')}/{file.name}"
             for file in (*written, *published_files)
@@ -150,9 +153,9 @@ def export_checkpoint(
             bytes=sum(sizes.values()),
             weights=source.weights,
             tied={
-                name: first[source.aliases.get(name, name)]
+                name: first_names[source.aliases.get(name, name)]
                 for name in names
-                if first[source.aliases.get(name, name)] != name
+                if first_names[source.aliases.get(name, name)] != name
             },
             left_out=sorted(set(all_names) - set(names)),
         )
@@ -164,11 +167,13 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else DTYPES[name]
 
 
-def _as(stored: Stored, dtype: torch.dtype | None) -> torch.dtype:
+def _dtype_in_export(stored: Stored, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of a tensor's copy in the export; ``dtype``: the one that the user chose."""
     return dtype if dtype is not None and stored.dtype in _CONVERTED else stored.dtype
 
 
 def _chosen(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
+    """The names that the patterns select; a pattern that matches none is an error."""
     for pattern in (*include, *exclude):
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(
@@ -178,49 +183,63 @@ def _chosen(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]
     return [name for name in included if not any(fnmatchcase(name, pattern) for pattern in exclude)]
 
 
-def _named(first: Mapping[str, str], beside: Published, prefix: str | None) -> dict[str, str]:
-    """The names to write, with the checkpoint's name of the tensor for each. ``prefix``: as the user gave it."""
-    if beside.names is None or prefix is not None:
-        published_prefix = beside.prefix if any(name.startswith(beside.prefix) for name in first.values()) else ""
-        return _stripped(first, published_prefix if prefix is None else prefix)
-    targets = {beside.names[name]: old for old, name in first.items() if name in beside.names}
-    if lost := sorted(beside.names.keys() - first.values()):
+def _named(first_names: Mapping[str, str], publication: Published, prefix: str | None) -> dict[str, str]:
+    """Map the names in the export to the checkpoint's names.
+
+    Args:
+        first_names: the first selected name of each tensor, by the name under which it is stored.
+        prefix: the user's ``prefix_strip``.
+    """
+    if publication.names is None or prefix is not None:
+        published_prefix = (
+            publication.prefix if any(name.startswith(publication.prefix) for name in first_names.values()) else ""
+        )
+        return _stripped(first_names, published_prefix if prefix is None else prefix)
+    targets = {
+        publication.names[name]: stored_name for stored_name, name in first_names.items() if name in publication.names
+    }
+    if missing := sorted(publication.names.keys() - first_names.values()):
         raise ValueError(
             terminal_text(
-                f"the checkpoint has no {lost[0]!r}, which belongs to the adapter: include it, or exclude less"
+                f"the checkpoint has no {missing[0]!r}, which belongs to the adapter: include it, or exclude less"
             )
         )
     return targets
 
 
-def _stripped(first: Mapping[str, str], prefix: str) -> dict[str, str]:
-    """The names to write without ``prefix``."""
-    if prefix and not any(name.startswith(prefix) for name in first.values()):
-        raise ValueError(f"no name starts with {prefix!r}; the names are such as {', '.join(list(first.values())[:5])}")
+def _stripped(first_names: Mapping[str, str], prefix: str) -> dict[str, str]:
+    """Do the same as :func:`_named` by removing ``prefix`` from names."""
+    if prefix and not any(name.startswith(prefix) for name in first_names.values()):
+        raise ValueError(
+            f"no name starts with {prefix!r}; the names are such as {', '.join(list(first_names.values())[:5])}"
+        )
     targets: dict[str, str] = {}
-    for old, name in first.items():
-        new = name.removeprefix(prefix)
-        if not new or new in targets:
+    for stored_name, name in first_names.items():
+        export_name = name.removeprefix(prefix)
+        if not export_name or export_name in targets:
             raise ValueError(
-                f"without {prefix!r}, {name!r} would have {'no name' if not new else f'the name of {targets[new]!r}'}: exclude one"
+                f"without {prefix!r}, {name!r} would have {'no name' if not export_name else f'the name of {targets[export_name]!r}'}: exclude one"
             )
-        targets[new] = old
+        targets[export_name] = stored_name
     return targets
 
 
 def _read(source: Source, names: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Whole tensors under their new names (``names``: new to old); converted while they are read."""
-    stored = {new: source.stored(old) for new, old in names.items()}
-    tensors = {new: torch.empty(entry.shape, dtype=_as(entry, dtype)) for new, entry in stored.items()}
-    source.read_model({old: tensors[new] for new, old in names.items()})
+    """Read whole tensors, converted to ``dtype`` on the way. ``names``: the checkpoint's name of each exported one."""
+    stored = {export_name: source.stored(stored_name) for export_name, stored_name in names.items()}
+    tensors = {
+        export_name: torch.empty(entry.shape, dtype=_dtype_in_export(entry, dtype))
+        for export_name, entry in stored.items()
+    }
+    source.read_model({stored_name: tensors[export_name] for export_name, stored_name in names.items()})
     if dtype is torch.float16:
-        for new, entry in stored.items():
-            if entry.dtype in _CONVERTED and tensors[new].isinf().any():
+        for export_name, entry in stored.items():
+            if entry.dtype in _CONVERTED and tensors[export_name].isinf().any():
                 original = torch.empty(entry.shape, dtype=entry.dtype)
-                source.read_model({names[new]: original})
-                if (tensors[new].isinf() & ~original.isinf()).any():
+                source.read_model({names[export_name]: original})
+                if (tensors[export_name].isinf() & ~original.isinf()).any():
                     raise ValueError(
-                        f"{names[new]!r} has the number {original.abs().max().item():g}, and fp16 ends at 65504: export as bf16 or fp32"
+                        f"{names[export_name]!r} has the number {original.abs().max().item():g}, and fp16 ends at 65504: export as bf16 or fp32"
                     )
     return tensors
 
@@ -232,7 +251,10 @@ def _write(
     limit: int,
     stem: str = "model",
 ) -> list[Path]:
-    """Write the tensors that ``sizes`` names (in bytes), reading the tensors of one file together; after an error no files remain."""
+    """Write the tensors named in ``sizes`` (bytes) into files of at most ``limit`` bytes, one after the other: ``read`` returns one file's tensors.
+
+    After an error no files remain.
+    """
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -269,20 +291,20 @@ def _write(
 
 @dataclass
 class Published:
-    """Everything that a module publishes with its weights: files such as ``config.json``, and the names of its tensors in exported files.
+    """The files that a module publishes with its weights, such as ``config.json``, and the names of its tensors in exported files.
 
     A module adds it to its checkpoints, and :func:`export_checkpoint` writes it::
 
         def on_save_checkpoint(self, checkpoint):
             checkpoint["published"] = published({"config.json": text.encode()}, prefix="model.")
 
-    Files are data that others read by their names: code is neither stored nor written.
+    Only files of data can be published: code is neither stored nor exported.
     """
 
     stem: str = "model"
     """The name of the file with tensors, one of :data:`STEMS`."""
     prefix: str = ""
-    """Removed from names that start with it."""
+    """The prefix that is removed from names of tensors."""
     names: dict[str, str] | None = None
     """The only tensors to export, each with its exported name."""
     files: dict[str, bytes] = field(default_factory=dict)
@@ -292,13 +314,13 @@ class Published:
 def published(
     files: Mapping[str, bytes], *, prefix: str = "", stem: str = "model", names: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The entry of a checkpoint for ``files`` (their contents by name); further arguments as in :class:`Published`.
+    """The checkpoint entry that publishes these ``files``; the arguments are the fields of :class:`Published`.
 
     Raises:
-        ValueError: a name is not one of a file of data in one folder.
+        ValueError: a file may not be published: its name is a path, is hidden, or has no suffix of :data:`PUBLISHED_SUFFIXES`.
     """
     for name in files:
-        if not _is_data(name):
+        if not _may_publish(name):
             raise ValueError(
                 f"{name!r} cannot be published: possible are files that end in {', '.join(PUBLISHED_SUFFIXES)}"
             )
@@ -306,15 +328,15 @@ def published(
     return {"stem": stem, "prefix": prefix, "names": None if names is None else dict(names), "files": content}
 
 
-def _published_in(where: object, shared: Mapping[str, Any]) -> Published:
-    """Find what a run's module published, or an object that was registered with an ``Engine``; without either, an empty :class:`Published`.
+def _published_in(checkpoint: object, shared: Mapping[str, Any]) -> Published:
+    """Find what a run's module, or an object registered with an ``Engine``, has published; an empty :class:`Published` if nothing was.
 
     Args:
-        where: the checkpoint, for messages.
+        checkpoint: the name of the checkpoint, for messages.
         shared: its ``state/shared``.
 
     Raises:
-        DamagedCheckpoint: the entry has another form, or names a file that is not one of data.
+        DamagedCheckpoint: the entry is not valid, or names a file that may not be published.
     """
     user, registered = shared.get("user"), shared.get("registered")
     states = [user.get(PUBLISHED)] if isinstance(user, dict) else []
@@ -324,25 +346,25 @@ def _published_in(where: object, shared: Mapping[str, Any]) -> Published:
     )
     if entry is None:
         return Published()
-    fields = checked(f"{where}: {PUBLISHED}", entry, _PUBLISHED_FORM)
+    fields = checked(f"{checkpoint}: {PUBLISHED}", entry, _PUBLISHED_FORM)
     names = fields["names"]
     if (
         fields["stem"] not in STEMS
-        or not all(type(name) is str and _is_data(name) for name in fields["files"])
+        or not all(type(name) is str and _may_publish(name) for name in fields["files"])
         or not all(isinstance(data, Tensor) and data.dtype == torch.uint8 for data in fields["files"].values())
         or not all(type(new) is str for new in (names or {}).values())
     ):
-        raise DamagedCheckpoint(f"{where} has no usable {PUBLISHED!r}")
+        raise DamagedCheckpoint(f"{checkpoint} has no usable {PUBLISHED!r}")
     files = {name: data.contiguous().numpy().tobytes() for name, data in fields["files"].items()}
     return Published(fields["stem"], fields["prefix"], names, files)
 
 
 def _write_published(publication: Published, directory: Path, dtype: torch.dtype | None) -> list[Path]:
-    """Write the files into ``directory``; ``config.json`` names the ``dtype`` of the exported tensors, if they were converted.
+    """Write the published files into ``directory``. If the tensors were converted, ``config.json`` gets their ``dtype``.
 
     Raises:
-        FileExistsError: a file exists already, if only as a link to nothing.
-        DamagedCheckpoint: ``config.json`` is not one.
+        FileExistsError: one of the files exists already, even as a dangling link.
+        DamagedCheckpoint: ``config.json`` is not a JSON object.
     """
     if existing := sorted(name for name in publication.files if os.path.lexists(directory / name)):
         raise FileExistsError(f"{directory} holds {existing[0]} already: choose another directory, or remove it")
@@ -357,7 +379,8 @@ def _write_published(publication: Published, directory: Path, dtype: torch.dtype
     return [directory / name for name in publication.files]
 
 
-def _is_data(name: str) -> bool:
+def _may_publish(name: str) -> bool:
+    """Whether ``name`` is that of a file that a module may publish."""
     return (
         is_entry(name)
         and not name.startswith(".")

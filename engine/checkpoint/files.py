@@ -23,10 +23,11 @@ BLOCK = 1 << 26
 _READ = 1 << 20
 """Bytes that are read and checksummed at a time."""
 SMALL = 1 << 20
-"""Bytes of all files together up to which one thread reads or writes them: to start more would take longer."""
+"""Total bytes of files up to which a single thread reads or writes them: starting more would take longer."""
 LARGEST_JSON = 1 << 30
-"""Bytes of a JSON file; larger ones are neither written nor read."""
+"""The maximum bytes of a JSON file; larger ones are neither written nor read."""
 THREADS = min(8, os.cpu_count() or 1)
+"""The maximum number of threads that read or write files at once."""
 
 _ALLOWED = f"and a JSON file of a checkpoint has at most {LARGEST_JSON:,}"
 
@@ -36,22 +37,22 @@ it does not protect against attackers."""
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that is incomplete, changed since it was written, or of an unknown form. The message has the file and the reason."""
+    """A checkpoint is incomplete, has changed since it was written, or has an unknown form. The message names the file and the reason."""
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(terminal_text(message))  # it may quote what an attacker wrote
+        super().__init__(terminal_text(message))  # the message may quote text from a hostile file
 
 
 def is_entry(name: object) -> bool:
-    """Whether ``name`` is one entry of a folder: not a path, not ``.`` or ``..``, and printable."""
+    """Whether ``name`` can be the name of a folder's entry: printable, not a path, and not ``.`` or ``..``."""
     return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and name.isprintable()
 
 
 def check_entry(root: object, name: str) -> str:
-    """``name``, if :func:`is_entry`.
+    """Return ``name`` if :func:`is_entry` accepts it as the name of a checkpoint in ``root``.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it does not.
     """
     if not is_entry(name):
         raise ValueError(f"{name!r} is not the name of a checkpoint in {root}")
@@ -96,7 +97,7 @@ def write_json(path: Path, value: Any) -> Record:
     """Write and sync a JSON value.
 
     Raises:
-        ValueError: it has more than :data:`LARGEST_JSON` bytes, so that it could not be read again.
+        ValueError: the text would have more than :data:`LARGEST_JSON` bytes, and could not be read again.
     """
     text = json_text(value)
     if len(text) > LARGEST_JSON:
@@ -105,11 +106,11 @@ def write_json(path: Path, value: Any) -> Record:
 
 
 encode_json = json.JSONEncoder(allow_nan=False).encode
-"""A JSON value as text in one line."""
+"""Encode a JSON value as one line of text."""
 
 
 def json_text(value: Any) -> bytes:
-    """A JSON value as text, an entry of a dict in a line of its own. (``indent`` would read better, but its encoder is ten times as slow.)"""
+    """Encode a JSON value as text, with each entry of a dict on its own line. (``indent`` would read better, but is ten times as slow.)"""
     if not isinstance(value, dict) or not value:
         return encode_json(value).encode()
     lines = [f"{encode_json(key)}: {encode_json(entry)}" for key, entry in value.items()]
@@ -117,32 +118,29 @@ def json_text(value: Any) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON value; one that cannot be read, or is too large, is a :class:`DamagedCheckpoint`."""
+    """Read a JSON file; :class:`DamagedCheckpoint` if it is not valid JSON, or too large."""
     with os.fdopen(open_file(path), "rb") as file:
         check_json_size(path, os.fstat(file.fileno()).st_size)
-        return parse_json(path, file.read(LARGEST_JSON) or b"")  # `None`: nothing is there yet, as in /proc/kmsg
+        return parse_json(path, file.read(LARGEST_JSON) or b"")  # None if a read would block, as of /proc/kmsg
 
 
 def check_json_size(path: Any, size: int) -> None:
-    """Check that a JSON file of ``size`` bytes is not larger than any that is written.
+    """Check that a JSON file of ``size`` bytes is not larger than :data:`LARGEST_JSON`.
 
     Raises:
-        DamagedCheckpoint: it is.
+        DamagedCheckpoint: it is larger.
     """
     if size > LARGEST_JSON:
         raise DamagedCheckpoint(f"{path} has {size:,} bytes, {_ALLOWED}")
 
 
 def open_file(path: Path) -> int:
-    """A descriptor for reading, without waiting for anything.
-
-    Args:
-        path: of a regular file.
+    """Open a regular file for reading, without blocking, and return its descriptor.
 
     Raises:
-        DamagedCheckpoint: it is a pipe, a device or a directory: opening or reading it could block forever.
+        DamagedCheckpoint: ``path`` is a pipe, a device or a directory, which could block forever when it is opened or read.
     """
-    if stat.S_ISREG(os.stat(path).st_mode):  # opening a device may already do something
+    if stat.S_ISREG(os.stat(path).st_mode):  # checked first: opening a device may have side effects
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
@@ -152,10 +150,12 @@ def open_file(path: Path) -> int:
 
 @contextmanager
 def stable_name(file: Any) -> Iterator[Any]:
-    """A name under which a file is found even if another one takes its place meanwhile; what is not a path stays as it is.
+    """Keep the file at a path open, and yield a path that leads to it even if another file takes its place meanwhile.
+
+    An argument that is not a path is yielded unchanged.
 
     Raises:
-        DamagedCheckpoint: as :func:`open_file`.
+        DamagedCheckpoint: it is not a regular file, as in :func:`open_file`.
     """
     if not isinstance(file, str | os.PathLike):
         yield file
@@ -167,53 +167,53 @@ def stable_name(file: Any) -> Iterator[Any]:
         os.close(descriptor)
 
 
-def fill(path: Path, descriptor: int, memory: memoryview, place: int) -> None:
-    """Fill memory with a file's bytes from ``place`` on. They are not mapped: a mapped file that is cut short ends the process.
+def fill(path: Path, descriptor: int, memory: memoryview, offset: int) -> None:
+    """Fill ``memory`` with a file's bytes from ``offset`` on. The file is not mapped: truncating a mapped file kills the process.
 
     Raises:
-        DamagedCheckpoint: the file ends before.
+        DamagedCheckpoint: the file is too short.
     """
     while memory:
-        count = os.preadv(descriptor, [memory], place)
+        count = os.preadv(descriptor, [memory], offset)
         if not count:
             raise DamagedCheckpoint(f"{path} has become shorter while it was read")
-        memory, place = memory[count:], place + count
+        memory, offset = memory[count:], offset + count
 
 
 def parse_json(path: Any, text: bytes) -> Any:
-    """Parse JSON as :func:`read_json` does; ``text`` came from ``path``, which errors name."""
+    """Parse JSON with the errors of :func:`read_json`, which name ``path`` as the source of ``text``."""
     try:
-        return json.loads(text.decode("utf-8"), parse_constant=_refuse)
+        return json.loads(text.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} cannot be read as JSON: {error}") from error
 
 
 def inside(directory: Path, name: str) -> Path:
-    """The path of the file ``name`` of the checkpoint.
+    """The path of the file ``name`` in a checkpoint's ``directory``.
 
     Raises:
-        DamagedCheckpoint: it leads out of the directory, by ``..``, as an absolute path or by a link.
+        DamagedCheckpoint: ``name`` leads out of the directory, by ``..``, as an absolute path or by a link.
     """
     path = directory / name
     folder, _, file = name.rpartition("/")
     plain = is_entry(file) and (not folder or (is_entry(folder) and not islink(path.parent)))
     if plain and not islink(path):
-        return path  # nearly always: without a look-up of each folder above
+        return path  # the usual case, without resolving each parent folder
     try:
         if path.resolve().is_relative_to(directory.resolve()):
             return path
-    except (ValueError, OSError, RuntimeError):  # a NUL, text that is not a file name, a loop of links
+    except (ValueError, OSError, RuntimeError):  # a NUL or another character that no file name has, or a loop of links
         pass
     raise DamagedCheckpoint(f"{directory}: the manifest names the file {name!r}, which leads out of the checkpoint")
 
 
 def blocks(files: Mapping[str, Record], names: Iterable[str]) -> list[tuple[str, int]]:
-    """All blocks that have a checksum: a file's name, and the index of the block."""
+    """All blocks of the files ``names`` that have a checksum, as (file name, index of the block)."""
     return [(name, index) for name in names for index in range(len(files[name]["crc32"]))]
 
 
 def verify(directory: Path, files: Mapping[str, Record], chosen: Sequence[tuple[str, int]]) -> None:
-    """Read the ``chosen`` blocks and compare sizes and checksums with ``files``.
+    """Read the ``chosen`` blocks, and compare sizes and checksums with the records in ``files``.
 
     Raises:
         DamagedCheckpoint: a file is missing or has changed.
@@ -223,7 +223,7 @@ def verify(directory: Path, files: Mapping[str, Record], chosen: Sequence[tuple[
         name, index = block
         path, expected = inside(directory, name), files[name]
         try:
-            checksum = _sum(path, expected["bytes"], index)
+            checksum = _block_checksum(path, expected["bytes"], index)
         except FileNotFoundError as error:
             raise DamagedCheckpoint(f"{directory}: {name} is missing") from error
         if checksum != expected["crc32"][index]:
@@ -235,8 +235,8 @@ def verify(directory: Path, files: Mapping[str, Record], chosen: Sequence[tuple[
     in_parallel(check, chosen, sum(files[name]["bytes"] for name in {name for name, _ in chosen}))
 
 
-def _sum(path: Path, size: int, index: int) -> str:
-    """The checksum of one block; a text that equals no checksum when the file has another size."""
+def _block_checksum(path: Path, size: int, index: int) -> str:
+    """The checksum of one block; if the file does not have ``size`` bytes, a text that equals no checksum."""
     descriptor = open_file(path)
     try:
         if os.fstat(descriptor).st_size != size:
@@ -245,9 +245,9 @@ def _sum(path: Path, size: int, index: int) -> str:
         if low >= high:
             return f"{0:08x}"
         memory, checksum = memoryview(bytearray(min(_READ, high - low))), 0
-        for place in range(low, high, _READ):
-            part = memory[: min(_READ, high - place)]
-            fill(path, descriptor, part, place)
+        for offset in range(low, high, _READ):
+            part = memory[: min(_READ, high - offset)]
+            fill(path, descriptor, part, offset)
             checksum = zlib.crc32(part, checksum)
         return f"{checksum:08x}"
     finally:
@@ -255,12 +255,12 @@ def _sum(path: Path, size: int, index: int) -> str:
 
 
 def in_parallel(work: Callable[[Any], Any], items: Sequence[Any], size: int = SMALL + 1) -> list[Any]:
-    """Call ``work`` on each item, a few at a time; raise the first error when all have ended.
+    """Call ``work`` on each item, in several threads; raise the first error when all threads have ended.
 
-    Plain threads: pools accept no work while the interpreter exits, and a last checkpoint may be written then.
+    The threads are plain ones: a pool accepts no work while the interpreter exits, when a last checkpoint may be written.
 
     Args:
-        size: bytes that are read or written: up to :data:`SMALL` one after the other.
+        size: total bytes that ``work`` reads or writes. Up to :data:`SMALL` bytes, this thread does all the work.
     """
     if size <= SMALL:
         return [work(item) for item in items]
@@ -281,7 +281,7 @@ def in_parallel(work: Callable[[Any], Any], items: Sequence[Any], size: int = SM
                 errors.append(error)
 
     threads = []
-    with suppress(RuntimeError):  # an exiting interpreter starts no threads: then this one does all
+    with suppress(RuntimeError):  # an exiting interpreter starts no threads: this one then does all the work
         for _ in range(min(THREADS, len(items)) - 1):
             thread = threading.Thread(target=run, daemon=True)
             thread.start()
@@ -294,5 +294,5 @@ def in_parallel(work: Callable[[Any], Any], items: Sequence[Any], size: int = SM
     return results
 
 
-def _refuse(constant: str) -> NoReturn:
+def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not valid JSON")

@@ -14,7 +14,7 @@ from engine.checkpoint.tensors import known_format
 if TYPE_CHECKING:  # manifests are read without torch
     from torch import Tensor
 
-_TAG = "$"  # {"$": kind, ...} represents what JSON cannot express
+_TAG = "$"  # a value that JSON cannot express becomes {"$": kind, ...}
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _SEQUENCES: dict[str, type[Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _NUMPY = frozenset(
@@ -27,7 +27,7 @@ _POSSIBLE = (
 )
 
 
-def pack(tree: Any, cut: Callable[[Tensor], bool] = lambda tensor: False) -> tuple[Any, dict[str, Tensor]]:
+def pack(tree: Any, is_sharded: Callable[[Tensor], bool] = lambda tensor: False) -> tuple[Any, dict[str, Tensor]]:
     """Split ``tree`` into a JSON value and its tensors.
 
     :func:`unpack` restores exact types: tuples, sets, bytes, keys of dicts that are not strings, infinite and NaN floats,
@@ -35,21 +35,21 @@ def pack(tree: Any, cut: Callable[[Tensor], bool] = lambda tensor: False) -> tup
     several times is stored once, and comes back as one tensor.
 
     Args:
-        cut: recognizes sharded tensors, which are accepted besides plain ones.
+        is_sharded: whether a tensor is a sharded one; those are accepted besides plain ones.
 
     Returns:
         A value for ``json.dumps(..., allow_nan=False)``, and the tensors by name. They are detached but not copied:
         they stay on their device and change with the originals.
 
     Raises:
-        TypeError: a value of another type; the message says where in the tree.
+        TypeError: a value has an unsupported type; the message says where in the tree.
     """
-    packer = _Packer(cut)
+    packer = _Packer(is_sharded)
     return packer.value(tree, ()), packer.tensors
 
 
 def unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
-    """The tree that was given to :func:`pack`, with its tensors taken from ``tensors`` by name.
+    """Restore the tree that was given to :func:`pack`; its tensors are looked up in ``tensors`` by name.
 
     Raises:
         ValueError: ``value`` is not a result of :func:`pack`, or names a tensor that ``tensors`` lacks.
@@ -61,10 +61,10 @@ def unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 class _Packer:
-    """The tensors found so far, and their JSON references."""
+    """Converts one tree to JSON, and collects its tensors by name."""
 
-    def __init__(self, cut: Callable[[Tensor], bool]) -> None:
-        self.cut = cut
+    def __init__(self, is_sharded: Callable[[Tensor], bool]) -> None:
+        self.is_sharded = is_sharded
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[Any, str] = {}
 
@@ -77,7 +77,7 @@ class _Packer:
         if kind is list:
             return [self.value(element, (*path, i)) for i, element in enumerate(item)]
         if kind is dict:
-            # Loops, without a call for each key and each plain value: settings have hundreds of them.
+            # Loops rather than a call for each key and plain value: settings have hundreds of them.
             for key in item:
                 if type(key) is not str or key.startswith(_TAG):
                     return self._mapping(item, path)
@@ -94,7 +94,7 @@ class _Packer:
             return {_TAG: "bytes", "base64": base64.b64encode(item).decode("ascii")}
         if (torch := sys.modules.get("torch")) and isinstance(item, torch.Tensor):
             return {_TAG: "tensor", "name": self._tensor(item, path)}
-        if numpy := sys.modules.get("numpy"):  # without it there are no arrays
+        if numpy := sys.modules.get("numpy"):  # numpy was never imported: the tree has no arrays
             if isinstance(item, numpy.generic) and item.dtype.name in _NUMPY:
                 return {_TAG: "number", "dtype": item.dtype.name, "value": self.value(item.item(), path)}
             if kind is numpy.ndarray and item.dtype.name in _ARRAYS:
@@ -110,9 +110,10 @@ class _Packer:
         return {_TAG: kind.__name__, "items": pairs}
 
     def _tensor(self, item: Tensor, path: tuple[Any, ...]) -> str:
+        """Collect a tensor, and return its name: for the same memory the same name."""
         import torch
 
-        plain = type(item) in (torch.Tensor, torch.nn.Parameter) or self.cut(item)
+        plain = type(item) in (torch.Tensor, torch.nn.Parameter) or self.is_sharded(item)
         if not plain or item.layout != torch.strided or item.is_quantized:
             raise TypeError(
                 f"{_where(path)} is a tensor of a special kind ({type(item).__name__}, {item.layout}): make it a dense one"
@@ -131,7 +132,7 @@ class _Packer:
         import torch
 
         name = self._name(path)
-        # Copied: torch accepts neither negative strides nor foreign byte order, and warns about read-only memory.
+        # A copy, since torch accepts neither negative strides nor foreign byte order, and warns about read-only memory.
         self.tensors[name] = torch.from_numpy(item.astype(item.dtype.newbyteorder("="), order="C", copy=True))
         return name
 
@@ -153,7 +154,7 @@ def _is_key(key: Any) -> bool:
 
 
 def same_memory(tensor: Tensor) -> Any:
-    """A key that is equal for tensors whose elements share one memory, such as tied weights."""
+    """A key that is equal for tensors that are the same view of the same memory, such as tied weights."""
     import torch
 
     if not tensor.numel() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -174,6 +175,7 @@ def _where(path: tuple[Any, ...]) -> str:
 
 
 def _unpackable(item: Any, path: tuple[Any, ...]) -> TypeError:
+    """Create the error for a value that cannot be packed, with advice."""
     kind = type(item)
     simple = next((base for base in (bool, int, float, str, bytes, tuple, list, dict) if isinstance(item, base)), None)
     if simple is not None:

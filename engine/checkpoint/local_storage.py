@@ -1,4 +1,4 @@
-"""Checkpoints in a directory: each appears complete or not at all, and is protected while somebody reads it. See :mod:`engine.checkpoint.storage`."""
+"""Checkpoints in a directory: each appears complete or not at all, and is protected while it is being read. See :mod:`engine.checkpoint.storage`."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ _REMAINS = {
     ".replaced": "an older one of the same name, which a newer one has replaced",
     ".removed": "its removal was interrupted",
 }
-"""Reasons why hidden directories are not complete checkpoints, by the suffixes of their names."""
+"""Why a hidden directory is not a complete checkpoint, by the suffix of its name."""
 
 
 @dataclass(frozen=True)
 class _Written:
-    """A checkpoint that this process has written."""
+    """A checkpoint that this process has written, with the records of its files and its manifest."""
 
     name: str
     files: Mapping[str, Record]
     manifest: Record
 
     def is_whole(self, root: Path) -> bool:
-        """Check that it is still there as it was written."""
+        """Check that the checkpoint still exists in ``root``: the manifest unchanged, and all files with their sizes."""
         path = root / self.name
         try:
             verify(path, {MANIFEST: self.manifest}, [(MANIFEST, 0)])
@@ -74,10 +74,10 @@ class LocalStorage(Storage):
     def __init__(self, root: Path) -> None:
         self.directory = root.absolute()  # a script may change the current directory
         self.root = str(self.directory)
-        self._serial, self._known = 0, set[tuple[str, int, int]]()
+        self._serial, self._read_identities = 0, set[tuple[str, int, int]]()
         self._newest: _Written | None = None
-        self._new = True
-        """The directory may not be on the disk yet: its maker does not wait for that."""
+        self._is_unsynced = True
+        """True until the directory's own entry was synced to the disk: whatever created the directory may not have done so."""
 
     def path(self, name: str) -> Path:
         return self.directory / name
@@ -87,8 +87,8 @@ class LocalStorage(Storage):
         draft = LocalDraft(self, name)
         if not first:
             return draft
-        used = os.path.exists(path) and _size(f"{path}/{MANIFEST}") is None
-        if used and not (path.is_dir() and not any(path.iterdir())):
+        is_taken = os.path.exists(path) and _size(f"{path}/{MANIFEST}") is None
+        if is_taken and not (path.is_dir() and not any(path.iterdir())):
             raise FileExistsError(
                 f"{path} exists and is not a checkpoint ({MANIFEST} is missing): choose another path, or move it away"
             )
@@ -99,44 +99,44 @@ class LocalStorage(Storage):
             draft.lock()
             for folder in folders:
                 os.mkdir(f"{draft.folder}/{folder}")
-            if self._new:
+            if self._is_unsynced:
                 sync(path.parent.parent)
         except BaseException:
             shutil.rmtree(draft.folder, ignore_errors=True)
             draft.abandon()
             raise
-        self._new = False
+        self._is_unsynced = False
         return draft
 
     def next_serial(self) -> int:
-        """The serial number of the next checkpoint. Each manifest is read once. Other jobs, and other writers of this one, may save here too."""
+        """The serial number of the next checkpoint, from all manifests, since other writers may save here too. Each manifest is read only once."""
         serials = [self._serial]
         with os.scandir(self.root) as entries:
             for entry in entries:
                 with suppress(DamagedCheckpoint, OSError):
                     status = entry.stat()
                     key = _identity(entry.name, status)
-                    if key not in self._known and not entry.name.startswith("."):
-                        self._known.add(key)
+                    if key not in self._read_identities and not entry.name.startswith("."):
+                        self._read_identities.add(key)
                         manifest = check_manifest(entry.path, read_json(inside(self.path(entry.name), MANIFEST)))
                         serials.append(manifest["serial"])
         self._serial = next_serial(serials)
         return self._serial
 
     def note_written(self, name: str, files: Mapping[str, Record], manifest: Record) -> None:
-        """Note that this process has written the checkpoint ``name``; ``files`` and ``manifest``: the records of its files."""
+        """Remember that this process has written the checkpoint ``name``, with the records of its ``files`` and ``manifest``."""
         self._newest = _Written(name, files, manifest)
-        self._known.add(_identity(name, os.stat(self.path(name))))
+        self._read_identities.add(_identity(name, os.stat(self.path(name))))
 
     def manifest(self, name: str) -> dict[str, Any]:
         return check_manifest(self.path(name), read_json(self.path(name) / MANIFEST))
 
     def complete(self, without: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-        """Names and manifests of the complete checkpoints, except for ``without``, each read when it is asked for."""
+        """Yield names and manifests of the complete checkpoints except ``without``; each is read when it is requested."""
         with os.scandir(self.root) if self.directory.is_dir() else nullcontext(()) as entries:
             for entry in entries:
                 name = entry.name
-                # An old one that was moved aside stands in while its successor is not yet there.
+                # A replaced checkpoint counts as long as its successor has not been renamed into its place.
                 stands_in = name.startswith(".") and name.endswith(".replaced")
                 if name == without or (
                     stands_in and os.path.exists(f"{self.root}/{name[1:].removesuffix('.replaced')}")
@@ -153,17 +153,18 @@ class LocalStorage(Storage):
             try:
                 parts = (*FOLDERS, JOINED, MANIFEST)
                 if name not in complete and any(_exists(f"{self.root}/{name}/{part}") for part in parts):
-                    problems[name] = self._why(self.path(name))
+                    problems[name] = self._problem(self.path(name))
             except OSError as error:
                 problems[name] = Incomplete(str(error), not _is_checkpoint(self.path(name)))
         return problems
 
-    def _why(self, path: Path) -> Incomplete:
+    def _problem(self, path: Path) -> Incomplete:
+        """Why the entry at ``path`` is not a complete checkpoint."""
         if path.suffix in _REMAINS and path.name.startswith("."):
             return Incomplete(_REMAINS[path.suffix], True)
         try:
             read_manifest(path)
-            reason = "it was incomplete a moment ago"
+            reason = "it was incomplete when the folder was read"
         except FileNotFoundError:
             reason = f"{MANIFEST} is missing"
         except (DamagedCheckpoint, OSError) as error:
@@ -177,9 +178,9 @@ class LocalStorage(Storage):
         return self.path(name)
 
     def remove(self, name: str) -> bool:
-        """Delete a checkpoint: it is hidden, then its manifest goes, then the rest. Of a link to one only the link goes."""
+        """Delete a checkpoint: hide it, then delete its manifest, then the rest. Of a link to a checkpoint, delete only the link."""
         path = self.path(check_entry(self.root, name))
-        removed = _beside(path, "removed")
+        removed = _hidden_sibling(path, "removed")
         if os.path.exists(path):
             if _size(f"{path}/{MANIFEST}") is None:
                 raise ValueError(f"{path} is not a checkpoint ({MANIFEST} is missing): it is not deleted")
@@ -197,13 +198,13 @@ class LocalStorage(Storage):
             finally:
                 os.close(lock)
         if os.path.lexists(removed):
-            _delete(removed)  # another job's sweep may be deleting it
+            _delete(removed)  # not all of it, perhaps: another job's sweep may be deleting it too
             if os.path.lexists(removed):
                 raise OSError(errno.ENOTEMPTY, "not all of its files could be deleted", str(removed))
         return True
 
     def _has_another(self, name: str) -> bool:
-        """Check that a complete checkpoint besides ``name`` exists; the latest of this process is found without a search."""
+        """Check that a complete checkpoint other than ``name`` exists; this process's latest one is tried first, since it needs no search."""
         newest = self._newest
         if newest is not None and newest.name != name and newest.is_whole(self.directory):
             return True
@@ -211,13 +212,13 @@ class LocalStorage(Storage):
 
     def must_stay(self, name: str) -> bool:
         path = self.path(name)
-        return _is_checkpoint(path) and (not _is_readable(path) or _is_read(path))
+        return _is_checkpoint(path) and (not _is_readable(path) or _is_being_read(path))
 
     def sweep(self) -> None:
-        whole = set(self.manifests())
+        complete_names = set(self.manifests())
         for name in sorted(os.listdir(self.root)) if self.directory.is_dir() else ():
             path = self.path(name)
-            is_draft = name.startswith(".") and path.suffix in _REMAINS and name not in whole
+            is_draft = name.startswith(".") and path.suffix in _REMAINS and name not in complete_names
             with suppress(OSError):
                 if (
                     is_draft
@@ -233,11 +234,11 @@ class LocalStorage(Storage):
 
 
 class LocalDraft(Draft):
-    """The hidden sibling of a checkpoint, which is renamed to it. The rank that came first has it locked: the sweeps of other jobs leave it alone."""
+    """A hidden directory beside the future checkpoint, which is renamed when complete. The first rank locks it against the sweeps of other jobs."""
 
     def __init__(self, storage: LocalStorage, name: str) -> None:
         self._storage, self._name = storage, name
-        self.folder = _beside(storage.path(name), "partial")
+        self.folder = _hidden_sibling(storage.path(name), "partial")
         self._lock: int | None = None
 
     def lock(self) -> None:
@@ -246,7 +247,7 @@ class LocalDraft(Draft):
         _flock(self._lock, fcntl.LOCK_EX)
 
     def send(self, files: Iterable[str]) -> None:
-        """Nothing to do: all ranks share the directory."""
+        """Do nothing: all ranks share the directory."""
 
     def seal(
         self,
@@ -260,7 +261,7 @@ class LocalDraft(Draft):
         self.unlock()
 
     def _complete(self, manifest: Mapping[str, Any], files: Mapping[str, Record]) -> Record:
-        """Add the manifest and rename the draft to the checkpoint. Return the record of the manifest."""
+        """Write the manifest and rename the draft to its final name. Return the record of the manifest."""
         partial, path = self.folder, self._storage.path(self._name)
         for name, record in files.items():
             if _size(f"{partial}/{name}") != record["bytes"]:
@@ -272,19 +273,19 @@ class LocalDraft(Draft):
         for folder in (*folders, "."):
             if folder != WEIGHTS or (partial / folder).is_dir():
                 sync(f"{partial}/{folder}")
-        old = _beside(path, "replaced")
+        replaced = _hidden_sibling(path, "replaced")
         if _size(f"{path}/{MANIFEST}") is not None:
-            _delete(old)
-            path.rename(old)
+            _delete(replaced)
+            path.rename(replaced)
         try:
             partial.rename(path)
         except OSError:
-            if old.exists():
-                old.rename(path)
+            if replaced.exists():
+                replaced.rename(path)
             raise
         sync(path.parent)
-        if os.path.lexists(old):
-            _delete(old)
+        if os.path.lexists(replaced):
+            _delete(replaced)
         return record
 
     def abandon(self) -> None:
@@ -293,7 +294,7 @@ class LocalDraft(Draft):
             self.unlock()
 
     def unlock(self) -> None:
-        """Give the lock up, as the end of the process does."""
+        """Release the lock. (The end of the process would do it, too.)"""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -303,16 +304,16 @@ class LocalDraft(Draft):
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint whose files all exist with the right sizes; their content is not checked.
+    """Read a checkpoint's manifest, and check that all its files exist with the right sizes; their content is not checked.
 
     Raises:
-        DamagedCheckpoint: it is incomplete, changed since it was written, or of an unknown form.
+        DamagedCheckpoint: the checkpoint is incomplete, has changed since it was written, or has an unknown form.
         FileNotFoundError: there is no checkpoint at ``directory``; the error lists those in the same folder.
     """
     if _size(f"{directory}/{MANIFEST}") is None:
-        beside = ", ".join(LocalStorage(directory.parent).manifests()) or "none"
+        siblings = ", ".join(LocalStorage(directory.parent).manifests()) or "none"
         raise FileNotFoundError(
-            f"{directory} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {beside}"
+            f"{directory} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {siblings}"
         )
     manifest = check_manifest(directory, read_json(inside(directory, MANIFEST)))
     for name, record in manifest["files"].items():
@@ -327,10 +328,10 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _size(path: Path | str) -> int | None:
-    """The size of a regular file; ``None``: there is none."""
+    """The size of a regular file; ``None`` if there is no regular file at ``path``."""
     try:
         status = os.stat(path)
-    except ValueError:  # no name of a file
+    except ValueError:  # not a possible file name
         return None
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
@@ -339,13 +340,13 @@ def _size(path: Path | str) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def _beside(path: Path, what: str) -> Path:
-    """The hidden directory for ``what``, one of :data:`_REMAINS`, beside a checkpoint."""
-    return path.with_name(f".{path.name}.{what}")
+def _hidden_sibling(path: Path, kind: str) -> Path:
+    """The hidden directory beside a checkpoint for ``kind``, a suffix in :data:`_REMAINS` without its dot."""
+    return path.with_name(f".{path.name}.{kind}")
 
 
 def _exists(path: str) -> bool:
-    """Check that something exists at ``path``; a folder that may not be read is an error."""
+    """Check that something exists at ``path``; a parent folder without permission is an error."""
     try:
         os.stat(path)
     except OSError as error:
@@ -356,33 +357,33 @@ def _exists(path: str) -> bool:
 
 
 def _identity(name: str, status: os.stat_result) -> tuple[str, int, int]:
-    """A key that also differs between a checkpoint and a later one of its name: a checkpoint that replaces another is new."""
+    """A key for a checkpoint that changes when another one of the same name replaces it."""
     return name, status.st_ino, status.st_mtime_ns
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Check for a checkpoint, usable or not, at ``path``: its manifest or all of its folders exist."""
+    """Check for a checkpoint at ``path``, usable or not: its manifest exists, or all of its folders do."""
     try:
         if not os.path.lexists(path):
             return False
         return os.path.lexists(path / MANIFEST) or all((path / folder).is_dir() for folder in FOLDERS)
-    except OSError:  # no permission for the folder above, or too long a name
+    except OSError:  # no permission for the parent folder, or the name is too long
         return os.path.lexists(path)
 
 
 def _is_readable(path: Path) -> bool:
-    """Check that this version reads the manifest of the checkpoint at ``path``, and that all files exist."""
+    """Check that this version can read the manifest of the checkpoint at ``path``, and that all files exist."""
     try:
         if not (path / MANIFEST).is_file():
-            return False  # here already: the error of read_manifest lists all others
+            return False  # checked first: read_manifest would read all other checkpoints for its error
         read_manifest(path)
     except (DamagedCheckpoint, OSError):
         return False
     return True
 
 
-def _is_read(path: Path) -> bool:
-    """Check if another reader has locked the checkpoint at ``path``."""
+def _is_being_read(path: Path) -> bool:
+    """Whether a reader holds a lock on the checkpoint at ``path``."""
     if not (path / MANIFEST).is_file():
         return False
     lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -392,11 +393,11 @@ def _is_read(path: Path) -> bool:
 
 
 def _delete(path: Path) -> None:
-    """Delete a directory as far as possible; of a link only the link."""
+    """Delete a directory as far as possible; of a link, delete only the link."""
     if os.path.islink(path):
         path.unlink()
         return
-    try:  # a joined one, without its manifest: a walk through it would take longer
+    try:  # a joined checkpoint without its manifest has a single file: faster than a walk
         os.unlink(f"{path}/{JOINED}")
         os.rmdir(path)
     except OSError:
@@ -404,7 +405,7 @@ def _delete(path: Path) -> None:
 
 
 def _lock(directory: Path, mode: int) -> int | None:
-    """A descriptor that holds the lock of a checkpoint until it is closed; ``None``: another process holds it."""
+    """Lock a checkpoint and return the descriptor that holds the lock until it is closed; ``None``: another process holds the lock."""
     descriptor = open_file(directory / MANIFEST)
     if _flock(descriptor, mode):
         return descriptor
@@ -413,7 +414,7 @@ def _lock(directory: Path, mode: int) -> int | None:
 
 
 def _flock(descriptor: int, mode: int) -> bool:
-    """Try to lock a file; True also where the file system has no locks, and readers and drafts are not protected."""
+    """Try to lock a file. Also True where the file system has no locks: readers and drafts are not protected there."""
     try:
         fcntl.flock(descriptor, mode)
     except BlockingIOError:
@@ -424,15 +425,15 @@ def _flock(descriptor: int, mode: int) -> bool:
 
 
 class Opened:
-    """A checkpoint opened for reading; it is not removed until :meth:`close`. A context manager.
+    """A checkpoint that is open for reading, and cannot be removed until :meth:`close`. A context manager.
 
     Args:
-        directory: its path.
-        share: this reader checks only its share of the files' checksums: ``(index, number of readers)``.
-        folders: those whose checksums are checked.
+        directory: the checkpoint's path.
+        share: ``(index, number of readers)``: this reader verifies only its share of the checksums.
+        folders: the folders whose checksums are verified.
 
     Raises:
-        DamagedCheckpoint, FileNotFoundError: as :func:`read_manifest`, and if a checksum is wrong.
+        DamagedCheckpoint, FileNotFoundError: the errors of :func:`read_manifest`, or a checksum is wrong.
     """
 
     def __init__(self, directory: Path, share: tuple[int, int] = (0, 1), folders: Iterable[str] = FOLDERS) -> None:
@@ -457,33 +458,33 @@ class Opened:
         if self.manifest.trees:
             return self._joined(folder)
         names = {f"{folder}/{path.name}" for path in (self.directory / folder).glob("*.safetensors")}
-        if strange := sorted(names - self.files.keys()):
-            raise DamagedCheckpoint(f"{self.directory}: {strange[0]} is not in the manifest")
+        if unlisted := sorted(names - self.files.keys()):
+            raise DamagedCheckpoint(f"{self.directory}: {unlisted[0]} is not in the manifest")
         return TensorFiles(self.directory / folder, [self.directory / name for name in sorted(names)])
 
     def tree(self, stem: str, tensors: Mapping[str, Any] | None = None) -> Any:
-        """A tree of the checkpoint, such as :data:`SHARED`; ``None``: it has none of this name.
+        """Read a tree of the checkpoint, such as :data:`SHARED`; ``None``: the checkpoint has no tree of this name.
 
         Args:
-            tensors: replacements for its tensors; by default they are read to the CPU.
+            tensors: values for the tree's tensors; by default the tensors are read to the CPU.
         """
-        where, name = f"{stem}.json", f"{stem}.safetensors"
+        location, name = f"{stem}.json", f"{stem}.safetensors"
         if trees := self.manifest.trees:
             if stem not in trees:
                 return None
-            where, value = f"{MANIFEST}, {stem}", trees[stem]
+            location, value = f"{MANIFEST}, {stem}", trees[stem]
             if tensors is None:
                 tensors = self._joined(stem).whole_tensors()
-        elif where not in self.files:
+        elif location not in self.files:
             return None
         else:
             if tensors is None:
                 tensors = read_tensors(inside(self.directory, name)) if name in self.files else {}
-            value = read_json(inside(self.directory, where))
+            value = read_json(inside(self.directory, location))
         try:
             return unpack(value, tensors)
         except ValueError as error:
-            raise DamagedCheckpoint(f"{self.directory}: {where}: {error}") from error
+            raise DamagedCheckpoint(f"{self.directory}: {location}: {error}") from error
 
     def _joined(self, name: str) -> TensorFiles:
         """The tensors of a folder or a tree of a joined checkpoint."""

@@ -1,4 +1,4 @@
-"""Modules and data modules made from a checkpoint: constructed with its hyperparameters, filled with its weights."""
+"""Create modules and data modules from a checkpoint, with its hyperparameters and its weights or state."""
 
 from __future__ import annotations
 
@@ -61,13 +61,18 @@ def _shared(opened: Opened) -> Fields:
 def _construct(
     cls: type, path: str | Path, shared: Fields, prefix: str, texts: Mapping[str, str], overrides: Mapping[str, Any]
 ) -> Any:
-    """An object of ``cls`` from the saved hyperparameters, under ``prefix``, and ``overrides``."""
+    """Create an object of ``cls`` from the saved hyperparameters and ``overrides``, which win.
+
+    Args:
+        prefix: of the names of entries in ``shared``: ``""`` for the module, ``"datamodule_"`` for the data module.
+        texts: the hyperparameters as text; a warning shows those that could not be saved.
+    """
     saved = {str(name): value for name, value in shared.get(f"{prefix}hparams", {}).items()}
     positional, named = constructor_arguments(cls, saved, overrides, shared.get(f"{prefix}hparams_name"))
-    if lost := replaced_by_defaults(cls, texts, {*saved, *overrides}):
-        arguments = terminal_text(", ".join(f"{name}={text}" for name, text in lost.items()), one_line=True)
+    if unsaved := replaced_by_defaults(cls, texts, {*saved, *overrides}):
+        arguments = terminal_text(", ".join(f"{name}={text}" for name, text in unsaved.items()), one_line=True)
         logger.warning(
-            "%s: the %s was made with %s, which a checkpoint cannot hold: give them here",
+            "%s: the %s was made with %s, which a checkpoint cannot hold: pass them as arguments",
             *(path, "data module" if prefix else "module", arguments),
         )
     return cls(*positional, **named)

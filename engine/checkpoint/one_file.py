@@ -1,4 +1,4 @@
-"""A checkpoint as one file, which is easy to move: a zip archive of its folder, without compression. Opening it runs no code."""
+"""A checkpoint as one file, which is easier to move: a zip archive of its folder, without compression. Opening it runs no code."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from engine.checkpoint.local_storage import LocalStorage
 from engine.checkpoint.manifest import FOLDERS, MANIFEST, check_manifest
 
 _HEAD = struct.Struct("<4s22xH2x")
-"""The head of the first entry: its signature, and the length of the name that follows."""
+"""The header of an archive's first entry: the signature, and the length of the name that follows."""
 _ENCRYPTED = 1
-"""The flag of an entry that is encrypted."""
+"""The flag of an encrypted entry."""
 
 
 class OneFileStorage(LocalStorage):
-    """A directory with checkpoints that are one file each. Each rank reads its own copy of the files in one."""
+    """A directory with checkpoints that are one file each. Each rank unpacks its own copy of the checkpoint that it reads."""
 
     shared = False
 
@@ -41,41 +41,41 @@ class OneFileStorage(LocalStorage):
 
 
 def is_one_file(path: str | Path) -> bool:
-    """Whether a local path is a checkpoint in one file, which may be damaged."""
+    """Whether a local path is a checkpoint in one file; the file may be damaged."""
     if "://" in str(path):
         return False
     try:
         descriptor = open_file(Path(path))
-    except (OSError, ValueError):  # nothing there, no regular file, or a name that no file can have
+    except (OSError, ValueError):  # no such file, not a regular one, or a name that no file can have
         return False
     with os.fdopen(descriptor, "rb") as file:
         head = file.read(_HEAD.size + len(MANIFEST))
         if len(head) == _HEAD.size + len(MANIFEST):
             signature, length = _HEAD.unpack_from(head)
             if signature == b"PK\3\4" and length == len(MANIFEST) and head.endswith(MANIFEST.encode()):
-                return True  # also one of which the end is lost
+                return True  # True also for a truncated archive
         try:
-            with _archive(path, file) as archive:  # made by another program
+            with _archive(path, file) as archive:  # another program may have put the manifest elsewhere
                 return MANIFEST in archive.namelist()
         except DamagedCheckpoint:
             return False
 
 
 def check_local(path: Path | str) -> None:
-    """Refuse a URL.
+    """Check that ``path`` is a local one.
 
     Raises:
-        ValueError: ``path`` is one.
+        ValueError: ``path`` is a URL.
     """
     if "://" in str(path):
         raise ValueError(f"{path}: a checkpoint is one file only at a local path; at a URL it is a folder")
 
 
 def pack(folder: Path, file: Path) -> None:
-    """Write the checkpoint in ``folder``, the files of its manifest, as ``file``, which is replaced when it is complete.
+    """Write the checkpoint in ``folder`` as ``file``: the manifest and the files that it lists. An existing ``file`` is replaced at the end.
 
     Raises:
-        DamagedCheckpoint: a link in the folder leads out of it, or a file of the manifest is not a regular one of its size.
+        DamagedCheckpoint: a link in the folder leads out of it, or a listed file is not a regular one, or has another size.
     """
     for path in folder.rglob("*"):
         inside(folder, str(path.relative_to(folder)))
@@ -100,19 +100,19 @@ def pack(folder: Path, file: Path) -> None:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Write the files of ``file`` into a new ``folder``: those of its manifest, of the sizes that it names.
+    """Unpack the archive ``file`` into a new ``folder``, after checking its files against its manifest.
 
     Raises:
-        DamagedCheckpoint: it is damaged, encrypted or compressed, has other files than its manifest, or a name in it leads out of the folder.
+        DamagedCheckpoint: the archive is damaged, encrypted or compressed, does not match its manifest, or a name leads out of the folder.
     """
     with os.fdopen(open_file(file), "rb") as opened, _archive(file, opened) as archive:
         entries = _checked(file, os.fstat(opened.fileno()).st_size, archive.infolist())
         check_json_size(f"{file}: {MANIFEST}", entries[MANIFEST].file_size)
         with archive.open(entries[MANIFEST]) as source:
             records = check_manifest(file, parse_json(f"{file}: {MANIFEST}", source.read()))["files"]
-        if strange := sorted(entries.keys() ^ {MANIFEST, *records}):
+        if unmatched := sorted(entries.keys() ^ {MANIFEST, *records}):
             raise DamagedCheckpoint(
-                f"{file}: {strange[0]} is {'not in the manifest' if strange[0] in entries else 'missing'}"
+                f"{file}: {unmatched[0]} is {'not in the manifest' if unmatched[0] in entries else 'missing'}"
             )
         for name in records:
             if entries[name].file_size != records[name]["bytes"]:
@@ -129,7 +129,7 @@ def unpack(file: Path, folder: Path) -> None:
 
 
 def _checked(file: Path, size: int, infos: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
-    """The files of an archive of ``size`` bytes by name; together they are not larger than the archive."""
+    """Check the entries of an archive of ``size`` bytes, and return its files by name."""
     entries: dict[str, zipfile.ZipInfo] = {}
     for info in infos:
         name = info.filename
@@ -153,19 +153,29 @@ def _checked(file: Path, size: int, infos: list[zipfile.ZipInfo]) -> dict[str, z
 
 @contextmanager
 def _archive(path: str | Path, file: Any) -> Iterator[zipfile.ZipFile]:
-    """The archive in an open file; damage that is found while the context lasts is a :class:`DamagedCheckpoint`."""
+    """Open the archive in an open file; damage that is found inside the context raises :class:`DamagedCheckpoint`."""
     try:
         with zipfile.ZipFile(file) as archive:
             yield archive
     except DamagedCheckpoint:
         raise
     except (*_DAMAGE, OSError) as error:
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a position that no file has
+        # EINVAL: a damaged archive names an impossible position.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         raise DamagedCheckpoint(f"{path} is a damaged archive: {type(error).__name__}: {error}") from error
 
 
 _DAMAGE = (
-    zipfile.BadZipFile, zipfile.LargeZipFile, struct.error, zlib.error, EOFError, ValueError, LookupError, RuntimeError, OverflowError, MemoryError,
+    zipfile.BadZipFile,
+    zipfile.LargeZipFile,
+    struct.error,
+    zlib.error,
+    EOFError,
+    ValueError,
+    LookupError,
+    RuntimeError,
+    OverflowError,
+    MemoryError,
 )  # fmt: skip
-"""Errors of the reader; ``RuntimeError``: an entry is encrypted, or (``NotImplementedError``) needs a newer program."""
+"""Errors that ``zipfile`` raises on damaged archives; ``RuntimeError``: an entry is encrypted, or (``NotImplementedError``) needs a newer program."""

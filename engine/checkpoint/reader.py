@@ -1,6 +1,6 @@
-"""Reads a checkpoint for strategies: by name, whole tensors or this rank's shards, directly into existing memory.
+"""Read a checkpoint's tensors by name, whole or only this rank's shards, directly into existing memory.
 
-A checkpoint may have other weights of the model besides the trained ones, in its folder ``weights``::
+A checkpoint may have weights besides the trained ones, in its folder ``weights``::
 
     weights/rank=00000.safetensors      what this rank wrote; a tensor is called <name of the weights>/<name in the model>
     weights/weights.json                {<name of the weights>: {"aliases": names in the model that share a tensor}}
@@ -62,9 +62,9 @@ class Report:
 _TRAINED = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _holds(dtype: torch.dtype, saved: torch.dtype) -> bool:
-    """Whether a model of this ``dtype`` may load values of dtype ``saved``: all of them fit, or one model can be trained in both,
-    depending on the precision."""
+def _can_hold(dtype: torch.dtype, saved: torch.dtype) -> bool:
+    """Whether a tensor of ``dtype`` may be loaded with values of dtype ``saved``: it can represent all of them, or the two differ only in
+    the precision of the training."""
     if dtype == saved or (dtype in _TRAINED and saved in _TRAINED):
         return True
     same_kind = (
@@ -83,15 +83,15 @@ _DOUBLE = (
 
 
 def weights_folder(weights: str | None) -> tuple[str, ...]:
-    """The folder whose checksums must be checked before weights of this name are read, besides the model's."""
+    """The folder that must be verified, besides the model's, before weights of this name are read; empty if there is none."""
     return () if weights == TRAINED else (WEIGHTS,)
 
 
 class OtherWeights:
-    """Weights of the model besides the trained ones, such as moving averages, in an open checkpoint.
+    """The weights besides the trained ones, such as moving averages, in an open checkpoint.
 
-    They need not cover the whole model: the rest comes from the trained weights. The manifest names the weights with which the score was
-    measured (``scored_with``); checkpoints of versions before that do not.
+    They need not cover the whole model: for the rest the trained weights are used. The manifest names the weights with which the score was
+    measured (``scored_with``), except in checkpoints of early versions.
 
     Raises:
         DamagedCheckpoint: the files do not have the form that this library writes.
@@ -113,13 +113,15 @@ class OtherWeights:
         self._scored = opened.manifest.get(SCORED_WITH, None if self._tensors else TRAINED)
         if self._scored not in (None, TRAINED, *self._tensors):
             raise DamagedCheckpoint(
-                f"{self.where}: {SCORED_WITH} names the weights {self._scored!r:.80}, which are not there"
+                f"{self.where}: {SCORED_WITH} names the weights {self._scored!r:.80}, which the checkpoint does not have"
             )
         for name, entry in tree.items():
-            for alias, first in entry["aliases"].items():
-                if first not in self._tensors[str(name)]:
-                    raise DamagedCheckpoint(f"{self.where}: {OTHER_WEIGHTS}.json names {first!r}, which is not there")
-                self._tensors[str(name)][str(alias)] = self._tensors[str(name)][first]
+            for alias, original in entry["aliases"].items():
+                if original not in self._tensors[str(name)]:
+                    raise DamagedCheckpoint(
+                        f"{self.where}: {OTHER_WEIGHTS}.json names {original!r}, which the checkpoint does not have"
+                    )
+                self._tensors[str(name)][str(alias)] = self._tensors[str(name)][original]
 
     @property
     def names(self) -> list[str]:
@@ -127,10 +129,10 @@ class OtherWeights:
         return list(self._tensors)
 
     def chosen(self, name: str | None) -> str:
-        """The name of the weights to load; ``None``: those with which the score was measured.
+        """Return the name of the weights to load; ``None`` means the weights with which the score was measured.
 
         Raises:
-            ValueError: there are none of this name.
+            ValueError: there are no weights of this name.
         """
         if name not in (None, TRAINED):
             self.named(name)
@@ -138,7 +140,9 @@ class OtherWeights:
             logger.warning(
                 "%s also has the weights %s, and a version wrote it that did not note with which weights the score was measured: the trained ones "
                 "are loaded; weights=%r loads the others",
-                self.where, terminal_text(", ".join(map(repr, self._tensors))), next(iter(self._tensors)),
+                self.where,
+                terminal_text(", ".join(map(repr, self._tensors))),
+                next(iter(self._tensors)),
             )  # fmt: skip
         return name or self._scored or TRAINED
 
@@ -146,7 +150,7 @@ class OtherWeights:
         """The tensors of the weights ``name``, by their names in the model.
 
         Raises:
-            ValueError: there are none of this name; the message lists the names.
+            ValueError: there are no weights of this name; the message lists the names.
         """
         if name not in self._tensors:
             available = (
@@ -163,7 +167,7 @@ class OtherWeights:
         """Fill tensors of the model, whole ones or this rank's shards, from the weights ``name``.
 
         Raises:
-            ValueError: a tensor is not there, or has another shape.
+            ValueError: a tensor is missing in the checkpoint, or has another shape.
         """
         stored = self.named(name)
         if missing := [key for key in targets if key not in stored]:
@@ -172,22 +176,22 @@ class OtherWeights:
 
 
 def _read_named(files: TensorFiles, targets: Mapping[str, Tensor], stored: Mapping[str, str]) -> None:
-    """Fill ``targets``; ``stored``: the name in the files of each. Targets that share a tensor of the files are read one after the other."""
+    """Fill ``targets``, whose names in the files are in ``stored``. Targets with the same name in the files are read one after the other."""
     remaining = dict(targets)
-    while remaining:  # once, unless the model has two tensors for one in the checkpoint
-        now: dict[str, Tensor] = {}
+    while remaining:  # one round, unless two of the model's tensors have the same tensor in the checkpoint
+        batch: dict[str, Tensor] = {}
         for name in list(remaining):
-            if now.setdefault(stored[name], remaining[name]) is remaining[name]:
+            if batch.setdefault(stored[name], remaining[name]) is remaining[name]:
                 del remaining[name]
-        files.read_into(now)
+        files.read_into(batch)
 
 
 class Source:
-    """The models and optimizers of one open checkpoint. Every rank reads for itself.
+    """The models and optimizers of one open checkpoint. No method is a collective.
 
     Args:
-        weights: ``"trained"``, from which a training continues; or the name of others, such as ``"ema"``, which take their place; ``None``: those
-            with which the checkpoint's score was measured.
+        weights: ``"trained"``, from which a training continues, or the name of weights to load instead, such as ``"ema"``; ``None``: the
+            weights with which the checkpoint's score was measured.
 
     Raises:
         ValueError: there are no weights of this name.
@@ -198,7 +202,7 @@ class Source:
         self.others = OtherWeights(opened)
         self.weights = self.others.chosen(weights)
         """The name of the weights that are read."""
-        self._instead = {} if self.weights == TRAINED else self.others.named(self.weights)
+        self._replacements = {} if self.weights == TRAINED else self.others.named(self.weights)
         self._hparams = opened.manifest.get("hparams")
         self._model, self._optim = opened.tensors("model"), opened.tensors("optim")
         tree = opened.tree("model/model", {})
@@ -206,8 +210,10 @@ class Source:
             raise DamagedCheckpoint(f"{self.where}: model/model.json has no aliases and extra states")
         self.aliases: dict[str, str] = tree["aliases"]
         self.extra: dict[str, Any] = tree["extra"]
-        if lost := sorted(set(map(str, self.aliases.values())) - self._model.stored.keys()):
-            raise DamagedCheckpoint(f"{self.where}: model/model.json names {lost[0]!r}, which is not there")
+        if missing := sorted(set(map(str, self.aliases.values())) - self._model.stored.keys()):
+            raise DamagedCheckpoint(
+                f"{self.where}: model/model.json names {missing[0]!r}, which the checkpoint does not have"
+            )
         if not all(isinstance(name, str) for name in self.aliases.values()):
             raise DamagedCheckpoint(f"{self.where}: model/model.json has no usable aliases")
         self.optim: dict[str, Any] = opened.tree("optim/optim", self._optim.stored)
@@ -219,7 +225,7 @@ class Source:
 
     @property
     def names(self) -> list[str]:
-        """The names of the model's tensors and of its other state."""
+        """The names of the model's tensors, their aliases, and its other state."""
         return [*self._model.stored, *self.aliases, *self.extra]
 
     def __contains__(self, name: str) -> bool:
@@ -238,38 +244,44 @@ class Source:
         dtypes = [
             f"{name} ({saved} there, {dtype} here)"
             for name, (saved, dtype) in kinds.items()
-            if not _holds(dtype, saved)
+            if not _can_hold(dtype, saved)
         ]
         return Report(sorted(state.keys() - names), sorted(names - state.keys()), shapes, dtypes)
 
     def stored(self, name: str) -> Stored:
-        """The model's tensor of this name."""
-        tensor = self._instead.get(name) or self._model.stored.get(self.aliases.get(name, name))
+        """The description of the model's tensor of this name, in the chosen weights."""
+        tensor = self._replacements.get(name) or self._model.stored.get(self.aliases.get(name, name))
         return Stored(name, torch.Size(()), torch.float32) if tensor is None else tensor
 
     def read_model(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill tensors of the model."""
-        if instead := {name: targets[name] for name in targets if name in self._instead}:
-            self.others.read_into(self.weights, instead)
-        trained = {name: target for name, target in targets.items() if name not in instead}
+        """Fill tensors of the model from the chosen weights."""
+        if replaced := {name: targets[name] for name in targets if name in self._replacements}:
+            self.others.read_into(self.weights, replaced)
+        trained = {name: target for name, target in targets.items() if name not in replaced}
         _read_named(self._model, trained, {name: self.aliases.get(name, name) for name in trained})
 
     def check(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Report:
-        """Report how a module's ``state`` fits; with ``strict``, differences raise :class:`engine.utils.errors.DoesNotFit`, which names them."""
+        """Report how a module's ``state`` differs from the checkpoint; with ``strict``, raise :class:`engine.utils.errors.DoesNotFit` instead."""
         report = self.compare(state)
         if strict and report:
             names = report.missing or report.unexpected or report.other_shapes
-            advice = f"{_STRICT}{self._made_with(module)}" if names else _DOUBLE if self._is_double(state) else _STRICT
+            advice = (
+                f"{_STRICT}{self._hyperparameter_differences(module)}"
+                if names
+                else _DOUBLE
+                if self._is_double(state)
+                else _STRICT
+            )
             raise DoesNotFit(f"{self.where} does not fit {type(module).__name__}: {report}. {advice}")
         return report
 
     def _is_double(self, state: Mapping[str, Any]) -> bool:
-        """Whether the checkpoint was saved in double precision, and ``state`` is in single precision."""
+        """Whether all dtypes that do not fit are due to a checkpoint in double precision."""
         kinds = {(self.stored(name).dtype, value.dtype) for name, value in state.items() if isinstance(value, Tensor)}
-        return {saved for saved, dtype in kinds if not _holds(dtype, saved)} <= {torch.float64, torch.complex128}
+        return {saved for saved, dtype in kinds if not _can_hold(dtype, saved)} <= {torch.float64, torch.complex128}
 
-    def _made_with(self, module: nn.Module) -> str:
-        """Text that says how the hyperparameters of the saved module differ from ``module``'s; empty if that is not known."""
+    def _hyperparameter_differences(self, module: nn.Module) -> str:
+        """The hint for an error: with which other hyperparameters the saved module was created; empty if none differ."""
         hparams = getattr(module, "hparams", None)
         if not isinstance(hparams, HParams) or not isinstance(self._hparams, dict):
             return ""
@@ -284,35 +296,35 @@ class Source:
         return f"; it was created with {terminal_text(text)}" if text else ""
 
     def load_model(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Report:
-        """Fill parameters and buffers of ``module`` in place.
+        """Load the checkpoint into ``module``; its parameters and buffers are filled in place.
 
         Args:
             state: ``module.state_dict(keep_vars=True)``; tensors on the meta device belong to other ranks.
-            strict: any difference is an error.
+            strict: make any difference an error.
 
         Raises:
-            ValueError: it does not fit; nothing was read.
+            ValueError: the checkpoint does not fit; the module is unchanged.
         """
         if overridden(module, "load_state_dict", nn.Module):
             return self._load_whole(module, state, strict)
         report = self.check(module, state, strict)
-        wrong = {text.split(" ")[0] for text in report.other_shapes}
-        direct = {id(t) for t in (*module.parameters(), *module.buffers())}
-        fits = {name: value for name, value in state.items() if name in self and name not in wrong}
-        local = {name: value for name, value in fits.items() if isinstance(value, Tensor) and not value.is_meta}
+        misshapen = {text.split(" ")[0] for text in report.other_shapes}
+        in_place_ids = {id(t) for t in (*module.parameters(), *module.buffers())}
+        fits = {name: value for name, value in state.items() if name in self and name not in misshapen}
+        own_tensors = {name: value for name, value in fits.items() if isinstance(value, Tensor) and not value.is_meta}
         copies = {
             name: torch.empty_like(value, requires_grad=False)
-            for name, value in local.items()
-            if id(value) not in direct
+            for name, value in own_tensors.items()
+            if id(value) not in in_place_ids
         }
-        self.read_model({name: copies.get(name, value) for name, value in local.items()})
+        self.read_model({name: copies.get(name, value) for name, value in own_tensors.items()})
         entries = copies | {name: self.extra[name] for name in fits if name in self.extra}
         if entries:
             module.load_state_dict(entries, strict=False)
         return report
 
     def _load_whole(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Report:
-        """Fill a module by its own ``load_state_dict``, which gets all of the saved state."""
+        """Load all of the saved state with the module's own ``load_state_dict``."""
         if any(
             isinstance(value, Tensor) and (value.is_meta or hasattr(value, "placements")) for value in state.values()
         ):
@@ -327,7 +339,7 @@ class Source:
         return Report(list(missing), list(unexpected), [], [])
 
     def read_optim(self, tree: Any, like: Callable[[Stored], Tensor]) -> Any:
-        """``tree`` with each :class:`Stored` read into the tensor that ``like`` returns for it."""
+        """Copy ``tree`` with each :class:`Stored` replaced by the tensor that ``like`` creates for it, filled from the checkpoint."""
         targets: dict[str, Tensor] = {}
 
         def with_tensors(value: Any) -> Any:
@@ -345,10 +357,10 @@ class Source:
 
 
 def empty_tensor(stored: Stored) -> Tensor:
-    """An empty tensor on the CPU for a whole stored tensor."""
+    """An uninitialised CPU tensor with the shape and dtype of a stored tensor."""
     return torch.empty(stored.shape, dtype=stored.dtype)
 
 
 def own_state(module: nn.Module) -> dict[str, Any]:
-    """The module's state with the parameters themselves; under FSDP this frees what was still gathered from a forward pass."""
+    """The module's state dict with the parameters themselves. Under FSDP this frees parameters that a forward pass has left gathered."""
     return dict(module.state_dict(keep_vars=True))

@@ -1,4 +1,4 @@
-"""Checkpoints, and other files, at a URL that fsspec knows."""
+"""Checkpoints and other files at a URL, through fsspec."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from engine.utils.text import has_password, terminal_text
 
 
 class FileSystem:
-    """The fsspec file system of a URL. Its methods are those of fsspec.
+    """The fsspec file system of a URL, with methods of the same names.
 
     Raises:
-        FileNotFoundError: as fsspec.
-        OSError: anything else that fsspec, or the library below it, raises: each has errors of its own, and many do not name the URL.
+        FileNotFoundError: raised by fsspec.
+        OSError: in place of any other error. Each of fsspec's back ends has errors of its own, many of which do not name the URL.
     """
 
     def __init__(self, url: str, files: Any) -> None:
@@ -53,10 +53,10 @@ class FileSystem:
         return size
 
     def cat_file(self, path: str) -> bytes:
-        """The content of a JSON file.
+        """Read a JSON file.
 
         Raises:
-            DamagedCheckpoint: it is larger than any that is written.
+            DamagedCheckpoint: the file is larger than ``LARGEST_JSON``.
         """
         content: bytes = self._call(self._files.cat_file, path, start=0, end=LARGEST_JSON + 1)
         check_json_size(path, len(content))
@@ -84,6 +84,7 @@ class FileSystem:
         self._call(self._files.invalidate_cache, path)
 
     def _call(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call a method of fsspec, and raise its errors in the form that the class describes."""
         try:
             return method(*arguments, **options)
         except FileNotFoundError:
@@ -102,8 +103,8 @@ def reach(url: str) -> tuple[FileSystem, str]:
     """The fsspec file system of a URL, and the path in it.
 
     Raises:
-        ValueError: fsspec does not know the protocol, or its package is missing; or the URL has a password, which would stand in logs, records
-            and pages.
+        ValueError: fsspec does not know the protocol, the protocol's package is missing, or the URL has a password, which would appear in logs,
+            records and pages.
     """
     import fsspec
 
@@ -115,22 +116,22 @@ def reach(url: str) -> tuple[FileSystem, str]:
     try:
         files, inner = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
-        # Of a URL that lacks what its file system needs (github://x has no owner), fsspec raises whatever its constructor does.
+        # For a URL that lacks a part (github://x has no owner), fsspec raises whatever the back end's constructor raises.
         raise ValueError(f"{url}: {error}") from error
     return FileSystem(url, files), str(inner)
 
 
 def without_query(path: str | Path) -> str:
-    """A path, or a URL as it may be shown: what follows ``?`` may be a signature that lets everybody read."""
+    """A path, or a URL without its query, so that it may be shown: the query may be a signature that gives anyone access."""
     return str(path).partition("?")[0] if "://" in str(path) else str(path)
 
 
 @contextmanager
 def local_copy(path: str | Path) -> Iterator[Path]:
-    """The file or directory at ``path`` as a local one: itself, or a copy of a URL's content, while the context lasts.
+    """Yield a local path of a file or directory: ``path`` itself, or a copy of a URL's content that is deleted at the context's end.
 
     Raises:
-        FileNotFoundError: it does not exist.
+        FileNotFoundError: ``path`` does not exist.
         ValueError: fsspec does not know the protocol.
     """
     if "://" not in str(path):
@@ -152,7 +153,7 @@ def local_copy(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def outgoing(path: str | Path) -> Iterator[Path]:
-    """A local directory for files to be written to ``path``: itself, or one whose files are sent to a URL at the context's end."""
+    """Yield a local directory to write into: ``path`` itself, or a temporary one whose files are uploaded to the URL at the context's end."""
     if "://" not in str(path):
         yield Path(path)
         return
@@ -168,14 +169,14 @@ def outgoing(path: str | Path) -> Iterator[Path]:
 
 _UNFINISHED = Incomplete(f"{MANIFEST} is missing: a run is writing it, or was killed while it did", True)
 OLD = timedelta(hours=1)
-"""An incomplete remote checkpoint that has not changed for so long was left by a killed job."""
+"""An incomplete checkpoint at a URL that has not changed for this long counts as left by a killed job."""
 
 
 class RemoteStorage(Storage):
-    """Storage without rename: a checkpoint with a manifest is complete, and the manifest is sent last. Drafts and reads use local copies.
+    """Storage at a URL, where nothing can be renamed: the manifest is sent last, and makes a checkpoint complete. Drafts and reads use local copies.
 
     Raises:
-        ValueError: fsspec does not know the protocol, or its package is missing; the message says which.
+        ValueError: fsspec does not know the protocol, or the protocol's package is missing; the message says which.
     """
 
     shared = False
@@ -183,7 +184,7 @@ class RemoteStorage(Storage):
     def __init__(self, root: str) -> None:
         self.root = root.rstrip("/")
         self.files, self._inside = reach(self.root)
-        self._serial, self._known = 0, set[str]()
+        self._serial, self._read_manifests = 0, set[str]()
         self._folder: Path | None = None
 
     def path(self, name: str) -> str:
@@ -191,43 +192,43 @@ class RemoteStorage(Storage):
 
     @property
     def _copies(self) -> Path:
-        """A local directory that is removed with this object."""
+        """A local directory for copies, which is deleted with this object."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="checkpoints-"))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         return self._folder
 
     def inner_path(self, name: str) -> str:
-        """The path of a checkpoint, or of a file in one, in the file system of the URL."""
+        """The path of a checkpoint, or of a file in one, within the URL's file system."""
         return f"{self._inside}/{name}"
 
     def begin(self, name: str, first: bool = True, folders: Sequence[str] = FOLDERS) -> RemoteDraft:
         if first and self.files.exists(self.inner_path(name)):
-            if not self.has(name) and not self._remains(name):
+            if not self.has(name) and not self._is_leftover(name):
                 raise FileExistsError(
                     f"{self.path(name)} exists and is not a checkpoint ({MANIFEST} is missing): choose another path"
                 )
             self.delete(name)
         folder = Path(tempfile.mkdtemp(dir=self._copies))
-        for inner in folders:
-            (folder / inner).mkdir()
+        for subfolder in folders:
+            (folder / subfolder).mkdir()
         return RemoteDraft(self, name, folder, first)
 
     def next_serial(self) -> int:
-        """The serial number of the next checkpoint; others may save here too."""
+        """The serial number of the next checkpoint, from all manifests, since other writers may save here too."""
         self._serial = next_serial([self._serial, *self._new_serials()])
         return self._serial
 
     def _new_serials(self) -> list[int]:
-        """The serial numbers in manifests that are new here, or have changed, since the last call: others may save here too."""
+        """The serial numbers in manifests that are new, or have changed, since the last call."""
         self.files.invalidate_cache(self._inside)
         try:
             entries = self.files.find(self._inside, maxdepth=2, detail=True)
         except FileNotFoundError:
             return []
         manifests = {str(entry): path for path, entry in entries.items() if path.endswith(f"/{MANIFEST}")}
-        new = manifests.keys() - self._known
-        self._known = set(manifests)
+        new = manifests.keys() - self._read_manifests
+        self._read_manifests = set(manifests)
         serials: list[int] = []
         for path in (manifests[entry] for entry in new):
             with suppress(DamagedCheckpoint, OSError):
@@ -247,7 +248,7 @@ class RemoteStorage(Storage):
             try:
                 self._complete_manifest(name)
             except FileNotFoundError:
-                if self._remains(name):
+                if self._is_leftover(name):
                     problems[name] = _UNFINISHED
             except (DamagedCheckpoint, OSError) as error:
                 problems[name] = Incomplete(str(error).removeprefix(f"{self.path(name)}: "), False)
@@ -257,17 +258,17 @@ class RemoteStorage(Storage):
         return bool(name) and self.files.exists(self.inner_path(f"{name}/{MANIFEST}"))
 
     def _complete_manifest(self, name: str) -> dict[str, Any]:
-        """The manifest of a checkpoint whose files exist with the right sizes; errors as in :func:`engine.checkpoint.local_storage.read_manifest`."""
+        """Do the same as :func:`engine.checkpoint.local_storage.read_manifest`, with the same errors."""
         text = self.files.cat_file(self.inner_path(f"{name}/{MANIFEST}"))
         manifest = check_manifest(self.path(name), parse_json(self.path(name), text))
         sizes = {path: entry["size"] for path, entry in self.files.find(self.inner_path(name), detail=True).items()}
         for file, record in manifest["files"].items():
             size = sizes.get(self.inner_path(f"{name}/{file}"))
             if size != record["bytes"]:
-                what = (
+                problem = (
                     "is missing" if size is None else f"has {size} bytes, and had {record['bytes']} when it was written"
                 )
-                raise DamagedCheckpoint(f"{self.path(name)}: {file} {what}")
+                raise DamagedCheckpoint(f"{self.path(name)}: {file} {problem}")
         return manifest
 
     def fetch(self, name: str) -> Path:
@@ -297,19 +298,19 @@ class RemoteStorage(Storage):
             return False
         except DamagedCheckpoint:
             return True
-        except OSError:  # no permission, or the storage cannot be reached: later calls report it
+        except OSError:  # no permission or no connection: a later call will report it
             with suppress(OSError):
                 return name in self._names()
         return False
 
     def sweep(self) -> None:
-        # There are no locks: recent files may be another job's, and stay.
+        # There are no locks, so recent files may belong to another job and are kept.
         for name in self._names():
-            if not self.has(name) and self._remains(name) and self._age(name) > OLD:
+            if not self.has(name) and self._is_leftover(name) and self._age(name) > OLD:
                 self.delete(name)
 
     def _age(self, name: str) -> timedelta:
-        """The age of its newest file; 0 if the storage has no times, so that nothing counts as old."""
+        """The age of the checkpoint's newest file; 0, which never counts as old, if the storage has no times."""
         now, youngest = datetime.now(UTC), timedelta.max
         for entry in self.files.find(self.inner_path(name), detail=True).values():
             when = next(
@@ -324,6 +325,7 @@ class RemoteStorage(Storage):
         return youngest
 
     def _names(self) -> list[str]:
+        """The names of the folders that may be checkpoints."""
         try:
             entries = self.files.ls(self._inside, detail=True)
         except FileNotFoundError:
@@ -331,15 +333,16 @@ class RemoteStorage(Storage):
         names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
         return [name for name in names if is_entry(name)]
 
-    def _remains(self, name: str) -> bool:
-        """Whether the files at ``name`` are what remains of a checkpoint that was being written or removed; their names tell."""
+    def _is_leftover(self, name: str) -> bool:
+        """Whether a folder is what an unfinished save or removal has left: only checkpoints have files of these names."""
         paths = (
             path.removeprefix(self.inner_path(name)).strip("/").partition("/")
             for path in self.files.find(self.inner_path(name))
         )
+        # Files of checkpoints inside the folder are deeper, and do not count.
         return any(
-            inner == JOINED or (inner in FOLDERS and file.startswith("rank=")) for inner, _, file in paths
-        )  # checkpoints in it do not count
+            subfolder == JOINED or (subfolder in FOLDERS and file.startswith("rank=")) for subfolder, _, file in paths
+        )
 
     def manifest(self, name: str) -> dict[str, Any]:
         try:
@@ -352,13 +355,13 @@ class RemoteStorage(Storage):
         return check_manifest(self.path(name), parse_json(self.path(name), text))
 
     def delete(self, name: str) -> None:
-        """Delete whatever has this name."""
+        """Delete the folder of this name, complete or not."""
         with suppress(FileNotFoundError):
             self.files.rm(self.inner_path(name), recursive=True)
 
 
 class RemoteDraft(Draft):
-    """A local copy of one rank's files, which the rank sends. Without the manifest they are not a checkpoint yet."""
+    """A local directory with one rank's files, which the rank uploads. The upload becomes a checkpoint only with its manifest."""
 
     def __init__(self, storage: RemoteStorage, name: str, folder: Path, first: bool) -> None:
         self._storage, self._name, self._first = storage, name, first
@@ -393,7 +396,7 @@ class RemoteDraft(Draft):
         was_open = self._is_open
         self._drop()
         if self._first and was_open:
-            with suppress(Exception):  # the error that led here is the one to report
+            with suppress(Exception):  # the error that led to this call is the one to report
                 if not self._storage.has(self._name):
                     self._storage.delete(self._name)
 

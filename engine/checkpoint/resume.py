@@ -1,6 +1,6 @@
-"""Which checkpoint is resumed from, how all ranks open it together, and whether optimizers and schedulers can continue from it.
+"""Choose the checkpoint to resume from, open it on all ranks together, and check that optimizers and schedulers can continue from it.
 
-:mod:`engine.loop.run_resume` gives its pieces to a run, :mod:`engine.engine_snapshot` those of what an ``Engine`` has prepared.
+:mod:`engine.loop.run_resume` restores a run from it, :mod:`engine.engine_snapshot` the objects that an ``Engine`` has prepared.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from engine.utils.log import logger
 from engine.utils.text import terminal_text
 
 NAMES = ("last", "auto", "best")
-"""The names that ``resume=`` and ``checkpoint=`` accept besides paths and URLs."""
+"""The names that ``resume=`` and ``checkpoint=`` accept in place of a path or URL."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """A checkpoint that ``Fit.run(resume=...)`` continues from, and the parts of it to load. A plain name or path has the defaults."""
+    """The checkpoint that ``Fit.run(resume=...)`` continues from, and the parts of it to load. A plain name or path means the defaults."""
 
     path: str | Path = "last"
     """The checkpoint. ``"last"``: the newest one of the newest run in ``root_dir``; ``"auto"``: like ``"last"``, or a new run if there is none;
@@ -48,13 +48,13 @@ class Resume:
     optimizer: bool = True
     """``False``: optimizers and schedulers start fresh; counters and data position continue."""
     strict: bool = True
-    """``False``: parameters that only one side has, or that have other shapes, are left out and named in a warning."""
+    """``False``: parameters that only the model or only the checkpoint has, or whose shapes differ, are left out and named in a warning."""
     hyperparameters: str = "checkpoint"
     """``"configured"``: learning rates, weight decays and other hyperparameters are those of ``configure_optimizers`` rather than the
     saved ones; a learning rate that a schedule has changed is changed by the same factor. Optimizer states and schedules continue."""
     weights: str | None = None
-    """With ``weights_only``: start with these weights, ``"trained"`` or those that a callback has kept under a name such as ``"ema"``; by default
-    with those that the checkpoint's score was measured with. A run that continues always has the trained ones."""
+    """With ``weights_only``: the weights to start with, ``"trained"`` or a name such as ``"ema"`` under which a callback saved others; by default
+    the weights with which the checkpoint's score was measured. A run that continues always has the trained ones."""
 
     def __post_init__(self) -> None:
         if self.hyperparameters not in ("checkpoint", "configured"):
@@ -73,7 +73,7 @@ class Loaded:
         self.opened, self._group = opened, group
         self.name, self.path = name, storage.path(name)
         self.passed: Sequence[str] = ()
-        """Names of newer checkpoints, which are damaged."""
+        """Names of newer checkpoints that were skipped because they are damaged."""
         self.manifest = opened.manifest
 
     @cached_property
@@ -93,13 +93,13 @@ class Loaded:
         return "state" in self.shared
 
     def of_rank(self, rank: int) -> Fields | None:
-        """The state of one of the ranks that saved; ``None`` in a converted checkpoint."""
+        """The own state of one of the ranks that saved; ``None`` in a converted checkpoint."""
         stem = RANK.format(rank)
         state = self.opened.tree(stem)
         return None if state is None else checked(f"{self.path}: {stem}.json", own_form(state), OWN_FORM)
 
     def check(self, folders: Sequence[str]) -> None:
-        """Read what can be read before a module exists.
+        """Read and check everything in ``folders`` for which no module is needed.
 
         Raises:
             DamagedCheckpoint: a value has the wrong form.
@@ -112,10 +112,13 @@ class Loaded:
                 self.of_rank(self._group.rank)
 
     def load_into(self, what: str, take: Callable[[Any], Any], state: Any) -> None:
-        """Load an object's saved state into it.
+        """Load a saved state by calling ``take(state)``.
+
+        Args:
+            what: the object that takes the state, for messages.
 
         Raises:
-            ValueError: it cannot load the state; the message names the object. Its own specific errors are not changed.
+            ValueError: a general error of ``take``, such as a missing key, with the object's name. More specific errors pass through.
         """
         try:
             take(state)
@@ -125,25 +128,25 @@ class Loaded:
             ) from error
 
     def of_same_place(self, position: Any) -> Fields | None:
-        """This rank's state, if all ranks have their old positions; else ``None``, on all ranks.
+        """This rank's saved state if every rank has the same position among the ranks as when it saved; else ``None``, on all ranks.
 
         Args:
-            position: this rank's position (JSON); its state has it under ``"place"``.
+            position: this rank's position (JSON), in the form of the state's ``"place"``.
         """
         same_world = self.manifest["world_size"] == self._group.world_size
         state = self.of_rank(self._group.rank) if same_world else None
         return state if all(gather_json(self._group, state is not None and state["place"] == position)) else None
 
     def of_all_ranks(self) -> list[Any]:
-        """The states of all ranks that saved; empty for a converted checkpoint."""
+        """The own states of all ranks that saved; empty for a converted checkpoint."""
         states = (self.of_rank(rank) for rank in range(self.manifest["world_size"]))
         return [state for state in states if state is not None]
 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Do not collect garbage inside the block: 50,000 small objects describe a thousand parameters, and for that number Python traverses every
-    object of the process, although none of them is garbage."""
+    """Turn automatic garbage collection off inside the block: a thousand parameters are described by 50,000 small objects, none of which is garbage,
+    and so many new objects make Python traverse every object of the process."""
     automatic = gc.isenabled()
     gc.disable()
     try:
@@ -162,29 +165,29 @@ def opening(
     argument: str = "resume",
     report: Callable[..., None] = logger.error,
 ) -> Iterator[Loaded]:
-    """Open a checkpoint on all ranks, which share the work of checking it.
+    """Open a checkpoint on all ranks, which share the work of verifying it. With a name, unusable checkpoints are reported and skipped.
 
     Args:
-        checkpoint: its path or URL, or one of :data:`NAMES`.
-        storage: where the names ``"last"``, ``"auto"`` and ``"best"`` are looked up. Unusable checkpoints are reported and skipped.
-        folders: folders of the checkpoint that will be read.
+        checkpoint: a path or URL, or one of :data:`NAMES`.
+        storage: the folder in which a name is looked up.
+        folders: the folders of the checkpoint that will be read.
         argument: the name of the user's argument, for messages.
-        report: called with a message about each skipped one.
+        report: called with a message (in the form of a logger's method) about each skipped checkpoint.
 
     Raises:
-        FileNotFoundError: there is none.
-        DamagedCheckpoint: the one given by path cannot be used, or none of the existing ones can; the message has the reasons.
+        FileNotFoundError: there is no such checkpoint.
+        DamagedCheckpoint: the checkpoint at the path cannot be used, or none of the named ones can; the message has the reasons.
     """
     named = checkpoint in NAMES
-    where, name = (storage, "") if named else split_path(checkpoint)
+    chosen_storage, name = (storage, "") if named else split_path(checkpoint)
     candidates, unusable = all_or_none(
         group, partial(_complete_checkpoints, storage, checkpoint) if named and group.is_main else lambda: [[name], {}]
     )[0]
-    reasons = [f"{where.path(name)}: {why}" for name, why in unusable.items()]
+    reasons = [f"{chosen_storage.path(name)}: {why}" for name, why in unusable.items()]
     passed: list[str] = []
     for name in candidates:
         try:
-            loaded, damage = _open(group, where, name, folders)
+            loaded, damage = _open(group, chosen_storage, name, folders)
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"{argument}={checkpoint!r}: {error}{'' if named else nearest(checkpoint, NAMES)}"
@@ -200,12 +203,14 @@ def opening(
             raise DamagedCheckpoint(damage)
         reasons.append(damage)
         passed.append(name)
-    what = f"no complete checkpoint{' with a score' if checkpoint == 'best' else ''} in {storage.root}"
+    problem = f"no complete checkpoint{' with a score' if checkpoint == 'best' else ''} in {storage.root}"
     if not reasons:
-        raise FileNotFoundError(f"{argument}={checkpoint!r}: {what}; one of another run is given by its path")
+        raise FileNotFoundError(
+            f"{argument}={checkpoint!r}: {problem}; to use a checkpoint of another run, give its path"
+        )
     listed = "".join(f"\n  {reason}" for reason in reasons)
     raise DamagedCheckpoint(
-        f"{argument}={checkpoint!r}: {what} can be used; these exist:{listed}\n"
+        f"{argument}={checkpoint!r}: {problem} can be used; these exist:{listed}\n"
         "Repair them, give the path of another one, or move them away to start from step 0"
     )
 
@@ -216,28 +221,31 @@ def name_of(path: str | Path) -> str:
 
 
 def describe(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> dict[str, Any]:
-    """The classes of optimizers and schedulers, for checkpoints: another class loads what it knows by name and ignores the rest."""
+    """The class names of optimizers and schedulers, which checkpoints save: another class would load a state, and ignore what it does not know."""
     names = [[type(item).__name__ for item in objects] for objects in (optimizers, schedulers)]
     return dict(zip(("optimizers", "schedulers"), names, strict=True))
 
 
-_KNOBS = frozenset(
+_OPTIONAL_HYPERPARAMETERS = frozenset(
     ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "decoupled_weight_decay", "initial_lr")
 )
-"""Hyperparameters that choose an implementation, or that variants of one method lack."""
+"""Hyperparameters that select an implementation, or that variants of one method lack: a checkpoint of another class need not have them."""
 
 
 def check_optimizer(loaded: Loaded, index: int, optimizer: Any) -> None:
     """Check that an optimizer can continue from the checkpoint's state.
 
     Raises:
-        ValueError: it is of another kind: hyperparameters are missing or have other types; the message names them.
+        ValueError: the state is of another kind of optimizer: hyperparameters are missing or have other types; the message names them.
     """
     saved, kinds = loaded.source.optim[str(index)], loaded.shared.get("kinds", {}).get("optimizers", [])
     kind, class_name = kinds[index] if index < len(kinds) else None, type(optimizer).__name__
     for group, current in zip(saved["param_groups"], optimizer.param_groups, strict=False):
         missing = sorted(
-            current.keys() - group.keys() - {"params"} - (_KNOBS if kind != class_name else current.keys())
+            current.keys()
+            - group.keys()
+            - {"params"}
+            - (_OPTIONAL_HYPERPARAMETERS if kind != class_name else current.keys())
         )
         missing += sorted(
             name
@@ -256,7 +264,7 @@ def check_optimizer(loaded: Loaded, index: int, optimizer: Any) -> None:
 
 
 def _check_torch(loaded: Loaded, index: int, optimizer: Any, saved: Any) -> None:
-    """Check what torch's own optimizers assume: values that their constructors allow, and the same entries for all parameters of a kind."""
+    """Check what torch's optimizers assume when they load: valid hyperparameters, and the same state entries for all parameters."""
     parameters = inspect.signature(type(optimizer)).parameters
     for group in saved["param_groups"]:
         hyperparameters = {
@@ -272,9 +280,8 @@ def _check_torch(loaded: Loaded, index: int, optimizer: Any, saved: Any) -> None
             entry = saved["state"].get(name)
             if entry:
                 shape = {key: isinstance(value, Stored) for key, value in entry.items()}
-                dims = (
-                    len(loaded.source.stored(str(name)).shape) if isinstance(optimizer, torch.optim.Adafactor) else 0
-                )  # matrices: rows, columns
+                # Adafactor has other entries for matrices (rows, columns) than for vectors.
+                dims = len(loaded.source.stored(str(name)).shape) if isinstance(optimizer, torch.optim.Adafactor) else 0
                 if kinds.setdefault(dims, shape) != shape:
                     raise DamagedCheckpoint(
                         f"{loaded.path}: optim/optim.json has different entries for {name!r} than for other parameters"
@@ -285,44 +292,44 @@ def check_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> N
     """Check that a scheduler can continue from a saved state.
 
     Raises:
-        ValueError: it is the state of another kind of scheduler, or sets attributes that a state never sets.
+        ValueError: the state is of another kind of scheduler, or would overwrite attributes that no state has.
     """
     kinds, class_name = loaded.shared.get("kinds", {}).get("schedulers", []), type(scheduler).__name__
     kind = kinds[index] if index < len(kinds) else None
     current = scheduler.state_dict()
-    differ = (
+    differing = (
         {name for name in current.keys() ^ state.keys() if not str(name).startswith("_")} if kind is None else set()
     )
-    odd = {
+    unusable = {
         str(name)
         for name in state.keys() - current.keys()
         if str(name) == "optimizer" or callable(getattr(type(scheduler), str(name), None))
     }
-    # A list may have grown: the list of rates does with the parameter groups.
-    odd |= {
+    # Lists are not compared by length: the list of rates grows with the parameter groups.
+    unusable |= {
         str(name)
         for name in state.keys() & current.keys()
         if type(current[name]) in (int, float) and cannot_replace(state[name], current[name])
     }
-    odd |= {
+    unusable |= {
         str(name)
         for name in state.keys() & current.keys()
         if type(current[name]) is list and not isinstance(state[name], (list, tuple))
     }
-    if kind not in (None, class_name) or differ or odd:
-        what = (
+    if kind not in (None, class_name) or differing or unusable:
+        saved_kind = (
             f"another scheduler ({kind})"
             if kind not in (None, class_name)
-            else f"no {class_name} (see {', '.join(sorted(map(str, differ | odd)))})"
+            else f"no {class_name} (see {', '.join(sorted(map(str, differing | unusable)))})"
         )
         raise ValueError(
-            f"{loaded.path} has the state of {terminal_text(what)} for scheduler {index}, which is {class_name}: give the saved scheduler, or start "
-            "optimizers and schedulers fresh with Resume(path, optimizer=False)"
+            f"{loaded.path} has the state of {terminal_text(saved_kind)} for scheduler {index}, which is {class_name}: give the saved scheduler, or "
+            "start optimizers and schedulers fresh with Resume(path, optimizer=False)"
         )
 
 
 def check_optimizers(loaded: Loaded, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
-    """Check that optimizers and schedulers can continue from the checkpoint's, one by one; raises the errors of :func:`check_optimizer` and
+    """Check that optimizers and schedulers can continue from the checkpoint, with the errors of :func:`check_optimizer` and
     :func:`check_scheduler`."""
     schedules = loaded.shared["schedulers"]
     if len(loaded.source.optim) != len(optimizers) or len(schedules) != len(schedulers):
@@ -337,15 +344,15 @@ def check_optimizers(loaded: Loaded, optimizers: Sequence[Any], schedulers: Sequ
 
 
 def load_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> None:
-    """Load a scheduler's state, which has been checked."""
+    """Load a scheduler's state, which :func:`check_scheduler` has accepted."""
     loaded.load_into(f"scheduler {index} ({type(scheduler).__name__})", scheduler.load_state_dict, state)
 
 
 def check_samples(path: Path | str, saved: Any, current: int | None, position: int, strict: bool) -> None:
-    """Check that a started epoch can continue: its order belongs to one number of samples (or ready batches).
+    """Check that the data still has the number of samples (or ready batches) on which the order of the started epoch depends.
 
     Raises:
-        ValueError: the data has another length; with ``strict=False`` that is a warning.
+        ValueError: the data has another length; with ``strict=False`` a warning is logged instead.
     """
     if None in (saved, current) or saved == current:
         return
@@ -359,16 +366,16 @@ def check_samples(path: Path | str, saved: Any, current: int | None, position: i
 
 
 def configure(optimizer: Any, hyperparameters: list[dict[str, Any]]) -> None:
-    """Set the ``hyperparameters`` of each group; a schedule's change to a learning rate is applied to the new one."""
+    """Set each parameter group's ``hyperparameters``. The factor by which a schedule has changed the learning rate is applied to the new one."""
     for group, values in zip(optimizer.param_groups, hyperparameters, strict=True):
-        now, first = group["lr"], group.get("initial_lr")
+        scheduled_lr, initial_lr = group["lr"], group.get("initial_lr")
         group.update(values)
-        if first:
-            group["lr"] = values.get("initial_lr", values["lr"]) * (now / first)
+        if initial_lr:
+            group["lr"] = values.get("initial_lr", values["lr"]) * (scheduled_lr / initial_lr)
 
 
 def rebase(scheduler: Any) -> None:
-    """Let a schedule start from its optimizer's current learning rates."""
+    """Make a scheduler compute its schedule from its optimizer's current learning rates."""
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
     if hasattr(scheduler, "base_lrs"):
         scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
@@ -376,10 +383,10 @@ def rebase(scheduler: Any) -> None:
 
 
 def fitting(saved: dict[str, Any], current: dict[str, Any], module: nn.Module, source: Source) -> dict[str, Any]:
-    """The saved state of parameters that the optimizer has, with their shapes; the rest starts fresh.
+    """The part of a saved optimizer state whose parameters the optimizer has, in the same shapes; other parameters start fresh.
 
     Args:
-        current: the optimizer's current state, by names.
+        current: the optimizer's current state, by names of parameters.
     """
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     names = {name for group in current["param_groups"] for name in group["params"]}
@@ -390,18 +397,22 @@ def fitting(saved: dict[str, Any], current: dict[str, Any], module: nn.Module, s
     }
     same_groups = len(saved["param_groups"]) == len(current["param_groups"])
     pairs = zip(saved["param_groups"] if same_groups else current["param_groups"], current["param_groups"], strict=True)
-    return {**saved, "state": entries, "param_groups": [{**group, "params": mine["params"]} for group, mine in pairs]}
+    return {
+        **saved,
+        "state": entries,
+        "param_groups": [{**group, "params": current_group["params"]} for group, current_group in pairs],
+    }
 
 
 def _complete_checkpoints(storage: Storage, checkpoint: str) -> list[Any]:
-    """Names of complete checkpoints, the wanted one first; and the unusable ones, with reasons."""
+    """The names of the complete checkpoints, the one that ``checkpoint`` means first, and the reasons why others are unusable, by name."""
     manifests = storage.manifests()
     unusable = {name: problem.reason for name, problem in storage.incomplete().items() if not problem.is_leftover}
     return [by_score(manifests) if checkpoint == "best" else list(reversed(manifests)), unusable]
 
 
 def _open(group: Group, storage: Storage, name: str, folders: tuple[str, ...]) -> tuple[Loaded | None, str]:
-    """The checkpoint; ``None`` and the reason, the same on all ranks, when it is damaged."""
+    """Open a checkpoint on all ranks; if it is damaged for any, return ``None`` and the reason on all."""
     opened: Opened | None = None
     loaded: Loaded | None = None
 

@@ -1,4 +1,4 @@
-"""One folder of checkpoints: which names must stay, what is removed, and which checkpoints came, went and failed."""
+"""A checkpoint folder: which checkpoints must stay, which are removed, and which were saved, removed or failed."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from engine.utils.log import logger
 
 @dataclass(eq=False)
 class CheckpointFolder:
-    """A folder of checkpoints as a job sees it that saves there; a :class:`engine.checkpoint.writer.CheckpointWriter` writes into it.
+    """A checkpoint folder and what this job knows of it; a :class:`engine.checkpoint.writer.CheckpointWriter` writes into it.
 
-    The main process alone removes, renames and counts what is in it; :attr:`lost` and the errors are the same on all ranks.
+    Only the main process removes checkpoints and records events; :attr:`lost` and the errors are the same on all ranks.
     """
 
     group: Group
     """The job's ranks."""
     storage: Storage
-    """The place where the folder is."""
+    """The storage of the folder."""
     agreement: Agreement | None = None
-    """The agreement that is notified of :attr:`events`, perhaps by the writing thread; ``None``: nobody wants them."""
+    """Notified of each of the :attr:`events`, perhaps by the writing thread; ``None``: no events are recorded."""
     max_failures: int = 1
-    """This many consecutive failures of asynchronous saves are an error; fewer are logged."""
+    """The number of consecutive failed asynchronous saves that is an error; fewer are only logged."""
     lost: set[str] = field(default_factory=set)
     """Names of checkpoints that could not be written."""
     protected: set[str] = field(default_factory=set)
-    """Names that retention never removes: the one this run was resumed from, and those that were damaged then."""
+    """Names of checkpoints that are never removed: the one from which this run resumed, and damaged ones that were skipped then."""
     to_remove: list[str] = field(default_factory=list)
-    """Names that are still to be removed."""
+    """Names of checkpoints whose removal is pending."""
     events: deque[tuple[str, str]] = field(default_factory=deque)
-    """Events in their order, until they are taken out: ``"saved"`` or ``"removed"`` and a checkpoint's name. On the main process only."""
+    """On the main process, ``"saved"`` or ``"removed"`` and a checkpoint's name, in order; the reader takes them out."""
     _failures: int = 0
     _error: RuntimeError | None = None
     _stuck: set[str] = field(default_factory=set)
@@ -48,14 +48,14 @@ class CheckpointFolder:
     # -- names ----------------------------------------------------------------------------------------------------------------------------
 
     def free_name(self, name: str) -> str:
-        """The name, numbered if a checkpoint of this name must stay: it is being read, resumed from, to be removed, or unreadable."""
+        """Return ``name``, numbered if the checkpoint of this name must stay: it is being read, resumed from, unreadable, or pending removal."""
         free, number = name, 0
         while free in self.protected or free in self.to_remove or self.storage.must_stay(free):
             number += 1
             free = f"{name}-v{number}"
         if number:
             logger.warning(
-                "%s must stay: it is in use, or cannot be read; this checkpoint becomes %s",
+                "%s must stay: it is in use, or cannot be read; the new checkpoint is saved as %s",
                 self.storage.path(name),
                 free,
             )
@@ -64,9 +64,9 @@ class CheckpointFolder:
     # -- retention ------------------------------------------------------------------------------------------------------------------------
 
     def take_over(self, to_remove: Any, path: Path | str) -> None:
-        """Remove what the job that wrote the checkpoint at ``path`` was still to remove (:attr:`to_remove`); this job resumes from it.
+        """Take over the pending removals (:attr:`to_remove`) that the checkpoint at ``path``, from which this job resumes, has saved.
 
-        A name counts only for an older checkpoint in this folder: elsewhere, or for a newer one, it means something else.
+        Only names of older checkpoints in this same folder count: a newer checkpoint, or one elsewhere, of the same name is another one.
 
         Raises:
             DamagedCheckpoint: ``to_remove`` is not a list of names.
@@ -75,26 +75,26 @@ class CheckpointFolder:
             raise DamagedCheckpoint(f"{path}: {SHARED}.json has no usable 'postponed': {to_remove!r:.100}")
         storage, name = split_path(path)
         if self.group.is_main and storage.is_same(self.storage):
-            self.storage.sweep()  # also before the first save: there may be nothing left to save
+            self.storage.sweep()  # now, since this job may never save
             names = list(self.storage.manifests())
             self.to_remove = (
                 [older for older in names[: names.index(name)] if older in to_remove] if name in names else []
             )
 
     def sweep(self) -> None:
-        """Delete what killed runs left, once; on the main process."""
+        """Delete what killed runs have left, once per job. Only the main process calls this."""
         if not self._swept:
             self._swept = True
             self.storage.sweep()
 
     def remove_later(self, names: Sequence[str]) -> None:
-        """Delete checkpoints (on the main process) when the one in progress is complete."""
+        """Delete these checkpoints (on the main process) once the one in progress is complete."""
         if self.group.is_main:
             self.to_remove += names
 
     def remove(self, names: Sequence[str] = ()) -> None:
-        """Delete the checkpoints ``names`` and :attr:`to_remove`, on the main process. A checkpoint that is in use, or that an error keeps, is
-        tried again later."""
+        """Delete ``names`` and the checkpoints in :attr:`to_remove` (on the main process). Those that are in use, or cannot be deleted,
+        are tried again later."""
         if self.group.is_main and (names or self.to_remove):
             pending, self.to_remove = [*self.to_remove, *names], []
             self.to_remove += [
@@ -102,13 +102,14 @@ class CheckpointFolder:
             ]
 
     def _remove(self, name: str) -> bool:
+        """Try to delete a checkpoint; False: try again later."""
         try:
             gone = self.storage.remove(name)
-        except Exception as error:  # not a reason to give up the checkpoint that is being written; remote ones have errors of their own
+        except Exception as error:  # of any kind (remote storages have their own): the save in progress must go on
             gives_up = isinstance(error, ValueError)
-            again = "" if gives_up else " (tried again after each save)"
+            retry = "" if gives_up else " (tried again after each save)"
             if name not in self._stuck:
-                logger.warning("checkpoint %s could not be removed: %s: %s%s", name, type(error).__name__, error, again)
+                logger.warning("checkpoint %s could not be removed: %s: %s%s", name, type(error).__name__, error, retry)
             self._stuck.add(name)
             return gives_up
         self._stuck.discard(name)
@@ -119,13 +120,13 @@ class CheckpointFolder:
     # -- events and failures --------------------------------------------------------------------------------------------------------------
 
     def add_event(self, event: str, name: str) -> None:
-        """Add to :attr:`events`, if anybody takes them out."""
+        """Add to :attr:`events`, if there is an agreement to notify."""
         if self.agreement is not None:
             self.events.append((event, name))
             self.agreement.notify()
 
     def ended(self, name: str, error: BaseException | None) -> None:
-        """Count what became of a checkpoint. Too many failures in a row are an error of :meth:`raise_error`; others are logged."""
+        """Record how the save of a checkpoint has ended. An error is logged, or after too many in a row kept for :meth:`raise_error`."""
         if error is None:
             self._failures = 0
             return
@@ -146,7 +147,7 @@ class CheckpointFolder:
             )
 
     def log_error(self) -> None:
-        """Log the error that :meth:`ended` has kept: perhaps nobody asks for it."""
+        """Log the error that :meth:`ended` has kept, in case nobody calls :meth:`raise_error`."""
         if self._error is not None and self.group.is_main:
             logger.error("%s", self._error)
 

@@ -1,4 +1,4 @@
-"""Which folder a run has: a new one, or that of the run it continues."""
+"""The choice of a run's folder: a new one, or that of the run that it continues."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ EVALUATIONS = ("validate", "test", "predict")
 
 
 class Trained(NamedTuple):
-    """The ``id`` and the folder of checkpoints of a ``Fit``'s latest training."""
+    """A ``Fit``'s latest training: the ``id`` of its run, and its checkpoint folder."""
 
     id: str
     checkpoints: str
 
 
 class RunFolder:
-    """The folder of one run. Rank 0 chooses and locks it, all ranks know it; all ranks create this object and call its methods together.
+    """The folder of one run. Rank 0 chooses and locks it and tells the other ranks; all ranks create this object and call its methods together.
 
-    A new training gets a folder that no run has used. One that resumes from ``"last"``, ``"best"`` or ``"auto"`` gets the folder of the
-    run that saved: the one that this job started, if its processes were restarted, else the newest with checkpoints. One that resumes
-    from a path gets the folder of that checkpoint, if a run of the same ``root_dir`` owns it, else a new one. An evaluation writes into
-    the folder of the same :class:`engine.Fit`'s training, or into a new one.
+    A new training gets a folder that no run has used. A training that resumes from ``"last"``, ``"best"`` or ``"auto"`` gets the folder of the
+    run that it continues: the run that this job started, if its processes were restarted, else the newest one with checkpoints. A training that
+    resumes from a path gets the folder of that checkpoint's run, if the run is in the same ``root_dir``, else a new one. An evaluation writes
+    into the folder of the same :class:`engine.Fit`'s training, or into a new one.
 
     Args:
         root_dir: the folder that runs share.
-        dirpath: where else checkpoints are kept (a directory or a URL); ``None``: in the run's folder.
-        stage: the ``stage`` of :class:`engine.Run`.
-        checkpoint: the checkpoint that the run resumes from, or whose weights it loads.
-        earlier: the same ``Fit``'s previous training, if any: names mean its checkpoints.
+        dirpath: a directory or URL for checkpoints; ``None``: they are kept in the run's folder.
+        stage: the run's ``stage``, as in :class:`engine.Run`.
+        checkpoint: the checkpoint from which the run resumes, or whose weights it loads.
+        earlier: the same ``Fit``'s previous training, if any; then the names mean its checkpoints.
 
     Raises:
         FolderInUse: another process is writing the run to continue.
@@ -59,56 +59,62 @@ class RunFolder:
         checkpoint: str | Path | Resume | None,
         earlier: Trained | None,
     ) -> None:
-        how = checkpoint if isinstance(checkpoint, Resume) or checkpoint is None else Resume(checkpoint)
+        resume = checkpoint if isinstance(checkpoint, Resume) or checkpoint is None else Resume(checkpoint)
         self._group, self._stage, self._earlier = group, stage, earlier
         self._chosen_root = None if dirpath is None else str(dirpath)
-        self._checkpoint = None if how is None else str(how.path)
-        self._continues = how is not None and stage == "fit" and not how.weights_only
+        self._checkpoint = None if resume is None else str(resume.path)
+        self._continues = resume is not None and stage == "fit" and not resume.weights_only
         self._root, self._claims = run_root_of(root_dir, "checkpoints"), dict[str, Claim]()
         self._announcement: list[Any] | None = None
         row = self._on_main(self._choose)
         self.id: str = row["id"]
-        """The run's id; the same after it is resumed."""
-        self.path, self._announcement = Path(row["path"]), row["news"]
+        """The run's id, which stays the same when the run is resumed."""
+        self.path, self._announcement = Path(row["path"]), row["announcement"]
         self.checkpoints: str = row["checkpoints"]
-        """Where checkpoints are kept; in an evaluation, where they are read."""
+        """The checkpoint folder: to write into in a training, to read from in an evaluation."""
         self.named: str = row["named"]
-        """Where the names ``"last"``, ``"best"`` and ``"auto"`` are looked up."""
+        """The checkpoint folder in which the names ``"last"``, ``"best"`` and ``"auto"`` are looked up."""
 
     @property
     def is_announced(self) -> bool:
-        """Whether :meth:`announce` has logged where the run is."""
+        """Whether :meth:`announce` has logged the run's folder."""
         return self._announcement is None
 
     def announce(self) -> None:
-        """Log once where the run is, before something is written there."""
+        """Log the run's folder, once, before anything is written into it."""
         if self._announcement and self._group.is_main:
             logger.log(*self._announcement)
         self._announcement = None
 
     def choose_root(self, root: str | Path | None) -> str:
-        """Choose where this run keeps checkpoints, under ``root``, and return the place; ``None``: in its folder.
+        """Choose this run's checkpoint folder under ``root`` (``None``: in the run's folder), and return it.
 
         Raises:
-            PermissionError: a training could not write there.
+            PermissionError: a training may not write there.
         """
         if self._stage == "fit":
             self.announce()
         if root is not None and str(root) != self._chosen_root:
             self.checkpoints = self.named = self._on_main(partial(self._lock_root, run_root_of(root)))
             self._chosen_root = str(root)
-        where = str(self.path / "checkpoints") if root is None and self._stage == "fit" else self.checkpoints
+        checkpoint_folder = (
+            str(self.path / "checkpoints") if root is None and self._stage == "fit" else self.checkpoints
+        )
         if self._stage == "fit":
-            self._on_main(partial(_check_writable, where))
-        return where
+            self._on_main(partial(_check_writable, checkpoint_folder))
+        return checkpoint_folder
 
     def source(self, checkpoint: str) -> tuple[Storage, str]:
-        """A folder of checkpoints, and the name or path of one, from a user's name, checkpoint path, or run folder."""
-        inner = None if checkpoint in NAMES else self._on_main(partial(_checkpoints_in, checkpoint))
-        return (storage_of(self.named), checkpoint) if inner is None else (storage_of(inner), "last")
+        """Resolve a name, a checkpoint's path or a run's folder to a checkpoint folder and the name or path of a checkpoint."""
+        checkpoint_folder = None if checkpoint in NAMES else self._on_main(partial(_checkpoints_in, checkpoint))
+        return (
+            (storage_of(self.named), checkpoint)
+            if checkpoint_folder is None
+            else (storage_of(checkpoint_folder), "last")
+        )
 
     def trained(self) -> Trained:
-        """This run as the ``Fit`` remembers it after its end."""
+        """The facts about this run that the ``Fit`` remembers after its end."""
         return Trained(self.id, self.checkpoints)
 
     def close(self, failed: bool = False) -> None:
@@ -122,6 +128,7 @@ class RunFolder:
         return all_or_none(self._group, lambda: work() if self._group.is_main else None)[0]
 
     def _choose(self) -> dict[str, Any]:
+        """Choose and lock the folder on rank 0; the result goes to all ranks."""
         try:
             return self._training() if self._stage == "fit" else self._evaluation()
         except BaseException:
@@ -129,47 +136,54 @@ class RunFolder:
             raise
 
     def _training(self) -> dict[str, Any]:
-        first = self._root if self._chosen_root is None else run_root_of(self._chosen_root)
-        continued = self._run_to_continue(first)
-        number, id = self._lock_run(first, continued, uuid.uuid4().hex)
-        checkpoints = first.storage(number)
-        named = self._named(first) if continued is None and self._checkpoint in NAMES else checkpoints
-        own_number = number if first is self._root else self._lock_run(self._root, self._root.with_id(id), id)[0]
-        where = (
-            self._root.folder(own_number)
-            if first is self._root
-            else f"{self._root.folder(own_number)}, its checkpoints into {first.folder(number)}"
+        """Choose and lock the folders of a training: its run folder and, under another root, its checkpoint folder."""
+        checkpoint_root = self._root if self._chosen_root is None else run_root_of(self._chosen_root)
+        continued = self._run_to_continue(checkpoint_root)
+        number, id = self._lock_run(checkpoint_root, continued, uuid.uuid4().hex)
+        checkpoints = checkpoint_root.storage(number)
+        named = self._named(checkpoint_root) if continued is None and self._checkpoint in NAMES else checkpoints
+        own_number = (
+            number if checkpoint_root is self._root else self._lock_run(self._root, self._root.with_id(id), id)[0]
         )
-        news: list[Any] = [logging.INFO, "this run writes into %s", where]
+        places = (
+            self._root.folder(own_number)
+            if checkpoint_root is self._root
+            else f"{self._root.folder(own_number)}, its checkpoints into {checkpoint_root.folder(number)}"
+        )
+        announcement: list[Any] = [logging.INFO, "this run writes into %s", places]
         if continued is None and (number or own_number):
-            news = [
+            announcement = [
                 logging.WARNING,
                 "%s belongs to another run: this one writes into %s",
-                first.folder(0) if number else self._root.folder(0),
-                where,
+                checkpoint_root.folder(0) if number else self._root.folder(0),
+                places,
             ]
-        return self._row(id, own_number, checkpoints, named, news)
+        return self._row(id, own_number, checkpoints, named, announcement)
 
     def _evaluation(self) -> dict[str, Any]:
+        """Choose and lock the folder of an evaluation: that of the same ``Fit``'s training if it is free, else a new one."""
         named = self._named(self._root if self._chosen_root is None else run_root_of(self._chosen_root))
         earlier = None if self._earlier is None else self._root.with_id(self._earlier.id)
         try:
             number, id = self._lock_run(self._root, earlier, uuid.uuid4().hex)
         except FolderInUse:
             number, id = self._lock_run(self._root, None, uuid.uuid4().hex)
-        news = [logging.INFO, "this evaluation writes its logs into %s", self._root.folder(number)]
-        return self._row(id, number, named, named, news)
+        announcement = [logging.INFO, "this evaluation writes its logs into %s", self._root.folder(number)]
+        return self._row(id, number, named, named, announcement)
 
-    def _row(self, id: str, number: int, checkpoints: Storage, named: Storage, news: list[Any]) -> dict[str, Any]:
+    def _row(
+        self, id: str, number: int, checkpoints: Storage, named: Storage, announcement: list[Any]
+    ) -> dict[str, Any]:
         return {
             "id": id,
             "path": self._root.folder(number),
             "checkpoints": checkpoints.root,
             "named": named.root,
-            "news": news,
+            "announcement": announcement,
         }
 
     def _lock_root(self, root: RunRoot) -> str:
+        """Lock this run's folder under another ``root`` for checkpoints, and return the checkpoint folder there."""
         if self._stage != "fit":
             return self._named(root).root
         number = root.with_id(self.id)
@@ -179,7 +193,7 @@ class RunFolder:
         return root.storage(number).root
 
     def _lock_run(self, root: RunRoot, number: int | None, id: str) -> tuple[int, str]:
-        """Lock the run of this number, or a new one (``None``) with this id, unless already locked (``dirpath`` may be ``root_dir``).
+        """Lock the run of this number, or a new one (``None``) with this id, unless it is locked already (``dirpath`` may be ``root_dir``).
 
         Returns:
             The number and the id of the run.
@@ -192,16 +206,16 @@ class RunFolder:
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
-            # Where nothing can be written, nothing can be overwritten; callbacks raise if they have to write.
+            # A read-only folder needs no lock: nothing can be overwritten. Callbacks that have to write raise errors.
             return root.unused() if number is None else number, id
         self._claims[canonical(root.folder(claim.number))] = claim
         return claim.number, claim.record.id
 
     def _run_to_continue(self, root: RunRoot) -> int | None:
-        """The run to continue; ``None``: a new one starts.
+        """The number of the run to continue; ``None``: start a new one.
 
         Raises:
-            FolderInUse: the newest one has saved nothing yet and is still running.
+            FolderInUse: the newest run has saved nothing yet and is still running.
         """
         if not self._continues or self._checkpoint is None:
             return None
@@ -215,7 +229,7 @@ class RunFolder:
                 raise holder.in_use(root.folder(number))
         if self._checkpoint != "auto":
             return None
-        # A run that was killed before it saved anything starts again, in its folder.
+        # A run that was killed before its first save starts again, in the same folder.
         job_names = _restarted_job_names(os.environ)
         return next(
             (n for n in candidates if (record := root.record(n)).status != ENDED or _belongs_to(record, job_names)),
@@ -223,11 +237,11 @@ class RunFolder:
         )
 
     def _named(self, root: RunRoot) -> Storage:
-        """Where the names are looked up when the run does not continue there."""
-        return _newest(root) if self._earlier is None else storage_of(self._earlier.checkpoints)
+        """The checkpoint folder in which names are looked up when the run starts a new folder."""
+        return _newest_checkpoints(root) if self._earlier is None else storage_of(self._earlier.checkpoints)
 
     def _candidates(self, root: RunRoot) -> list[int]:
-        """The trainings that a name may mean, the likeliest first."""
+        """The numbers of the trainings that ``"last"``, ``"best"`` or ``"auto"`` may mean, the first choice first."""
         if self._earlier is not None:
             number = root.with_id(self._earlier.id)
             return [] if number is None else [number]
@@ -235,20 +249,22 @@ class RunFolder:
 
 
 def source_of(root_dir: Path, dirpath: str | Path | None, checkpoint: str) -> tuple[Storage, str]:
-    """Find what :meth:`RunFolder.source` finds, for a single process that starts no run."""
-    inner = None if checkpoint in NAMES else _checkpoints_in(checkpoint)
-    if inner is not None:
-        return storage_of(inner), "last"
-    return _newest(run_root_of(root_dir, "checkpoints") if dirpath is None else run_root_of(dirpath)), checkpoint
+    """Do the same as :meth:`RunFolder.source`, in a single process that starts no run."""
+    checkpoint_folder = None if checkpoint in NAMES else _checkpoints_in(checkpoint)
+    if checkpoint_folder is not None:
+        return storage_of(checkpoint_folder), "last"
+    return _newest_checkpoints(
+        run_root_of(root_dir, "checkpoints") if dirpath is None else run_root_of(dirpath)
+    ), checkpoint
 
 
-def _newest(root: RunRoot) -> Storage:
-    """Where the newest training that has checkpoints keeps them."""
+def _newest_checkpoints(root: RunRoot) -> Storage:
+    """The checkpoint folder of the newest training that has checkpoints."""
     return root.storage(next((n for n in _trainings(root) if root.has_checkpoints(n)), 0))
 
 
 def _trainings(root: RunRoot) -> list[int]:
-    """The trainings that a name may mean, the likeliest first."""
+    """The numbers of the trainings that ``"last"``, ``"best"`` or ``"auto"`` may mean, the first choice first: those of this job, then the newest."""
     records = {number: root.record(number) for number in root.newest_first()}
     trainings = [number for number, record in records.items() if record.stage not in EVALUATIONS]
     of_this_job = [number for number in trainings if _belongs_to(records[number], _restarted_job_names(os.environ))]
@@ -259,44 +275,48 @@ def _trainings(root: RunRoot) -> list[int]:
     )
 
 
-def _check_writable(where: str) -> None:
-    """Check before the first step that checkpoints can be written; at a URL only the first save can tell."""
-    if "://" in where:
+def _check_writable(checkpoint_folder: str) -> None:
+    """Check, before the first step, that checkpoints can be written. At a URL only the first save can tell."""
+    if "://" in checkpoint_folder:
         return
-    ancestor = next(path for path in (Path(where), *Path(where).parents) if os.path.exists(path))
+    ancestor = next(
+        path for path in (Path(checkpoint_folder), *Path(checkpoint_folder).parents) if os.path.exists(path)
+    )
     if not os.access(ancestor, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-        why = (
+        reason = (
             "is on a read-only file system"
             if os.statvfs(ancestor).f_flag & os.ST_RDONLY
             else "may not be written to by this user"
         )
         raise PermissionError(
-            f"checkpoints are to be kept in {where}, and {ancestor} {why}: choose another root_dir, or another dirpath of ModelCheckpoint"
+            f"checkpoints are to be kept in {checkpoint_folder}, and {ancestor} {reason}: choose another root_dir, or another dirpath of "
+            "ModelCheckpoint"
         )
 
 
 def _checkpoints_in(path: str) -> str | None:
-    """The checkpoints in a run's folder; ``None``: it is not one."""
+    """The checkpoint folder at ``path``, such as a run's folder; ``None``: ``path`` is a checkpoint itself, or has none."""
     storage = folder_at(path)
     return None if storage is None else storage.root
 
 
-# -- the job: what stays the same when a launcher or a scheduler starts the processes again ------------------------------------------
+# -- the job, which stays the same when a launcher or a scheduler restarts its processes -- ------------------------------------------
 
 
 def _job(environ: Mapping[str, str]) -> list[str]:
-    """The names of the job that this process belongs to."""
+    """The names of the job to which these processes belong: torchrun's, and SLURM's."""
     elastic, slurm = environ.get("TORCHELASTIC_RUN_ID", "none"), environ.get("SLURM_JOB_ID")
     names = [] if elastic in ("", "none", "fit") else [f"torchelastic {elastic}"]  # torchrun's and fit's default names
     return [*names, f"slurm {slurm}"] if slurm else names
 
 
 def _restarted_job_names(environ: Mapping[str, str]) -> list[str]:
-    """The names that identify this job's run. A SLURM allocation may have many runs, a requeued one has only one."""
+    """The names that identify this job's run. A SLURM job counts only when it was requeued: an allocation may have started several runs."""
     return [name for name in _job(environ) if not name.startswith("slurm") or _restarted(environ)]
 
 
 def _restarted(environ: Mapping[str, str]) -> bool:
+    """Whether SLURM or torchrun has restarted the processes of this job."""
     return any(
         environ.get(name, "0") not in ("", "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
     )

@@ -1,10 +1,10 @@
-"""The runs that share a root: each has its own folder, says so in ``run.json``, and locks that file while it runs.
+"""The runs that share a root folder: each has its own folder with a ``run.json``, and holds a lock on that file while it runs.
 
-The first run has the root itself, later ones have ``version_1``, ``version_2``, ... in it. A folder with a ``run.json`` is a run's: it
-has the run's ``id``, and the host, process and time of its holder. On a file system the holder has the file locked (``flock``): the
+The first run's folder is the root itself, later runs have ``version_1``, ``version_2``, ... in it. A ``run.json`` has the run's ``id``, and
+the host, process and start time of its holder. On a file system the holder has the file locked (``flock``): the
 kernel frees the lock when the process ends in any way. NFS extends the lock to all machines (version 4, or 3 with its lock daemon); when a
 machine is lost, the server frees its locks after a lease (90 s is usual). Where there are no such locks (URLs, mounts with ``nolock``), a
-process of the same host is recognised by its number and its start, and nothing is known of other hosts.
+process of the same host is recognised by its number and start time, and nothing is known of processes on other hosts.
 """
 
 from __future__ import annotations
@@ -32,35 +32,36 @@ from engine.utils.errors import FolderInUse
 from engine.utils.log import logger
 
 RUN = "run.json"
+"""The file in a run's folder that holds its :class:`RunRecord`."""
 FIRST = "version_0"
-"""Where a path names one run: the first one, whose folder is the root."""
+"""How a path can name the first run, whose folder is the root itself."""
 RUNNING, ENDED, FAILED = "running", "ended", "failed"
 _NUMBERED = re.compile(r"version_([1-9][0-9]{0,8})")
 _PATIENCE = 3, 0.05
-"""Attempts to get a lock, and seconds between two of them: another process may be checking whether it is free."""
+"""The number of attempts to get a lock, and the seconds between them: a process that only checks whether a lock is free holds it briefly."""
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
-"""How a ``run.json`` is opened, which may be a pipe or a link."""
-_LONGEST = 1 << 16
-"""The maximum bytes that are read of a ``run.json``."""
+"""The flags for opening a ``run.json``: in its place could be a pipe or a link."""
+_MAX_BYTES = 1 << 16
+"""The maximum number of bytes to read from a ``run.json``."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The content of ``run.json``: whose a folder is, and which process holds it or held it last.
+    """The content of ``run.json``: which run a folder belongs to, and which process holds it or held it last.
 
-    It is read without trust: a field of another type counts as missing. A record without any field is false.
+    When the file is read, a field of the wrong type counts as missing. A record without any field is false.
     """
 
     id: str = ""
-    """The run's id, which stays when the run is continued."""
+    """The run's id, which stays the same when the run is continued."""
     stage: str = ""
-    """Purpose of the run: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+    """The run's purpose: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
     job: tuple[str, ...] = ()
-    """Names of the job that the processes belong to."""
+    """The names of the job to which the run's processes belong."""
     host: str = ""
     pid: int = 0
     process: str | None = None
-    """The start of the process, in ticks since boot; ``None`` where the system does not say."""
+    """The start of the process in ticks since boot; ``None`` where the system does not tell."""
     since: str = ""
     status: str = ""
     """:data:`RUNNING`, :data:`ENDED` or :data:`FAILED`."""
@@ -73,9 +74,9 @@ class RunRecord:
 
     @classmethod
     def parse(cls, text: bytes) -> RunRecord:
-        """Read the content of a ``run.json``; text without such content gives an empty record."""
+        """Parse the content of a ``run.json``; anything else gives an empty record."""
         try:
-            values = json.loads(text[:_LONGEST])
+            values = json.loads(text[:_MAX_BYTES])
         except (ValueError, RecursionError):
             return NO_RECORD
         if not isinstance(values, dict):
@@ -93,17 +94,16 @@ class RunRecord:
         return self != NO_RECORD
 
     def text(self) -> bytes:
-        """The content of the file."""
-        return json.dumps(
-            vars(self), separators=(",\n ", ": ")
-        ).encode()  # as with indent=1, which Python's slow encoder does
+        """The record as the content of a ``run.json``."""
+        # Like indent=1, which would use Python's slow encoder.
+        return json.dumps(vars(self), separators=(",\n ", ": ")).encode()
 
-    def continuing(self, before: RunRecord) -> RunRecord:
-        """This process's record in the folder of an earlier run: the id stays, and where the run is only evaluated its stage and job."""
-        record = replace(self, id=before.id or self.id)
-        if self.stage == "fit" or not before:
+    def continuing(self, previous: RunRecord) -> RunRecord:
+        """This record for the folder of an earlier run: with that run's id and, unless this process trains, that run's stage and job."""
+        record = replace(self, id=previous.id or self.id)
+        if self.stage == "fit" or not previous:
             return record
-        return replace(record, stage=before.stage or self.stage, job=before.job)
+        return replace(record, stage=previous.stage or self.stage, job=previous.job)
 
     @property
     def owner(self) -> str:
@@ -137,7 +137,7 @@ NO_RECORD = RunRecord()
 
 
 def _process_start(pid: int) -> str | None:
-    """The start of a process in ticks since boot; ``None`` where the system does not say."""
+    """The start of a process in ticks since boot; ``None`` where the system does not tell."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             return file.read().rpartition(b")")[2].split()[19].decode()
@@ -149,8 +149,8 @@ class RunRoot(ABC):
     """The runs that share a root. The implementations are :class:`LocalRunRoot` and :class:`RemoteRunRoot`; :func:`run_root_of` chooses one."""
 
     root: str
-    inner: str
-    """Where in a run's folder the checkpoints are: ``"checkpoints"``, or ``""``."""
+    subfolder: str
+    """The folder of checkpoints within a run's folder: ``"checkpoints"``, or ``""`` for the run's folder itself."""
 
     def folder(self, number: int) -> str:
         """The folder of the run of this number; 0 is the root itself."""
@@ -161,7 +161,7 @@ class RunRoot(ABC):
         return storage_of(self._checkpoints(number))
 
     def _checkpoints(self, number: int) -> str:
-        return f"{self.folder(number)}/{self.inner}" if self.inner else self.folder(number)
+        return f"{self.folder(number)}/{self.subfolder}" if self.subfolder else self.folder(number)
 
     def has_checkpoints(self, number: int) -> bool:
         """Whether this run has checkpoints, including unreadable ones."""
@@ -178,26 +178,26 @@ class RunRoot(ABC):
 
     @abstractmethod
     def record(self, number: int) -> RunRecord:
-        """The run's record; empty for an old run without one, and for an unreadable one."""
+        """The run's record; empty if the run is too old to have one, or if the record is unreadable."""
 
     @abstractmethod
     def holder(self, number: int) -> RunRecord | None:
-        """The record of the process that holds the folder; ``None``: nobody does, as far as known."""
+        """The record of the process that holds the folder; ``None`` if none is known to hold it."""
 
     def newest_first(self) -> Iterator[int]:
-        """The numbers of the existing runs."""
+        """The numbers of the existing runs, newest first."""
         return (number for number in (*sorted(self._numbers(), reverse=True), 0) if self._is_run(number))
 
     def folders(self) -> list[str]:
-        """All folders that may be runs, the newest first."""
+        """All folders that may be runs, newest first."""
         return [*map(self.folder, sorted(self._numbers(), reverse=True)), self.folder(0)]
 
     def with_id(self, id: str) -> int | None:
-        """The number of the run with this ``id``."""
+        """The number of the run with this ``id``; ``None`` if there is none."""
         return next((number for number in self.newest_first() if self.record(number).id == id), None)
 
     def number_of_run(self, checkpoint: str) -> int | None:
-        """The number of the run that a checkpoint, or a folder of checkpoints, belongs to; ``None``: no run under this root has it."""
+        """The number of the run to which a checkpoint, or a folder of checkpoints, belongs; ``None``: to no run under this root."""
         roots = {canonical(checkpoint), canonical(checkpoint.rstrip("/").rpartition("/")[0] or ".")}
         return next((number for number in self.newest_first() if canonical(self.storage(number).root) in roots), None)
 
@@ -205,7 +205,7 @@ class RunRoot(ABC):
         """Take an unused folder for a new run.
 
         Raises:
-            OSError: it cannot be created.
+            OSError: the folder cannot be created.
         """
         for number in count(max(self._numbers(), default=0)):
             claim = self._lock_folder(number, record, True)
@@ -214,10 +214,10 @@ class RunRoot(ABC):
         raise AssertionError
 
     def hold(self, number: int, record: RunRecord) -> Claim:
-        """Take the folder of an existing run, to continue it. Its ``id`` stays.
+        """Take the folder of an existing run to continue that run, whose ``id`` stays the same.
 
         Raises:
-            FolderInUse: another process holds it.
+            FolderInUse: another process holds the folder.
         """
         for attempt in range(_PATIENCE[0]):
             time.sleep(_PATIENCE[1] * bool(attempt))
@@ -227,7 +227,7 @@ class RunRoot(ABC):
         raise self.record(number).in_use(self.folder(number))
 
     def unused(self) -> int:
-        """An unused number; nothing is locked."""
+        """A number that no run has; nothing is locked."""
         last = max(self._numbers(), default=0)
         return last + 1 if last or self._is_run(0) else 0
 
@@ -235,7 +235,7 @@ class RunRoot(ABC):
         return bool(self.record(number)) or self.has_checkpoints(number)
 
     def _numbers(self) -> list[int]:
-        """Numbers that are taken, by runs or by anything else."""
+        """The numbers of existing ``version_<number>`` entries, whether they are runs or not."""
         try:
             names = self._names()
         except FileNotFoundError:
@@ -244,11 +244,11 @@ class RunRoot(ABC):
 
     @abstractmethod
     def _names(self) -> list[str]:
-        """The names of the entries of the root, which may not exist."""
+        """The names of the root's entries; ``FileNotFoundError`` if there is no root yet."""
 
     @abstractmethod
     def _lock_folder(self, number: int, record: RunRecord, new: bool) -> Claim | None:
-        """Lock the folder and write its record; ``None``: it belongs to another run (``new``: or did)."""
+        """Lock the folder and write the record; ``None``: another process holds the folder or, with ``new``, any run has used it."""
 
     @abstractmethod
     def write(self, claim: Claim) -> None:
@@ -256,21 +256,20 @@ class RunRoot(ABC):
 
     @abstractmethod
     def has_only_record(self, claim: Claim) -> bool:
-        """Check that nothing but the record is in the folder of a claim."""
+        """Check that the folder of a claim contains nothing but the record."""
 
     @abstractmethod
     def forget(self, claim: Claim) -> None:
-        """Delete the record of a claim, and the folders that were made for it if they are empty."""
+        """Delete the record of a claim, and those folders created for it that are empty."""
 
 
 class Claim:
     """A run's folder while this process holds it; :meth:`RunRoot.claim` and :meth:`RunRoot.hold` return one.
 
     Args:
-        is_new: the run begins; else an earlier one is continued.
-        lock: the descriptor of the locked ``run.json``; ``None``: nothing can be locked there. The lock belongs to this process: a forked one does
-            not keep it.
-        created: the folders that were made for it, the innermost first.
+        is_new: True for a new run, False for an earlier one that is continued.
+        lock: the descriptor of the locked ``run.json``; ``None`` where there are no locks. Forked processes close their copy.
+        created: the folders that were created for the claim, innermost first.
     """
 
     def __init__(
@@ -292,7 +291,7 @@ class Claim:
         _claims.add(self)
 
     def close(self, failed: bool = False, wrote: bool = True) -> None:
-        """Release the folder. An empty one is removed; so is the record of a new run that ``wrote`` nothing into a folder with other files."""
+        """Release the folder. The record, and then the empty folder, are deleted if there is nothing else, or if a new run ``wrote`` nothing."""
         if self not in _claims:
             return
         try:
@@ -307,7 +306,7 @@ class Claim:
             self.unlock()
 
     def unlock(self) -> None:
-        """Give up the lock, and do nothing else."""
+        """Release the lock without changing any file."""
         _claims.discard(self)
         if self.lock is not None:
             os.close(self.lock)
@@ -326,16 +325,16 @@ def _unlock_after_fork() -> None:
 os.register_at_fork(after_in_child=_unlock_after_fork)
 
 
-def run_root_of(root: str | Path, inner: str = "") -> RunRoot:
+def run_root_of(root: str | Path, subfolder: str = "") -> RunRoot:
     """The :class:`RunRoot` of a directory or a URL."""
-    return RemoteRunRoot(str(root), inner) if "://" in str(root) else LocalRunRoot(Path(root), inner)
+    return RemoteRunRoot(str(root), subfolder) if "://" in str(root) else LocalRunRoot(Path(root), subfolder)
 
 
 class LocalRunRoot(RunRoot):
-    """Runs in a directory."""
+    """Runs in a local directory."""
 
-    def __init__(self, root: Path, inner: str = "") -> None:
-        self.root, self.inner = str(root.absolute()), inner  # a script may change the current directory
+    def __init__(self, root: Path, subfolder: str = "") -> None:
+        self.root, self.subfolder = str(root.absolute()), subfolder  # a script may change the current directory
 
     def record(self, number: int) -> RunRecord:
         try:
@@ -371,10 +370,10 @@ class LocalRunRoot(RunRoot):
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:
-            return None  # its holder has just removed it
+            return None  # the holder has just deleted the folder
         except OSError:
             if new and os.path.lexists(path):
-                return None  # another user's, or not a file
+                return None  # another user's file, or not a regular one
             raise
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -383,7 +382,7 @@ class LocalRunRoot(RunRoot):
             raise OSError(errno.EINVAL, "this is not a file", str(path))
         before = _read(descriptor)
         free = _lock(descriptor, fcntl.LOCK_EX, before) and os.fstat(descriptor).st_nlink > 0
-        if free and new:  # a folder with only a record was left by a run that was killed before it wrote
+        if free and new:  # a folder with only a record was left by a run that was killed before it wrote anything
             created_now = not number and os.fstat(descriptor).st_size == 0 and not self.has_checkpoints(0)
             free = created_now or os.listdir(folder) == [RUN]
         if not free:
@@ -393,9 +392,9 @@ class LocalRunRoot(RunRoot):
         return Claim(self, number, record if new else record.continuing(before), new, descriptor, created)
 
     def write(self, claim: Claim) -> None:
-        # In place, without truncating first: a kill, or a full disk, in between would leave a run without an id.
+        # Overwritten in place: truncating first would leave a run without an id after a kill or on a full disk.
         assert claim.lock is not None
-        text = claim.record.text().ljust(min(os.fstat(claim.lock).st_size, _LONGEST))
+        text = claim.record.text().ljust(min(os.fstat(claim.lock).st_size, _MAX_BYTES))
         os.pwrite(claim.lock, text, 0)
         os.ftruncate(claim.lock, len(text))
 
@@ -409,14 +408,14 @@ class LocalRunRoot(RunRoot):
 
 
 def _read(descriptor: int) -> RunRecord:
-    """The record in an open file, which may be anything."""
+    """The record in an open file, which need not be a regular one."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         return NO_RECORD
-    return RunRecord.parse(os.pread(descriptor, _LONGEST, 0))
+    return RunRecord.parse(os.pread(descriptor, _MAX_BYTES, 0))
 
 
 def _lock(descriptor: int, kind: int, record: RunRecord) -> bool:
-    """Try to lock a file; where there are no locks, True if the process in the record is gone."""
+    """Try to lock a file. Where there are no locks: whether the process named in ``record`` is gone."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -427,10 +426,10 @@ def _lock(descriptor: int, kind: int, record: RunRecord) -> bool:
 
 
 class RemoteRunRoot(RunRoot):
-    """Runs at a URL that fsspec knows. Nothing is locked there: two runs that start at the same moment may both take one folder."""
+    """Runs at a URL. There are no locks: two runs that start at the same moment may take the same folder."""
 
-    def __init__(self, root: str, inner: str = "") -> None:
-        self.root, self.inner = root.rstrip("/"), inner
+    def __init__(self, root: str, subfolder: str = "") -> None:
+        self.root, self.subfolder = root.rstrip("/"), subfolder
         self._files, _ = reach(self.root)
 
     def record(self, number: int) -> RunRecord:
@@ -444,7 +443,7 @@ class RemoteRunRoot(RunRoot):
         return record if record.runs_here else None
 
     def _inner_path(self, number: int) -> str:
-        """The run's folder in the file system of the URL."""
+        """The path of a run's folder within the URL's file system."""
         return reach(self.folder(number))[1]
 
     def _names(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory, so that the training continues while they are written."""
+"""Copies of tensors in host memory, from which a checkpoint is written while the training continues."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from torch import Tensor
 from engine.utils import accelerator, device_copies
 
 CHUNK = 64 << 20
-"""Bytes that are allocated at once for small tensors. Pinning keeps the driver busy: in pieces, the training's calls get in between."""
+"""Bytes allocated at once for small tensors. Pinning blocks the driver: between several pieces, the training's calls get their turn."""
 ALIGNED = 64
+"""Each tensor in such an allocation starts at a multiple of this many bytes."""
 
 
 class Staging:
-    """Buffers for copies of tensors, reused from save to save; pinned where the device has pinned memory.
+    """Host copies of tensors. The buffers are reused by the next save of the same tensors, and pinned where the device supports that.
 
     Tensors that only an optimizer changes are copied while forward and backward passes run: call :meth:`hold` before the next
-    optimizer step. On a device with streams the host does not wait: the copies run on a separate one. A device without them
-    copies everything in :meth:`start`, because another thread must not read it while it computes.
+    optimizer step. On a device with streams the copies run on a separate stream, without blocking the host. On a device without streams
+    :meth:`start` copies everything, because another thread must not use the device while it computes.
 
-    The first copy's buffers are allocated on the writing thread. Changes in place are noticed by the tensors' versions, which a
-    change through ``tensor.data`` does not touch.
+    The first save's buffers are allocated on the writing thread. Changes in place are detected by the tensors' version counters, which
+    changes through ``tensor.data`` do not increment.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,24 +40,24 @@ class Staging:
         self._watched = self._changed = False
         self._lock = threading.Lock()
         self._copied = threading.Event()
-        """The tensors may change: on the device, once the event has passed."""
+        """Set when the tensors may change; on a device with streams, only after the event."""
         self._copied.set()
 
     def start(self, tensors: Mapping[Any, Tensor], later: Set[Any]) -> None:
-        """Start copying ``tensors``. Called on the training thread, when the last copy is no longer read.
+        """Start copying ``tensors``. Called on the training thread, once the previous copies are written.
 
         Args:
-            later: names of tensors that only an optimizer step changes.
+            later: the names of tensors that only an optimizer step changes, which may be copied later.
         """
         later = set() if self._copies_now else later
         form = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         self._buffers = {n: copy for n, copy in self._buffers.items() if form.get(n) == (copy.shape, copy.dtype)}
-        now = {name: tensor for name, tensor in tensors.items() if name not in later}
+        at_once = {name: tensor for name, tensor in tensors.items() if name not in later}
         self._remaining = {name: tensor for name, tensor in tensors.items() if name in later}
         self._versions = [tensor._version for tensor in self._remaining.values()]
         self._watched, self._changed, self._event = bool(self._remaining), False, None
-        self._allocate(now)
-        for name, tensor in now.items():
+        self._allocate(at_once)
+        for name, tensor in at_once.items():
             self._buffers[name].copy_(tensor.detach(), non_blocking=not self._copies_now)
         if self._stream is not None:
             self._stream.wait_stream(accelerator.current_stream(self.device))
@@ -66,10 +67,10 @@ class Staging:
             self._copied.clear()
 
     def complete(self) -> dict[Any, Tensor]:
-        """Copy the rest; returns the buffers. Called on the writing thread.
+        """Copy the remaining tensors and return all copies by name. Called on the writing thread.
 
         Raises:
-            RuntimeError: a tensor has changed, so that its copy may be torn.
+            RuntimeError: a tensor has changed, so that its copy may mix old and new values.
         """
         try:
             self._copy()
@@ -81,12 +82,12 @@ class Staging:
         return dict(self._buffers)
 
     def verify(self, last: bool = False) -> None:
-        """Check that the tensors' versions have not changed since :meth:`start`, up to :meth:`hold`. Called on the writing thread.
+        """Check that no tensor has changed between :meth:`start` and :meth:`hold`, by the version counters. Called on the writing thread.
 
-        A kernel that runs while its tensor is copied raises the version only when it ends: so compare again when the files are written.
+        A kernel that runs while its tensor is copied increments the counter only at its end, so check again after the files are written.
 
         Args:
-            last: they are, and later changes do no harm.
+            last: the files are written: stop watching.
 
         Raises:
             RuntimeError: a tensor has changed.
@@ -102,7 +103,7 @@ class Staging:
             )
 
     def hold(self) -> None:
-        """Wait until the tensors may change. Called on the training thread."""
+        """Wait until the tensors may change, because they are copied. Called on the training thread."""
         self._copied.wait()
         if self._event is not None:
             accelerator.current_stream(self.device).wait_event(self._event)
@@ -111,29 +112,31 @@ class Staging:
             self._watched = False
 
     def close(self) -> None:
-        """Free the buffers, when nothing reads them. Torch would keep freed pinned memory for itself: its cache is emptied."""
+        """Free the buffers, which nothing may be reading. Pinned memory must be freed explicitly: torch would keep it in a cache."""
         pinned = any(buffer.is_pinned() for buffer in self._buffers.values())
         self._buffers, self._remaining = {}, {}
         if pinned:
             device_copies.empty_host_cache(self.device)
 
     def _compare(self) -> None:
+        """Note whether a watched tensor's version counter has changed."""
         if self._watched and [tensor._version for tensor in self._remaining.values()] != self._versions:
             self._changed = True
 
     def _copy(self) -> None:
-        """Copy the tensors that :meth:`start` has left."""
+        """Copy the tensors that :meth:`start` has left for later."""
         self._allocate(self._remaining)
         if self._stream is not None and self._event is None:
             self._enqueue()
         for name, tensor in self._remaining.items():
             if tensor.device.type == "cpu" and tensor.is_contiguous():
-                # Not torch's copy: its thread pool fails in a thread of a forked process.
+                # NumPy, since torch's copy uses a thread pool, which fails in a thread of a forked process.
                 numpy.copyto(_bytes(self._buffers[name]), _bytes(tensor))
             elif tensor.device.type == "cpu":
                 self._buffers[name].copy_(tensor.detach())
 
     def _enqueue(self) -> None:
+        """Queue the remaining copies on the separate stream."""
         with torch.no_grad(), self._stream:
             for name, tensor in self._remaining.items():
                 if tensor.device.type != "cpu":
@@ -141,7 +144,7 @@ class Staging:
             self._event = self._stream.record_event()
 
     def _allocate(self, tensors: Mapping[Hashable, Tensor]) -> None:
-        """Allocate buffers for ``tensors`` that have none."""
+        """Allocate buffers for the ``tensors`` that have none."""
         missing = {name: tensor for name, tensor in tensors.items() if name not in self._buffers}
         pin = accelerator.pins(self.device)
         for names in chunks({name: -(-tensor.nbytes // ALIGNED) * ALIGNED for name, tensor in missing.items()}):
@@ -153,9 +156,9 @@ class Staging:
 
 
 def chunks(sizes: Mapping[Any, int]) -> list[list[Any]]:
-    """The names of ``sizes`` (bytes) in groups of at most ``CHUNK`` bytes; a larger one goes into a group of the next power of two.
+    """Group names by their ``sizes`` (bytes), with at most ``CHUNK`` bytes per group; a larger tensor gets a group of the next power of two.
 
-    Torch rounds pinned allocations up to powers of two: small tensors fill what a large one leaves. First fit, the largest first.
+    Torch rounds pinned allocations up to powers of two, so small tensors use the space that a large one leaves. First fit, largest first.
     """
     groups: list[list[Any]] = []
     room: list[int] = []

@@ -1,21 +1,21 @@
-"""A checkpoint's state besides parameters and optimizers: one form for ``Fit`` and ``Engine``, its checks, and reading of earlier forms.
+"""The form of a checkpoint's state besides parameters and optimizers, common to ``Fit`` and ``Engine``, its checks, and earlier forms.
 
-``state/shared`` of both, the same on all ranks::
+``state/shared``, the same on all ranks::
 
     seed, schedulers, scaler, window, registered
-    loaders                             {"epoch", "position"[, "order"]} of each; a run has only its training loader
+    loaders                             {"epoch", "position"[, "order"]} of each loader; a run saves only its training loader
 
-``state/rank=...`` of both::
+``state/rank=...``, each rank's own::
 
-    place                               number of ranks with different data, this rank's index, and whether it saves for its data
+    place                               number of ranks with different data, this rank's index among them, and whether it saves for its data
     rng
-    streams                             state of each loader besides its position
+    streams                             each loader's state besides its position
 
 A run adds callbacks, metrics and its counters (``state``, ``callbacks``, ...; see :mod:`engine.loop.run_snapshot`) and the user's own entries
 (``user``, as :class:`Entries`).
 
-Values are checked when a checkpoint is opened: one of another form is damage. Code that reads a value can rely on its type and, for counts and
-sizes, on its range.
+Values are checked when a checkpoint is opened, and an invalid one makes it a damaged checkpoint. Code that reads a value can rely on its type and,
+for counts and sizes, on its range.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from engine.checkpoint.tensors import Stored
 from engine.utils.extensions import answer
 
 COUNT = range(1 << 62)
-NUMBER = (range(-(1 << 62), 1 << 62), float)  # an int that a float can hold: they are added to one
+NUMBER = (range(-(1 << 62), 1 << 62), float)  # an int is added to a float, and must not overflow it
 _INTERVAL = {"last_step": range(-1, 1 << 62), "last_s": NUMBER, "count": (COUNT, None), "every": str}
 _COUNTERS = dict.fromkeys(("epoch", "step", "batch_idx", "batches", "position", "whole_batches", "samples"), COUNT)
 SHARED_FORM = {
@@ -60,12 +60,12 @@ _LOGGED = {...: {"options": list, "total": _SUM, "weight": _SUM}}
 OWN_FORM = {"place": [COUNT], "rng": dict, "recorder": _LOGGED, "metrics": dict, "logged": dict, "streams": list}
 OPTIM_FORM = {"state": dict, "param_groups": [{"params": list}]}
 ENTRY_PLACE = "checkpoint entry"
-"""The place by which extensions are asked about entries of a checkpoint."""
+"""The kind of place under which extensions know names of a checkpoint's entries."""
 _STORED = "the run stores and restores it"
 
 
 class Fields(dict[str, Any]):
-    """A checkpoint's values by name; a missing one is damage."""
+    """A checkpoint's values by name; looking up a missing one raises :class:`DamagedCheckpoint`."""
 
     def __init__(self, where: object, values: dict[str, Any]) -> None:
         super().__init__(values)
@@ -80,14 +80,14 @@ def checked(where: object, values: Any, form: Any) -> Fields:
 
     Args:
         where: the file, for messages.
-        form: a type; a ``range`` of ints; ``None``; ``[form]``, a list of such; ``{name: form}``, a dict in which these
-            names, if present, have such values; ``{...: form}``, a dict of such; a tuple of alternative forms.
+        form: a type; a ``range`` of ints; ``None``; ``[form]``, a list of such values; ``{name: form}``, a dict whose entries of these names,
+            where present, have these forms; ``{...: form}``, a dict whose values all have this form; a tuple of alternative forms.
 
     Raises:
-        DamagedCheckpoint: a value is not of the form; the message says where.
+        DamagedCheckpoint: a value does not have its form; the message says where.
     """
-    if (bad := _wrong(values, form, "")) is not None:
-        raise DamagedCheckpoint(f"{where} has no usable {bad.removeprefix('.') or 'values'!r}")
+    if (bad_path := _path_of_wrong_value(values, form, "")) is not None:
+        raise DamagedCheckpoint(f"{where} has no usable {bad_path.removeprefix('.') or 'values'!r}")
     return Fields(where, values)
 
 
@@ -95,20 +95,20 @@ def checked_optimizer(where: object, state: Any) -> None:
     """Check the state of one optimizer, by names or numbers of parameters, before its tensors are read.
 
     Raises:
-        DamagedCheckpoint: it has another form.
+        DamagedCheckpoint: it is not a valid optimizer state.
     """
-    bad = _wrong(state, OPTIM_FORM, "")
-    if bad is None and all(len(state.get(key, ())) for key in ("param_groups",)):
+    bad_path = _path_of_wrong_value(state, OPTIM_FORM, "")
+    if bad_path is None and state.get("param_groups"):
         names = [name for group in state["param_groups"] for name in group.get("params", [None])]
-        odd = [name for name in names if type(name) not in (str, int)]
-        entries = all(isinstance(entry, dict) for entry in state.get("state", {"": None}).values())
-        bad = None if entries and not odd and len(set(names)) == len(names) else "state"
-    if bad is not None:
-        raise DamagedCheckpoint(f"{where} has no usable {bad.removeprefix('.') or 'state'!r}")
+        are_unique = all(type(name) in (str, int) for name in names) and len(set(names)) == len(names)
+        are_dicts = "state" in state and all(isinstance(entry, dict) for entry in state["state"].values())
+        bad_path = None if are_unique and are_dicts else "state"
+    if bad_path is not None:
+        raise DamagedCheckpoint(f"{where} has no usable {bad_path.removeprefix('.') or 'state'!r}")
 
 
 def cannot_replace(saved: Any, current: Any) -> bool:
-    """Whether a saved hyperparameter cannot replace the ``current`` one: not a number for a number, or another count for several."""
+    """Whether a saved hyperparameter cannot replace the ``current`` one: it is not a number where a number is, or has another length."""
     if isinstance(current, (tuple, list)):
         return (
             not isinstance(saved, (tuple, list))
@@ -124,17 +124,21 @@ def cannot_replace(saved: Any, current: Any) -> bool:
     return isinstance(saved, Stored) and saved.shape.numel() != 1
 
 
-def _wrong(value: Any, form: Any, path: str) -> str | None:
-    """The path of the first value that is not of the form."""
+def _path_of_wrong_value(value: Any, form: Any, path: str) -> str | None:
+    """The path of the first value that does not have its form, such as ``".state.epoch"``; ``None`` if all do."""
     if isinstance(form, tuple):
-        return None if any(_wrong(value, alternative, path) is None for alternative in form) else path
+        return None if any(_path_of_wrong_value(value, alternative, path) is None for alternative in form) else path
     if isinstance(form, range):
         return None if type(value) is int and value in form else path
     if isinstance(form, list):
         if not isinstance(value, list):
             return path
         return next(
-            (bad for index, item in enumerate(value) if (bad := _wrong(item, form[0], f"{path}.{index}")) is not None),
+            (
+                bad_path
+                for index, item in enumerate(value)
+                if (bad_path := _path_of_wrong_value(item, form[0], f"{path}.{index}")) is not None
+            ),
             None,
         )
     if isinstance(form, dict):
@@ -142,8 +146,12 @@ def _wrong(value: Any, form: Any, path: str) -> str | None:
             return path
         if ... in form:
             form = dict.fromkeys(value, form[...])
-        wrong = (_wrong(value[name], inner, f"{path}.{name}") for name, inner in form.items() if name in value)
-        return next((bad for bad in wrong if bad is not None), None)
+        bad_paths = (
+            _path_of_wrong_value(value[name], inner_form, f"{path}.{name}")
+            for name, inner_form in form.items()
+            if name in value
+        )
+        return next((bad_path for bad_path in bad_paths if bad_path is not None), None)
     return None if (value is None if form is None else type(value) is form) else path
 
 
@@ -151,18 +159,18 @@ def _wrong(value: Any, form: Any, path: str) -> str | None:
 
 
 def shared_form(tree: Any) -> Any:
-    """A ``state/shared`` tree of any version in the current form."""
+    """Convert a ``state/shared`` tree of any version to the current form."""
     if not isinstance(tree, dict) or "loaders" in tree or not isinstance(tree.get("state"), dict):
         return tree
-    # A run of an earlier version, or a checkpoint that was converted.
+    # Saved by a run of an earlier version, or converted from another trainer's checkpoint.
     state, order = tree["state"], tree.get("order")
-    over = bool(state.get("epoch_done"))
-    loader = {"epoch": state.get("epoch", 0) + over, "position": 0 if over else state.get("position", 0)}
+    is_over = bool(state.get("epoch_done"))
+    loader = {"epoch": state.get("epoch", 0) + is_over, "position": 0 if is_over else state.get("position", 0)}
     return {"window": None, **tree, "loaders": [loader if order is None else {**loader, "order": order}]}
 
 
 def own_form(tree: Any) -> Any:
-    """A rank's tree of any version in the current form."""
+    """Convert a rank's own tree of any version to the current form."""
     if not isinstance(tree, dict):
         return tree
     state = {"streams": [tree["stream"]], **tree} if "stream" in tree else tree
@@ -174,10 +182,11 @@ def own_form(tree: Any) -> Any:
 
 
 class Entries(dict[str, Any]):
-    """A user's entries, and to read also the checkpoint's ``epoch``, ``global_step`` and ``hyper_parameters``.
+    """A user's entries in a checkpoint. The checkpoint's ``epoch``, ``global_step`` and ``hyper_parameters`` can be read too, but not set.
 
     Raises:
-        KeyError: an entry is set that the run stores, or an extension knows what to do instead of reading or setting it: the message says so.
+        KeyError: an entry is read that does not exist, or is set although the run stores it, or an extension has an alternative for this name,
+            which the message explains.
     """
 
     def __init__(self, entries: Mapping[str, Any], facts: Mapping[str, Any]) -> None:

@@ -1,26 +1,26 @@
-"""A place for checkpoints, and a checkpoint while it is written. One checkpoint is one directory; nothing in it is code.
+"""The base classes of a storage for checkpoints, and of a checkpoint that is being written. A checkpoint is a directory; nothing in it is code.
 
 ::
 
     step=00000120/
         manifest.json                   format, time, world size, counters, metrics; size and checksum of every other file, and its own
-        model/rank=00000.safetensors    what this rank wrote of the parameters and buffers
-        model/model.json                names that share a tensor; state of modules that is not a tensor
-        optim/rank=00000.safetensors    of the optimizers' states
-        optim/optim.json                their structure
-        weights/                        only with averaged weights: see engine/checkpoint/reader.py
-        state/shared.json               [+ .safetensors] the same on all ranks: schedulers, scaler, callbacks, counters
-        state/rank=00001.json           [+ .safetensors] of each rank: random generators, position in streams
+        model/rank=00000.safetensors    the parameters and buffers that this rank wrote, whole or in parts
+        model/model.json                names that share a tensor; modules' state that is not a tensor
+        optim/rank=00000.safetensors    the same for the optimizers' states
+        optim/optim.json                the structure of the optimizers' states
+        weights/                        only if there are weights besides the trained ones: see engine/checkpoint/reader.py
+        state/shared.json               [+ .safetensors] state that is the same on all ranks: schedulers, scaler, callbacks, counters
+        state/rank=00001.json           [+ .safetensors] each rank's own state: random generators, position in streams
 
-A small checkpoint that one rank writes is joined, since each file, folder and sync costs more than its content
+A small checkpoint of one rank is joined, since each file, folder and sync costs more than its content
 (:data:`~engine.checkpoint.manifest.JOINED_BYTES`, :data:`~engine.checkpoint.manifest.JOINED_TREES`)::
 
     step=00000120/
-        manifest.json                   as above; "$trees" has what stands above in JSON files, by their names without ".json"
+        manifest.json                   as above; "$trees" has the content of the JSON files above, by their names without ".json"
         rank=00000.safetensors          all tensors, such as "model/<name>", "optim/<name>", "state/shared/<name>"
 
-It appears complete or not at all. On a file system it is written into the hidden sibling ``.step=00000120.partial``, synced to the disk, given
-its manifest, and renamed. At a URL, where nothing can be renamed, the manifest is sent last.
+A checkpoint appears complete or not at all. On a file system it is written into the hidden sibling ``.step=00000120.partial``, synced to the
+disk, given its manifest, and renamed. At a URL, where nothing can be renamed, the manifest is sent last.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Incomplete:
 
     reason: str
     is_leftover: bool
-    """True for a draft and for the remains of a removal; False for a checkpoint that was complete once, or that this version cannot read."""
+    """True for a draft or the rest of an interrupted removal; False for a checkpoint that was complete once, or that this version cannot read."""
 
 
 class Storage(ABC):
@@ -62,7 +62,7 @@ class Storage(ABC):
 
     root: str
     shared: bool
-    """Whether all ranks read the files of one place, rather than a copy each."""
+    """Whether all ranks read the same files; otherwise each rank has its own copies."""
 
     @abstractmethod
     def path(self, name: str) -> Path | str:
@@ -70,37 +70,37 @@ class Storage(ABC):
 
     @abstractmethod
     def begin(self, name: str, first: bool = True, folders: Sequence[str] = FOLDERS) -> Draft:
-        """Begin to write the checkpoint ``name``; every rank calls it, ``first`` (one of them) before the others.
+        """Begin to write the checkpoint ``name``. Every rank calls this, one of them with ``first`` and before the others.
 
         Args:
-            folders: those that the draft has.
+            folders: the folders to create in the draft.
 
         Raises:
             FileExistsError: something that is not a checkpoint has this name.
         """
 
     def manifests(self) -> dict[str, dict[str, Any]]:
-        """The manifests of the complete checkpoints by name, in the order in which they were written, oldest first.
+        """The manifests of the complete checkpoints by name, in the order in which the checkpoints were written, oldest first.
 
-        After a run that went back to an earlier step, the newest is the last that this run wrote, not the one with the highest step.
+        If a run went back to an earlier step, the newest checkpoint is the last one written, not the one with the highest step.
         """
         rows = [(age_of(manifest), name, manifest) for name, manifest in self.complete()]
         return {name: manifest for _, name, manifest in sorted(rows, key=lambda entry: entry[:2])}
 
     @abstractmethod
     def manifest(self, name: str) -> dict[str, Any]:
-        """The manifest of the checkpoint of this name; a missing or damaged one is an error."""
+        """The manifest of the checkpoint of this name; a missing or damaged manifest is an error."""
 
     @abstractmethod
     def complete(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Names and manifests of the complete checkpoints in any order; each is read when the iterator reaches it.
+        """Yield names and manifests of the complete checkpoints, in any order; each is read when it is requested.
 
-        Complete: the manifest is as it was written, and every file exists with its size.
+        A checkpoint is complete if its manifest is intact, and every file exists with its size.
         """
 
     @abstractmethod
     def incomplete(self, complete: Container[str] | None = None) -> dict[str, Incomplete]:
-        """Checkpoints that are not complete by name; ``complete``: names in :meth:`manifests`, if the caller has read them."""
+        """The checkpoints that are not complete, by name. ``complete``: the names in :meth:`manifests`, if the caller has them already."""
 
     @abstractmethod
     def has(self, name: str) -> bool:
@@ -112,14 +112,14 @@ class Storage(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> bool:
-        """Delete a checkpoint; a kill in between leaves nothing that looks like one.
+        """Delete a checkpoint. If the process is killed meanwhile, what is left does not count as a checkpoint.
 
         Returns:
-            False: it stays, because someone is reading it, or because no other complete one lies beside it.
+            False: the checkpoint stays, because it is being read, or because there is no other complete one.
 
         Raises:
             ValueError: ``name`` is not the name of a checkpoint here.
-            OSError: not everything could be deleted; a later call deletes the rest.
+            OSError: some files could not be deleted; a later call deletes the rest.
         """
 
     @abstractmethod
@@ -128,17 +128,17 @@ class Storage(ABC):
 
     @abstractmethod
     def sweep(self) -> None:
-        """Delete what killed runs left; drafts of other running jobs stay."""
+        """Delete what killed runs have left; drafts of other running jobs stay."""
 
     def is_same(self, other: Storage) -> bool:
-        """Check if both storages are one directory, in any spelling."""
+        """Whether both storages are the same directory, however their paths are written."""
         return self.root == other.root or (
             self.shared and other.shared and os.path.realpath(self.root) == os.path.realpath(other.root)
         )
 
 
 class Draft(ABC):
-    """A checkpoint that is being written, as one rank sees it. It holds the lock, or the copy, that the rank needs until it is sealed or abandoned.
+    """A checkpoint that this rank is writing. Until it is sealed or abandoned, the draft owns the lock or the local copy that the rank needs.
 
     :meth:`Storage.begin` returns one; the implementations are :class:`~engine.checkpoint.local_storage.LocalDraft` and
     :class:`~engine.checkpoint.remote_storage.RemoteDraft`.
@@ -148,7 +148,7 @@ class Draft(ABC):
     """The directory into which this rank writes its files."""
 
     def write_tree(self, stem: str, tree: Packed) -> dict[str, Record]:
-        """Write ``<stem>.json`` and, when there are tensors, ``<stem>.safetensors``; several threads may write at once."""
+        """Write a tree as ``<stem>.json`` and, if it has tensors, ``<stem>.safetensors``; several threads may call this at once."""
         value, tensors = tree
         files = {f"{stem}.json": write_json(self.folder / f"{stem}.json", value)}
         return files | self.write_tensors(f"{stem}.safetensors", tensors) if tensors else files
@@ -156,12 +156,12 @@ class Draft(ABC):
     def write_tensors(
         self, file: str, tensors: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]] | None = None
     ) -> dict[str, Record]:
-        """Write ``tensors`` as one file; several threads may write at once. ``offsets``: as in :func:`engine.checkpoint.tensors.write_tensors`."""
+        """Write ``tensors`` as one file; several threads may call this at once. ``offsets``: see :func:`engine.checkpoint.tensors.write_tensors`."""
         return {file: write_tensors(self.folder / file, tensors, offsets)}
 
     @abstractmethod
     def send(self, files: Iterable[str]) -> None:
-        """Let the rank that seals see ``files``, which this rank has written."""
+        """Make these files, which this rank has written, visible to the rank that seals the draft."""
 
     @abstractmethod
     def seal(
@@ -171,15 +171,15 @@ class Draft(ABC):
         files: Mapping[str, Record],
         trees: Mapping[str, Any] | None = None,
     ) -> None:
-        """Turn the draft into a checkpoint when all ranks have written; the rank that came ``first`` calls it.
+        """Turn the draft into a checkpoint when all ranks have written their files; only the ``first`` rank calls this.
 
         Args:
-            files: all files of the draft. The other arguments are those of :func:`engine.checkpoint.manifest.manifest_of`.
+            files: the files of all ranks. The other arguments are those of :func:`engine.checkpoint.manifest.manifest_of`.
 
         Raises:
-            OSError: a file is not there, or has another size.
+            OSError: a file is missing, or has another size.
         """
 
     @abstractmethod
     def abandon(self) -> None:
-        """Remove what this rank has of the draft, unless it is sealed."""
+        """Delete this rank's part of the draft, unless the draft is sealed."""

@@ -1,4 +1,4 @@
-"""Which storage, and which checkpoint in it, a path or a URL means (``s3://``, ``gs://``, ``memory://``, ...: what fsspec knows)."""
+"""Resolve a path or a URL (``s3://``, ``gs://``, ``memory://`` or another that fsspec knows) to a storage, and to a checkpoint in it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def storage_of(root: str | Path) -> Storage:
     """The :class:`Storage` of a path or a URL.
 
     Raises:
-        ValueError: fsspec does not know the protocol, or its package is missing; the message says which.
+        ValueError: fsspec does not know the protocol, or the protocol's package is missing; the message says which.
     """
     return RemoteStorage(str(root)) if "://" in str(root) else LocalStorage(Path(root))
 
 
 def split_path(path: str | Path) -> tuple[Storage, str]:
-    """The :class:`Storage` and the name of a checkpoint, from its path or URL; errors as in :func:`storage_of`."""
+    """Split a checkpoint's path or URL into its :class:`Storage` and its name, with the errors of :func:`storage_of`."""
     if "://" in str(path):
         root, _, name = str(path).rstrip("/").rpartition("/")
         return RemoteStorage(root), name
-    local = Path(path)
-    return (OneFileStorage if is_one_file(local) else LocalStorage)(local.parent), local.name
+    local_path = Path(path)
+    return (OneFileStorage if is_one_file(local_path) else LocalStorage)(local_path.parent), local_path.name

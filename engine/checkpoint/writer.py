@@ -1,4 +1,4 @@
-"""Checkpoints written by all ranks together, while the training continues."""
+"""Write checkpoints, on all ranks together and while the training continues."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from engine.utils import device_copies
 from engine.utils.log import logger
 
 CLOSE_S = 5.0
-"""How long (s) a failed run of several ranks waits for a checkpoint in progress: the others wait for this rank's exit."""
+"""Seconds that a failed run of several ranks waits for a checkpoint in progress, while the other ranks wait for this one's exit."""
 KEEP_S = 30.0
-"""How long (s) the copies of a save beside the training stay for the next one: a later save makes new ones, on its own thread."""
+"""Seconds that the writing thread and the buffers of an asynchronous save are kept for the next save."""
 _open: weakref.WeakSet[CheckpointWriter] = weakref.WeakSet()
+"""The writers of this process that have saved asynchronously."""
 
 
 @dataclass
 class _Job:
-    """A checkpoint in progress. Nothing in it changes while the training continues, except for tensors that are still to be copied."""
+    """A checkpoint in progress. Its content does not change while the training continues, except for tensors that are not copied yet."""
 
     folder: CheckpointFolder
     name: str
@@ -45,31 +46,31 @@ class _Job:
     facts: PackedFacts
     remove: Sequence[str]
     joined: bool
-    """The checkpoint has one file for all tensors, and the trees in its manifest."""
+    """Whether the checkpoint is joined: all tensors in one file, and the trees in the manifest."""
     staging: Staging | None = None
     future: Future[None] | None = None
     draft: Draft | None = None
-    """The draft of this rank, once it has begun to write."""
+    """This rank's draft, once it has begun to write."""
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one engine, one at a time: a run's, and those of :meth:`engine.Engine.save_state`.
+    """Writes the checkpoints of one engine, one at a time: those of a run, and those of :meth:`engine.Engine.save_state`.
 
-    Every rank writes its own shards; ranks share the writing of what several of them have. With ``asynchronous`` the caller waits only
-    until copies have started: a thread finishes them (:meth:`hold`), writes, and syncs.
+    Every rank writes its own shards; ranks divide the writing of what several of them hold. With ``asynchronous`` the caller waits only
+    until copies have started: a thread finishes them (see :meth:`hold`), writes, and syncs.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self._job: _Job | None = None
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None  # takes jobs from the queue
-        self._claimed = False  # the next save copies into the buffers: the thread does not free them
+        self._thread: threading.Thread | None = None  # writes the jobs of the queue
+        self._needs_buffers = False  # a save is about to copy into the buffers: the thread must not free them
         self._lock = threading.Lock()
-        self._side: Group | None = None
+        self._thread_group: Group | None = None
         self._staging: Staging | None = None
         self._rows: list[Row] | None = None
-        self._mine: set[str] = set()
+        self._own_names: set[str] = set()
 
     # -- saving -----------------------------------------------------------------------------------------------------------------
 
@@ -88,17 +89,17 @@ class CheckpointWriter:
 
         Args:
             asynchronous: return when copies have started; :meth:`wait` reports errors.
-            tolerant: treat a failed write as :meth:`wait` does.
-            remove: checkpoints of ``folder`` to delete once this one is complete.
-            only_steps_change: parameters and optimizer states do not change until :meth:`hold`.
+            tolerant: count a failed write as :meth:`wait` does, rather than raise its error.
+            remove: names of checkpoints in ``folder`` to delete once this one is complete.
+            only_steps_change: whether parameters and optimizer states stay unchanged until :meth:`hold`.
 
         Returns:
-            Where it is, or will be.
+            The path or URL of the checkpoint.
 
         Raises:
             TypeError: a value cannot be stored; the message says where it is.
-            OSError: (neither ``asynchronous`` nor ``tolerant``) the disk is full, a permission is missing, and the like.
-            RankError: another rank failed; the message has its error. Then there is no new checkpoint, and the earlier ones are unchanged.
+            OSError: the disk is full, a permission is missing, and the like; not with ``asynchronous`` or ``tolerant``.
+            RankError: another rank failed; the message has its error. There is no new checkpoint then, and earlier ones are unchanged.
         """
         self.wait(folder)
         job, late = self._prepare(folder, name, content, remove)
@@ -116,53 +117,55 @@ class CheckpointWriter:
         return folder.storage.path(job.name)
 
     def _write_in_thread(self, job: _Job, late: set[str]) -> None:
-        """Write beside the training. ``late``: tensors that are copied by :meth:`hold` at the latest."""
-        if self._side is None:
-            # Collectives of another thread need their own process group.
+        """Hand the job to the writing thread. ``late``: names of tensors that need not be copied before :meth:`hold`."""
+        if self._thread_group is None:
+            # The collectives of another thread need a process group of their own.
             ranks = self.group.world_size
-            self._side = self.group.part([list(range(ranks))]) if ranks > 1 else self.group
+            self._thread_group = self.group.part([list(range(ranks))]) if ranks > 1 else self.group
         if self.group.world_size > 1:
-            # All of a process's writers share that group: its collectives come in one order on all ranks, one checkpoint after another.
+            # All writers of a process share that group. One checkpoint after another, so that all ranks run its collectives in the same order.
             jobs = [writer._job for writer in _open]
             wait([earlier.future for earlier in jobs if earlier is not None and earlier.future is not None])
         with self._lock:
-            self._claimed = True
+            self._needs_buffers = True
         if self._staging is None:
             self._staging = Staging(self.group.device)
-        loose = {(stem, n): tensor for stem, (_, tensors) in job.trees.items() for n, tensor in tensors.items()}
+        tree_tensors = {(stem, n): tensor for stem, (_, tensors) in job.trees.items() for n, tensor in tensors.items()}
         try:
-            self._staging.start({key: part.tensor for key, part in job.parts.items()} | loose, late)
+            self._staging.start({key: part.tensor for key, part in job.parts.items()} | tree_tensors, late)
         except BaseException:
             with self._lock:
-                self._claimed = False
+                self._needs_buffers = False
             raise
         job.staging = self._staging
         job.future, self._job = Future(), job
         _open.add(self)
         with self._lock:
             self._queue.put(job)
-            if self._thread is None or not self._thread.is_alive():  # a fork leaves it behind
-                # A daemon: a failing rank exits even when the thread waits for ranks that are gone.
-                self._thread = threading.Thread(target=self._serve, args=(self._side,), name="checkpoint", daemon=True)
+            if self._thread is None or not self._thread.is_alive():  # not alive in a forked process
+                # A daemon thread, so that a failing rank can exit while the thread waits for ranks that are gone.
+                self._thread = threading.Thread(
+                    target=self._serve, args=(self._thread_group,), name="checkpoint", daemon=True
+                )
                 self._thread.start()
 
     def hold(self) -> None:
-        """Wait until tensors may change, because the checkpoint in progress has its copies."""
+        """Wait until tensors may change, because the checkpoint in progress has copied them."""
         if self._job is not None and self._job.staging is not None:
             self._job.staging.hold()
 
     def wait(self, folder: CheckpointFolder, timeout: float | None = None) -> None:
-        """Wait for the checkpoint in progress, in whichever folder, and delete what is to be removed from ``folder``.
+        """Wait for the checkpoint in progress, in any folder, and delete the checkpoints whose removal from ``folder`` is pending.
 
         Raises:
             RuntimeError: the latest ``max_failures`` checkpoints of ``folder`` could not be written.
-            TimeoutError: it takes longer than ``timeout`` (s).
+            TimeoutError: the checkpoint takes longer than ``timeout`` (s).
         """
         job, self._job = self._job, None
         if job is not None and job.future is not None:
             error = job.future.exception(timeout)
             if error is None and job.staging is not None:
-                job.staging.hold()  # memory that is freed from here on is used again after its copy, on the device too
+                job.staging.hold()  # on the device, too, memory that is freed from here on is reused only after its copy
             job.folder.ended(job.name, error)
             if job.folder is not folder:
                 job.folder.log_error()
@@ -170,10 +173,10 @@ class CheckpointWriter:
         folder.remove()
 
     def close(self, folder: CheckpointFolder, failed: bool = False) -> None:
-        """Wait for the checkpoint in progress, as :meth:`wait` does, and free the buffers; a later save begins again.
+        """Wait for the checkpoint in progress, as :meth:`wait` does, and free the buffers; a later save allocates new ones.
 
         Args:
-            failed: the run ended with an error, and other ranks may be gone: wait only briefly, and raise nothing.
+            failed: the run has ended with an error, and other ranks may be gone: wait only briefly, and log errors.
         """
         try:
             self.wait(folder, CLOSE_S if failed and self.group.world_size > 1 else None)
@@ -181,7 +184,7 @@ class CheckpointWriter:
             if not failed:
                 raise
             logger.error("the checkpoint in progress was abandoned: %s: %s", type(error).__name__, error)
-            self._staging = None  # the thread still reads it
+            self._staging = None  # not freed here: the thread still reads it
         with self._lock:
             if self._thread is not None:
                 self._queue.put(None)
@@ -193,7 +196,7 @@ class CheckpointWriter:
     def _prepare(
         self, folder: CheckpointFolder, name: str, content: Content, remove: Sequence[str]
     ) -> tuple[_Job, set[str]]:
-        """Everything that must happen while nothing changes. The ranks agree that it can be stored, and on who writes what.
+        """Do all that must happen before the training continues: the ranks agree that everything can be stored, and on who writes what.
 
         Returns:
             The job, and the names of its tensors that only an optimizer step changes.
@@ -206,23 +209,23 @@ class CheckpointWriter:
 
         answers = all_or_none(self.group, work)
         if not all(is_unchanged for is_unchanged, _ in answers):
-            self._mine, self._rows = assign(gather_json(self.group, packed.rows), self.group.rank), packed.rows
+            self._own_names, self._rows = assign(gather_json(self.group, packed.rows), self.group.rank), packed.rows
         packed.merge_trees()
-        mine = {key: part for key, part in packed.parts.items() if key in self._mine}
-        joined = self.group.world_size == 1 and _is_small(mine, packed.trees)
-        job = _Job(folder, answers[0][1], mine, packed.trees, packed.facts, list(remove), joined)
+        own_parts = {key: part for key, part in packed.parts.items() if key in self._own_names}
+        joined = self.group.world_size == 1 and _is_small(own_parts, packed.trees)
+        job = _Job(folder, answers[0][1], own_parts, packed.trees, packed.facts, list(remove), joined)
         return job, packed.late
 
     # -- on the writing thread ----------------------------------------------------------------------------------------------
 
     def _serve(self, group: Group) -> None:
-        """Write the jobs of the queue; free the buffers and end when no job has come for :data:`KEEP_S`."""
+        """Write the jobs of the queue. When no job has come for :data:`KEEP_S` seconds, free the buffers and end."""
         while True:
             try:
                 job = self._queue.get(timeout=KEEP_S)
             except Empty:
                 with self._lock:
-                    if self._claimed:
+                    if self._needs_buffers:
                         continue
                     self._thread = None
                     if self._staging is not None:
@@ -234,9 +237,10 @@ class CheckpointWriter:
             del job
 
     def _run(self, job: _Job, group: Group) -> None:
+        """Write one job, and put the outcome into its future."""
         assert job.future is not None
         with self._lock:
-            self._claimed = False
+            self._needs_buffers = False
         future = job.future
         try:
             device_copies.call_on_device(group.device, partial(self._write, job, group))
@@ -247,6 +251,7 @@ class CheckpointWriter:
         job.parts, job.trees = {}, {}
 
     def _write(self, job: _Job, group: Group) -> None:
+        """Write one checkpoint on all ranks; after an error on any rank, none of it is left."""
         try:
             all_or_none(group, partial(self._begin, job, group))
             files = all_or_none(group, partial(self._fill, job, group))
@@ -258,7 +263,8 @@ class CheckpointWriter:
         job.folder.remove(job.remove)
 
     def _begin(self, job: _Job, group: Group) -> None:
-        if job.staging is not None:  # first: the training may be waiting for it
+        """Finish the copies, and begin the draft on the main process."""
+        if job.staging is not None:  # before anything else: the training may be waiting in hold()
             copies = job.staging.complete()
             job.parts = {key: Part(copies[key], part.offsets) for key, part in job.parts.items()}
             job.trees = {s: (value, {n: copies[s, n] for n in tensors}) for s, (value, tensors) in job.trees.items()}
@@ -267,6 +273,7 @@ class CheckpointWriter:
             job.draft = job.folder.storage.begin(job.name, folders=() if job.joined else FOLDERS)
 
     def _fill(self, job: _Job, group: Group) -> dict[str, Record]:
+        """Write this rank's files into the draft, and return their records."""
         draft = job.draft
         if draft is None:
             draft = job.draft = job.folder.storage.begin(job.name, first=False)
@@ -292,11 +299,11 @@ class CheckpointWriter:
             parts = {key.partition("/")[2]: part for key, part in job.parts.items() if key.startswith(f"{kind}/")}
             if kind == WEIGHTS and (parts or OTHER_WEIGHTS in job.trees):
                 (draft.folder / kind).mkdir(exist_ok=True)
-            for index, some in enumerate(into_files(parts)):
+            for index, file_parts in enumerate(into_files(parts)):
                 name = f"{kind}/rank={rank:05d}{f'-{index}' if index else ''}.safetensors"
-                works.append(partial(_write_parts, draft, name, some))
+                works.append(partial(_write_parts, draft, name, file_parts))
         works += [partial(draft.write_tree, stem, tree) for stem, tree in job.trees.items()]
-        write = partial(device_copies.call_on_device, group.device)  # a blocking save's tensors are on it
+        write = partial(device_copies.call_on_device, group.device)  # a blocking save reads tensors on the device
         size = sum(part.tensor.nbytes for part in job.parts.values())
         return {name: record for records in in_parallel(write, works, size) for name, record in records.items()}
 
@@ -312,7 +319,7 @@ class CheckpointWriter:
 
 
 def _finish() -> None:
-    """At the interpreter's exit: complete checkpoints in progress."""
+    """Complete the checkpoints in progress at the interpreter's exit."""
     for writer in list(_open):
         if writer._job is not None:
             writer.close(writer._job.folder, failed=writer.group.failed or getattr(sys, "last_value", None) is not None)
@@ -322,7 +329,7 @@ atexit.register(_finish)
 
 
 def _is_small(parts: Mapping[str, Part], trees: Mapping[str, Packed]) -> bool:
-    """Check whether a checkpoint is small enough for the joined form."""
+    """Whether a checkpoint is small enough to be joined."""
     size = sum(part.tensor.nbytes for part in parts.values())
     size += sum(tensor.nbytes for _, tensors in trees.values() for tensor in tensors.values())
     if size > manifest.JOINED_BYTES:

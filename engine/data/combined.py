@@ -1,4 +1,4 @@
-"""Several loaders as one: which batches are combined, how they are distributed to the ranks, and how they are read."""
+"""Several loaders read as one: which batches are combined, how the combined batches are distributed to the ranks, and how they are read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.data.deal import Deal
 from engine.data.feed import Feed, MicroBatch
-from engine.data.indexed import Cut, IndexedFeed, indexed_feed, with_exchanged_sizes
+from engine.data.indexed import IndexedFeed, PassBatches, indexed_feed, with_exchanged_sizes
 from engine.data.order import epoch_of_repetition, mixed
 from engine.data.stream import StreamFeed, StreamReader, reader_for
 from engine.data.user_loaders import presharded
@@ -19,31 +19,30 @@ from engine.utils.tree import batch_size
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 _END = object()
-"""Stands for the batch of a member that has ended."""
+"""Returned in place of a batch when a member has no more."""
 
 
 class CombinedLoader:
-    """Loaders that are read together. A batch has one batch of each, in a dict or list like the input::
+    """Loaders that are read together. A combined batch has one batch of each, in a container like the input::
 
         loader = CombinedLoader({"labelled": a, "unlabelled": b}, "max_size_cycle")
 
         def training_step(self, batch, batch_idx):
             x, y = batch["labelled"]
 
-    The order is exact: a member yields the same batches as alone (each member shuffles in its own order), batch ``i`` of
-    the combination is the same at any world size, and the ranks get whole combined batches in turn. The weight of a scalar loss is the
-    number of samples in the combined batch. When every member has indices (a ``DataLoader`` over a map-style dataset, a list of batches),
-    each rank reads only its own batches, and resuming costs nothing. When one is a stream, every rank reads everything, and a resume uses
-    the streams' own states.
+    A member yields the same batches as it would alone (each member shuffles in its own order), combined batch ``i`` is the same at any
+    world size, and the ranks take turns at whole combined batches. The weight of a scalar loss is the number of samples in the combined
+    batch. If every member has indices (a ``DataLoader`` over a map-style dataset, a list of batches), each rank reads only its own batches,
+    and resuming costs nothing. If a member is a stream, every rank reads everything, and a resume needs the streams' own states.
 
     Args:
         loaders: a dict, list or tuple of ``DataLoader``s, lists of batches, or iterables.
-        mode: ``"min_size"`` ends with the shortest; ``"max_size_cycle"`` with the longest, the others start again (in another order when
-            they shuffle); ``"max_size"`` with the longest, the others yield ``None`` when they are exhausted; ``"sequential"`` reads one
-            after the other, and ``training_step`` gets the member's batch alone, without its name.
+        mode: ``"min_size"`` ends with the shortest member. ``"max_size_cycle"`` ends with the longest, and shorter members start again (in
+            another order when they shuffle). ``"max_size"`` ends with the longest, and shorter members yield ``None`` once exhausted.
+            ``"sequential"`` reads one member after the other, and ``training_step`` gets the member's batch alone, without its name.
 
     Raises:
-        ValueError: an unknown mode, or no loaders.
+        ValueError: the mode is unknown, or there are no loaders.
         TypeError: a member cannot be iterated.
     """
 
@@ -70,7 +69,7 @@ class CombinedLoader:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in a full combined batch; ``None`` when the members do not know, or differ in sequential mode."""
+        """The number of samples in a full combined batch; ``None`` if a member does not tell, or in sequential mode if they differ."""
         sizes = [
             size for size in (getattr(member, "batch_size", None) for member in self.members) if isinstance(size, int)
         ]
@@ -80,55 +79,55 @@ class CombinedLoader:
 
     @property
     def presharded(self) -> bool:
-        """True if each rank has its own share of every member already."""
+        """True if each rank's members are its own shards of the data already."""
         return all(map(presharded, self.members))
 
     def __len__(self) -> int:
-        """Combined batches in a pass of one process."""
+        """The number of combined batches in a pass of one process."""
         return total(self.mode, [len(member) for member in self.members])
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate without an engine: one process, the members' own orders."""
+        """Iterate without an engine, in one process and in the members' own orders."""
         return combined_batches(self, [MemberReader(member) for member in self.members])
 
     def packed(self, batches: list[Any]) -> Any:
-        """The members' batches in a container like the user's."""
+        """Put the members' batches into a container like the user's."""
         if isinstance(self.loaders, Mapping):
             return dict(zip(self.loaders, batches, strict=True))
         return tuple(batches) if isinstance(self.loaders, tuple) else batches
 
 
 def total(mode: str, counts: list[int]) -> int:
-    """Combined batches, from the members' numbers of batches."""
+    """The number of combined batches; ``counts``: each member's number of batches."""
     if mode == "sequential":
         return sum(counts)
     return min(counts) if mode == "min_size" else max(counts)
 
 
 def combined_feed(loader: CombinedLoader, group: Group, seed: int, feistel: bool = True) -> CombinedFeed | StreamFeed:
-    """The feed of a combination. A collective.
+    """Create the feed of a combined loader. A collective.
 
     Raises:
         ValueError: only some members are divided among the ranks already.
     """
-    # A seed for each: two members of one length would be shuffled alike.
+    # Each member has a seed of its own: with one seed, two members of the same length would be shuffled alike.
     feeds = [
         indexed_feed(member, group, mixed(seed, index + 1), feistel) for index, member in enumerate(loader.members)
     ]
-    with_indices = [feed for feed in feeds if feed is not None]
-    divided = [presharded(member) for member in loader.members]
-    if any(divided) and not all(divided):
+    indexed_feeds = [feed for feed in feeds if feed is not None]
+    are_presharded = [presharded(member) for member in loader.members]
+    if any(are_presharded) and not all(are_presharded):
         raise ValueError(
             "CombinedLoader: some of the loaders are presharded, others are not; make all or none of them presharded"
         )
-    for feed in with_indices:
-        if not divided[0] and feed.order is not None and feed.order.sharded:
+    for feed in indexed_feeds:
+        if not are_presharded[0] and feed.order is not None and feed.order.sharded:
             raise ValueError(
                 f"CombinedLoader: {type(feed.order.sampler).__name__} divides the data among the ranks already, but here whole combined "
                 "batches are distributed: give this member a plain sampler"
             )
-    if len(with_indices) == len(feeds) and not divided[0]:
-        return CombinedFeed(loader, with_indices, group)
+    if len(indexed_feeds) == len(feeds) and not are_presharded[0]:
+        return CombinedFeed(loader, indexed_feeds, group)
     return StreamFeed(loader, group, seed, CombinedReader(loader, feeds))
 
 
@@ -140,57 +139,61 @@ def _samples(loader: CombinedLoader, batch: Any) -> int:
     return sum(batch_size(part) or 1 for part in parts if part is not None)
 
 
-# -- all members have indices: any position of the combination is entered directly --------------------------------------------------------------
+# -- all members have indices: reading can start at any position of the combination -------------------------------------------------------------
 
 
 class MemberPasses:
-    """A member's batches, numbered consecutively over its passes in one epoch of the combination."""
+    """The batches of a member with indices, numbered consecutively over its passes in one epoch of the combination."""
 
     def __init__(self, feed: IndexedFeed) -> None:
         self.feed = feed
         self.epoch, self.count = 0, 0
-        self.cuts: dict[int, Cut] = {}
+        self.passes: dict[int, PassBatches] = {}
+        """Recent passes by their number in the epoch."""
         self.drawn_by_all_ranks = feed.order is not None and feed.order.drawn_by_all_ranks
         self.start_state: Any = None
         """The state needed to draw this epoch's first pass again."""
 
     def begin(self, epoch: int, state: Any) -> int:
-        """Start an epoch of the combination; the result is the number of batches in one pass."""
-        self.epoch, self.cuts = epoch, {}
+        """Start an epoch of the combination, and return the number of batches in one pass of this member."""
+        self.epoch, self.passes = epoch, {}
         if self.feed.order is not None:
             self.feed.order.enter(state)
-        self.count = self.cut(0).batches
+        self.count = self.batches_of(0).count
         self.start_state = self.feed.state(after_window=True)
         return self.count
 
     def draw(self, last: int) -> None:
-        """Prepare passes that the ranks must draw together: later, each rank's workers are at another position."""
+        """Draw the orders of the first ``last`` passes now, if that is a collective: later each rank reads at another position."""
         if self.drawn_by_all_ranks:
-            for number in range(last):  # also those before a resume's position: a sampler may count its passes
-                self.cut(number)
+            for number in range(last):  # also passes before the position of a resume: a sampler may count its passes
+                self.batches_of(number)
 
-    def cut(self, number: int) -> Cut:
-        if number not in self.cuts:
-            if len(self.cuts) > 2 and not self.drawn_by_all_ranks:
-                del self.cuts[min(self.cuts)]  # the workers read at most one pass ahead of the weights
-            self.cuts[number] = self.feed.cut(epoch_of_repetition(self.epoch, number))
-        return self.cuts[number]
+    def batches_of(self, number: int) -> PassBatches:
+        """The batches of pass ``number`` within the epoch."""
+        if number not in self.passes:
+            if len(self.passes) > 2 and not self.drawn_by_all_ranks:
+                # The loader's workers are at most one pass ahead of the computed shares.
+                del self.passes[min(self.passes)]
+            self.passes[number] = self.feed.pass_batches(epoch_of_repetition(self.epoch, number))
+        return self.passes[number]
 
     def size(self, number: int) -> int:
-        cut = self.cut(number // self.count)
-        return cut.size(number % self.count % cut.batches)
+        """The number of samples in batch ``number``, counted over the epoch's passes."""
+        batches = self.batches_of(number // self.count)
+        return batches.size(number % self.count % batches.count)
 
     def fetch(self, numbers: Iterator[int]) -> Iterator[Any]:
         return self.feed.fetch(self._items(numbers))
 
     def _items(self, numbers: Iterator[int]) -> Iterator[Any]:
         for number in numbers:
-            cut = self.cut(number // self.count)
-            yield cut.items(number % self.count % cut.batches)  # a user's sampler may draw fewer in a later pass
+            batches = self.batches_of(number // self.count)
+            yield batches.items(number % self.count % batches.count)  # a user's sampler may draw fewer in a later pass
 
 
 class CombinedFeed(Feed):
-    """The combination of members with indices. The position counts combined batches of all ranks."""
+    """The feed of a combination of members with indices. A position counts combined batches of all ranks."""
 
     def __init__(self, loader: CombinedLoader, feeds: Sequence[IndexedFeed], group: Group) -> None:
         self.loader, self.group, self.feeds = loader, group, feeds
@@ -256,8 +259,9 @@ class CombinedFeed(Feed):
         return zip(batches, self._shares(deal, start), strict=True)
 
     def _side_by_side(self, deal: Deal, start: int) -> Iterator[Any]:
-        cycle = self.loader.mode == "max_size_cycle"
-        ends = [deal.used if cycle else min(member.count, deal.used) for member in self.members]
+        """Read this rank's combined batches when each has one batch of every member."""
+        cycles = self.loader.mode == "max_size_cycle"
+        ends = [deal.used if cycles else min(member.count, deal.used) for member in self.members]
         parts = [
             member.fetch(_rank_numbers(deal, start, 0, end)) if end else iter(())
             for member, end in zip(self.members, ends, strict=True)
@@ -271,26 +275,29 @@ class CombinedFeed(Feed):
             )
 
     def _one_by_one(self, deal: Deal, start: int) -> Iterator[Any]:
-        def opened(index: int) -> Iterator[Any]:
-            low = self.offsets[index]
-            numbers = _rank_numbers(deal, start, low, self.offsets[index + 1])
-            return self.members[index].fetch(number - low for number in numbers)
+        """Read this rank's batches in sequential mode, one member after the other."""
+
+        def batches_of_member(index: int) -> Iterator[Any]:
+            member_start = self.offsets[index]
+            numbers = _rank_numbers(deal, start, member_start, self.offsets[index + 1])
+            return self.members[index].fetch(number - member_start for number in numbers)
 
         def read() -> Iterator[Any]:
             for number in numbers:
                 index = self._member_of(number)
-                if index not in parts:
-                    parts[index] = opened(index)
-                yield next(parts[index])
+                if index not in readers:
+                    readers[index] = batches_of_member(index)
+                yield next(readers[index])
 
         numbers = _rank_numbers(deal, start, 0, deal.used)
         first = next(_rank_numbers(deal, start, 0, deal.used), None)
-        parts: dict[int, Iterator[Any]] = {}
-        if first is not None:  # now, as any loader's iterator is created when a pass starts
-            parts[self._member_of(first)] = opened(self._member_of(first))
+        readers: dict[int, Iterator[Any]] = {}
+        if first is not None:  # created now, since every loader's iterator is created when a pass starts
+            readers[self._member_of(first)] = batches_of_member(self._member_of(first))
         return read()
 
     def _member_of(self, number: int) -> int:
+        """The index of the member that has batch ``number`` in sequential mode."""
         return next(i for i in range(len(self.members)) if number < self.offsets[i + 1])
 
     def _size(self, number: int) -> int:
@@ -301,6 +308,7 @@ class CombinedFeed(Feed):
         return sum(member.size(number) for member in self.members if mode == "max_size_cycle" or number < member.count)
 
     def _shares(self, deal: Deal, start: int) -> Iterator[Share]:
+        """Yield this rank's share of each combined batch, from position ``start`` on."""
         ranks = deal.world_size
         bases = range(start, deal.used, ranks * deal.window)
         for base, (ranges, dealt) in zip(bases, deal.windows(start), strict=True):
@@ -316,11 +324,11 @@ def _orders(states: list[Any]) -> dict[str, Any] | None:
 
 
 def _rank_numbers(deal: Deal, start: int, low: int, high: int) -> Iterator[int]:
-    """This rank's numbers from ``start`` on that lie in [low, high), found without iterating over all others."""
+    """The numbers of this rank's units from ``start`` on that lie in [low, high), without iterating over the others."""
     full = deal.round * deal.window
     first = start + max(0, low - start) // full * full
     short = start + max(0, deal.used - start) // full * full
-    # In the last, short window any number may be a rank's, which repeats one when it has none.
+    # In the last, short window a rank without units of its own may repeat a unit with any number.
     stop = min(high, short)
     for _, (ranges, _) in zip(range(first, stop, full), deal.windows(first), strict=False):
         yield from (part.start for part in ranges if low <= part.start < high)
@@ -328,7 +336,7 @@ def _rank_numbers(deal: Deal, start: int, low: int, high: int) -> Iterator[int]:
         yield from (part.start for part in ranges if low <= part.start < high)
 
 
-# -- a member has no indices: each member is read pass after pass, and reports its position -----------------------------------------------------
+# -- some member has no indices: each member is read pass after pass, and reports its position --------------------------------------------------
 
 
 class MemberReader:
@@ -338,12 +346,12 @@ class MemberReader:
         self.data = data
         self.iterator: Iterator[Any] | None = None
         self.passes, self.count, self.over = 0, 0, False
-        """Earlier passes, batches read in this one, and whether it has ended."""
+        """The number of earlier passes, of batches read in the current pass, and whether the current pass has ended."""
         self.start: Any = None
-        """The state from which the next pass starts."""
+        """The state from which to start reading; ``None``: from the beginning."""
 
     def next(self) -> Any:
-        """The next batch of this pass, or ``_END``."""
+        """Return the next batch of the current pass, or ``_END``."""
         if self.iterator is None:
             self.iterator = self.open()
         batch = next(self.iterator, _END)
@@ -351,7 +359,7 @@ class MemberReader:
         return batch
 
     def first_batch_of_next_pass(self) -> Any:
-        """The first batch of another pass."""
+        """Start another pass, and return its first batch."""
         self.iterator, self.passes, self.count = None, self.passes + 1, 0
         batch = self.next()
         if batch is _END:
@@ -362,11 +370,11 @@ class MemberReader:
         return batch
 
     def open(self) -> Iterator[Any]:
-        """Start to read where the position says."""
+        """Start reading at the current position."""
         return iter(self.data)
 
     def position(self) -> Any:
-        """The place in this pass, besides the number of batches."""
+        """The position in the current pass, besides the number of batches read; ``None``: that number suffices."""
         return None
 
     def state(self, position: Any) -> Any:
@@ -375,19 +383,19 @@ class MemberReader:
 
 
 class IndexedMember(MemberReader):
-    """A member with indices: can start anywhere."""
+    """Reads a member with indices, which can start at any batch."""
 
     def __init__(self, data: Any, feed: IndexedFeed, epoch: int) -> None:
         super().__init__(data)
         self.feed, self.epoch = feed, epoch
 
     def open(self) -> Iterator[Any]:
-        cut = self.feed.cut(epoch_of_repetition(self.epoch, self.passes))
-        return self.feed.fetch(cut.items(number) for number in range(self.count, cut.batches))
+        batches = self.feed.pass_batches(epoch_of_repetition(self.epoch, self.passes))
+        return self.feed.fetch(batches.items(number) for number in range(self.count, batches.count))
 
 
 class StreamMember(MemberReader):
-    """A member that is a stream: starts from its state."""
+    """Reads a member that is a stream, from a saved state or from the beginning."""
 
     def __init__(self, data: Any, reader: StreamReader) -> None:
         super().__init__(data)
@@ -407,12 +415,12 @@ class StreamMember(MemberReader):
 
 
 def combined_batches(loader: CombinedLoader, readers: Sequence[MemberReader]) -> Iterator[Any]:
-    """The combined batches, from where the readers are."""
+    """Yield the combined batches from the readers' positions on."""
     try:
         yield from _one_by_one(readers) if loader.mode == "sequential" else _side_by_side(loader, readers)
     finally:
         for reader in readers:
-            reader.iterator = None  # the position stays known, worker processes end
+            reader.iterator = None  # ends worker processes; the position stays known
 
 
 def _one_by_one(readers: Sequence[MemberReader]) -> Iterator[Any]:
@@ -440,10 +448,10 @@ def _side_by_side(loader: CombinedLoader, readers: Sequence[MemberReader]) -> It
 
 
 class CombinedReader(StreamReader):
-    """Reads combined batches in turn; the state consists of the members' positions.
+    """Reads combined batches one after the other. Its state consists of the members' positions.
 
     Args:
-        feeds: of the members that have indices; ``None``: a stream.
+        feeds: for each member its feed if it has indices; ``None`` for a stream.
     """
 
     def __init__(self, loader: CombinedLoader, feeds: Sequence[IndexedFeed | None]) -> None:
@@ -464,9 +472,9 @@ class CombinedReader(StreamReader):
         for reader, saved in zip(self.readers, state["members"] if state else (), strict=False):
             reader.passes, reader.count = saved["pass"], saved["given"]
             reader.over, reader.start = saved["over"], saved["state"]
-        # Start now, because a resume restores the random numbers that this draws; later members of a sequence start at their turn.
-        cycle, sequential = self.loader.mode == "max_size_cycle", self.loader.mode == "sequential"
-        for reader in [r for r in self.readers if not r.over or cycle][: 1 if sequential else None]:
+        # Start reading now, because a resume restores the random state that this changes; later members of a sequence start at their turn.
+        cycles, sequential = self.loader.mode == "max_size_cycle", self.loader.mode == "sequential"
+        for reader in [r for r in self.readers if not r.over or cycles][: 1 if sequential else None]:
             reader.iterator = reader.open()
         return None, combined_batches(self.loader, self.readers)
 
@@ -490,14 +498,14 @@ class CombinedReader(StreamReader):
     def accepts(self, state: Any) -> bool:
         if state.get("mode") != self.loader.mode or len(state["members"]) != len(self.sources):
             return False
-        read = [
+        members_read = [
             (saved, source)
             for saved, source in zip(state["members"], self.sources, strict=True)
             if saved["given"] and source is not None
         ]
         return all(
             self._is_finished(saved) or (saved["state"] is not None and source.accepts(saved["state"]))
-            for saved, source in read
+            for saved, source in members_read
         )
 
     def _is_finished(self, saved: dict[str, Any]) -> bool:

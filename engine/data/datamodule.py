@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 
 
 class DataModule:
-    """Subclass it and define the loaders that the run needs; ``Fit(...).run(module, datamodule=data)``.
+    """The base class for data preparation and loaders: define the loaders that the run needs, and call ``Fit(...).run(module, datamodule=data)``.
 
-    ``batch`` is one micro-batch, ``dataloader_idx`` the number of its loader, ``exception`` what was raised.
+    In hooks, ``batch`` is one micro-batch, ``dataloader_idx`` the number of its loader, and ``exception`` the raised exception.
 
-    Order: ``prepare_data`` (one process of each machine), ``setup(stage)`` (every process), loaders, ``teardown(stage)``.
+    Methods are called in this order: ``prepare_data`` (on one process of each machine), ``setup(stage)`` (on every process), the loaders,
+    ``teardown(stage)``.
     """
 
     _hparams: HParams
     hparams_name: str | None = None
-    """The constructor's argument that was saved as the dict of all hyperparameters, if one was."""
+    """The name of the constructor argument that holds all hyperparameters as a dict, if it was saved that way."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "trainer":
@@ -43,57 +44,57 @@ class DataModule:
         raise missing(self, "DataModule", name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy or a pickle, for a loader's worker processes too, belongs to no run.
+        # A copy or a pickle, such as the one for a loader's worker processes, belongs to no run.
         return {name: value for name, value in self.__dict__.items() if name != "_attached_run"}
 
     trainer: Any
-    """The run under the names of Lightning's ``Trainer``, to read; outside of a run an ``AttributeError``."""
+    """A read-only view of the run with the attribute names of Lightning's ``Trainer``; outside of a run an ``AttributeError``."""
 
     prepare_data_per_node: bool = True
     """``True``: :meth:`prepare_data` runs on one process of each machine; ``False``: on rank 0 alone."""
 
     def attach(self, run: Run | None) -> None:
-        """Enter a ``run`` (leave it: ``None``); called by it."""
+        """Attach the data module to a ``run``, or detach it (``None``). The run calls this."""
         self._attached_run = run
 
     def prepare_data(self) -> None:
-        """Download or convert data on disk; must not set state, since only one process of a machine runs it."""
+        """Download or convert data on disk. It must not set attributes, since only one process of each machine runs it."""
 
     def setup(self, stage: str) -> None:
         """Create the datasets; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
 
     def teardown(self, stage: str) -> None:
-        """Called after the run, also after an error."""
+        """Clean up; called after the run, also after an error."""
 
     def on_exception(self, exception: BaseException) -> None:
         """Called when an exception was raised during the run; it propagates afterwards. Other ranks may be gone: no collectives here."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch, changed or not, before it goes to the device. This and the next two win over the module's."""
+        """Change the batch before it goes to the device. This hook and the next two take precedence over the module's."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Return the batch on the device, for your own batch types."""
+        """Move the batch to the device; override this for your own batch types."""
         return move(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch, changed or not, on the device."""
+        """Change the batch on the device."""
         return batch
 
     def train_dataloader(self) -> Any:
-        """The loader of a training."""
+        """Return the training loader."""
 
     def val_dataloader(self) -> Any:
-        """The loader of a validation; several in a list or a dict."""
+        """Return the validation loader, or a list or dict of several."""
 
     def test_dataloader(self) -> Any:
-        """The loader of a test; several in a list or a dict."""
+        """Return the test loader, or a list or dict of several."""
 
     def predict_dataloader(self) -> Any:
-        """The loader of a prediction; several in a list or a dict."""
+        """Return the prediction loader, or a list or dict of several."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to save in checkpoints: a tree of tensors and JSON values."""
+        """Return the state to save in checkpoints, a tree of tensors and JSON values."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -111,24 +112,24 @@ class DataModule:
 
     @property
     def hparams(self) -> HParams:
-        """The hyperparameters that :meth:`save_hyperparameters` kept; entries are attributes too."""
+        """The hyperparameters that :meth:`save_hyperparameters` has saved, readable as entries and as attributes."""
         return saved_by(self)
 
     @property
     def hparams_initial(self) -> HParams:
-        """A copy of :attr:`hparams` as they were when they were saved last."""
+        """A copy of :attr:`hparams`, made when they were last saved."""
         return initial(self)
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: str | Path, **overrides: Any) -> Self:
-        """A new data module of this class with a checkpoint's hyperparameters and state; opening it runs no code from it.
+        """Create a data module of this class with a checkpoint's hyperparameters and state. No code from the checkpoint is run.
 
         Args:
             checkpoint_path: a checkpoint, or a folder, whose newest checkpoint is used; a directory or a URL that fsspec knows.
-            overrides: other arguments of the constructor; they win over the saved hyperparameters.
+            overrides: arguments of the constructor, which take precedence over saved hyperparameters.
 
         Raises:
-            FileNotFoundError, DamagedCheckpoint: there is none, or it is damaged.
+            FileNotFoundError, DamagedCheckpoint: there is no checkpoint, or it is damaged.
             TypeError: a constructor argument is missing, or an override is not one; the message names it.
         """
         return load_datamodule(cls, checkpoint_path, overrides)
@@ -144,12 +145,12 @@ class DataModule:
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> Self:
-        """A data module whose loaders read the given datasets; each may be a list or a dict of several.
+        """Create a data module whose loaders read these datasets; each may be a list or a dict of several.
 
         Args:
-            train_dataset: is shuffled, unless it is iterable.
-            val_dataset, test_dataset, predict_dataset: are read in order.
-            batch_size, num_workers: of every loader; the constructor gets them too, if it takes arguments of these names.
+            train_dataset: the training data, which is shuffled unless it is iterable.
+            val_dataset, test_dataset, predict_dataset: data that is read in order.
+            batch_size, num_workers: for every loader; also passed to the constructor, if it takes arguments of these names.
             datamodule_kwargs: other arguments of the constructor.
         """
         sizes = {"batch_size": batch_size, "num_workers": num_workers}
@@ -164,7 +165,7 @@ class DataModule:
 
 
 def _loaders(dataset: Any, shuffle: bool, sizes: dict[str, Any]) -> Any:
-    """A loader for a dataset, or for each one in a list or a dict."""
+    """Create a loader for a dataset, or for each dataset in a list or a dict."""
     if isinstance(dataset, Mapping):
         return {name: _loaders(member, shuffle, sizes) for name, member in dataset.items()}
     if isinstance(dataset, (list, tuple)) and dataset and all(isinstance(member, Dataset) for member in dataset):

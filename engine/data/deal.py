@@ -1,7 +1,7 @@
-"""The parts of an epoch's order that each rank gets, and in which micro-batch: pure arithmetic over (position, world).
+"""Which positions of an epoch's order each rank gets, and in which micro-batch: pure arithmetic on position and world size.
 
-Global batch ``i`` of an epoch is ``order[i*G:(i+1)*G]`` with ``G = batch_size * world_size * window``. Each rank takes its share of it in at
-most ``window`` micro-batches. A short last global batch is divided as evenly as possible; a rank without samples repeats
+Global batch ``i`` of an epoch is ``order[i*G:(i+1)*G]`` with ``G = batch_size * world_size * window``. Each rank takes its share of a global
+batch in at most ``window`` micro-batches. A short last global batch is divided as evenly as possible; a rank without samples repeats
 some at weight 0, so that all ranks run the same collectives.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 WindowRanges = tuple[list[range], list[list[range]]]
-"""A window's micro-batches of one rank as ranges of positions, and ``[micro-batch][rank]`` of all (empty: all of them are full)."""
+"""One rank's micro-batches of a window as ranges of positions, and the ranges of all ranks as ``[micro-batch][rank]`` (empty: all are full)."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Deal:
 
     units: int
     batch: int
-    """Units in a full micro-batch."""
+    """The number of units in a full micro-batch."""
     window: int = 1
     world_size: int = 1
     rank: int = 0
@@ -31,29 +31,29 @@ class Deal:
 
     @property
     def round(self) -> int:
-        """Units in one micro-batch of every rank."""
+        """The number of units in one full micro-batch of every rank."""
         return self.batch * self.world_size
 
     @property
     def used(self) -> int:
-        """Units that are trained on in an epoch."""
+        """The number of units (samples or batches) used in one epoch."""
         units = self.units - self.units % self.round if self.drop_last else self.units
         return units if self.limit is None else min(units, self.limit * self.round)
 
     @property
     def steps(self) -> int:
-        """Windows in an epoch."""
+        """The number of windows in an epoch."""
         return -(-self.used // (self.round * self.window))
 
     def __len__(self) -> int:
-        """Micro-batches of each rank in an epoch."""
+        """The number of micro-batches of each rank in an epoch."""
         return -(-self.used // self.round)
 
     def windows(self, start: int = 0) -> Iterator[WindowRanges]:
         """Yield each window from position ``start`` (in units) on.
 
-        A window is this rank's micro-batches as ranges of positions, and the ranges of all ranks, ``[micro-batch][rank]``.
-        For a full window only this rank's ranges are listed (the second list is empty): all its micro-batches are full.
+        A window has this rank's micro-batches as ranges of positions, and the ranges of all ranks as ``[micro-batch][rank]``.
+        In a full window all micro-batches are full, and the second list is empty.
         """
         full, offset, round_ = self.round * self.window, self.rank * self.batch, self.round
         used, batch = self.used, self.batch
@@ -61,14 +61,15 @@ class Deal:
             if base + full <= used:
                 yield [range(low, low + batch) for low in range(base + offset, base + full, round_)], []
             else:
-                dealt = self._short(base, used - base)
+                dealt = self._short_window(base, used - base)
                 spare = next(part for micro in dealt for part in micro if part)
                 yield [micro[self.rank] or spare for micro in dealt], dealt
 
-    def _short(self, base: int, count: int) -> list[list[range]]:
-        """A short window: full rounds first, as in any window; the rest is split evenly, so that shares differ by at most one unit.
+    def _short_window(self, base: int, count: int) -> list[list[range]]:
+        """Deal a short window: full rounds first, as in any window; the rest is split so that the ranks' shares differ by at most one unit.
 
-        Each round is a slice of the order, divided from rank 0 on: the ranks' outputs, joined round by round, are in the data's order.
+        Each round (one micro-batch of every rank) is a slice of the order, divided from rank 0 on, so the ranks' outputs, joined round by
+        round, are in the data's order.
         """
         rounds, remainder = divmod(count, self.round)
         part, larger = divmod(remainder, self.world_size)
@@ -81,7 +82,7 @@ class Deal:
 
 @dataclass(frozen=True)
 class Shards:
-    """How an epoch's units are used when each rank has its own already. Positions count the units of all ranks, equally many of each."""
+    """How an epoch's units are used when each rank has its own already. A position counts units of all ranks, the same number from each."""
 
     units: tuple[int, ...]
     """The number of units on each rank."""
@@ -89,7 +90,7 @@ class Shards:
     window: int
     rank: int
     drop_last: bool = False
-    """Drop units that do not fill a micro-batch of their rank."""
+    """Drop a rank's units that do not fill a micro-batch."""
     limit: int | None = None
 
     @property
@@ -102,16 +103,16 @@ class Shards:
 
     @property
     def used(self) -> int:
-        """The position of the end."""
+        """The position at the end of the epoch."""
         return len(self) * self.round
 
     def __len__(self) -> int:
-        """Micro-batches per rank in an epoch: as many as the rank with the most has, while others repeat some."""
+        """The number of micro-batches of each rank in an epoch: that of the rank with the most data. Other ranks repeat some."""
         micro_batches = -(-max(self._units_used()) // self.batch)
         return micro_batches if self.limit is None else min(micro_batches, self.limit)
 
     def windows(self, start: int = 0) -> Iterator[WindowRanges]:
-        """The windows from position ``start`` on, like :meth:`Deal.windows`, with ranges of each rank's own units; every window lists all ranks.
+        """Yield windows like :meth:`Deal.windows`, with ranges of each rank's own units. The second list is never empty.
 
         Raises:
             ValueError: this rank has no units while others do.

@@ -1,4 +1,4 @@
-"""The base class of what gives a rank its micro-batches."""
+"""The base class of feeds, which give a rank its micro-batches."""
 
 from __future__ import annotations
 
@@ -16,66 +16,65 @@ MicroBatch = tuple[Any, Share]
 class Feed(ABC):
     """Gives one rank the micro-batches of an epoch, each with its share of the window's weight.
 
-    ``feed_for`` (``loader.py``) creates it, and a ``PreparedLoader`` owns it: a ``SampleFeed``, ``BatchFeed`` or ``ListFeed`` (``indexed.py``), a
-    ``StreamFeed`` (``stream.py``) or a ``CombinedFeed`` of several (``combined.py``).
+    ``feed_for`` (``loader.py``) creates a feed, and a ``PreparedLoader`` owns it. The implementations are ``SampleFeed``, ``BatchFeed`` and
+    ``ListFeed`` (``indexed.py``), ``StreamFeed`` (``stream.py``), and ``CombinedFeed`` for several loaders (``combined.py``).
 
-    A position counts samples or ready batches of an epoch, over all ranks.
+    A position counts an epoch's samples, or its batches where the user's data consists of ready batches, over all ranks.
     """
 
     reads_ahead = False
-    """True if reading beyond a window's end does not change what a checkpoint there must save."""
+    """True if reading beyond a window's end does not change the state that a checkpoint at that end must save."""
     iterator: Iterator[Any] | None = None
-    """The iterator of the current pass over the user's loader: it owns worker processes."""
+    """The iterator of the current pass over the user's loader, which owns the worker processes."""
 
     @property
     def feistel(self) -> bool:
-        """True if a shuffle is computed rather than stored; a resume must do the same."""
+        """True if a shuffle is computed index by index rather than stored; a resume must then compute it too."""
         return False
 
     @property
     def units(self) -> int | None:
-        """The number of samples in every epoch, or of batches where the data come in ready batches; ``None``: it depends on the epoch or the ranks,
-        or is unknown."""
+        """The number of samples (or ready batches) in every epoch; ``None`` if it depends on the epoch or the ranks, or is unknown."""
         return None
 
     @abstractmethod
     def length(self, limit: int | None) -> int | None:
-        """Micro-batches of this rank in an epoch; ``None`` when unknown in advance. ``limit``: the maximum."""
+        """The number of micro-batches of this rank in an epoch, at most ``limit``; ``None`` if it is not known in advance."""
 
     @abstractmethod
     def stride(self, window: int) -> int:
-        """How far a full window of ``window`` micro-batches moves the position."""
+        """The increase of the position by a full window of ``window`` micro-batches per rank."""
 
     @abstractmethod
     def micro_batches(
         self, epoch: int, start: int, window: int, limit: int | None, state: Any = None
     ) -> Iterator[MicroBatch]:
-        """The micro-batches of an epoch from position ``start`` on.
+        """Yield the micro-batches of an epoch from position ``start`` on.
 
         Args:
-            window: micro-batches in a window.
+            window: the number of micro-batches in a window.
             limit: the maximum number of micro-batches in the epoch.
-            state: the result of :meth:`state` at ``start``.
+            state: the result of :meth:`state` at position ``start``.
         """
 
     @abstractmethod
     def state(self, after_window: bool) -> Any:
-        """The state that a resume needs besides the position, after the current window or before it; ``None``: nothing."""
+        """The state that a resume after (or before) the current window needs besides the position; ``None`` if the position suffices."""
 
     def start_state(self) -> Any:
-        """The state needed to start this pass again; ``None``: nothing."""
+        """The state needed to start the current pass again; ``None`` if none is needed."""
         return None
 
     def next_pass_state(self) -> Any:
-        """The state from which the next pass starts, for data that continues across passes; else ``None``. For use at the end of a pass."""
+        """The state from which the next pass starts, for data that continues across passes; else ``None``. Call this at the end of a pass."""
         return None
 
     def indices_at(self, epoch: int, start: int, count: int) -> list[int] | None:
-        """The dataset's indices of ``count`` units, in order (for ready batches their numbers); ``None`` when they cannot be known."""
+        """The dataset's indices of ``count`` units from position ``start`` on (for ready batches their numbers); ``None`` if they cannot be known."""
         return None
 
     def stop_pass(self) -> None:
-        """Release the iterator of a pass that ends: worker processes must not wait for the next one."""
+        """Release the iterator at the end of a pass, so that worker processes end rather than wait for the next pass."""
         self.iterator = None
 
     def close(self) -> None:

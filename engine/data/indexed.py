@@ -1,4 +1,4 @@
-"""Data with indices: loaders over map-style datasets and lists of batches. Their position in an epoch is one number, and skipping to it is free."""
+"""Feeds for data with indices: loaders over map-style datasets, and lists of batches. A position is one number, and skipping to it is free."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from engine.step.window import Share, shares
 from engine.utils.tree import batch_size
 
 WHOLE_WINDOW = Share(size=-1, divisor=1.0, alone=1.0, last=True)
-"""The share of a batch that is its own window on one process: only metrics need its size, and determine it themselves."""
+"""The share of a micro-batch that is a whole window on one process. Only metrics need the batch's size, and they determine it themselves."""
 
 
 class IndexStream(Sampler[Any]):
-    """The sampler placed under a copy of the user's loader; it yields the indices that the feed sets."""
+    """The sampler of a copy of the user's loader; it yields the indices that the feed sets."""
 
     def __init__(self) -> None:
         self.indices: Iterable[Any] = ()
@@ -37,27 +37,27 @@ class IndexStream(Sampler[Any]):
         return self.count
 
 
-class Cut(ABC):
-    """One pass over a loader, cut into the batches that a loop on one process would get."""
+class PassBatches(ABC):
+    """The batches of one pass over a loader, numbered as a loop on one process would get them."""
 
-    batches: int
-    """The number of batches."""
+    count: int
+    """The number of batches in the pass."""
 
     @abstractmethod
     def items(self, number: int) -> Any:
-        """The entry of the loader's index stream (or the batch itself) for a batch number."""
+        """The indices of batch ``number``, as an entry of the loader's index stream; of a list of batches, the batch itself."""
 
     @abstractmethod
     def size(self, number: int) -> int:
-        """Samples in a batch."""
+        """The number of samples in batch ``number``."""
 
 
-class SampleCut(Cut):
-    """A pass over samples, cut into batches of ``batch``."""
+class SampleBatches(PassBatches):
+    """A pass over samples, in batches of ``batch``."""
 
     def __init__(self, order: StoredIndices | FeistelIndices, batch: int, drop_last: bool) -> None:
         self.order, self.batch, self.units = order, batch, len(order)
-        self.batches = self.units // batch if drop_last else -(-self.units // batch)
+        self.count = self.units // batch if drop_last else -(-self.units // batch)
 
     def items(self, number: int) -> Any:
         return self.order[number * self.batch : (number + 1) * self.batch]
@@ -66,11 +66,11 @@ class SampleCut(Cut):
         return min(self.batch, self.units - number * self.batch)
 
 
-class BatchCut(Cut):
+class SamplerBatches(PassBatches):
     """A pass over the batches of a batch sampler."""
 
     def __init__(self, order: StoredIndices | FeistelIndices) -> None:
-        self.order, self.batches = order, len(order)
+        self.order, self.count = order, len(order)
 
     def items(self, number: int) -> Any:
         return self.order[number]
@@ -79,21 +79,21 @@ class BatchCut(Cut):
         return len(self.order[number])
 
 
-class ListCut(Cut):
+class ListBatches(PassBatches):
     """A pass over a list of batches."""
 
-    def __init__(self, ready: Sequence[Any]) -> None:
-        self.ready, self.batches = ready, len(ready)
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches, self.count = batches, len(batches)
 
     def items(self, number: int) -> Any:
-        return self.ready[number]
+        return self.batches[number]
 
     def size(self, number: int) -> int:
-        return batch_size(self.ready[number]) or 1
+        return batch_size(self.batches[number]) or 1
 
 
 class IndexedFeed(Feed):
-    """A feed over data with indices. It can also be read as a member of a combination: pass by pass, by batch number."""
+    """A feed over data with indices. A combination reads it as a member: pass by pass, and by batch number."""
 
     order: SampleOrder | None = None
     sized = True
@@ -104,21 +104,21 @@ class IndexedFeed(Feed):
 
     @abstractmethod
     def batches_in_pass(self) -> int | None:
-        """Batches in a pass of one process over everything; ``None`` when unknown."""
+        """The number of batches in a pass of one process over all data; ``None`` if unknown."""
 
     @abstractmethod
-    def cut(self, epoch: int) -> Cut:
-        """The pass of one process over everything, in this epoch's order."""
+    def pass_batches(self, epoch: int) -> PassBatches:
+        """The batches of one process's pass over all data, in this epoch's order."""
 
     @abstractmethod
     def fetch(self, items: Iterator[Any]) -> Iterator[Any]:
-        """The batches for results of :meth:`Cut.items`."""
+        """Read the batches for these results of :meth:`PassBatches.items`."""
 
 
 class LoaderFeed(IndexedFeed):
     """A feed over a ``DataLoader``.
 
-    The loader is copied shallowly and only the copy's index stream is replaced: class, workers and collate function stay the user's.
+    The loader is copied shallowly, and only the copy's sampler is replaced: class, workers and collate function stay the user's.
     """
 
     order: SampleOrder
@@ -130,7 +130,7 @@ class LoaderFeed(IndexedFeed):
         self.order = order_for(sampler, loader, group, seed, feistel)
         self.stream = IndexStream()
         self.loader = altered(loader, **{replaces: self.stream})
-        # In this process, the dataset draws random numbers that a checkpoint saves.
+        # Without workers, reading a sample may change this process's random state, which a checkpoint saves.
         self.reads_ahead = loader.num_workers > 0
 
     @property
@@ -142,7 +142,7 @@ class LoaderFeed(IndexedFeed):
         return None if self.order.sharded or self.order.drawn_by_all_ranks else self.order.length()
 
     def indices_at(self, epoch: int, start: int, count: int) -> list[int] | None:
-        if self.order.state(over=False) is not None:  # a user's sampler draws each order once
+        if self.order.state(over=False) is not None:  # a user's sampler can draw each order only once
             return None
         order = self.order.draw(epoch)
         entries = [order[unit] for unit in range(start, start + count) if unit < len(order)]
@@ -164,15 +164,15 @@ class LoaderFeed(IndexedFeed):
 
     def close(self) -> None:
         super().close()
-        end_workers(self.loader._iterator)  # persistent ones
+        end_workers(self.loader._iterator)  # persistent workers
         self.loader._iterator = None
 
 
 class SampleFeed(LoaderFeed):
-    """A ``DataLoader`` over a map-style dataset: samples are distributed to ranks and micro-batches."""
+    """Feeds a ``DataLoader`` over a map-style dataset: its samples are distributed to ranks and micro-batches."""
 
     def __init__(self, loader: DataLoader[Any], group: Group, seed: int, feistel: bool = True) -> None:
-        batches = loader.batch_sampler  # the loader's own attributes are unset when the user passed one
+        batches = loader.batch_sampler  # the loader's own attributes are unset if the user passed a batch sampler
         assert isinstance(batches, BatchSampler)
         sampler: Any = batches.sampler
         super().__init__(loader, sampler, "batch_sampler", group, seed, feistel)
@@ -183,8 +183,8 @@ class SampleFeed(LoaderFeed):
         units, group = self.order.length(), self.group
         if units is None:
             return None
-        everywhere = units * group.world_size if self.order.sharded else units
-        return len(Deal(everywhere, self.batch, 1, group.world_size, group.rank, self.drop_last, limit))
+        units_of_all_ranks = units * group.world_size if self.order.sharded else units
+        return len(Deal(units_of_all_ranks, self.batch, 1, group.world_size, group.rank, self.drop_last, limit))
 
     def stride(self, window: int) -> int:
         return self.batch * self.group.world_size * window
@@ -202,15 +202,16 @@ class SampleFeed(LoaderFeed):
         units = self.order.length()
         return None if units is None else units // self.batch if self.drop_last else -(-units // self.batch)
 
-    def cut(self, epoch: int) -> Cut:
-        return SampleCut(self.order.draw(epoch), self.batch, self.drop_last)
+    def pass_batches(self, epoch: int) -> PassBatches:
+        return SampleBatches(self.order.draw(epoch), self.batch, self.drop_last)
 
 
 class BatchFeed(LoaderFeed):
-    """A ``DataLoader`` with a user's batch sampler, or with ``batch_size=None``: its batches stay whole and are distributed to the ranks."""
+    """Feeds a ``DataLoader`` with a user's batch sampler, or with ``batch_size=None``: whole batches are distributed to the ranks."""
 
     def __init__(self, loader: DataLoader[Any], group: Group, seed: int, feistel: bool = True) -> None:
-        self.sized = loader.batch_sampler is not None  # from the indices; a batch of the dataset must be read
+        # With a batch sampler the indices tell the size; else the batch must be read.
+        self.sized = loader.batch_sampler is not None
         replaces = "batch_sampler" if self.sized else "sampler"
         super().__init__(loader, getattr(loader, replaces), replaces, group, seed, feistel)
 
@@ -239,17 +240,18 @@ class BatchFeed(LoaderFeed):
     def batches_in_pass(self) -> int | None:
         return self.order.length()
 
-    def cut(self, epoch: int) -> Cut:
-        return BatchCut(self.order.draw(epoch))
+    def pass_batches(self, epoch: int) -> PassBatches:
+        return SamplerBatches(self.order.draw(epoch))
 
     def _sizes(self, order: StoredIndices | FeistelIndices) -> Callable[[int, int], int]:
-        """The samples in a rank's batch, by rank and number."""
+        """A function that returns the number of samples in a rank's batch, from the rank and the batch's number."""
         if not self.order.sharded:
             return lambda rank, number: len(order[number])
         by_rank = gather_object(self.group, [len(order[number]) for number in range(len(order))])
         return lambda rank, number: by_rank[rank][number]
 
     def _shares(self, size: Callable[[int, int], int], deal: Deal | Shards, start: int) -> Iterator[Share]:
+        """Yield this rank's share of each batch, from position ``start`` on; ``size`` returns a batch's samples by rank and number."""
         for base, (_, dealt) in zip(
             itertools.count(start, deal.round * deal.window), deal.windows(start), strict=False
         ):
@@ -264,7 +266,7 @@ class BatchFeed(LoaderFeed):
 
 
 class ListFeed(IndexedFeed):
-    """A list of ready batches: they are distributed to the ranks one by one."""
+    """Feeds a list of ready batches, which are distributed to the ranks one by one."""
 
     reads_ahead = True
 
@@ -317,15 +319,15 @@ class ListFeed(IndexedFeed):
     def batches_in_pass(self) -> int | None:
         return len(self.batches)
 
-    def cut(self, epoch: int) -> Cut:
-        return ListCut(self.batches)
+    def pass_batches(self, epoch: int) -> PassBatches:
+        return ListBatches(self.batches)
 
     def fetch(self, items: Iterator[Any]) -> Iterator[Any]:
         return items
 
 
 def indexed_feed(data: Any, group: Group, seed: int, feistel: bool = True) -> IndexedFeed | None:
-    """The feed for data with indices; ``None`` for other data. A collective.
+    """Create the feed for data with indices; ``None`` for other data. A collective.
 
     Raises:
         ValueError: a torchdata loader over a map-style dataset has loaded its own state.
@@ -343,10 +345,10 @@ def indexed_feed(data: Any, group: Group, seed: int, feistel: bool = True) -> In
 def deal_of(
     order: SampleOrder, units: int, batch: int, window: int, drop_last: bool, limit: int | None
 ) -> Deal | Shards:
-    """Distribute an epoch's ``units`` to the ranks, unless each rank has its own. A collective in the second case."""
+    """Distribute an epoch's ``units`` to the ranks. A collective if each rank has its own units already, since their numbers are exchanged."""
     group = order.group
     if order.sharded:
-        return Shards(order.everywhere(units), batch, window, group.rank, drop_last, limit)
+        return Shards(order.units_of_ranks(units), batch, window, group.rank, drop_last, limit)
     return Deal(units, batch, window, group.world_size, group.rank, drop_last, limit)
 
 
@@ -364,7 +366,7 @@ def with_exchanged_sizes(
     group: Group,
     size: Callable[[Any], int | None] = batch_size,
 ) -> Iterator[MicroBatch]:
-    """Batches whose sizes are known only once they are read: a window is read ahead, and the ranks exchange its sizes."""
+    """Yield micro-batches whose sizes are known only once they are read: each window is read ahead, and the ranks exchange its sizes."""
     if deal.world_size * deal.window == 1:
         yield from zip(batches, itertools.repeat(WHOLE_WINDOW))
         return

@@ -1,4 +1,4 @@
-"""The loader that the engine returns: the user's batches on the device, in the engine's order, with each batch's weight."""
+"""The prepared loader: it yields the user's batches on the device, in the engine's order, and sets each batch's weight."""
 
 from __future__ import annotations
 
@@ -25,54 +25,54 @@ from engine.utils.tree import move
 
 
 class BatchTransfer:
-    """Moves batches to a device. A run whose module or data module has hooks for it uses :class:`engine.loop.loaders.HookedTransfer`."""
+    """Moves batches to a device. If the module or data module has transfer hooks, a run uses :class:`engine.loop.loaders.HookedTransfer` instead."""
 
     def move(self, batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
         """Return the batch on the device.
 
         Args:
-            dtype: of floating point tensors; ``None``: as they are.
+            dtype: the dtype for floating point tensors; ``None``: unchanged.
         """
         return move(batch, device, dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place in the data, at which a pass starts."""
+    """A place in the data at which a pass starts."""
 
     epoch: int = 0
     position: int = 0
     state: Any = None
-    """The state that the feed needs there besides the position (:meth:`engine.data.feed.Feed.state`)."""
+    """The state that the feed needs besides the position (:meth:`engine.data.feed.Feed.state`)."""
 
 
 @dataclass(slots=True)
 class Pass:
-    """A pass over the data, as far as it has come."""
+    """A pass over the data, and its progress."""
 
     start: Place
     window: int = 1
-    """Micro-batches in a full window."""
+    """The number of micro-batches in a full window."""
     yielded: int = 0
-    """Micro-batches of this rank so far."""
+    """The number of micro-batches yielded on this rank so far."""
     share: Share = ALONE
-    """The share of the latest micro-batch in its window."""
+    """The latest micro-batch's share of its window."""
     over: bool = False
     """True if the data is exhausted."""
 
     @property
     def after_window(self) -> bool:
-        """True if all of the latest window was yielded."""
+        """True if the latest window was yielded completely."""
         return not self.yielded % self.window or self.share.last
 
     @property
     def windows(self) -> int:
-        """Complete windows so far."""
+        """The number of complete windows so far."""
         return -(-self.yielded // self.window) if self.after_window else self.yielded // self.window
 
 
 class PreparedLoader:
-    """Iterates a user's loader for one rank. Attributes that are not its own (``dataset``, ``batch_size``, ...) are the user's loader's."""
+    """Iterates over a user's loader for one rank. Other attributes (``dataset``, ``batch_size``, ...) are those of the user's loader."""
 
     def __init__(
         self,
@@ -91,25 +91,26 @@ class PreparedLoader:
         self._feed = feed_for(loader, group, seed)
         self._feistel = True
         self._next: Place | None = Place()
-        """The place where the next pass starts; ``None``: at the start of the epoch after this pass's."""
+        """The place at which the next pass starts; ``None``: the start of the epoch after the latest pass's."""
         self._pass = Pass(Place())
         """The latest pass."""
         self.transfer: BatchTransfer | None = None
-        """A run's, with hooks of the module or the data, which may read the model at their batch's turn."""
+        """The run's transfer with hooks, which may read the model and so must be called just before their batch is used; ``None``: no hooks."""
         self.window_size: int | None = None
-        """Micro-batches in a window; by default the engine's. Evaluation sets 1."""
+        """The number of micro-batches in a window; ``None``: the engine's. Evaluation sets 1."""
 
     def __getattr__(self, name: str) -> Any:
-        # A wrapper cannot list these: subclasses of DataLoader have attributes that users read (``loader.tokenizer``).
+        # Not a fixed list, since users read attributes of their DataLoader subclasses (``loader.tokenizer``).
         if name.startswith("__") or name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.loader,)  # a copy is the plain loader: handles of this job's processes cannot be copied
+        # A copy or pickle is the user's loader: handles of this job's processes cannot be copied.
+        return _plain_loader, (self.loader,)
 
     def __len__(self) -> int:
-        """Micro-batches of this rank in an epoch."""
+        """The number of micro-batches of this rank in an epoch."""
         length = self.length
         if length is None:
             raise TypeError(f"{type(self.loader).__name__} has no length")
@@ -117,7 +118,7 @@ class PreparedLoader:
 
     @property
     def length(self) -> int | None:
-        """Like ``len``, but ``None`` when unknown."""
+        """Like ``len``, but ``None`` if unknown."""
         return self._feed.length(self.limit)
 
     @property
@@ -127,17 +128,17 @@ class PreparedLoader:
 
     @property
     def batches_given(self) -> int:
-        """Micro-batches of the epoch that this rank has received so far, including the ones before a resume."""
+        """The number of this epoch's micro-batches that this rank has received, including those before a resume."""
         return self._pass.start.position // self._feed.stride(1) + self._pass.yielded
 
     @property
     def samples(self) -> int | None:
-        """The units that :attr:`position` counts, per epoch; ``None`` if their number depends on the epoch or world size."""
+        """The number of samples (or ready batches, if :attr:`position` counts those) per epoch; ``None`` if it depends on the epoch or world size."""
         return self._feed.units
 
     @property
     def epoch(self) -> int:
-        """The epoch whose order is used; each pass starts the next one unless ``set_epoch`` is called."""
+        """The epoch whose order is used. Each pass uses the order of the next epoch, unless ``set_epoch`` is called."""
         return self._pass.start.epoch if self._next is None else self._next.epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -153,10 +154,10 @@ class PreparedLoader:
         moves = self._moves and (device.type != "cpu" or dtype is not None)
         moves = moves or self.transfer is not None
         transfer = self.transfer or BatchTransfer()
-        # Creating a DataLoader's iterator draws a random number. In the middle of an epoch that has happened before.
+        # Creating a DataLoader's iterator draws a random number. In the middle of an epoch that was done before the resume, so it is undone.
         with torch.random.fork_rng(devices=()) if start.position else contextlib.nullcontext():
             batches = self._feed.micro_batches(start.epoch, start.position, current.window, self.limit, start.state)
-        # Hooks may read the model: they are called at their batch's turn.
+        # With hooks nothing is copied ahead: they may read the model, and are called when their batch is next.
         if moves and not self.transfer and accelerator.has_streams(device):
             batches, moves = ahead(batches, SideStream(device, dtype), self._feed.reads_ahead), False
         outer = window.share
@@ -165,12 +166,12 @@ class PreparedLoader:
                 window.share = current.share = share
                 current.yielded += 1
                 yield transfer.move(batch, device, dtype) if moves else batch
-                del batch  # the next one takes its memory
+                del batch  # so that the next batch can use its memory
             current.over = True
-            # Feeds that count batches do not read on to the iterator's end. Found later, in a cycle, it would wait 5 s for each worker: garbage
-            # collection stops the threads of its queues before its __del__ asks the workers to end.
+            # Feeds that count batches do not exhaust the iterator, which is released here: if garbage collection found it in a cycle, it would
+            # wait 5 s for each worker, because the threads of its queues are stopped before its __del__ asks the workers to end.
             self._feed.stop_pass()
-        except GeneratorExit:  # ended early: worker processes must not wait for the next pass
+        except GeneratorExit:  # the caller ended the pass early: worker processes must not wait for the next one
             self._feed.stop_pass()
             raise
         finally:
@@ -182,9 +183,9 @@ class PreparedLoader:
             )
 
     def first(self) -> Any:
-        """The first batch of the next pass, without taking it from that pass; all ranks call this together, between two passes.
+        """Read the first batch of the next pass without changing that pass. All ranks call this together, between two passes.
 
-        ``None`` for data whose position cannot be set (a stream, a sampler with a state of its own): a batch taken would be lost.
+        ``None`` for data whose position cannot be set (a stream, a sampler with a state of its own): the pass would lack this batch.
         """
         if self.samples is None or self.carried() is not None:
             return None
@@ -196,48 +197,48 @@ class PreparedLoader:
         return batch
 
     def units(self, start: int, count: int) -> list[int] | None:
-        """The indices of an epoch's samples from ``start`` on, in the order in which all ranks together get them; for data of ready batches their
-        numbers, and ``None`` for streams and for a sampler that draws each order once. All ranks call this together."""
+        """The indices of ``count`` samples of the epoch from ``start`` on, in the order in which the ranks together get them; of ready batches their
+        numbers. ``None`` for streams, and for a sampler that can draw each order only once. All ranks call this together."""
         return None if self.samples is None else self._feed.indices_at(self.epoch, start, count) or None
 
     def close(self) -> None:
-        """End the loader's worker processes now: otherwise an error's traceback would keep them alive."""
+        """End the loader's worker processes now. Otherwise the traceback of an error could keep them alive."""
         self._feed.close()
 
     def resume(self, epoch: int, position: int, state: Any = None) -> None:
         """Start the next pass at ``position`` of ``epoch``.
 
         Args:
-            state: the result of :meth:`state` there. Without it, data that needs one is read from the epoch's start, with a warning.
+            state: the result of :meth:`state` at that position. Without it, data that needs a state is read from the epoch's start, with a warning.
         """
         self._next = Place(epoch, position, state)
 
     def restart(self) -> None:
-        """Start the next pass at the beginning of its epoch, wherever a checkpoint was in it; without effect after a pass has begun."""
+        """Start the next pass at the beginning of its epoch, even after a :meth:`resume` at a later position; no effect once a pass has begun."""
         if self._next is not None:
             self._next = Place(self._next.epoch)
 
     @property
     def skipped(self) -> int:
-        """Micro-batches per rank of the epoch that come before the next pass."""
+        """The number of micro-batches per rank that the next pass skips at the start of its epoch."""
         return 0 if self._next is None else self._next.position // self._feed.stride(1)
 
     @property
     def position(self) -> int:
-        """How much of the epoch's data is consumed, at the end of the latest complete window: in samples, or for data of ready batches
-        in batches of all ranks."""
+        """The position in the epoch's data at the end of the latest complete window, in samples of all ranks (or batches, for data of ready
+        batches)."""
         if self._next is not None:
             return self._next.position
         return self._pass.start.position + self._pass.windows * self._feed.stride(self._pass.window)
 
     def state(self, position: int | None = None) -> Any:
-        """The state that a resume at the latest window's end needs besides the position: a tree of plain values and tensors, or ``None``.
+        """The state that a resume needs besides the position, by default at the latest window's end: a tree of plain values and tensors, or ``None``.
 
         Args:
-            position: the start or the end of the current window, which may not be trained on yet.
+            position: the start or the end of the current window, whose step may not be done yet.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: ``position`` is neither.
         """
         start = self._next
         if start is not None:
@@ -254,24 +255,24 @@ class PreparedLoader:
         return self._feed.state(after_window)
 
     def carried(self) -> Any:
-        """The state from which the next epoch begins, at the end of one, for data that counts on from pass to pass; else ``None``."""
+        """The state at an epoch's end from which the next epoch begins, for data that continues across passes; else ``None``."""
         return self._feed.next_pass_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position at the end of the latest complete window, valid for any number of processes (``presharded`` data: for the same
-        number, each with its own): ``epoch``, ``position``, ``stream`` (:meth:`state`) and, if it has one, ``order``."""
+        """The position at the end of the latest complete window: ``epoch``, ``position``, ``stream`` (:meth:`state`) and, unless it is ``None``,
+        :attr:`order`. It is valid for any number of processes; of ``presharded`` data for the same number, and for this rank only."""
         order = {} if self.order is None else {"order": self.order}
         if self._next is None and self._pass.over:
             return {"epoch": self.epoch + 1, "position": 0, "stream": self.carried(), **order}
         return {"epoch": self.epoch, "position": self.position, "stream": self.state(), **order}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next pass continue where :meth:`state_dict` was taken. A collective."""
+        """Let the next pass continue at the position of a :meth:`state_dict`. A collective."""
         self.reseed(self._seed, state_dict.get("order"))
         self.resume(state_dict["epoch"], state_dict["position"], state_dict["stream"])
 
     def skipping(self, num_batches: int) -> PreparedLoader:
-        """A loader whose first pass is this one's next, without its first ``num_batches`` micro-batches per rank; later passes are complete.
+        """Create a loader that starts with this loader's next pass, but skips the first ``num_batches`` micro-batches per rank of that pass.
 
         Raises:
             ValueError: ``num_batches`` is negative.
@@ -286,22 +287,26 @@ class PreparedLoader:
         loader.limit, loader.transfer, loader.window_size = self.limit, self.transfer, self.window_size
         start = self._next or Place(self.epoch + 1)
         loader.resume(start.epoch, start.position + num_batches * self._feed.stride(1))
-        self._next, self._pass = None, Pass(start, over=True)  # the other's first pass also counts as this loader's
+        # The new loader's first pass also counts as a pass of this one.
+        self._next, self._pass = (
+            None,
+            Pass(start, over=True),
+        )
         return loader
 
     @property
     def order(self) -> str | None:
-        """The kind of order that a resume must continue: ``"feistel"`` for a shuffle that is computed index by index; ``None``: a list."""
+        """The kind of shuffle that a resume must use again: ``"feistel"`` if it is computed index by index; ``None`` if it is stored as a list."""
         return "feistel" if self._feed.feistel else None
 
     def reseed(self, seed: int, order: str | None = "feistel") -> None:
-        """Use another seed's order. A collective.
+        """Use the order of another seed. A collective.
 
         Args:
-            order: the value of :attr:`order` at the saved position; ``None`` keeps large shuffles as lists.
+            order: the saved value of :attr:`order`; with ``None`` large shuffles are stored as lists, too.
 
         Raises:
-            ValueError: an unknown kind.
+            ValueError: ``order`` is unknown.
         """
         if order not in (None, "feistel"):
             raise ValueError(f"the data's order has the unknown kind {order!r}: a newer version saved it")
@@ -316,18 +321,19 @@ class PreparedLoader:
         return self._feed.stride(self.window_size or self._window.size)
 
 
-def _itself(loader: Any) -> Any:
+def _plain_loader(loader: Any) -> Any:
+    """Return the loader, as what a pickled :class:`PreparedLoader` becomes."""
     return loader
 
 
 def feed_for(data: Any, group: Group, seed: int, feistel: bool = True) -> Feed:
-    """The feed for the user's data. A collective.
+    """Create the feed for the user's data. A collective.
 
     Args:
         feistel: compute large shuffles rather than store them (see :class:`engine.data.order.FeistelIndices`).
 
     Raises:
-        TypeError: it cannot be iterated, or is a dataset without a loader.
+        TypeError: ``data`` cannot be iterated, or is a dataset without a loader.
     """
     if isinstance(data, CombinedLoader):
         return combined_feed(data, group, seed, feistel)
@@ -347,10 +353,10 @@ def feed_for(data: Any, group: Group, seed: int, feistel: bool = True) -> Feed:
 
 
 def in_dataset_order(loader: Any) -> Any:
-    """The loader itself if its order is fixed, else a copy that reads the dataset in order, with a warning; for ``overfit_batches``.
+    """For ``overfit_batches``: the loader itself if its order is fixed, else a copy that reads the dataset in order, with a warning.
 
     Raises:
-        ValueError: a user's class makes its batches.
+        ValueError: a user's batch sampler makes the batches.
     """
     if isinstance(loader, PreparedLoader):
         loader = loader.loader

@@ -1,4 +1,4 @@
-"""The order in which an epoch's samples come: a function of seed and epoch, or a user's sampler, drawn under a seed of the epoch."""
+"""The order of an epoch's samples: a function of seed and epoch, or that of a user's sampler, drawn with a seed for the epoch."""
 
 from __future__ import annotations
 
@@ -24,25 +24,28 @@ from engine.utils.log import warn_once
 from engine.utils.seed import isolated, seed_everything
 
 LARGE = 2**24
-"""Samples from which on a shuffle is computed (:class:`FeistelIndices`): a list of this size takes 128 MiB and half a second per rank and epoch."""
+"""The number of samples from which on a shuffle is computed (:class:`FeistelIndices`): a list of this size takes 128 MiB, and half a second per
+rank and epoch."""
 
 _ENDLESS = 10_000_000
+"""A sampler without a length that yields more indices than this, and than ten epochs have, counts as endless."""
 _SHARDS = (
     ("num_replicas", "rank"),
     ("num_processes", "process_index"),
     ("world_size", "rank"),
     ("_world_size", "_rank"),
 )
-"""Attributes by which samplers declare the number of shards and the index of theirs."""
+"""Pairs of attributes by which samplers declare the number of shards and the index of their shard."""
 _WORD = 0xFFFFFFFF
 _BLOCK = 8192
+"""The number of entries of a computed shuffle that are computed at once."""
 
 
 # -- the indices of an epoch ------------------------------------------------------------------------------------------------------------------
 
 
 def mixed(seed: int, epoch: int) -> int:
-    """A 63-bit seed from two numbers (splitmix64's finalizer), so that seeds 0, 1, 2 and epochs 0, 1, 2 never share an order."""
+    """Mix two numbers into a 63-bit seed (splitmix64's finalizer), so that seeds 0, 1, 2 and epochs 0, 1, 2 never share an order."""
     z = (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1342543DE82EF95 + 0x2545F4914F6CDD1D) & 0xFFFFFFFFFFFFFFFF
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -50,7 +53,7 @@ def mixed(seed: int, epoch: int) -> int:
 
 
 def epoch_of_repetition(epoch: int, number: int) -> int:
-    """The epoch whose order repetition ``number`` within an epoch uses: first the epoch's own, then none of a near epoch (< 2**31)."""
+    """The epoch (< 2**31) whose order is used by repetition ``number`` within ``epoch``: first ``epoch`` itself, then none that is near it."""
     return (epoch + number * 1_000_003) % 2**31
 
 
@@ -76,7 +79,7 @@ class StoredIndices(Sequence[Any]):
         return list(entry) if isinstance(index, slice) else entry
 
     def pieces(self, windows: Iterable[WindowRanges]) -> Iterator[list[Any]]:
-        """The entries of each micro-batch."""
+        """Yield the entries of each micro-batch of this rank."""
         items, plain = self.items, not isinstance(self.items, Tensor)
         for ranges, _ in windows:
             for part in ranges:
@@ -87,16 +90,16 @@ class StoredIndices(Sequence[Any]):
 class FeistelIndices:
     """A shuffle of any size that is never stored: each index is a function of (seed, epoch) and its position.
 
-    An alternating Feistel network permutes the numbers with as many bits as ``size - 1``; a result beyond ``size`` goes
-    through it again until it is below (cycle walking: less than twice on average). See Black and Rogaway, "Ciphers with Arbitrary Finite
+    An alternating Feistel network permutes all numbers with as many bits as ``size - 1``. A result that is not below ``size`` goes
+    through the network again until it is (cycle walking; less than twice on average). See Black and Rogaway, "Ciphers with Arbitrary Finite
     Domains", CT-RSA 2002. All products stay below 2**62, so that int64 gives the same on every platform.
 
     Args:
-        size: ``range(size)`` is permuted.
-        count: the number of entries that are used, the first ones; ``None``: all.
+        size: the numbers of ``range(size)`` are permuted.
+        count: only this many entries are used, from the first on; ``None``: all.
 
     Raises:
-        ValueError: ``size`` is negative or beyond 2**62, or ``count`` beyond ``size``.
+        ValueError: ``size`` is negative or above 2**62, or ``count`` is above ``size``.
     """
 
     def __init__(self, size: int, seed: int, epoch: int, count: int | None = None) -> None:
@@ -109,14 +112,14 @@ class FeistelIndices:
         self._low_bits = bits // 2
         self._masks = (1 << (bits - bits // 2)) - 1, (1 << (bits // 2)) - 1
         key = mixed(seed, epoch)
-        rounds = 8 if bits >= 16 else 16  # halves of a few bits mix slowly
+        rounds = 8 if bits >= 16 else 16  # halves of few bits need more rounds
         self._keys = [mixed(key, number) & _WORD for number in range(rounds)]
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: Any) -> Any:
-        """An entry, or for a slice a list of entries."""
+        """An entry, or the list of entries of a slice."""
         positions = range(self.count)[index]
         if isinstance(positions, range):
             return (
@@ -137,7 +140,7 @@ class FeistelIndices:
         return entries
 
     def pieces(self, windows: Iterable[WindowRanges]) -> Iterator[list[int]]:
-        """The entries of each micro-batch; several are computed at once, which costs as much as one."""
+        """Yield the entries of each micro-batch of this rank. Those of several micro-batches are computed at once, at the cost of one."""
         parts: list[range] = []
         waiting = 0
         for ranges, _ in windows:
@@ -154,6 +157,7 @@ class FeistelIndices:
             yield from (piece.tolist() for piece in self.entries_at(positions).split([len(part) for part in parts]))
 
     def _network(self, numbers: Tensor) -> Tensor:
+        """Permute numbers of the network's number of bits."""
         high, low = numbers >> self._low_bits, numbers & self._masks[1]
         for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
             high = high ^ _scrambled(low, even).bitwise_and_(self._masks[0])
@@ -162,7 +166,7 @@ class FeistelIndices:
 
 
 def _scrambled(half: Tensor, key: int) -> Tensor:
-    """A hash of numbers below 2**32 under a key; use its low 32 bits."""
+    """Hash numbers below 2**32 with a key; only the low 32 bits of the result are valid."""
     x = half ^ key
     x.bitwise_xor_(x >> 15).mul_(0x2C1B3C6D).bitwise_and_(_WORD)
     x.bitwise_xor_(x >> 12).mul_(0x297A2D39)
@@ -173,30 +177,33 @@ def _scrambled(half: Tensor, key: int) -> Tensor:
 
 
 class SampleOrder:
-    """The order of a loader's units (samples, or batches of a batch sampler) in each epoch. :func:`order_for` creates it, a feed owns it.
+    """The order of a loader's units (samples, or batches of a batch sampler) in each epoch. :func:`order_for` creates an order, a feed owns it.
 
     Implementations: :class:`SequentialOrder`, :class:`ShuffledOrder` and :class:`UserSamplerOrder`.
 
     Args:
-        sampler: the user's.
-        seed: of random orders.
-        sharded: each rank has its own order, because its sampler or its dataset is a shard already.
+        sampler: the user's sampler.
+        seed: the seed of random orders.
+        sharded: whether each rank has its own order, because its sampler or dataset is a shard already.
     """
 
     drawn_by_all_ranks = False
     """True if :meth:`draw` is a collective."""
     feistel = False
-    """True if :class:`FeistelIndices` compute the order index by index."""
+    """True if the order is computed index by index (:class:`FeistelIndices`)."""
 
     def __init__(self, sampler: Any, group: Group, seed: int, sharded: bool) -> None:
         self.sampler, self.group, self.seed, self.sharded = sampler, group, seed, sharded
         self.lengths: list[int | None] = []
 
     def agree(self, problem: str) -> None:
-        """Agree on one seed, and exchange lengths over the ranks. A collective.
+        """Agree on rank 0's seed, and exchange lengths. A collective.
+
+        Args:
+            problem: what is wrong with this rank's sampler; empty if nothing is.
 
         Raises:
-            ValueError: ``problem`` on some rank, or ranks whose data should be the same differ in length; on all ranks.
+            ValueError: some rank has a ``problem``, or ranks that should have the same data differ in length; on all ranks.
         """
         rows = gather_json(self.group, {"problem": problem, "seed": self.seed, "units": self._units()})
         for rank, row in enumerate(rows):
@@ -213,7 +220,7 @@ class SampleOrder:
             )
 
     def length(self) -> int | None:
-        """Units in an epoch, on the rank with most when they are sharded; ``None`` when a user's sampler does not say."""
+        """The number of units in an epoch, if sharded on the rank with the most; ``None`` if a user's sampler does not tell."""
         if not self.sharded:
             return self._units()
         return None if None in self.lengths else max(length for length in self.lengths if length is not None)
@@ -222,23 +229,23 @@ class SampleOrder:
         return len(self.sampler)
 
     def draw(self, epoch: int, at_most: int | None = None) -> StoredIndices | FeistelIndices:
-        """The order of the epoch; for an endless sampler the first ``at_most`` units."""
+        """Draw the epoch's order. Of a sampler without a length, draw at most ``at_most`` units."""
         raise NotImplementedError
 
-    def everywhere(self, length: int) -> tuple[int, ...]:
-        """The number of units on each rank, when they are sharded. A collective."""
+    def units_of_ranks(self, length: int) -> tuple[int, ...]:
+        """The number of units on each rank, when they are sharded; ``length``: that of this rank. A collective."""
         return tuple(gather_json(self.group, length))
 
     def state(self, over: bool) -> dict[str, Any] | None:
-        """The state needed besides the epoch to draw the latest order again; ``over``: to draw the one after it."""
+        """The state that is needed, besides the epoch, to draw the latest order again or, with ``over``, the next one; ``None``: none is needed."""
         return None
 
     def enter(self, state: dict[str, Any] | None) -> None:
-        """Let the next :meth:`draw` continue from :meth:`state`."""
+        """Let the next :meth:`draw` continue from a result of :meth:`state`."""
 
 
 class SequentialOrder(SampleOrder):
-    """0, 1, 2, ..."""
+    """The order of the dataset: 0, 1, 2, ..."""
 
     def __init__(self, source: Any, sampler: Any, group: Group, seed: int, sharded: bool) -> None:
         super().__init__(sampler, group, seed, sharded)
@@ -252,7 +259,7 @@ class SequentialOrder(SampleOrder):
 
 
 class ShuffledOrder(SampleOrder):
-    """A permutation that is a function of (seed, epoch), or the first ``count`` entries of one."""
+    """A permutation that is a function of (seed, epoch), or its first ``count`` entries."""
 
     def __init__(
         self, source: Any, sampler: Any, group: Group, seed: int, sharded: bool, feistel: bool, count: int | None = None
@@ -273,12 +280,12 @@ class ShuffledOrder(SampleOrder):
 class UserSamplerOrder(SampleOrder):
     """The unchanged order of a user's sampler.
 
-    It is drawn as a whole when an epoch starts, under a seed of this epoch: global random numbers and the sampler's generators
-    are seeded for that and restored. Every rank draws, and rank 0's order is used if they differ. Resuming draws the same order: by the
-    sampler's ``state_dict`` if it has one, by ``set_epoch`` if it has that, else by also drawing all earlier passes.
+    The whole order is drawn when an epoch starts, with a seed for this epoch: global random state and the sampler's generators
+    are seeded for that, and restored. Every rank draws, and rank 0's order is used if they differ. A resume draws the same order again: with the
+    sampler's ``state_dict`` if it has one, with ``set_epoch`` if it has that, else by drawing all earlier passes first.
 
     Args:
-        randomly_seeded: torchdata created the sampler's generator with a random seed; the engine's seed takes its place.
+        randomly_seeded: whether torchdata created the sampler's generator with a random seed, which the engine's seed replaces.
     """
 
     drawn_by_all_ranks = True
@@ -303,10 +310,10 @@ class UserSamplerOrder(SampleOrder):
         plain = type(sampler).__module__.split(".")[0] in ("torch", "builtins")
         self.replayed = not (plain or self.epoch_listeners or self.stateful)
         self.passes = self.epoch = 0
-        self._before: Any = None
+        self._sampler_state_before: Any = None
         self._checksum: int | None = None
         self._drawn: list[Any] | None = None
-        self._entering: dict[str, Any] | None = None
+        self._state_to_enter: dict[str, Any] | None = None
 
     def _units(self) -> int | None:
         try:
@@ -315,41 +322,40 @@ class UserSamplerOrder(SampleOrder):
             return None
 
     def draw(self, epoch: int, at_most: int | None = None) -> StoredIndices:
-        entering, self._entering = self._entering, None
-        indices = (
-            self._pass(epoch, at_most) if entering is None else self._order_at_saved_state(entering, epoch, at_most)
-        )
-        return StoredIndices(indices if self.sharded or self.group.cpu is None else self._shared(indices))
+        state, self._state_to_enter = self._state_to_enter, None
+        indices = self._pass(epoch, at_most) if state is None else self._order_at_saved_state(state, epoch, at_most)
+        return StoredIndices(indices if self.sharded or self.group.cpu is None else self._agreed_order(indices))
 
     def state(self, over: bool) -> dict[str, Any] | None:
-        if self._drawn is None or self._entering is not None:
-            return self._entering
+        if self._drawn is None or self._state_to_enter is not None:
+            return self._state_to_enter
         return {
             "passes": self.passes - 1,
             "epoch": self.epoch,
             "print": self._fingerprint(),
-            "before": self._before,
+            "before": self._sampler_state_before,
             "now": copy.deepcopy(self.sampler.state_dict()) if self.stateful else None,
             "over": over,
             "world_size": self.group.world_size if self.sharded else None,
         }
 
     def enter(self, state: dict[str, Any] | None) -> None:
-        self._entering = state
+        self._state_to_enter = state
 
     def _pass(self, epoch: int, at_most: int | None) -> list[Any]:
-        self._before = copy.deepcopy(self.sampler.state_dict()) if self.stateful else None
+        """Draw one pass of the sampler with the epoch's seed."""
+        self._sampler_state_before = copy.deepcopy(self.sampler.state_dict()) if self.stateful else None
         with isolated(), reseeded(self.generators, epoch):
             seed_everything(mixed(self.seed, epoch) % 2**32)
             for listener in self.epoch_listeners:
                 listener.set_epoch(epoch)
-            self._drawn = list(self.sampler) if self._units() is not None else self._some(at_most)
+            self._drawn = list(self.sampler) if self._units() is not None else self._draw_without_length(at_most)
         self._checksum, self.epoch = None, epoch
         self.passes += 1
         return self._drawn
 
-    def _some(self, at_most: int | None) -> list[Any]:
-        """All indices of a sampler without a length, which may be endless."""
+    def _draw_without_length(self, at_most: int | None) -> list[Any]:
+        """Draw all indices of a sampler without a length, or the first ``at_most``; an endless one without ``at_most`` is an error."""
         bound = at_most if at_most is not None else max(_ENDLESS, 10 * len(self.dataset))
         indices = list(itertools.islice(self.sampler, bound + (at_most is None)))
         if at_most is None and len(indices) > bound:
@@ -360,7 +366,12 @@ class UserSamplerOrder(SampleOrder):
         return indices
 
     def _order_at_saved_state(self, state: dict[str, Any], epoch: int, at_most: int | None) -> list[Any]:
-        """The order at which ``state`` was saved, or the one after it."""
+        """The sample order that was in use when ``state`` was saved, or the next epoch's if that epoch was finished.
+
+        Args:
+            epoch: the epoch of the result.
+            at_most: the maximum number of indices to draw from a sampler without a length.
+        """
         saved_epoch = state["epoch"]
         if self.replayed:
             for number in range(self.passes, state["passes"]):
@@ -372,31 +383,31 @@ class UserSamplerOrder(SampleOrder):
                 indices = self._pass(saved_epoch, at_most)
             if state["now"] is not None and not _equal_states(state["now"], self.sampler.state_dict()):
                 self.sampler.load_state_dict(copy.deepcopy(state["now"]))
-            self._before = state["before"]
+            self._sampler_state_before = state["before"]
         self.passes = state["passes"] + 1
-        moved = self.sharded and state["world_size"] != self.group.world_size
-        if self._fingerprint() != state["print"] and not moved:
+        resharded = self.sharded and state["world_size"] != self.group.world_size
+        if self._fingerprint() != state["print"] and not resharded:
             warn_once(
                 f"{type(self.sampler).__name__} yields another order after the resume than before in epoch {saved_epoch}: samples may be repeated or "
                 "left out. Let its order follow from its arguments, set_epoch(epoch) and seeded generators, or give it state_dict and load_state_dict"
             )
-        elif moved and not state["over"]:
+        elif resharded and not state["over"]:
             warn_once(
                 f"{type(self.sampler).__name__} divides the data itself, and is resumed on {self.group.world_size} rank(s) where there were "
                 f"{state['world_size']}: in this epoch samples may be repeated or left out unless each rank takes every n-th index"
             )
         return self._pass(epoch, at_most) if state["over"] else indices
 
-    def _shared(self, indices: list[Any]) -> list[Any]:
-        """Rank 0's order, if the ranks have drawn different ones.
+    def _agreed_order(self, indices: list[Any]) -> list[Any]:
+        """The order that all ranks use: rank 0's, if they have drawn different ones. A collective.
 
         Raises:
-            ValueError: the orders have nothing in common: they look like shards, and only rank 0's would be used; on all ranks.
+            ValueError: the orders have no index in common, so they must be shards, of which only rank 0's would be used; on all ranks.
         """
         if len(set(map(tuple, gather_json(self.group, [self._fingerprint(), len(indices)])))) == 1:
             return indices
         first = list(broadcast_object(self.group, indices if self.group.is_main else None))
-        common = self.group.is_main or not _apart(first, indices)
+        common = self.group.is_main or not _are_disjoint(first, indices)
         if not any(gather_json(self.group, common)[1:]):
             raise ValueError(
                 f"{type(self.sampler).__name__} yields different samples on each rank, without declaring that it divides the data. If it does, set "
@@ -405,6 +416,7 @@ class UserSamplerOrder(SampleOrder):
         return first
 
     def _fingerprint(self) -> int:
+        """A checksum of the latest order."""
         if self._checksum is None:
             assert self._drawn is not None
             try:
@@ -416,14 +428,14 @@ class UserSamplerOrder(SampleOrder):
 
 
 def order_for(sampler: Any, loader: DataLoader[Any], group: Group, seed: int, feistel: bool = True) -> SampleOrder:
-    """The order of a loader's sampler. A collective.
+    """Create the order of a loader's sampler. A collective.
 
-    torch's own sequential, random and distributed samplers (the very classes) have orders that are functions of (seed, epoch); any other is
-    used unchanged.
+    torch's own sequential, random and distributed samplers (not subclasses) are replaced by orders that are functions of (seed, epoch); any
+    other sampler is used unchanged.
 
     Args:
         sampler: yields indices of the dataset, or whole batches of them.
-        feistel: compute shuffles of :data:`LARGE` samples and more rather than store them.
+        feistel: whether to compute shuffles of :data:`LARGE` and more samples rather than store them.
 
     Raises:
         ValueError: the sampler divides the data for another number of processes.
@@ -436,19 +448,20 @@ def order_for(sampler: Any, loader: DataLoader[Any], group: Group, seed: int, fe
 def _order_and_problem(
     sampler: Any, loader: DataLoader[Any], group: Group, seed: int, feistel: bool
 ) -> tuple[SampleOrder, str]:
-    divided = presharded(loader) or getattr(sampler, "presharded", False) is True
+    """The order of a loader's sampler, and what is wrong with the sampler on this rank (empty if nothing is)."""
+    is_presharded = presharded(loader) or getattr(sampler, "presharded", False) is True
     if type(sampler) is SequentialSampler:
-        return SequentialOrder(sampler.data_source, sampler, group, seed, divided), ""
-    if type(sampler) is DistributedSampler and not divided:
+        return SequentialOrder(sampler.data_source, sampler, group, seed, is_presharded), ""
+    if type(sampler) is DistributedSampler and not is_presharded:
         problem = (
             ""
             if sampler.num_replicas in (1, group.world_size, _processes())
-            else _misfit(sampler, sampler.num_replicas, sampler.rank, group)
+            else _shard_mismatch(sampler, sampler.num_replicas, sampler.rank, group)
         )
         if sampler.shuffle:
             return ShuffledOrder(sampler.dataset, sampler, group, sampler.seed, False, feistel), problem
         return SequentialOrder(sampler.dataset, sampler, group, seed, False), problem
-    # torchdata's sampler creates a generator with a random seed when the user gave none.
+    # Without a user's generator, torchdata's sampler creates one with a random seed.
     randomly_seeded = (
         type(sampler) is not RandomSampler
         and is_a(sampler, RandomSampler)
@@ -460,17 +473,23 @@ def _order_and_problem(
             users_generator = None if randomly_seeded else sampler.generator
             order_seed = seed if users_generator is None else users_generator.initial_seed()
             return ShuffledOrder(
-                sampler.data_source, sampler, group, order_seed, divided, feistel, None if count == units else count
+                sampler.data_source,
+                sampler,
+                group,
+                order_seed,
+                is_presharded,
+                feistel,
+                None if count == units else count,
             ), ""
     replicas, rank = _shard(sampler)
-    shared = divided or replicas > 1
-    misfit = replicas > 1 and (replicas, rank) != (group.world_size, group.rank)
-    problem = _misfit(sampler, replicas, rank, group) if misfit else ""
-    return UserSamplerOrder(sampler, loader, group, seed, shared, randomly_seeded), problem
+    is_sharded = is_presharded or replicas > 1
+    is_mismatch = replicas > 1 and (replicas, rank) != (group.world_size, group.rank)
+    problem = _shard_mismatch(sampler, replicas, rank, group) if is_mismatch else ""
+    return UserSamplerOrder(sampler, loader, group, seed, is_sharded, randomly_seeded), problem
 
 
 def _shard(sampler: Any) -> tuple[int, int]:
-    """The shard of the data that a sampler, or one inside it, declares: (number of shards, index)."""
+    """The shard that a sampler, or a sampler inside it, declares: (number of shards, index); (1, 0) if none does."""
     for part in nested_samplers(sampler):
         for names in _SHARDS:
             shard = tuple(getattr(part, name, None) for name in names)
@@ -479,7 +498,8 @@ def _shard(sampler: Any) -> tuple[int, int]:
     return 1, 0
 
 
-def _misfit(sampler: Any, replicas: int, rank: int, group: Group) -> str:
+def _shard_mismatch(sampler: Any, replicas: int, rank: int, group: Group) -> str:
+    """The error message for a sampler with another number of shards, or another index, than this rank needs."""
     return (
         f"{type(sampler).__name__} yields shard {rank} of {replicas}, but this is rank {group.rank} of {group.world_size} that see different data: "
         f"create it with {group.world_size} shards (engine.data_group.world_size) and this rank's index, or pass a plain sampler, which is divided"
@@ -490,7 +510,7 @@ def _processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _apart(first: list[Any], second: list[Any]) -> bool:
+def _are_disjoint(first: list[Any], second: list[Any]) -> bool:
     """True if two orders have no index in common."""
 
     def flat(items: list[Any]) -> set[Any]:
@@ -503,7 +523,7 @@ def _apart(first: list[Any], second: list[Any]) -> bool:
 
 
 def _equal_states(first: Any, second: Any) -> bool:
-    """True if two states are equal, tensors in them included."""
+    """True if two states are equal, including the tensors in them."""
     if isinstance(first, Tensor) or isinstance(second, Tensor):
         return isinstance(first, Tensor) and isinstance(second, Tensor) and torch.equal(first, second)
     if isinstance(first, dict) and isinstance(second, dict):
@@ -519,7 +539,7 @@ def _equal_states(first: Any, second: Any) -> bool:
 
 
 def nested_samplers(sampler: Any) -> list[Any]:
-    """The sampler, and the samplers that it has as attributes."""
+    """The sampler, and all samplers that are attributes of it or of one another."""
     samplers = [sampler]
     for part in samplers:
         for value in getattr(part, "__dict__", {}).values():
@@ -540,12 +560,12 @@ def generators_of(sampler: Any) -> list[Any]:
 
 
 def _generator_classes() -> tuple[type, ...]:
-    numpy = sys.modules.get("numpy")  # without it there are none of its generators
+    numpy = sys.modules.get("numpy")  # if numpy was never imported, no generator is numpy's
     return torch.Generator, random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ())
 
 
 def seed_of(generator: Any) -> int:
-    """A number that identifies this generator, as the user created it."""
+    """A number that depends on how the user has seeded this generator."""
     if isinstance(generator, torch.Generator):
         return generator.initial_seed()
     fresh = copy.deepcopy(generator)
@@ -556,7 +576,7 @@ def seed_of(generator: Any) -> int:
 
 @contextlib.contextmanager
 def reseeded(generators: list[tuple[Any, int]], epoch: int) -> Iterator[None]:
-    """Inside the block, generators have a seed from the user's and the epoch; afterwards they are restored."""
+    """Seed the generators from the user's seeds and the epoch inside the block, and restore them afterwards."""
     with contextlib.ExitStack() as stack:
         for generator, seed in generators:
             new = mixed(seed, epoch)

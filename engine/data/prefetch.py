@@ -1,4 +1,4 @@
-"""Copies to the device that overlap with the computation."""
+"""Copy batches to the device while the previous batch is computed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from engine.utils.tree import map_tensors, move
 
 
 class SideStream:
-    """A stream of the device next to the one that computes, for copies of batches.
+    """A separate device stream for copies of batches.
 
     A copy waits for computations that were queued before it. This makes it safe to reuse the memory of a freed batch for the copy
     without ``record_stream``, which would not see the tensors inside custom batch classes. As the copy starts before the
     previous batch is computed, the two still overlap.
 
     Args:
-        dtype: of floating point tensors on the device; ``None``: as they are.
+        dtype: the dtype of floating point tensors on the device; ``None``: unchanged.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -37,15 +37,15 @@ class SideStream:
             return move(pinned(batch) if self.pins else batch, self.device, self.dtype)
 
     def join(self) -> None:
-        """Make later computations wait for the copies that were started."""
+        """Make computations that are queued later wait for the copies started so far."""
         accelerator.current_stream(self.device).wait_stream(self.stream)
 
 
 def pinned(batch: Any) -> Any:
-    """``batch`` with its CPU tensors in pinned memory: a copy from other memory blocks the host until it is done.
+    """Copy the CPU tensors of ``batch`` to pinned memory, since a copy to the device from other memory blocks the host.
 
-    Objects with a method ``pin_memory()`` use it, as in a ``DataLoader(pin_memory=True)``. Sparse and nested tensors and subclasses of
-    ``Tensor`` stay as they are: some cannot be pinned, others would come back as plain tensors.
+    Objects with a method ``pin_memory()`` are pinned by it, as in a ``DataLoader(pin_memory=True)``. Sparse and nested tensors and subclasses
+    of ``Tensor`` are left as they are: some cannot be pinned, others would come back as plain tensors.
     """
 
     def pin(tensor: Tensor) -> Tensor:
@@ -57,9 +57,7 @@ def pinned(batch: Any) -> Any:
             return NotImplemented
         try:
             result = (copy.copy(item) if hasattr(item, "__copy__") else item).pin_memory()
-        except (
-            RuntimeError
-        ):  # some of its tensors cannot be pinned, or are on the device already: it is copied all the same
+        except RuntimeError:  # a tensor inside cannot be pinned, or is on the device: the item can be copied unpinned
             return item
         return item if result is None else result
 
@@ -67,13 +65,13 @@ def pinned(batch: Any) -> Any:
 
 
 def ahead(batches: Iterator[MicroBatch], side: SideStream, across: bool) -> Iterator[MicroBatch]:
-    """The micro-batches on the device: while one is computed, only the next is copied.
+    """Yield the micro-batches on the device; while one is computed, the next one is copied.
 
-    Two batches are on the device, unless the caller still has an earlier one when it asks for the next: ``for batch in loader`` has, up to a
-    ``del batch`` at the end of its body.
+    So at most two batches are on the device, or three if the caller keeps the previous one while it requests the next, as ``for batch in loader``
+    does without a ``del batch`` at the end of its body.
 
     Args:
-        across: read the next window's first micro-batch during a window's last one.
+        across: whether to read the next window's first micro-batch during a window's last one.
     """
     waiting: MicroBatch | None = None
     for batch, share in batches:

@@ -1,4 +1,4 @@
-"""Data without indices: how it is read, with a position after each batch, and how it is distributed to the ranks as it is read."""
+"""Feed for data without indices: it is distributed to the ranks as it is read, and readers know the position after each batch."""
 
 from __future__ import annotations
 
@@ -22,31 +22,34 @@ from engine.utils.seed import isolated
 from engine.utils.tree import batch_size
 
 _NOTHING = object()
+"""Stands for a batch that does not exist."""
 _OVER = {"over": True}
+"""The position of a dataset whose pass is over."""
 
 
 class StreamFeed(Feed):
-    """Data without indices: an ``IterableDataset``'s loader, a generator, any iterable.
+    """Feeds data without indices: an ``IterableDataset``'s loader, a generator, any iterable.
 
-    Every rank reads the stream, which must be the same on all, and keeps each ``world_size``-th batch: after a round of ``world_size``
-    batches all are at the same position, so that one rank's state is every rank's, at any world size. The position counts the
+    Every rank reads the stream, which must be the same on all, and keeps every ``world_size``-th batch. After a round of ``world_size``
+    batches all ranks are at the same position, so one rank's state is valid for every rank, at any world size. A position counts the
     batches of all ranks. Data that is divided already has ``presharded = True`` on it or on its dataset: then each rank has its own
-    state, valid for the same world size, and the position counts one rank's batches.
+    state, valid for the same world size, and a position counts one rank's batches.
 
-    A window is read ahead, so that its weights are known before its first backward; the ranks exchange their sizes once per window,
-    and a rank without more data continues at weight 0 until all are at the end.
+    Each window is read ahead, so that the weights of its micro-batches are known before its first backward pass. The ranks exchange the batches'
+    sizes once per window, and a rank whose data is exhausted continues at weight 0 until all ranks are at the end.
     """
 
     def __init__(self, data: Any, group: Group, seed: int, reader: StreamReader | None = None) -> None:
         self.data, self.group, self.seed = data, group, seed
         self.presharded = presharded(data)
+        # Batches that are read for one micro-batch of each rank.
         self.round = 1 if self.presharded else group.world_size
-        self.turn = 0 if self.presharded else group.rank
+        self.turn = 0 if self.presharded else group.rank  # the index of this rank's batch in a round
         self.reader = reader or reader_for(data)
         self.shuffle = self.reader.shuffle()
         if self.shuffle is not None and not self.presharded and len(set(gather_json(group, self.shuffle))) > 1:
             raise ValueError(
-                "the ranks shuffle this stream differently, and each would keep its batches of another order: give .shuffle() the same seed "
+                "the ranks shuffle this stream differently, so each would take its batches from another order: give .shuffle() the same seed "
                 "on every rank"
             )
         self._begun = self._ended = False
@@ -84,17 +87,19 @@ class StreamFeed(Feed):
         return self._windows(batches, start, window, end)
 
     def _open(self, epoch: int, saved: Any, start: int) -> Iterator[Any]:
+        """Start reading at position ``start``, from the reader's ``saved`` state or, without one, by skipping batches."""
         with self._isolated_start(epoch, start):
             self.iterator, batches = self.reader.begin(saved)
         if start and saved is None:
             warn_once(
-                f"this data cannot be entered in the middle ({self._reason()}): "
+                f"this data cannot be read from the middle of an epoch ({self._reason()}): "
                 f"{start} batches are read and discarded to get back to the position"
             )
             next(itertools.islice(batches, start - 1, start), None)
         return batches
 
     def _reason(self) -> str:
+        """Why this data cannot start at a position, for a warning."""
         if self.shuffle is not None:
             return "its state does not include its shuffle buffer"
         return "it has no state_dict, or its state was saved with other numbers of workers or ranks"
@@ -125,56 +130,56 @@ class StreamFeed(Feed):
         self.reader.close()
 
     def _owner(self) -> tuple[int | None, int | None]:
-        """The only rank that a state is valid for, and its world size; ``None`` for all."""
+        """The rank and world size for which a state is valid; ``None`` twice if it is valid for all."""
         return (self.group.rank, self.group.world_size) if self.presharded else (None, None)
 
     @contextlib.contextmanager
     def _isolated_start(self, epoch: int, start: int) -> Iterator[None]:
-        """Keep the random numbers that starting to read may draw apart: in the middle of an epoch that has happened before."""
+        """Undo what the start of reading draws from the random state: in the middle of an epoch that was drawn before the resume."""
         if self.round == 1 and not start:
             yield
             return
         with isolated():
-            if self.round > 1:  # worker processes are seeded here, where ranks differ, but must read the same
+            if self.round > 1:  # the seed of worker processes, which must be the same on all ranks
                 torch.manual_seed(mixed(self.seed, epoch))
             yield
 
     def _windows(self, batches: Iterator[Any], position: int, window: int, end: int | None) -> Iterator[MicroBatch]:
+        """Read window after window, exchange the batches' sizes, and yield this rank's micro-batches up to position ``end``."""
         spare: Any = _NOTHING
         resumed = position > 0
         while True:
             self._window_start = None if self._ended else self.reader.position()
-            mine = []
+            own_batches = []
             for _ in range(window):
-                # A position counts full windows: it is beyond the end when the last one was short.
+                # A position counts full windows, so it is beyond the end if the last window was short.
                 count = self.round if end is None else min(self.round, max(0, end - position))
                 read = 0
                 for batch in itertools.islice(batches, count):
                     if read == self.turn or spare is _NOTHING:
                         spare = batch
                     if read == self.turn:
-                        mine.append(batch)
+                        own_batches.append(batch)
                     read += 1
                 position += read
                 self._ended = self._ended or read < count
                 if read < self.round:
                     break
-            sizes = self._agree([self.reader.samples(batch) or 1 for batch in mine], window)
+            sizes = self._exchange_sizes([self.reader.samples(batch) or 1 for batch in own_batches], window)
             if not sizes:
                 return
-            if (
-                spare is _NOTHING and resumed
-            ):  # this rank's data was exhausted before: any batch of it works at weight 0
+            # This rank's data was exhausted before the resume: any batch of it serves at weight 0.
+            if spare is _NOTHING and resumed:
                 spare = next(self.reader.begin()[1], _NOTHING)
             if spare is _NOTHING:
                 raise ValueError(
                     f"rank {self.group.rank} got no batch from {type(self.data).__name__} while other ranks did: give every rank some data"
                 )
             for j, share in enumerate(shares(sizes, self.group.rank)):
-                yield (mine[j] if j < len(mine) else spare), share
+                yield (own_batches[j] if j < len(own_batches) else spare), share
 
-    def _agree(self, sizes: list[int], window: int) -> tuple[tuple[int, ...], ...]:
-        """``[micro-batch][rank]`` sizes of the next window; empty when every rank is at its end."""
+    def _exchange_sizes(self, sizes: list[int], window: int) -> tuple[tuple[int, ...], ...]:
+        """Exchange this rank's batch sizes in the next window. Returns all as ``[micro-batch][rank]``; empty when every rank is at its end."""
         if self.group.world_size == 1:
             return tuple((size,) for size in sizes)
         row = torch.tensor(sizes + [0] * (window - len(sizes)), dtype=torch.int64)
@@ -182,12 +187,12 @@ class StreamFeed(Feed):
         return tuple(tuple(micro) for micro in rows if any(micro))
 
 
-# -- readers: data is read batch by batch, with the position after each, and from a position on ------------------------------------------------
+# -- readers: they read data batch by batch, know the position after each batch, and can start at a position -----------------------------------
 
 
 def reader_for(data: Any) -> StreamReader:
-    """The reader of ``data``, an iterable or a ``DataLoader`` over an ``IterableDataset``."""
-    # A loader with its own iteration may read ahead or change batches: its dataset's state is not its position.
+    """Create the reader of ``data``, an iterable or a ``DataLoader`` over an ``IterableDataset``."""
+    # A loader that overrides __iter__ may read ahead or change batches, so its dataset's state is not its position.
     plain = isinstance(data, DataLoader) and not stateful(data) and type(data).__iter__ is DataLoader.__iter__
     if not plain or isinstance(data.dataset, IterDataPipe) or (data.num_workers and not data.in_order):
         return StreamReader(data)
@@ -195,10 +200,10 @@ def reader_for(data: Any) -> StreamReader:
 
 
 class StreamReader:
-    """Reads data unchanged; the position is the data's own state, or else its iterator's."""
+    """Reads data unchanged. The position is the state of the data or, if it has none, of its iterator."""
 
     samples = staticmethod(batch_size)
-    """The number of samples in a batch; ``None``: unknown."""
+    """The number of samples in a batch; ``None`` if unknown."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -207,7 +212,7 @@ class StreamReader:
         self._iterator: Any = None
 
     def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
-        """A pass over the data, from ``state`` on or from the start: its iterator, and the batches."""
+        """Start a pass over the data, at ``state`` or at the beginning. Returns the data's iterator, and an iterator over the batches."""
         if state is not None and "data" in state:
             self.data.load_state_dict(state["data"])
         iterator = iter(self.data)
@@ -217,45 +222,45 @@ class StreamReader:
         return iterator, _remaining_batches(iterator) if iterator is self.data else iterator
 
     def position(self) -> Any:
-        """A copy of the data's state after the last batch read, which later reading cannot change; ``None`` if it has none."""
+        """A copy of the data's state after the last batch that was read; ``None`` if the data has no state."""
         if self.buffers:
             return None
         return states_of(data=self.data) if self._iterator is None else states_of(iterator=self._iterator)
 
     def state(self, position: Any) -> dict[str, Any] | None:
-        """A :meth:`position` as a tree of plain values."""
+        """Convert a :meth:`position` to a tree of plain values."""
         return None if position is None else {"workers": self.workers, **position}
 
     def next_pass_state(self) -> dict[str, Any] | None:
-        """The start of the next pass, as it would be in this process: for a dataset that continues across passes; ``None``: nothing."""
+        """The state from which the next pass would start in this process, for data that continues across passes; else ``None``."""
         return self.state(self.position()) if stateful(self.data) and not self.buffers else None
 
     def accepts(self, state: Any) -> bool:
-        """True if :meth:`begin` can continue from ``state``: it was saved with as many worker processes, from data of this kind."""
+        """True if :meth:`begin` can continue from ``state``: it was saved with the same number of workers, and by data of this kind."""
         kind = "data" if stateful(self.data) else "iterator"
         return bool(state["workers"] == self.workers and kind in state)
 
     def shuffle(self) -> str | None:
-        """The values that determine the order of a stream with shuffle buffers; ``None``: it has none."""
+        """A text that determines the order of a stream with shuffle buffers; ``None`` if it has none."""
         return (
             repr([buffer.generator.bit_generator.state["state"] for buffer in self.buffers]) if self.buffers else None
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Notify the data and its dataset, if they listen."""
+        """Call ``set_epoch`` of the data and of its dataset, where they have one."""
         for owner in (self.data, getattr(self.data, "dataset", None)):
             if owner is not None and callable(getattr(owner, "set_epoch", None)):
                 owner.set_epoch(epoch)
 
     def close(self) -> None:
-        """End the worker processes of an iterator that the data keeps."""
+        """End the worker processes of the iterator that the data keeps, if it does."""
         if isinstance(self.data, DataLoader) and stateful(self.data):
             end_workers(self.data._iterator)
             self.data._iterator = None
 
 
 class InProcessReader(StreamReader):
-    """Reads a loader without workers: the dataset is at the end of the last batch."""
+    """Reads a loader without workers, whose dataset is always just after the last batch."""
 
     def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
         self.dataset = TrackedDataset(self.data.dataset, states=state and state["states"])
@@ -278,20 +283,19 @@ class InProcessReader(StreamReader):
 
 
 class WorkerReader(StreamReader):
-    """Reads a loader with workers, which have read ahead: the position is each worker's state after its last batch that arrived here."""
+    """Reads a loader with workers, which read ahead. The position consists of each worker's state after its last batch that was yielded here."""
 
     def __init__(self, data: Any) -> None:
         super().__init__(data)
         notified = data.persistent_workers and callable(getattr(data.dataset, "set_epoch", None))
-        self.epoch = (
-            torch.zeros((), dtype=torch.int64).share_memory_() if notified else None
-        )  # persistent workers have copies of the dataset
-        self.whole = self._loader()
+        # Shared with persistent workers, which have copies of the dataset.
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_() if notified else None
+        self.loader_from_start = self._loader()
         self.next = 0
         self.positions: list[dict[str, Any] | None] = []
 
-    def _loader(self, first: int = 0, states: list[Any] | None = None) -> DataLoader[Any]:
-        dataset = TrackedDataset(self.data.dataset, first, states, self.epoch)
+    def _loader(self, first_worker: int = 0, states: list[Any] | None = None) -> DataLoader[Any]:
+        dataset = TrackedDataset(self.data.dataset, first_worker, states, self.epoch)
         return altered(
             self.data,
             dataset=dataset,
@@ -300,8 +304,8 @@ class WorkerReader(StreamReader):
         )
 
     def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
-        # Workers that continue other workers' positions are used for one pass, even persistent ones.
-        loader = self.whole if state is None else self._loader(state["next"], state["states"])
+        # Even persistent workers are used for one pass only if they start at saved positions.
+        loader = self.loader_from_start if state is None else self._loader(state["next"], state["states"])
         self.next = state["next"] if state else 0
         self.positions = list(state["states"]) if state else [None] * self.workers
         iterator = iter(loader)
@@ -333,23 +337,24 @@ class WorkerReader(StreamReader):
             self.epoch.fill_(epoch)
 
     def close(self) -> None:
-        end_workers(self.whole._iterator)
-        self.whole._iterator = None
+        end_workers(self.loader_from_start._iterator)
+        self.loader_from_start._iterator = None
 
 
 class TrackedDataset(IterableDataset[Any]):
-    """A dataset whose position can be read, and that can start at another position, in this process or in a worker.
+    """Wraps a dataset so that its position can be read and set, in this process or in a worker.
 
-    ``states`` are of the workers (or of this process alone), and worker ``i`` continues as worker ``first + i``: that one's batch is next.
+    ``states`` has the saved state of each worker (or of this process alone). Worker ``i`` takes the place of worker ``first_worker + i``, because
+    worker ``first_worker`` was the next to deliver a batch.
     """
 
     def __init__(
-        self, dataset: Any, first: int = 0, states: list[Any] | None = None, epoch: torch.Tensor | None = None
+        self, dataset: Any, first_worker: int = 0, states: list[Any] | None = None, epoch: torch.Tensor | None = None
     ) -> None:
-        self.dataset, self.first, self.states, self.epoch = dataset, first, states, epoch
+        self.dataset, self.first_worker, self.states, self.epoch = dataset, first_worker, states, epoch
         self.iterator: Any = None
         self.over = False
-        self.forgets = bool(shuffle_buffers(dataset))
+        self.has_no_state = bool(shuffle_buffers(dataset))  # a state would lack the buffers' contents
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
@@ -374,8 +379,8 @@ class TrackedDataset(IterableDataset[Any]):
         self.over = True
 
     def position(self) -> dict[str, Any] | None:
-        """The dataset's state. At the end of a pass it may have started again already: then the state says that the pass is over."""
-        if self.forgets:
+        """The dataset's state, or ``None``; at a pass's end only that it is over, since the iterator may already have restarted the dataset."""
+        if self.has_no_state:
             return None
         return (
             _OVER
@@ -387,7 +392,7 @@ class TrackedDataset(IterableDataset[Any]):
 
 
 class TaggingCollate:
-    """The user's collate function in a worker; each batch is sent with the worker's number and its dataset's position after it."""
+    """Wraps the user's collate function in a worker: each batch is sent with the worker's number, and the position of its dataset after the batch."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], dataset: TrackedDataset) -> None:
         self.collate_fn, self.dataset = collate_fn, dataset
@@ -399,7 +404,7 @@ class TaggingCollate:
 
 
 class WorkerRole:
-    """The worker's first call: it sets its number and the user's dataset, then calls the user's own function."""
+    """A ``worker_init_fn`` that sets the worker's number and shows the user's dataset, and then calls the user's function."""
 
     def __init__(self, worker_init_fn: Callable[[int], Any] | None, dataset: TrackedDataset) -> None:
         self.worker_init_fn, self.dataset = worker_init_fn, dataset
@@ -407,36 +412,36 @@ class WorkerRole:
     def __call__(self, worker_id: int) -> None:
         info = get_worker_info()
         assert info is not None
-        role = (self.dataset.first + worker_id) % info.num_workers
-        object.__setattr__(info, "id", role)  # it forbids a plain assignment
+        role = (self.dataset.first_worker + worker_id) % info.num_workers
+        object.__setattr__(info, "id", role)  # the class forbids plain assignment
         object.__setattr__(info, "dataset", self.dataset.dataset)
         if self.worker_init_fn is not None:
             self.worker_init_fn(role)
 
 
 def states_of(**owners: Any) -> dict[str, Any] | None:
-    """Copies of the states of all ``owners`` that have a state; ``None`` when none has."""
+    """Copies of the states of those ``owners`` that have one; ``None`` if none has."""
     states = {name: owner.state_dict() for name, owner in owners.items() if stateful(owner)}
     return copy.deepcopy(states) or None
 
 
 def shuffle_buffers(data: Any) -> list[Any]:
-    """The shuffle buffers of a Hugging Face stream (``.shuffle(buffer_size=...)``), anywhere in it: its state does not include their contents."""
+    """The shuffle buffers (``.shuffle(buffer_size=...)``) anywhere in a Hugging Face stream, whose state does not include their contents."""
     buffers = []
     parts = [getattr(owner, "_ex_iterable", None) for owner in (data, getattr(data, "dataset", None))]
     for part in parts:
         if type(part).__name__ == "BufferShuffledExamplesIterable":
             buffers.append(part)
         parts += [
-            inner
-            for inner in (getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ()))
-            if inner is not None
+            inner_part
+            for inner_part in (getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ()))
+            if inner_part is not None
         ]
     return buffers
 
 
 def _remaining_batches(iterator: Any) -> Iterator[Any]:
-    """The batches that ``iterator`` has left. It is data that is its own iterator: another ``iter`` of it, at each window, would rewind it."""
+    """Yield the remaining batches of data that is its own iterator. Calling ``iter`` on it again, for each window, would rewind it."""
     while True:
         try:
             batch = next(iterator)

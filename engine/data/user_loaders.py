@@ -1,4 +1,4 @@
-"""A user's loader: what it declares, a copy with other attributes, and the end of its worker processes."""
+"""Work with a user's loader: what it declares, copies with other attributes, and the end of its worker processes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from engine.utils import scratch
 
 
 def is_a(item: Any, kind: type) -> bool:
-    """True if the item's class is exactly this one of torch, or torchdata's version of it (which is not imported here)."""
+    """True if the item's class is exactly ``kind``, a class of torch, or torchdata's class of the same name (torchdata is not imported here)."""
     cls = type(item)
     return cls is kind or (cls.__name__ == kind.__name__ and cls.__module__.startswith("torchdata."))
 
 
 def stateful(item: Any) -> bool:
-    """True if the item implements torch's protocol for resuming (torchdata's ``StatefulDataLoader`` does)."""
+    """True if the item has ``state_dict`` and ``load_state_dict``, as torchdata's ``StatefulDataLoader`` has."""
     return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
 
 
 def presharded(data: Any) -> bool:
-    """True if each rank has its own shard of ``data`` already: it is declared, or Hugging Face's ``split_dataset_by_node`` has divided it."""
+    """True if each rank's ``data`` is its own shard already: an attribute declares it, or Hugging Face's ``split_dataset_by_node`` made it."""
     owners = (data, getattr(data, "dataset", None))
     return any(
         getattr(owner, "presharded", False) is True or getattr(owner, "_distributed", None) is not None
@@ -37,7 +37,7 @@ def presharded(data: Any) -> bool:
 def altered(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     """A shallow copy of a user's loader, of its class, with some attributes replaced and no iterator yet.
 
-    Its workers end when this process is killed, also while they start, and leave no directories behind.
+    If this process is killed, the copy's workers end too, even during their start, and leave no directories behind.
     """
     copied = copy.copy(loader)
     copied._iterator = None
@@ -52,13 +52,13 @@ def altered(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
 
 def end_workers(iterator: Any) -> None:
     """End the worker processes of a loader's iterator now."""
-    end = getattr(iterator, "_shutdown_workers", None)  # a DataLoader has no public way
+    end = getattr(iterator, "_shutdown_workers", None)  # a DataLoader has no public method for it
     if end is not None:
         end()
 
 
 class _WorkerStart:
-    """A worker's first call: the user's function. A worker whose parent died meanwhile ends."""
+    """A ``worker_init_fn`` that calls the user's, and then ends the worker if its parent has died meanwhile."""
 
     def __init__(self, worker_init_fn: Callable[[int], Any] | None) -> None:
         self.worker_init_fn = worker_init_fn
@@ -70,23 +70,24 @@ class _WorkerStart:
 
 
 def end_orphan() -> None:
-    """End this worker if its parent has died: torch's worker loop, which begins now, takes the new parent for the old one and never ends."""
+    """End this worker if its parent has died. Torch's worker loop, which begins next, would take the new parent for the old one and never end."""
     parent = multiprocessing.parent_process()
-    by_server = type(multiprocessing.current_process()).__name__ == "ForkServerProcess"  # a child of the server
+    by_server = type(multiprocessing.current_process()).__name__ == "ForkServerProcess"  # its parent is the fork server
     if parent is not None and os.getppid() != parent.pid and not by_server:
         os._exit(1)
 
 
 def _keep_directory() -> None:
-    """Give multiprocessing a directory for the sockets of this process and of its workers, which our next job removes if this one is killed.
+    """Set the directory in which multiprocessing puts the sockets of this process and its workers; our next job deletes it if this one is killed.
 
-    By default each worker makes one for itself, and a worker that is killed leaves it there for ever.
+    By default each worker creates a directory of its own, which stays forever if the worker is killed.
     """
     configuration = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # children inherit it
     if configuration.get("tempdir") is not None:
         return
-    with contextlib.suppress(OSError):  # no place for it: multiprocessing says so if it needs one
+    # No space or permission: multiprocessing reports that itself if it needs a directory.
+    with contextlib.suppress(OSError):
         directory = scratch.make_directory("fitw-")  # as short as "pymp-": a socket's path has 107 characters
         configuration["tempdir"] = str(directory)
-        # As multiprocessing does with its own: after its children have ended.
+        # Deleted after the child processes have ended, as multiprocessing does with its own directory.
         multiprocessing.util.Finalize(None, scratch.remove, args=(directory,), exitpriority=-100)

@@ -1,4 +1,4 @@
-"""The addresses of this machine: the one that reaches another machine, its interface, and whether an address or a port is ours."""
+"""This machine's network addresses: the one that reaches another machine, its interface, and whether an address or port is available here."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from collections.abc import Iterator
 LOOPBACK = "127.0.0.1"
 """The address by which a machine reaches itself."""
 _SIOCGIFADDR = 0x8915
+"""The ``ioctl`` of Linux that returns an interface's IPv4 address."""
 
 
 def resolve_host(host: str, port: int) -> Iterator[tuple[socket.AddressFamily, tuple[str, int]]]:
-    """The addresses of ``host``, for sockets.
+    """Yield the addresses of ``host`` in the form that sockets take.
 
     Raises:
-        OSError: the name cannot be resolved here.
+        OSError: this machine cannot resolve the name.
     """
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         if family in (socket.AF_INET, socket.AF_INET6):
@@ -25,7 +26,7 @@ def resolve_host(host: str, port: int) -> Iterator[tuple[socket.AddressFamily, t
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine used to reach ``host``. Nothing is sent.
+    """The address of this machine from which it would reach ``host``. Nothing is sent.
 
     Raises:
         OSError: the name cannot be resolved, or there is no route.
@@ -43,7 +44,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def is_own(host: str) -> bool:
-    """Check whether ``host`` is an address (or the name of one) of this machine. An unknown name is not."""
+    """Whether ``host`` is an address of this machine, or a name of one. An unknown name is not."""
     with contextlib.suppress(OSError):
         for family, (address, _) in resolve_host(host, 0):
             with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
@@ -53,7 +54,7 @@ def is_own(host: str) -> bool:
 
 
 def is_free(port: int) -> bool:
-    """Check whether a server could listen on ``port`` of this machine now."""
+    """Whether a server could listen on ``port`` of this machine now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -65,21 +66,20 @@ def is_free(port: int) -> bool:
 
 
 def is_loopback(address: str | None) -> bool:
-    """Check whether ``address`` (or a name of this form) means only this machine itself; ``None`` means none."""
+    """Whether ``address`` (or the name ``localhost``) is a loopback address, which reaches only this machine; False for ``None``."""
     return address is not None and (address in ("localhost", "::1") or address.startswith("127."))
 
 
 def default_address() -> str | None:
-    """An address of this machine for other machines: that of the default route, else of any interface; ``None`` without a network."""
+    """The address at which other machines reach this one: that of the default route, else of any interface; ``None`` without a network."""
     with contextlib.suppress(OSError):
-        return address_towards(
-            "192.0.2.1", 9
-        )  # reserved for documentation: no machine has it, so the default route applies
+        # 192.0.2.1 is reserved for documentation: no machine has it, so the default route applies.
+        return address_towards("192.0.2.1", 9)
     return next((address for _, address in interfaces() if not is_loopback(address)), None)
 
 
 def interfaces() -> Iterator[tuple[str, str]]:
-    """Name and IPv4 address of each network interface that has one. Empty where it is unknown."""
+    """Yield the name and IPv4 address of each network interface that has one; nothing where they are unknown."""
     if sys.platform != "linux":
         return
     import fcntl
@@ -92,5 +92,5 @@ def interfaces() -> Iterator[tuple[str, str]]:
 
 
 def interface(address: str) -> str | None:
-    """The name of the network interface with this IPv4 address (``"eth0"``); ``None`` where it is unknown."""
+    """The name of the network interface with this IPv4 address (``"eth0"``); ``None`` if unknown."""
     return next((name for name, candidate in interfaces() if candidate == address), None)

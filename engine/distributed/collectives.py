@@ -1,7 +1,7 @@
 """Collectives over nested containers of tensors, and over objects.
 
 All ranks make the same calls in the same order, with trees of the same structure (dicts with their keys in the same order). Inputs are
-never changed in place, and tensors from other ranks carry no gradient. CPU tensors use the group's gloo backend, others
+never changed in place, and tensors from other ranks carry no gradient. CPU tensors use the group's gloo process group, others
 torch's default group. With one process nothing is sent or copied.
 """
 
@@ -29,10 +29,10 @@ _Spec = tuple[torch.dtype, tuple[int, ...]]
 
 
 def all_reduce(group: Group, tree: Any, op: str = "sum", scale: float = 1.0) -> Any:
-    """``tree`` with each tensor replaced by its sum, mean, min or max over all ranks, elementwise, times ``scale``; shapes are kept.
+    """Copy ``tree`` with each tensor replaced by its elementwise sum, mean, min or max over all ranks, times ``scale``.
 
-    Dtypes are kept, with these exceptions (also on one process): the ``"mean"`` of integers and booleans is float32, the ``"sum"`` of booleans
-    is int64. float16 and bfloat16 are summed in float32. Tensors of one dtype and device share one collective.
+    Shapes and dtypes are kept, with these exceptions (also on one process): the ``"mean"`` of integers and booleans is float32, the ``"sum"`` of
+    booleans is int64. float16 and bfloat16 are summed in float32. Tensors of one dtype and device share one collective.
 
     Raises:
         ValueError: ``op`` is not sum, mean, min or max.
@@ -46,20 +46,19 @@ def all_reduce(group: Group, tree: Any, op: str = "sum", scale: float = 1.0) -> 
         if all(_result_dtype(tensor.dtype, op) == tensor.dtype for tensor in tensors):
             return tree
         return map_tensors(lambda tensor: tensor.to(_result_dtype(tensor.dtype, op)), tree)
-    packs: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    indices_by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        packs.setdefault((_sent_dtype(tensor.dtype, op), tensor.device), []).append(index)
+        indices_by_kind.setdefault((_sent_dtype(tensor.dtype, op), tensor.device), []).append(index)
     results = list(tensors)
-    for (dtype, device), members in packs.items():
-        flat = torch.cat(
-            [tensors[index].detach().reshape(-1).to(dtype) for index in members]
-        )  # a copy, also of a single member
-        dist.all_reduce(flat, _OPS[op], group=_channel(group, device))
+    for (dtype, device), indices in indices_by_kind.items():
+        # A copy, even of a single tensor: inputs are not changed.
+        flat = torch.cat([tensors[index].detach().reshape(-1).to(dtype) for index in indices])
+        dist.all_reduce(flat, _OPS[op], group=_process_group_for(group, device))
         if op == "mean":
             flat = (
                 flat if dtype.is_floating_point or dtype.is_complex else flat.to(accelerator.wide(device))
             ) / group.world_size
-        for index, part in zip(members, flat.split([tensors[index].numel() for index in members]), strict=True):
+        for index, part in zip(indices, flat.split([tensors[index].numel() for index in indices]), strict=True):
             results[index] = part.view(tensors[index].shape).to(_result_dtype(tensors[index].dtype, op))
     return _rebuild(tree, results)
 
@@ -71,7 +70,7 @@ def maximum_over_ranks(group: Group, values: Sequence[float]) -> list[float]:
 
 
 def gather(group: Group, tree: Any) -> Any:
-    """``tree`` with each tensor replaced by the tensors of all ranks, concatenated along dim 0 in the order of ranks.
+    """Copy ``tree`` with each tensor replaced by all ranks' tensors, concatenated along dim 0 in the order of ranks.
 
     ``[n_r, ...]`` on rank r becomes ``[n_0 + n_1 + ..., ...]`` on every rank; the lengths may differ, or be 0. Scalars ``[]`` become
     ``[world_size]`` (``[1]`` on one process).
@@ -88,21 +87,21 @@ def gather(group: Group, tree: Any) -> Any:
         shapes = [spec[index][1] for spec in specs]
         if any(shape[1:] != shapes[0][1:] for shape in shapes):
             raise ValueError(
-                _differ("gather", index, specs, "sizes beyond dim 0 (pad_across_processes makes them equal)")
+                _mismatch_text("gather", index, specs, "sizes beyond dim 0 (pad_across_processes makes them equal)")
             )
         results.append(_gather_rows(group, tensor, [shape[0] if shape else 1 for shape in shapes]))
     return _rebuild(tree, results)
 
 
 def stack(group: Group, tree: Any, sync_grads: bool = False) -> Any:
-    """``tree`` with each tensor ``[...]`` replaced by the stacked tensors of all ranks, ``[world_size, ...]``; on one process as it is.
+    """Copy ``tree`` with each tensor ``[...]`` replaced by all ranks' tensors, stacked to ``[world_size, ...]``; with one process, return ``tree``.
 
     Args:
-        sync_grads: keep the graph: in the backward pass, which all ranks run together, each rank's tensor gets the sum of all ranks' gradients
-            for it.
+        sync_grads: keep the autograd graph. In the backward pass, which all ranks run together, each rank's tensor gets the sum of all ranks'
+            gradients for it.
 
     Raises:
-        ValueError: as :func:`gather`.
+        ValueError: the errors of :func:`gather`.
     """
     if group.cpu is None:
         return tree
@@ -112,7 +111,7 @@ def stack(group: Group, tree: Any, sync_grads: bool = False) -> Any:
 
 
 class _Stacked(torch.autograd.Function):
-    """One tensor of :func:`stack` with a graph."""
+    """The stacked tensors of :func:`stack` with ``sync_grads``."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, tensor: Tensor) -> Any:
@@ -125,8 +124,8 @@ class _Stacked(torch.autograd.Function):
 
 
 def gather_row(group: Group, row: Tensor) -> Tensor:
-    """A CPU tensor ``[n]`` of every rank as ``[world size, n]``, in one collective. The caller guarantees equal ``n`` and dtype: nothing
-    checks them here (:func:`gather` does, at three times the cost)."""
+    """Gather a CPU tensor ``[n]`` from every rank as ``[world size, n]``, in one collective. ``n`` and dtype must be equal, which is not checked
+    (:func:`gather` checks it, at three times the cost)."""
     if group.cpu is None:
         return row.unsqueeze(0)
     rows = [torch.empty_like(row) for _ in range(group.world_size)]
@@ -135,10 +134,10 @@ def gather_row(group: Group, row: Tensor) -> Tensor:
 
 
 def broadcast(group: Group, tree: Any, src: int = 0) -> Any:
-    """``tree`` with each tensor replaced by rank ``src``'s.
+    """Copy ``tree`` with each tensor replaced by rank ``src``'s.
 
     Raises:
-        ValueError: no such rank, or the ranks' tensors differ in number, dtype or shape (on all ranks).
+        ValueError: there is no rank ``src``, or the ranks' tensors differ in number, dtype or shape (on all ranks).
     """
     _check_src(group, src)
     if group.cpu is None:
@@ -148,10 +147,10 @@ def broadcast(group: Group, tree: Any, src: int = 0) -> Any:
     results = []
     for index, tensor in enumerate(tensors):
         if any(spec[index] != specs[0][index] for spec in specs):
-            raise ValueError(_differ("broadcast", index, specs, "shapes"))
+            raise ValueError(_mismatch_text("broadcast", index, specs, "shapes"))
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         if copy.numel():
-            dist.broadcast(_bytes(copy), group_src=src, group=_channel(group, copy.device))
+            dist.broadcast(_bytes(copy), group_src=src, group=_process_group_for(group, copy.device))
         results.append(copy)
     return _rebuild(tree, results)
 
@@ -203,8 +202,8 @@ def pad_across_processes(group: Group, tree: Any, dim: int = 0, pad_index: float
 
 
 def gather_object(group: Group, obj: Any) -> list[Any]:
-    """Every rank's ``obj``, in the order of ranks, on every rank. Objects are pickled: the ranks of one job trust each other.
-    Tensors in them arrive on the CPU. They are sent over gloo's connections, on the interface that ``GLOO_SOCKET_IFNAME`` names.
+    """Return every rank's ``obj`` in the order of ranks, on every rank. Objects are pickled: the ranks of a job trust each other.
+    Tensors in objects arrive on the CPU. Objects are sent over gloo's connections, on the interface that ``GLOO_SOCKET_IFNAME`` names.
 
     Raises:
         TypeError: some rank's object cannot be pickled (on all ranks; the message names the rank).
@@ -217,7 +216,7 @@ def gather_object(group: Group, obj: Any) -> list[Any]:
 
 
 def gather_json(group: Group, value: Any) -> list[Any]:
-    """Every rank's JSON value, in the order of ranks, on every rank. Nothing is pickled."""
+    """Return every rank's JSON ``value`` in the order of ranks, on every rank. Nothing is pickled."""
     if group.cpu is None:
         return [value]
     encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -227,10 +226,10 @@ def gather_json(group: Group, value: Any) -> list[Any]:
 
 
 def broadcast_object(group: Group, obj: Any, src: int = 0) -> Any:
-    """Rank ``src``'s ``obj``, on every rank; it is pickled, and tensors in it arrive on the CPU.
+    """Return rank ``src``'s ``obj`` on every rank. The object is pickled, and tensors in it arrive on the CPU.
 
     Raises:
-        ValueError: no such rank.
+        ValueError: there is no rank ``src``.
         TypeError: the object cannot be pickled (on all ranks).
     """
     _check_src(group, src)
@@ -242,7 +241,7 @@ def broadcast_object(group: Group, obj: Any, src: int = 0) -> Any:
 
 
 def all_or_none(group: Group, work: Callable[[], Any]) -> list[Any]:
-    """Run a part of a job that may fail on some rank; if one failed, raise on all. Returns each rank's result (JSON)."""
+    """Call ``work`` on every rank and return all ranks' results (JSON values); if it fails on one rank, raise an error on all."""
     failure: Exception | None = None
     row: dict[str, Any] = {}
     try:
@@ -259,6 +258,7 @@ def all_or_none(group: Group, work: Callable[[], Any]) -> list[Any]:
 
 
 def _sent_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
+    """The dtype in which tensors of ``dtype`` are reduced."""
     if dtype is torch.bool:
         return torch.int64 if op in ("sum", "mean") else torch.uint8
     if dtype.is_floating_point:
@@ -278,7 +278,7 @@ def _result_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
 def _gather_rows(group: Group, tensor: Tensor, lengths: list[int]) -> Tensor:
     """Gather ``[n_r, ...]`` of each rank r into ``[sum(n_r), ...]``.
 
-    The rows travel as bytes, padded to the longest: gloo does not support every dtype.
+    Rows are sent as bytes, since gloo does not support every dtype, and padded to the longest rank's number.
     """
     longest, row = max(lengths), tensor.shape[1:]
     if not longest * row.numel():
@@ -287,14 +287,14 @@ def _gather_rows(group: Group, tensor: Tensor, lengths: list[int]) -> Tensor:
     if len(padded) < longest:
         padded = torch.cat([padded, tensor.new_zeros((longest - len(padded), *row))])
     out = tensor.new_empty((group.world_size, longest, *row))
-    dist.all_gather([_bytes(part) for part in out], _bytes(padded), group=_channel(group, tensor.device))
+    dist.all_gather([_bytes(part) for part in out], _bytes(padded), group=_process_group_for(group, tensor.device))
     if min(lengths) == longest:
         return out.flatten(0, 1)
     return torch.cat([part[:length] for part, length in zip(out, lengths, strict=True)])
 
 
 def _exchange_specs(group: Group, tensors: Iterable[Tensor], verb: str) -> list[list[_Spec]]:
-    """Each rank's (dtype, shape) of each tensor; the same error on all ranks unless number, dtypes and numbers of dims agree."""
+    """Return the (dtype, shape) of each tensor on each rank; if numbers, dtypes or numbers of dims differ, raise the same error on all ranks."""
     rows = gather_json(group, [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors])
     specs: list[list[_Spec]] = [
         [(getattr(torch, dtype), tuple(shape)) for dtype, shape in rank_specs] for rank_specs in rows
@@ -306,13 +306,14 @@ def _exchange_specs(group: Group, tensors: Iterable[Tensor], verb: str) -> list[
             )
         for index, ((dtype, shape), (dtype_0, shape_0)) in enumerate(zip(rank_specs, specs[0], strict=True)):
             if dtype != dtype_0:
-                raise ValueError(_differ(verb, index, specs, "dtypes"))
+                raise ValueError(_mismatch_text(verb, index, specs, "dtypes"))
             if len(shape) != len(shape_0):
-                raise ValueError(_differ(verb, index, specs, "numbers of dims"))
+                raise ValueError(_mismatch_text(verb, index, specs, "numbers of dims"))
     return specs
 
 
-def _differ(verb: str, index: int, specs: list[list[_Spec]], what: str) -> str:
+def _mismatch_text(verb: str, index: int, specs: list[list[_Spec]], what: str) -> str:
+    """The message of an error about tensor ``index``, whose ``what`` differs between ranks."""
     first = specs[0][index]
     rank = next(rank for rank, rank_specs in enumerate(specs) if rank_specs[index] != first)
     differing = specs[rank][index]
@@ -327,26 +328,27 @@ def _check_src(group: Group, src: int) -> None:
         raise ValueError(f"src={src} is not a rank of this job: possible are 0 to {group.world_size - 1}")
 
 
-def _channel(group: Group, device: torch.device) -> dist.ProcessGroup | None:
+def _process_group_for(group: Group, device: torch.device) -> dist.ProcessGroup | None:
     return group.cpu if device.type == "cpu" else group.wide
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    # Not view(-1): a single element may have any stride, such as one of a column, and counts as contiguous.
+    # Not view(-1): a tensor of one element counts as contiguous with any stride, such as that of a column.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors arrive on the host: on a device they would open a context on the sender's device in every process."""
+    """Pickles device tensors as CPU tensors: unpickled on the sender's device, they would open a context there in every process."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor) or isinstance(obj, Parameter) or obj.device.type in ("cpu", "meta"):
-            return NotImplemented  # a parameter's tensor comes by itself
+            return NotImplemented  # a parameter is pickled with its tensor, which this method gets separately
         return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
 def _packed(obj: Any) -> bytes | str:
-    # If an object cannot be sent, send the error: the others are waiting.
+    """Pickle an object; if that fails, return the error as text."""
+    # If an object cannot be pickled, send the error in its place, since other ranks wait for something.
     packed = io.BytesIO()
     try:
         _Pickler(packed, pickle.HIGHEST_PROTOCOL).dump(obj)

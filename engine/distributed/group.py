@@ -1,4 +1,4 @@
-"""The processes of one job, as each of them sees it."""
+"""The processes of one job, as seen by one of them."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """A kind of device, as strategies and transforms ask for it."""
+    """A kind of device: the facts on which strategies and transforms depend."""
 
     type: str = "cpu"
-    """Torch's name of the device type: ``"cpu"``, ``"cuda"``, ..."""
+    """Torch's name for the device type: ``"cpu"``, ``"cuda"``, ..."""
     has_fp8: bool = False
-    """Whether the device multiplies matrices in fp8 itself."""
+    """Whether the device has hardware for fp8 matrix products."""
 
     @property
     def is_accelerator(self) -> bool:
-        """Check whether the device has memory of its own: all but the CPU."""
+        """Whether the device is an accelerator, with memory of its own: any device but the CPU."""
         return self.type != "cpu"
 
 
 class Group:
     """The processes of one job. Created by :func:`engine.distributed.join.join`.
 
-    ``rank``, ``world_size``, ``local_rank``, ``is_main`` (rank 0) and ``device`` (of this process) are plain
-    attributes. ``cpu`` is a gloo process group besides the default one, for flags, sizes, objects and CPU tensors, so that these never
-    mix with the gradients' collectives; ``None`` with one process, and then every collective is a no-op. ``wide`` is the
-    process group for the device's tensors; ``None`` is torch's default one.
+    ``rank``, ``world_size``, ``local_rank``, ``is_main`` (whether this is rank 0) and this process's ``device`` are plain
+    attributes. ``cpu`` is a separate gloo process group for flags, sizes, objects and CPU tensors, so that these never mix with the
+    gradients' collectives; with one process it is ``None``, and every collective is a no-op. ``wide`` is the process group for
+    the device's tensors; ``None`` means torch's default group.
     """
 
     __slots__ = ("_joined", "cpu", "device", "environment", "is_main", "local_rank", "rank", "wide", "world_size")
@@ -56,12 +56,12 @@ class Group:
 
     @property
     def kind(self) -> DeviceKind:
-        """The kind of device that each rank of the job has."""
+        """The kind of this process's device, which is that of every rank."""
         return DeviceKind(self.device.type, accelerators.has_fp8(self.device))
 
     @property
     def failed(self) -> bool:
-        """Set to True after an error: then the process leaves without waiting for the others. The next ``join`` clears it."""
+        """Whether a run has ended with an error, so that this process leaves the job without waiting for the others. The next ``join`` clears it."""
         return self._joined is not None and self._joined.failed
 
     @failed.setter
@@ -81,7 +81,7 @@ class Group:
                 torch_private.set_timeout(group, timeout)
 
     def part(self, parts: Sequence[Sequence[int]]) -> Group:
-        """The subgroup in ``parts`` that contains this rank, with ranks from 0. A collective; every rank is in exactly one."""
+        """Create the subgroup of this rank's part, with ranks counted from 0. A collective; every rank is in exactly one of ``parts``."""
         cpu, wide = self.made_once(("part", *map(tuple, parts)), lambda: self._groups(parts))
         ranks = next(part for part in parts if self.rank in part)
         subgroup = Group(self.environment, self.device, self._joined)
@@ -90,15 +90,15 @@ class Group:
         return subgroup
 
     def _groups(self, parts: Sequence[Sequence[int]]) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """The process groups of this rank's subgroup: for CPU tensors and for the device's."""
+        """The process groups of this rank's subgroup, for CPU tensors and for the device's tensors."""
         shared = [ranks for ranks in parts if len(ranks) > 1]
         cpu = process_groups.on_cpu(shared) if shared else None
         return cpu, cpu if self.device.type == "cpu" or not shared else self.part_for_device(parts)
 
     def part_for_device(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """The process group for the device's tensors of this rank's part, made once; ``None`` for a rank in no part. A collective.
+        """The process group of this rank's part for the device's tensors, created once; ``None`` for a rank in no part. A collective.
 
-        The process group has no gloo group beside it. For a part with all ranks it is torch's default group.
+        There is no gloo group for the part. A part of all ranks has torch's default group.
         """
         if len(parts) == 1 and sorted(parts[0]) == list(range(dist.get_world_size())):
             return dist.group.WORLD
@@ -106,10 +106,10 @@ class Group:
         return self.made_once(key, lambda: process_groups.on_device(parts, self.device))
 
     def made_once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """The result of ``make`` at the first call with this key, kept for the life of the job: meshes and process groups.
+        """Call ``make`` at the first call with this key, and keep its result, a mesh or process groups, for the life of the job.
 
-        Each process group has its own threads and sockets, and a sharded module uses its mesh also after the run: so runs
-        share them, and do not leak them.
+        Each process group has threads and sockets of its own, and a sharded module uses its mesh even after the run. So all runs
+        share them, rather than create and leak their own.
         """
         if self._joined is None:
             return make()
@@ -118,14 +118,14 @@ class Group:
         return self._joined.made_objects[key]  # type: ignore[return-value]
 
     def barrier(self) -> None:
-        """Wait until every rank calls this. On the CPU: it does not wait for work queued on a device."""
+        """Wait until every rank calls this. Only the processes wait for each other, not for work that is queued on a device."""
         if self.cpu is not None:
             dist.barrier(group=self.cpu)
 
     def close(self) -> None:
         """Leave the job now rather than at the interpreter's exit, for every ``Group`` of this process. Repeated calls do nothing.
 
-        A default group that the user initialised is kept.
+        A default group that the user has initialised is not destroyed.
         """
         if self._joined is not None and self._joined is own_process.joined:
             own_process.leave()

@@ -1,7 +1,8 @@
-"""Joining the other processes of a job.
+"""Join the other processes of a job.
 
-A launcher's store outlives its ranks, and nothing in their environment distinguishes attempts: each machine's agent counts only its own restarts,
-and machines come and go without one. So each rank draws a ticket, and rank 0 answers every ticket with the name of its own round.
+A launcher's store outlives its ranks, and nothing in their environment distinguishes one attempt from the next: each machine's agent counts only
+its own restarts, and machines come and go without a restart. So each rank draws a ticket from the store, and rank 0 answers every ticket with the
+name of its own round (its ticket), under which the ranks of this attempt then meet.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from engine.distributed.own_process import JoinedGroups, own_process
 from engine.utils import accelerator as accelerators
 
 _TICKETS, _DONE = "fit/tickets", "fit/done"
-_stores: dict[tuple[str, int], dist.Store] = {}  # rank 0's port stays bound until the process ends
+"""The store's counters of tickets that were drawn, and of those that a rank 0 has answered."""
+# By address; kept, since rank 0's port stays bound until the process ends.
+_stores: dict[tuple[str, int], dist.Store] = {}
 
 
 def join(
@@ -36,21 +39,22 @@ def join(
 ) -> Group:
     """Join the processes of the job; every process calls this.
 
-    World size 1 creates no process group. Otherwise torch's default group is initialised (gloo for CPU tensors, the device's own back end
-    for others, such as NCCL), or reused if the user or an earlier ``join`` has initialised it. Ours is destroyed at the interpreter's exit.
+    With world size 1 no process group is created. Otherwise torch's default group is initialised (gloo for CPU tensors, the device's own back end,
+    such as NCCL, for others), or reused if the user or an earlier ``join`` has initialised it. A group of ours is destroyed at the interpreter's
+    exit.
 
     Args:
         environment: this process's rank, world size and addresses.
         device: this process's device; ``torch.device("cuda", i)`` must be the current CUDA device already.
-        timeout: for joining, and later for each collective.
-        store: the store for the rendezvous; by default one is served at the environment's master address and port.
-        check: called on rank 0 about ten times a second while it waits for others; it may raise.
-        debug: whether each collective first compares operation, shapes and dtypes over the ranks, and raises where they differ
-            (torch's ``DebugLevel.DETAIL``); for all groups of this process, at the cost of a small collective for each.
+        timeout: the timeout for joining, and later for each collective.
+        store: the store for the rendezvous; by default the one at the environment's master address and port.
+        check: called on rank 0 about ten times a second while it waits for other ranks; it may raise.
+        debug: whether each collective first compares operation, shapes and dtypes over the ranks, and raises an error where they differ
+            (torch's ``DebugLevel.DETAIL``). It applies to all groups of this process, at the cost of a small collective for each collective.
 
     Raises:
         ValueError: ``debug`` with a default group that was created without it.
-        RuntimeError: the others did not join in time, the address cannot be served or reached, the default group that exists has
+        RuntimeError: other ranks did not join in time, the address cannot be served or reached, an existing default group has
             another rank or size than the environment says, or the process may not open as many connections as the job needs.
     """
     failures.attach(environment)
@@ -58,24 +62,24 @@ def join(
         _check_existing(environment)
         joined = own_process.joined
         connected = environment.world_size > 1 or (joined is not None and joined.world is dist.group.WORLD)
-        return Group(environment, device, _existing(timeout, debug) if connected else None)
+        return Group(environment, device, _reuse_default_group(timeout, debug) if connected else None)
     if environment.world_size == 1:
         if environment.name == "single":
             own_process.ran_alone = True
         return Group(environment, device)
     failures.refuse_imported_script()
     process_groups.allow_descriptors(environment.world_size)
-    where = f"{environment.master_addr}:{environment.master_port}"
+    address = f"{environment.master_addr}:{environment.master_port}"
     store = meet(
-        store or _open_store(environment, timeout, where),
+        store or _open_store(environment, timeout, address),
         environment.rank,
         environment.world_size,
-        where,
+        address,
         timeout=timeout,
         check=check,
     )
     if debug:
-        dist.set_debug_level(dist.DebugLevel.DETAIL)  # also for groups that are created later
+        dist.set_debug_level(dist.DebugLevel.DETAIL)  # for groups that are created later, too
     process_groups.initialise(
         device,
         store,
@@ -89,7 +93,7 @@ def join(
 
 
 def join_here(environment: Environment, accelerator: str, *, timeout: timedelta, debug: bool) -> Group:
-    """:func:`join` on this process's own device, with the processes that an earlier ``Fit`` has started, if there was one.
+    """Call :func:`join` for this process's own device, with the ranks that an earlier ``Fit`` of this process has started, if there are any.
 
     Raises:
         ValueError, RuntimeError: the accelerator is unknown or missing; and the errors of :func:`join`.
@@ -100,9 +104,9 @@ def join_here(environment: Environment, accelerator: str, *, timeout: timedelta,
 
 
 def join_alone(device: torch.device, *, timeout: timedelta) -> Group:
-    """Start a job of one process that does run its collectives, in the device's back end: for checks of a machine with one device.
+    """Start a job of one process that really runs its collectives in the device's back end, for checks of a machine with one device.
 
-    Later runs of this process join it: DDP reduces, FSDP shards, and checkpoints are agreed on, over one rank.
+    Later runs of this process use it: DDP, FSDP and checkpoints run their collectives over one rank.
     """
     store = dist.HashStore()
     process_groups.initialise(device, store, 0, 1, timeout, debug=False)
@@ -110,9 +114,9 @@ def join_alone(device: torch.device, *, timeout: timedelta) -> Group:
 
 
 def own_environment(environment: Environment | None = None) -> Environment:
-    """This process's rank and job: as given, as an earlier ``Fit`` of this process has set it up, or as the launcher's variables say.
+    """This process's rank and job: ``environment``, else what an earlier ``Fit`` of this process has set up, else what the launcher's variables say.
 
-    An error that ends this process afterwards is recorded for the launcher.
+    From now on an error that ends this process is recorded for the launcher.
     """
     started = own_process.started
     environment = environment or (started.environment if started else detect(os.environ))
@@ -121,6 +125,7 @@ def own_environment(environment: Environment | None = None) -> Environment:
 
 
 def _check_existing(environment: Environment) -> None:
+    """Check that the existing default group has the environment's rank and world size."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if (rank, world_size) != (environment.rank, environment.world_size):
         raise RuntimeError(
@@ -130,8 +135,8 @@ def _check_existing(environment: Environment) -> None:
         )
 
 
-def _existing(timeout: timedelta, debug: bool) -> JoinedGroups:
-    """State shared by all groups of this process, on torch's existing default group."""
+def _reuse_default_group(timeout: timedelta, debug: bool) -> JoinedGroups:
+    """Reuse torch's existing default group: the state that all groups of this process share."""
     joined = own_process.joined
     if joined is None or joined.world is not dist.group.WORLD:
         joined = _adopt(timeout, None, dist.get_debug_level() == dist.DebugLevel.DETAIL)
@@ -145,10 +150,10 @@ def _existing(timeout: timedelta, debug: bool) -> JoinedGroups:
 
 
 def _adopt(timeout: timedelta, store: dist.Store | None, debug: bool) -> JoinedGroups:
-    """Note the default group as this process's, with a gloo group beside it, and leave it at the interpreter's exit.
+    """Register the default group as this process's, with a separate gloo group, and arrange to leave it at the interpreter's exit.
 
     Args:
-        store: of our rendezvous; ``None``: the user initialised the group.
+        store: the store of our rendezvous; ``None``: the user has initialised the group.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -163,12 +168,12 @@ def _adopt(timeout: timedelta, store: dist.Store | None, debug: bool) -> JoinedG
     return own_process.joined
 
 
-def _open_store(environment: Environment, timeout: timedelta, where: str) -> dist.Store:
-    """The store at the job's address, which rank 0 serves unless the launcher does; one for all jobs of this process at that address."""
-    who = f"rank {environment.rank} of {environment.world_size}"
+def _open_store(environment: Environment, timeout: timedelta, address: str) -> dist.Store:
+    """The store at the job's address, which rank 0 serves unless the launcher does. All jobs of this process at one address share one store."""
+    this_rank = f"rank {environment.rank} of {environment.world_size}"
     if environment.master_addr is None or environment.master_port is None:
         raise RuntimeError(
-            f"{who} does not know the address of the others: {environment!r} has no master_addr or no master_port"
+            f"{this_rank} does not know the address of the others: {environment!r} has no master_addr or no master_port"
         )
     key = (environment.master_addr, environment.master_port)
     serves = environment.rank == 0 and not environment.agent_store
@@ -186,13 +191,13 @@ def _open_store(environment: Environment, timeout: timedelta, where: str) -> dis
                     multi_tenant=serves,
                 )
         except dist.DistError as error:
-            todo = (
+            advice = (
                 "Another program may hold the port: choose another MASTER_PORT."
                 if serves
                 else "Is rank 0 running there, and is the address right as seen from this machine?"
             )
             raise RuntimeError(
-                f"{who} could not {'serve' if serves else 'reach'} the job's store at {where}: {error}. {todo}"
+                f"{this_rank} could not {'serve' if serves else 'reach'} the job's store at {address}: {error}. {advice}"
             ) from error
     return _stores[key]
 
@@ -201,55 +206,57 @@ def meet(
     store: dist.Store,
     rank: int,
     world_size: int,
-    where: str,
+    address: str,
     *,
     timeout: timedelta,
     check: Callable[[], None] | None = None,
 ) -> dist.Store:
-    """Create the part of ``store`` for the ranks of this round only; every rank calls this. Rank 0 returns when all have joined.
+    """Meet the other ranks of this round, and return the part of ``store`` that only these ranks use. On rank 0 wait until all have joined.
 
     Args:
-        where: the store's address, for messages.
-        check: called on rank 0 about ten times a second while it waits for others; it may raise (``ScriptRanks.check``).
+        address: the store's address, for messages.
+        check: called on rank 0 about ten times a second while it waits for other ranks; it may raise (``ScriptRanks.check``).
 
     Raises:
-        RuntimeError: the others, or rank 0, did not join in time.
+        RuntimeError: rank 0 or another rank did not join in time.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     ticket = store.add(_TICKETS, 1)
     if rank != 0:
         name = _await_answer(
-            store, ticket, deadline, f"rank 0 did not connect to {where} within {timeout.total_seconds():g} s"
+            store, ticket, deadline, f"rank 0 did not connect to {address} within {timeout.total_seconds():g} s"
         )
-        part = _part(store, name, timeout)
-        part.add("joined", 1)
-        return part
-    mine = _part(store, str(ticket), timeout)
-    joined, pause, answered = mine.add("joined", 0) + 1, 0.005, store.add(_DONE, 0)
+        rank_0_round = _round_store(store, name, timeout)
+        rank_0_round.add("joined", 1)
+        return rank_0_round
+    own_round = _round_store(store, str(ticket), timeout)
+    joined, pause, answered_count = own_round.add("joined", 0) + 1, 0.005, store.add(_DONE, 0)
     while joined < world_size:
-        drawn = store.add(_TICKETS, 0)
-        for number in range(answered + 1, drawn + 1):
+        ticket_count = store.add(_TICKETS, 0)
+        for number in range(answered_count + 1, ticket_count + 1):
             store.set(f"fit/answers/{number}", str(ticket))
-        answered = drawn
-        joined = mine.add("joined", 0) + 1
+        answered_count = ticket_count
+        joined = own_round.add("joined", 0) + 1
         if joined >= world_size:
             break
         if check is not None:
             check()
         if time.monotonic() > deadline:
             raise RuntimeError(
-                f"only {joined} of {world_size} ranks connected to {where} within {timeout.total_seconds():g} s. Look for the "
+                f"only {joined} of {world_size} ranks connected to {address} within {timeout.total_seconds():g} s. Look for the "
                 "first error in the output of the others, and check whether their machines can reach this address."
             )
         time.sleep(pause)
         pause = min(pause * 2, 0.1)
-    store.add(_DONE, answered - store.add(_DONE, 0))  # the next rank 0 need not answer these
-    return mine
+    # The next attempt's rank 0 must not answer these tickets again.
+    store.add(_DONE, answered_count - store.add(_DONE, 0))
+    return own_round
 
 
 def _await_answer(store: dist.Store, ticket: int, deadline: float, problem: str) -> str:
+    """Wait for rank 0's answer to this rank's ticket: the name of the round. ``problem``: the start of the error after ``deadline``."""
     key, pause = f"fit/answers/{ticket}", 0.005
-    # Polled: a signal would not interrupt a blocking wait.
+    # Polled, since a signal would not interrupt a blocking wait.
     while not store.check([key]):
         if time.monotonic() > deadline:
             raise RuntimeError(
@@ -260,7 +267,8 @@ def _await_answer(store: dist.Store, ticket: int, deadline: float, problem: str)
     return store.get(key).decode()
 
 
-def _part(store: dist.Store, name: str, timeout: timedelta) -> dist.Store:
+def _round_store(store: dist.Store, name: str, timeout: timedelta) -> dist.Store:
+    """The part of ``store`` for the round called ``name``."""
     part = dist.PrefixStore(f"fit/{name}", store)
     part.set_timeout(timeout)
     return part

@@ -1,4 +1,4 @@
-"""The part of this process in its job: the process groups that it has joined, the ranks that it has started, and leaving without an abort."""
+"""This process's state in its job: the process groups that it has joined, the ranks that it has started, and how it leaves without an abort."""
 
 from __future__ import annotations
 
@@ -18,49 +18,53 @@ from engine.utils import torch_private
 from engine.utils.log import logger
 
 LEAVE_S = 5.0
-"""How long a process that ends normally waits for all other processes (s); otherwise about 15 % of FSDP2 runs abort at exit."""
+"""Seconds that a process that ends normally waits for the other ranks; without this wait about 15 % of FSDP2 runs abort at exit."""
 
 
 @dataclass(eq=False)
 class JoinedGroups:
-    """torch's default group in this process, and our state for it: shared by every ``Group`` of the process."""
+    """Torch's default group in this process and our state for it, shared by every ``Group`` of the process."""
 
     world: dist.ProcessGroup
     cpu: dist.ProcessGroup
-    store: dist.Store  # of the rendezvous
-    created_here: bool  # False: the user initialised the default group, and destroys it
+    store: dist.Store  # the store of the rendezvous
+    created_here: bool  # False: the user has initialised the default group, and must destroy it
     pid: int
-    debug: bool  # its groups compare each collective's shapes
+    debug: bool  # whether the groups compare the shapes of each collective
     failed: bool = False
-    made_objects: dict[Hashable, object] = field(default_factory=dict)  # of Group.made_once, by its key
+    made_objects: dict[Hashable, object] = field(default_factory=dict)  # results of Group.made_once
 
 
 class StartedRanks(ABC):
     """The ranks that this process, rank 0, has started. Implemented by :class:`engine.launch.script_ranks.ScriptRanks`."""
 
     environment: Environment
-    """Rank 0's place in the job."""
+    """The environment of rank 0."""
     store: dist.Store
     """The store in which the ranks meet."""
 
     @abstractmethod
     def check(self, error: BaseException | None = None, wait_s: float = 3.0) -> None:
-        """Raise ``RankError`` if another rank has failed; with rank 0's own ``error`` only if that is a consequence."""
+        """Raise ``RankError`` if another rank has failed. With rank 0's own ``error``, only if that error is a consequence of the failure.
+
+        Args:
+            wait_s: seconds to wait for the failure that may have caused ``error``.
+        """
 
 
 class OwnProcess:
-    """This process: what it has joined and started, and whether it has run alone. There is one object, :data:`own_process`."""
+    """The state of this process: what it has joined and started, and whether it has run alone. The only object is :data:`own_process`."""
 
     joined: JoinedGroups | None = None
-    """The process groups of the job; ``None`` with one process, and after :meth:`leave`."""
+    """The process groups of the job; ``None`` for a job of one process, and after :meth:`leave`."""
     ran_alone = False
-    """Whether this process has run without other ranks. Then none can be started any more: they would reach that run first."""
+    """Whether this process has run without other ranks. Then none can be started: running the same script, they would reach that run first."""
     _started: StartedRanks | None = None
     _pid = 0
 
     @property
     def started(self) -> StartedRanks | None:
-        """The ranks that this process has started; ``None`` before, in the other ranks, and in forks."""
+        """The ranks that this process has started; ``None`` if it has started none, and in forked processes."""
         return self._started if self._pid == os.getpid() else None
 
     @started.setter
@@ -68,7 +72,7 @@ class OwnProcess:
         self._started, self._pid = ranks, os.getpid()
 
     def leave(self) -> None:
-        """Leave the job: destroy the default group if it is ours, and let gloo's threads come to rest. Repeated calls do nothing."""
+        """Leave the job: destroy the default group if it is ours, and wait until gloo's threads sleep. Repeated calls do nothing."""
         joined, self.joined = self.joined, None
         if joined is None or joined.pid != os.getpid():
             return
@@ -78,8 +82,8 @@ class OwnProcess:
 
 
 def _leave_together(joined: JoinedGroups) -> None:
-    """Destroy the default group: after all ranks have reached this point, unless this process ends with an error."""
-    # Set by the interpreter when it prints an uncaught exception (last_exc is its name from Python 3.12 on).
+    """Destroy the default group once all ranks have reached this point. If this process ends with an error, keep the group rather than wait."""
+    # The interpreter sets these when it prints an uncaught exception (last_exc from Python 3.12 on).
     if joined.failed or getattr(sys, "last_exc", None) is not None or getattr(sys, "last_value", None) is not None:
         _leak_groups()
         return
@@ -89,21 +93,21 @@ def _leave_together(joined: JoinedGroups) -> None:
         else:
             _leak_groups()
         process_groups.destroy()
-    except (RuntimeError, dist.DistError) as error:  # others that waited longer than LEAVE_S are gone
+    except (RuntimeError, dist.DistError) as error:  # another rank has waited longer than LEAVE_S and is gone
         logger.debug("leaving alone: %s", error)
         _leak_groups()
 
 
 def _leak_groups() -> None:
-    """Keep torch's process groups alive forever: their destructors wait (up to the timeout) for work that others will never join."""
+    """Keep torch's process groups alive forever: their destructors would wait, up to the timeout, for collectives that other ranks never join."""
     for process_group in torch_private.process_groups():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
 
 
 def _all_leave(store: dist.Store, world_size: int) -> bool:
-    """Check whether all ranks reached this point within ``LEAVE_S``. Through the store: a collective that a rank never joins would block the exit.
+    """Whether all ranks have reached this point within ``LEAVE_S``. The store is used because a collective that a rank never joins would block.
 
-    All ranks get one answer, the first that any rank found: one that gives up may keep running, and a later one must not wait for it.
+    All ranks get the same answer, the first one that any rank gives: a rank that has given up must not be waited for by later ones.
     """
     deadline = time.monotonic() + LEAVE_S
     try:

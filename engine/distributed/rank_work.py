@@ -1,4 +1,4 @@
-"""Work that differs between ranks: on one only (``rank_zero_only``, ``get_logger``), on one before the others, in turn, or a slice on each."""
+"""Work that differs between ranks: on one rank only (``rank_zero_only``, ``get_logger``), on one before the others, in turn, or a slice on each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Trigger:
-    """A flag that any process raises and all processes see."""
+    """A flag that any process can raise and all processes see."""
 
     def __init__(self, group: Group) -> None:
         self._group, self._raised = group, False
@@ -33,14 +33,14 @@ class Trigger:
         self._raised = True
 
     def check(self) -> bool:
-        """Check whether any process has raised the flag, which is lowered again. All processes call this together."""
+        """Return whether any process has raised the flag; if so, lower it again. All processes call this together."""
         anywhere = bool(all_reduce(self._group, torch.tensor(self._raised, dtype=torch.int32), "max"))
         self._raised = self._raised and not anywhere
         return anywhere
 
 
 def only(function: F | None, condition: Callable[[], bool]) -> Any:
-    """Let ``function`` run only where ``condition()`` is true; without a function, return the decorator that does this."""
+    """Wrap ``function`` so that it runs only on processes where ``condition()`` is true; without ``function``, return the decorator."""
     if function is None:
         return functools.partial(only, condition=condition)
 
@@ -53,12 +53,12 @@ def only(function: F | None, condition: Callable[[], bool]) -> Any:
 
 @contextmanager
 def before_others(group: Group, first: bool) -> Iterator[None]:
-    """Let the processes with ``first`` run the block before all other processes. All processes enter it."""
+    """Let processes with ``first`` run the block before the other processes. All processes enter it."""
     if not first:
         group.barrier()
     try:
         yield
-    finally:  # an exception in the first process still releases the others: later barriers stay matched
+    finally:  # even after an exception, so that the other processes continue, and later barriers match
         if first:
             group.barrier()
 
@@ -67,11 +67,11 @@ def part(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:
     """One rank's contiguous slice of a list, tuple, tensor, ``datasets.Dataset``, or dict of them.
 
     Args:
-        pad: repeat the last item so that all have the same length.
+        pad: repeat the last item so that the slices of all ranks have the same length.
 
     Raises:
-        TypeError: another kind of object.
-        ValueError: a dict whose values differ in length.
+        TypeError: ``inputs`` is another kind of object.
+        ValueError: ``inputs`` is a dict whose values differ in length.
     """
     if isinstance(inputs, Mapping):
         lengths = {key: len(value) for key, value in inputs.items()}
@@ -86,9 +86,8 @@ def part(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:
     low = rank * length + min(rank, larger)
     positions = range(low, low + length + (rank < larger))
     missing = (length + (larger > 0)) - len(positions)
-    if hasattr(inputs, "select") and not isinstance(
-        inputs, Tensor
-    ):  # a dataset of the package datasets: its slices are dicts of columns
+    # Slices of a datasets.Dataset are dicts of columns.
+    if hasattr(inputs, "select") and not isinstance(inputs, Tensor):
         return inputs.select([*positions, *[len(inputs) - 1] * (missing if pad and len(inputs) else 0)])
     portion = inputs[positions.start : positions.stop]
     if pad and missing and len(inputs):
@@ -98,8 +97,8 @@ def part(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:
 
 
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """Logs on rank 0. With ``main_process_only=False`` every rank does; with ``in_order=True`` they do so one after the other, and all ranks make
-    the call together."""
+    """A logger that logs only on rank 0. With ``main_process_only=False`` every rank logs; with ``in_order=True`` the ranks log one after the
+    other, and all of them make the call together."""
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         everywhere, in_order = not kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
@@ -114,7 +113,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
                 dist.barrier()
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """A warning that appears once for each text and its arguments."""
+        """Log a warning, but only once for each text with the same arguments."""
         warned = self.__dict__.setdefault("_said", set())
         if (warning := (msg, args)) not in warned:
             warned.add(warning)
@@ -122,7 +121,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
 
 
 def rank_zero_only(function: Callable[P, T], default: Any = None) -> Callable[P, T]:
-    """Decorator: ``function`` runs on rank 0; other ranks get ``default``. It needs no ``Engine`` or ``Fit``, and works before processes join."""
+    """Decorate ``function`` to run on rank 0 only; other ranks get ``default``. Works without ``Engine`` and ``Fit``, and before processes join."""
 
     @functools.wraps(function)
     def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -131,25 +130,25 @@ def rank_zero_only(function: Callable[P, T], default: Any = None) -> Callable[P,
     return on_rank_zero
 
 
-class _Nothing:
-    """An object whose attributes and calls are the object itself."""
+class _NoOp:
+    """An object on which every attribute and every call returns the object itself."""
 
-    def __getattr__(self, name: str) -> _Nothing:
+    def __getattr__(self, name: str) -> _NoOp:
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
+    def __call__(self, *args: Any, **kwargs: Any) -> _NoOp:
         return self
 
     __getitem__ = __setitem__ = __call__
 
 
 def rank_zero_experiment(function: Callable[P, Any]) -> Callable[P, Any]:
-    """Decorator of a logger's ``experiment``: other ranks than 0 get an object on which every call does nothing."""
-    return rank_zero_only(function, _Nothing())
+    """Decorate a logger's ``experiment``: ranks other than 0 get an object on which every call does nothing."""
+    return rank_zero_only(function, _NoOp())
 
 
 def own_rank() -> int:
-    """This process's rank: in the job that it has joined, or as the launcher's variables say."""
+    """This process's rank, in the job that it has joined or, before that, as the launcher's variables say."""
     return dist.get_rank() if _joined() else detect(os.environ).rank
 
 
@@ -158,10 +157,10 @@ def _joined() -> bool:
 
 
 def get_logger(name: str, log_level: str | None = None) -> RankLogger:
-    """``logging.getLogger(name)`` for scripts of several processes: by default only rank 0 logs; see :class:`RankLogger`.
+    """Do the same as ``logging.getLogger(name)`` for scripts of several processes: by default only rank 0 logs; see :class:`RankLogger`.
 
     Args:
-        log_level: ``"INFO"``, ...; by default unchanged.
+        log_level: the logger's level, such as ``"INFO"``; by default unchanged.
     """
     logger = logging.getLogger(name)
     if log_level is not None:

@@ -1,4 +1,4 @@
-"""Where this process's threads are: full stacks, and the one line that says most about the training."""
+"""The positions of this process's threads: full stacks, and the one line that says most about the training."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _LIBRARIES = tuple(
         *(str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")),
     }
 )
-# A thread that hangs below these waits for other ranks: collectives, and the backward pass, which reduces gradients.
-_WAITS = (
+# Code in which a thread waits for other ranks: collectives, and the backward pass, which reduces gradients.
+_WAITING_CODE = (
     str(Path(torch.__file__).resolve().parent / "distributed"),
     str(Path(torch.__file__).resolve().parent / "autograd" / "graph.py"),
     str(Path(__file__).resolve().parent),
@@ -37,16 +37,17 @@ _LOADERS = {
     "engine.loop.train": "training",
     "engine.loop.evaluate": "evaluation",
 }
-"""The loader that a module's functions read."""
+"""The kind of loader that each module reads, for messages."""
 _DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy", "_pydevd_bundle", "IPython.core.debugger")
 
 
 MOST = 80
-"""Maximum characters of a source line."""
+"""The maximum number of characters that are shown of a source line."""
 _doing: dict[int, str] = {}
+"""The activities of threads in words, by ``threading.get_ident()``; :func:`doing` sets them."""
 
 
-# The call in which a thread stands, by its source: it returns when the device has finished what was queued before.
+# The source of calls that return only when the device has finished the work queued before.
 _DEVICE_WAITS = re.compile(
     r"\.(item|tolist|numpy|cpu|is_nonzero|nonzero)\([^()]*\)$|\.to\(.*\bcpu\b.*\)$|synchroni[sz]e\w*\(.*\)$|^(float|int|bool)\(",
     re.DOTALL,
@@ -55,7 +56,7 @@ _DEVICE_WAITS = re.compile(
 
 @dataclass(frozen=True)
 class Position:
-    """Where a thread is."""
+    """The position of a thread in the code."""
 
     line: str
     """The innermost line of the user's own code: ``train.py:34 in training_step: time.sleep(60)``."""
@@ -64,8 +65,8 @@ class Position:
     debugged: bool = False
     """Whether a debugger holds the thread."""
     device: bool = False
-    """Whether the thread waits for a device: it stands in a call such as ``loss.item()`` or ``torch.cuda.synchronize()``. What the device waits
-    for, perhaps a collective that another rank has not started, cannot be seen from here."""
+    """Whether the thread waits for a device, in a call such as ``loss.item()`` or ``torch.cuda.synchronize()``. The host cannot see what the device
+    waits for, perhaps a collective that another rank has not started."""
 
 
 def position(thread: int) -> Position:
@@ -74,32 +75,42 @@ def position(thread: int) -> Position:
     if frame is None:
         return Position("(the thread has ended)", False)
     frames = []
-    walk: FrameType | None = frame
-    while walk is not None:
+    current: FrameType | None = frame
+    while current is not None:
         frames.append(
-            (walk.f_code.co_filename, walk.f_lineno, walk.f_code.co_name, str(walk.f_globals.get("__name__")))
+            (
+                current.f_code.co_filename,
+                current.f_lineno,
+                current.f_code.co_name,
+                str(current.f_globals.get("__name__")),
+            )
         )
-        walk = walk.f_back
+        current = current.f_back
     debugged = any(name.split(".")[0] in _DEBUGGERS or name in _DEBUGGERS for *_, name in frames)
     file, number, function, _ = frames[0]
-    line = _line([entry[:3] for entry in frames])
-    inner = "" if line.startswith(f"{file}:{number} ") else f" (now in {Path(file).name}:{number} {function})"
-    busy = f"; it is {_doing[thread]}" if thread in _doing else ""
-    waits = file.startswith(_WAITS)
-    return Position(line + inner + busy, waits, debugged, not waits and _DEVICE_WAITS.search(_call(frame)) is not None)
+    line = _user_line([entry[:3] for entry in frames])
+    innermost = "" if line.startswith(f"{file}:{number} ") else f" (now in {Path(file).name}:{number} {function})"
+    activity = f"; it is {_doing[thread]}" if thread in _doing else ""
+    waits = file.startswith(_WAITING_CODE)
+    return Position(
+        line + innermost + activity,
+        waits,
+        debugged,
+        not waits and _DEVICE_WAITS.search(_call_source(frame)) is not None,
+    )
 
 
 @dataclass(frozen=True)
 class LateWorker:
-    """A process of a ``DataLoader`` that has not reached torch's worker loop."""
+    """A worker process of a ``DataLoader`` that has not reached torch's worker loop."""
 
     pid: int
     name: str
-    """``worker 0 of the training loader``."""
+    """The worker's name for messages, such as ``worker 0 of the training loader``."""
 
 
 def late_workers(thread: int) -> list[LateWorker]:
-    """Workers that have not started, of the loader for which the thread with this ``threading.get_ident()`` waits. Known on Linux only."""
+    """Workers that have not started, of the loader for which the thread with this ``threading.get_ident()`` waits. Always empty outside of Linux."""
     workers: Sequence[Any] = ()
     frame, module = sys._current_frames().get(thread), ""
     while frame is not None:
@@ -107,7 +118,7 @@ def late_workers(thread: int) -> list[LateWorker]:
         if module == "torch.utils.data.dataloader":
             workers = workers or getattr(frame.f_locals.get("self"), "_workers", ())
         elif workers and not module.startswith("engine.data."):
-            break  # who reads the loader
+            break  # this module reads the loader
         frame = frame.f_back
     if not workers:
         return []
@@ -115,20 +126,20 @@ def late_workers(thread: int) -> list[LateWorker]:
     return [
         LateWorker(worker.pid, f"worker {number} of the {kind} loader")
         for number, worker in enumerate(workers)
-        if unchanged and _command(worker.pid) == unchanged  # torch renames a process in which a worker starts
+        if unchanged and _command(worker.pid) == unchanged  # torch renames the process when a worker has started
     ]
 
 
 def _command(pid: int | str) -> str:
-    """The name of a process's main thread; empty when it has ended, or cannot be known."""
+    """The name of a process's main thread; empty if the process has ended, or the name is unknown."""
     try:
         return Path(f"/proc/{pid}/comm").read_text()
     except OSError:
         return ""
 
 
-def _call(frame: FrameType) -> str:
-    """The source of the expression that a frame evaluates, on one line; empty when it is not known."""
+def _call_source(frame: FrameType) -> str:
+    """The source of the expression that a frame is evaluating, on one line; empty if it is unknown."""
     positions = list(frame.f_code.co_positions())
     first, last, start, end = positions[frame.f_lasti // 2] if 0 <= frame.f_lasti // 2 < len(positions) else [None] * 4
     if first is None or last is None or start is None or end is None:
@@ -140,7 +151,7 @@ def _call(frame: FrameType) -> str:
 
 
 def processor_s(native_thread: int) -> float | None:
-    """Seconds of processor time that a thread of this process has used, by its ``threading.get_native_id()``; ``None``: not on Linux."""
+    """The processor time (s) that the thread with this ``threading.get_native_id()`` has used; ``None`` outside of Linux."""
     try:
         return int(Path(f"/proc/self/task/{native_thread}/schedstat").read_text().split()[0]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -149,7 +160,7 @@ def processor_s(native_thread: int) -> float | None:
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Describe in words what this thread is doing, for reports of hangs."""
+    """Set what this thread is doing inside the block, in words, for reports of hangs."""
     thread = threading.get_ident()
     _doing[thread] = what
     try:
@@ -160,11 +171,13 @@ def doing(what: str) -> Iterator[None]:
 
 def raised_at(trace: TracebackType | None) -> str:
     """The innermost line of the user's own code that raised an error, in the form of :attr:`Position.line`."""
-    return _line([(entry.filename, entry.lineno or 0, entry.name) for entry in reversed(traceback.extract_tb(trace))])
+    return _user_line(
+        [(entry.filename, entry.lineno or 0, entry.name) for entry in reversed(traceback.extract_tb(trace))]
+    )
 
 
-def _line(frames: list[tuple[str, int, str]]) -> str:
-    """Describe the innermost frame of the user's own code. ``frames``: (file, line, function), the innermost first."""
+def _user_line(frames: list[tuple[str, int, str]]) -> str:
+    """Describe the innermost frame of the user's own code. ``frames``: (file, line, function) of each frame, innermost first."""
     user_frames = [entry for entry in frames if not entry[0].startswith((*_LIBRARIES, "<"))]
     file, number, function = (user_frames or frames or [("?", 0, "?")])[0]
     text = linecache.getline(file, number).strip()

@@ -1,4 +1,4 @@
-"""The job's store: one that only this machine reaches, and notes between ranks that can no longer use collectives."""
+"""The job's store: how one is served for this machine only, and notes between ranks that can no longer use collectives."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from engine.distributed import addresses
 from engine.distributed.group import Group
 
 ANSWER_S = 3.0
-"""How long a live store may take to answer (s)."""
+"""The time (s) within which a working store answers."""
 
 
 def serve(host: str, port: int, *, timeout: timedelta, world_size: int | None = None) -> dist.TCPStore:
-    """A store for processes of this machine. For a loopback address (or ``localhost``) it listens only there, for any other on all interfaces.
+    """Serve a store for processes on this machine. At a loopback address (or ``localhost``) it listens only there, else on all interfaces.
 
-    torch's store has no authentication: anyone who reaches the port may read and write. Not for several machines, where the first one's own
-    address may be ``localhost`` while the others use its name.
+    torch's store has no authentication: anyone who reaches the port may read and write. This is not for several machines: the first one may have
+    the address ``localhost`` while the others use its name.
 
     Args:
-        port: 0 for any free port; ``.port`` has its number.
+        port: the port; 0 for any free one, whose number is the store's ``.port``.
 
     Raises:
         torch.distributed.DistError: the port is taken.
@@ -55,7 +55,7 @@ def serve(host: str, port: int, *, timeout: timedelta, world_size: int | None = 
 
 
 def _listener(host: str, port: int) -> socket.socket | None:
-    """A socket that listens only at a loopback address; ``None``: torch creates one."""
+    """Create a socket that listens only at a loopback address; ``None`` for another address: torch then creates the socket."""
     literal = addresses.LOOPBACK if host == "localhost" else host
     if not addresses.is_loopback(literal):
         return None
@@ -67,14 +67,14 @@ def _listener(host: str, port: int) -> socket.socket | None:
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        if error.errno == errno.EADDRINUSE:  # torch shares a port within a process, or raises
+        if error.errno == errno.EADDRINUSE:  # torch shares the port of a store of this process, or raises an error
             return None
         raise dist.DistNetworkError(f"cannot listen at {host}:{port}: {error}") from error
     return listener
 
 
 def loopback_interface() -> dict[str, str]:
-    """The variable that makes gloo listen on this machine's loopback interface; by default it uses that of the host's name."""
+    """The variable that makes gloo listen on this machine's loopback interface; by default it uses the interface of the host's name."""
     name = addresses.interface(addresses.LOOPBACK)
     return {"GLOO_SOCKET_IFNAME": name} if name else {}
 
@@ -82,18 +82,19 @@ def loopback_interface() -> dict[str, str]:
 class Notes:
     """Notes between ranks when collectives are no longer possible, because some ranks hang or are lost.
 
-    JSON values by name, in the job's store, over a separate connection: other threads may be blocked on the others.
-    A store that does not answer is not an error here: then nothing is found, and :attr:`answers` is False.
+    Notes are JSON values by name in the job's store. They use a separate connection because other threads may be blocked on the existing ones.
+    If the store does not answer, no error is raised: :meth:`read` finds nothing, and :attr:`answers` is False.
     """
 
     def __init__(self, group: Group, topic: str) -> None:
         self.rank, self.world_size = group.rank, group.world_size
         self.answers = True
+        """Whether the store answered the latest call."""
         store: Any = group.store
         self._store = dist.PrefixStore(f"notes/{topic}", store.clone()) if store is not None else None
 
     def write(self, name: str, value: Any) -> None:
-        """Leave a note; one of the same name is replaced."""
+        """Write a note; an existing note of the same name is replaced."""
         store = self._store
         if store is None or not self.answers:
             return
@@ -105,7 +106,7 @@ class Notes:
         self._result_within(ANSWER_S, write)
 
     def read(self, name: str, wait_s: float) -> Any:
-        """The note of this name, after at most ``wait_s``; ``None``: there is none."""
+        """Return the note of this name, waiting at most ``wait_s`` (s) for it; ``None`` if there is none."""
         store = self._store
         if store is None or not self.answers:
             return None
@@ -121,7 +122,7 @@ class Notes:
         return self._result_within(wait_s + ANSWER_S, read)
 
     def _result_within(self, seconds: float, call: Callable[[], Any]) -> Any:
-        """The result of ``call``; ``None`` when it fails or takes longer: a broken connection blocks for minutes."""
+        """Return the result of ``call``, run in a thread; ``None`` if it fails or takes longer: a broken connection blocks for minutes."""
         results: list[Any] = []
 
         def run() -> None:

@@ -1,9 +1,10 @@
 """Ends a training that hangs, and reports which rank blocks it and where.
 
-A thread of each rank polls a progress counter of the training; the steps themselves do nothing. When the counter has not changed for the
-allowed time, each rank writes the stacks of its threads to a file and leaves a note for rank 0, which names the ranks that lag.
+A thread of each rank polls a progress counter of the training, at no cost for the steps. When the counter has not changed for the
+allowed time, each rank writes the stacks of its threads to a file and leaves a note for rank 0, whose report names the ranks that lag.
 
-:func:`explain_mismatch` is for ``debug=True``: ranks that enter one collective with different operations, shapes or dtypes, as a table of ranks.
+:func:`explain_mismatch`, for ``debug=True``, explains with a table of ranks that they have entered a collective with different operations, shapes
+or dtypes.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ from engine.utils.log import logger
 from engine.utils.text import terminal_text
 
 NOTES_S = 3.0
-"""How long rank 0 waits for the notes of all others (s); their stalls are noticed within a poll of each other."""
+"""The time (s) that rank 0 waits for the notes of all other ranks, which notice the stall within one poll of each other."""
 REPORT_S = 6.0
-"""How long other ranks wait for rank 0's report (s)."""
+"""The time (s) that other ranks wait for rank 0's report."""
 LEAVE_S = 3.0
-"""After the report: how long the training's thread may take to react (s). A thread that does not is in native code, or sleeps."""
+"""The time (s) that the training's thread has to react after the report. A thread that does not react is in native code, or sleeps."""
 WORKER_S = 60.0
-"""A loader's worker that has not started after this time (s) is reported: it may hang in its fork, and then never starts."""
+"""The time (s) after which a loader's worker that has not started is reported: if it hangs in its fork, it never will."""
 IDLE = 0.05
-"""A thread that uses less of a core than this waits or sleeps."""
+"""A thread that uses a smaller fraction of a core than this is waiting or sleeping."""
 MOST = 8
 """The maximum number of ranks that a report lists."""
 ROWS_S = 3.0
-"""The time limit for other ranks' notes about a mismatch (s): all ranks find it in one collective."""
+"""The time (s) to wait for other ranks' notes about a mismatch, which all ranks find in the same collective."""
 # The form of torch's message since 2.0.
 _MISMATCH = "Detected mismatch between collectives on ranks"
 _OWN_COLLECTIVE = re.compile(
@@ -59,14 +60,14 @@ _OWN_COLLECTIVE = re.compile(
 
 @dataclass(frozen=True)
 class HangNote:
-    """A rank's note when it hangs."""
+    """The note that a rank leaves for rank 0 when its training hangs."""
 
     progress: float
-    """Batches finished, or whatever the training counts."""
+    """The progress counter: batches finished, or whatever the training counts."""
     collectives: int
-    """Collectives started on the groups of all ranks."""
+    """The number of collectives started on the process groups of all ranks."""
     at: str
-    """The line at which the training stands."""
+    """The line of code at which the training stands."""
     waits: bool
     """Whether the training's thread waits for other ranks."""
     device: bool = False
@@ -74,19 +75,19 @@ class HangNote:
 
 
 class Watchdog:
-    """Watches the calling thread from now until :meth:`stop`; a collective (all ranks create one).
+    """Watches the calling thread until :meth:`stop`. All ranks create one together.
 
     Args:
         group: the ranks.
-        progress: a number that changes whenever a batch is finished. Called from another thread.
+        progress: returns a number that changes whenever a batch is finished. Called from another thread.
         first_s: allowed seconds until the first change (start, compilation).
         limit_s: allowed seconds without a change afterwards.
-        directory: where stacks are written: ``rank=<r>.txt``.
+        directory: the folder for the stacks, in ``rank=<r>.txt``.
 
-    Its thread is one that an earlier watchdog has left, if there is one; otherwise it starts one, which takes as long as a short evaluation.
+    An idle thread of an earlier watchdog is reused, because starting a thread takes as long as a short evaluation.
 
-    With several ranks a stall ends the process: :class:`HangError` is raised in the training's thread, and if that does not react the process
-    exits with status 1 and the report on its standard error. A single process only logs its position.
+    With several ranks a stall ends the process: :class:`HangError` is raised in the training's thread. If the thread does not react, the process
+    writes the report to standard error and exits with status 1. A single process only logs its position.
     A thread that a debugger holds does not count as hanging.
     """
 
@@ -96,31 +97,38 @@ class Watchdog:
         self._group, self._progress = group, progress
         self._first_s, self._limit_s = first_s, limit_s
         self._directory = directory
-        self._thread, self._native = threading.get_ident(), threading.get_native_id()
-        self._processor_s: float | None = time.thread_time()  # used until the progress changed last
-        self._late: dict[int, float] = {}  # workers that have not started, by process: since when (infinity: reported)
+        self._thread, self._native_id = threading.get_ident(), threading.get_native_id()
+        # Processor time used up to the latest change of the progress.
+        self._processor_s: float | None = time.thread_time()
+        # By process id, since when a worker is known not to have started (infinity: reported).
+        self._late: dict[int, float] = {}
         host = socket.gethostname()
-        self._who: list[str] = [
-            f"rank {rank} (host {where}, process {pid})"
-            for rank, (where, pid) in enumerate(gather_json(group, [host, os.getpid()]))
+        self._rank_names: list[str] = [
+            f"rank {rank} (host {host_name}, process {pid})"
+            for rank, (host_name, pid) in enumerate(gather_json(group, [host, os.getpid()]))
         ]
-        self._shared_notes = Notes(group, f"watchdog/{_next()}")
-        self._begun = progress()
+        self._shared_notes = Notes(group, f"watchdog/{_next_number()}")
+        self._first_progress = progress()
         self._report = ""
         self._waiting = False
         self._interrupt = Interrupt(HangError)
         self._stopped, self._reported, self._fired = threading.Event(), threading.Event(), threading.Event()
-        self._before, self._still_s, self._looked, self._stall_reported = self._begun, 0.0, time.monotonic(), False
+        self._last_progress, self._still_s, self._last_look, self._stall_reported = (
+            self._first_progress,
+            0.0,
+            time.monotonic(),
+            False,
+        )
         self._watcher = Watcher.watching(self, self._pause)
 
     def stop(self) -> None:
-        """Stop watching: the training is over, or its error is known."""
+        """Stop watching, because the training has ended or has raised an error."""
         self._interrupt.forbid()
         self._stopped.set()
         self._watcher.leave(self)
 
     def explain(self, error: BaseException) -> HangError | None:
-        """The error to raise instead of ``error``, if that is only how this rank noticed the hang."""
+        """The :class:`HangError` to raise instead of ``error`` if that is a consequence of the hang; else ``None``."""
         self._interrupt.forbid()
         timed_out = failures.blames_peer(error) and (
             "timed out" in str(error).lower() or "monitoredbarrier" in str(error).lower()
@@ -141,19 +149,21 @@ class Watchdog:
         return error
 
     def look(self) -> None:
-        """Compare the progress with that of the last look. The thread of the watchdog calls this after each pause."""
+        """Compare the progress with that at the last look. The watchdog's thread calls this after each pause."""
         if self._fired.is_set():
             return
         now, current = time.monotonic(), self._progress()
-        # A suspended process (or a sleeping laptop) has not hung meanwhile.
-        self._still_s += min(now - self._looked, 2 * self._pause)
-        self._looked = now
-        if current != self._before:
-            self._before, self._still_s, self._stall_reported = current, 0.0, False
-            self._processor_s = stacks.processor_s(self._native)
+        # Limited, since the time of a suspended process (or a sleeping laptop) does not count.
+        self._still_s += min(now - self._last_look, 2 * self._pause)
+        self._last_look = now
+        if current != self._last_progress:
+            self._last_progress, self._still_s, self._stall_reported = current, 0.0, False
+            self._processor_s = stacks.processor_s(self._native_id)
             return
         self._report_late_workers(now)
-        if self._stall_reported or self._still_s <= (self._first_s if current == self._begun else self._limit_s):
+        if self._stall_reported or self._still_s <= (
+            self._first_s if current == self._first_progress else self._limit_s
+        ):
             return
         position = self._position(self._still_s)
         if position.debugged:
@@ -171,7 +181,7 @@ class Watchdog:
         )
 
     def _report_late_workers(self, now: float) -> None:
-        """Name, once, the workers of a loader that the training waits for, if they do not start."""
+        """Warn, once for each, of workers that do not start, of the loader for which the training waits."""
         late = {worker.pid: worker for worker in stacks.late_workers(self._thread)}
         self._late = {pid: self._late.get(pid, now) for pid in late}
         for pid, since in self._late.items():
@@ -185,8 +195,8 @@ class Watchdog:
                 )
 
     def _position(self, still_s: float) -> stacks.Position:
-        """Where the training stands, and what its thread does there, as far as that can be known."""
-        position, used = stacks.position(self._thread), stacks.processor_s(self._native)
+        """The training's position and, as far as it can be known, what its thread does there."""
+        position, used = stacks.position(self._thread), stacks.processor_s(self._native_id)
         if late := stacks.late_workers(self._thread):
             names = ", ".join(worker.name for worker in late[:MOST])
             position = replace(
@@ -194,7 +204,7 @@ class Watchdog:
             )
         busy = None if used is None or self._processor_s is None else (used - self._processor_s) / still_s
         on_cpu = self._group.device.type == "cpu"
-        # A device may be waited for by looking at it all the time; but there is nothing to wait for where the CPU itself computes.
+        # A thread may wait for its device in a busy loop; but a busy thread whose device is the CPU is computing.
         device = position.device and not (on_cpu and busy is not None and busy > IDLE)
         if device:
             activity = "waits for its device"
@@ -205,6 +215,7 @@ class Watchdog:
         return replace(position, line=f"{position.line} ({activity})", device=device)
 
     def _fire(self, progress: float, position: stacks.Position, still_s: float) -> None:
+        """Report the hang together with the other ranks, and interrupt the training's thread."""
         self._fired.set()
         self._waiting = position.waits or position.device
         path = self._write()
@@ -216,9 +227,10 @@ class Watchdog:
             logger.error("%s", self._report)
         self._reported.set()
         if self._interrupt.interrupt() and not self._stopped.wait(LEAVE_S):
-            self._die()
+            self._end_process()
 
     def _write(self) -> Path:
+        """Write the stacks of all threads to this rank's file, and return its path."""
         path = self._directory / f"rank={self._group.rank}.txt"
         text = stacks.all_threads()
         record = stacks.flight_record()
@@ -232,6 +244,7 @@ class Watchdog:
         return path
 
     def _collectives(self) -> int:
+        """The number of collectives started on the process groups of all ranks; 0 if it is unknown."""
         total = 0
         groups = [group for group in (dist.group.WORLD, self._group.cpu) if group is not None]
         for group in groups:
@@ -242,7 +255,7 @@ class Watchdog:
         return total
 
     def _compose(self, own_note: HangNote, still_s: float, path: Path) -> tuple[str, list[int]]:
-        """The report, and which ranks lag: rank 0's, or this rank's own if rank 0 writes none."""
+        """The report and the ranks that lag: rank 0's report or, if rank 0 sends none, this rank's own."""
         rank, shared = self._group.rank, self._shared_notes
         if rank:
             sent = shared.read("report", REPORT_S)
@@ -251,8 +264,8 @@ class Watchdog:
             reached = (
                 "it has not noticed that this rank hangs" if shared.answers else "the job's store there does not answer"
             )
-            text = f"{self._head(still_s)}\n  lost: {self._who[0]}: {reached}; its machine, its process or the network to it is gone"
-            return f"{text}\n  {self._who[rank]}: {own_note.at}\n{self._tail(path)}", [0]
+            text = f"{self._head(still_s)}\n  lost: {self._rank_names[0]}: {reached}; its machine, its process or the network to it is gone"
+            return f"{text}\n  {self._rank_names[rank]}: {own_note.at}\n{self._tail(path)}", [0]
         deadline = time.monotonic() + NOTES_S
         notes: dict[int, HangNote | None] = {0: own_note}
         for other_rank in range(1, self._group.world_size):
@@ -264,6 +277,7 @@ class Watchdog:
         return text, lags
 
     def _lines(self, notes: dict[int, HangNote | None], lags: list[int]) -> list[str]:
+        """The lines of rank 0's report about the ranks: those that lag, then the positions of those that wait."""
         lines = []
         if len(lags) == len(notes) and all(note is not None and note.waits for note in notes.values()):
             lines.append("  all ranks wait for each other, in different collectives or in one that does not finish:")
@@ -277,10 +291,10 @@ class Watchdog:
             note = notes[rank]
             if note is None:
                 lines.append(
-                    f"  lost: {self._who[rank]}: no answer; its machine, its process or the network to it is gone"
+                    f"  lost: {self._rank_names[rank]}: no answer; its machine, its process or the network to it is gone"
                 )
             else:
-                lines.append(f"  lags: {self._who[rank]}: {note.at}")
+                lines.append(f"  lags: {self._rank_names[rank]}: {note.at}")
         if len(lags) > MOST:
             lines.append(f"  and {len(lags) - MOST} more")
         positions: dict[str, list[int]] = {}
@@ -301,8 +315,8 @@ class Watchdog:
             "start_timeout= for the first batch, or timeout=None."
         )
 
-    def _die(self) -> None:
-        """End the process: its main thread sleeps, or is in native code."""
+    def _end_process(self) -> None:
+        """End the process, whose training thread does not react."""
         error = self._error()
         if self._group.environment.error_file:
             failures.record(error, Path(self._group.environment.error_file))
@@ -314,14 +328,14 @@ class Watchdog:
 
 
 class Watcher(threading.Thread):
-    """The thread of one watchdog after another. It ends at the first pause after which it has no watchdog.
+    """A thread that serves one watchdog after another. It ends after the first pause in which it has none.
 
     Args:
         pause: seconds between two looks.
     """
 
     idle: ClassVar[list[Watcher]] = []
-    """Threads without a watchdog. The one that removes a thread has it: the next watchdog, or the thread itself, which then ends."""
+    """Threads without a watchdog. Whoever removes a thread from the list owns it: the next watchdog, or the thread itself, which then ends."""
 
     def __init__(self, pause: float) -> None:
         super().__init__(name="fit-watchdog", daemon=True)
@@ -336,7 +350,7 @@ class Watcher(threading.Thread):
             with suppress(ValueError):
                 if watcher.pause == pause or not watcher.is_alive():
                     cls.idle.remove(watcher)
-                    if watcher.is_alive():  # not so in a forked process
+                    if watcher.is_alive():  # not alive in a forked process
                         watcher.dog = dog
                         return watcher
         watcher = cls(pause)
@@ -345,7 +359,7 @@ class Watcher(threading.Thread):
         return watcher
 
     def leave(self, dog: Watchdog) -> None:
-        """End the looks of ``dog``; one that is under way has a second."""
+        """Stop looking for ``dog``; wait up to a second for a look in progress."""
         if self.dog is not dog:
             return
         under_way = not self._looking.acquire(timeout=1.0)
@@ -364,7 +378,7 @@ class Watcher(threading.Thread):
     def _look(self) -> bool:
         """Look once, and return whether the thread has a watchdog.
 
-        No name in :meth:`run` refers to the watchdog, or a pause would keep all objects of a run that has ended.
+        This is a method of its own so that no local of :meth:`run` refers to the watchdog, and so to all objects of an ended run, during a pause.
         """
         with self._looking:
             if self.dog is None:
@@ -373,7 +387,7 @@ class Watcher(threading.Thread):
             return True
 
     def end(self) -> None:
-        """End the thread, which has no watchdog."""
+        """End this thread, which must have no watchdog."""
         if self.is_alive():
             self._ended.set()
             self.join(1.0)
@@ -381,20 +395,20 @@ class Watcher(threading.Thread):
 
 @atexit.register
 def _end_idle() -> None:
-    """End idle threads: one that wakes up while the interpreter is taken down would abort the process."""
+    """End idle threads at exit: one that wakes up while the interpreter shuts down would abort the process."""
     for watcher in [*Watcher.idle]:
         watcher.end()
 
 
 def collective_limit(limit_s: float, device: torch.device) -> timedelta:
-    """How long a collective may wait, when a batch may take ``limit_s``: longer, so that the stall is found while the ranks are still
-    waiting. On the CPU the collective's error then reaches the training's thread; NCCL's ends the process, so the report must come first."""
+    """The timeout of collectives when a batch may take ``limit_s``. It is longer, so that the stall is found while the ranks are still waiting.
+    On the CPU a timeout is an error in the training's thread; NCCL's ends the process, so the report must be complete before."""
     return timedelta(seconds=limit_s + (3.0 if device.type == "cpu" else NOTES_S + REPORT_S + 2 * LEAVE_S))
 
 
 def laggards(notes: dict[int, HangNote | None]) -> list[int]:
-    """The ranks that block the job: ranks without an answer; else the ranks furthest behind in batches; else the ranks that wait neither for
-    another rank nor for their device; among several, the ranks furthest behind in collectives; else all."""
+    """The ranks that block the others: those without a note; else those furthest behind in batches; else, of the ranks that wait neither for
+    other ranks nor for their devices, those furthest behind in collectives; else all ranks."""
     if lost := [rank for rank, note in notes.items() if note is None]:
         return lost
     answered: dict[int, HangNote] = {rank: note for rank, note in notes.items() if note is not None}
@@ -409,7 +423,7 @@ def laggards(notes: dict[int, HangNote | None]) -> list[int]:
 
 
 def explain_mismatch(error: BaseException, group: Group) -> MismatchError | None:
-    """The error to raise instead of torch's, with a line per rank; ``None`` when ``error`` is another one. All ranks call it together."""
+    """The error to raise instead of torch's ``error`` about a mismatch, with a line per rank; ``None`` for any other error. All ranks call this."""
     text = str(error)
     match = _OWN_COLLECTIVE.search(text) if _MISMATCH in text else None
     if match is None:
@@ -443,8 +457,8 @@ def explain_mismatch(error: BaseException, group: Group) -> MismatchError | None
 _number = 0
 
 
-def _next() -> int:
-    """Counts the watchdogs of this process; all ranks create the same ones."""
+def _next_number() -> int:
+    """The number of the next watchdog of this process, which is the same on all ranks."""
     global _number
     _number += 1
     return _number

@@ -86,7 +86,7 @@ def test_what_a_checkpoint_cannot_hold_is_said(tmp_path: Path, caplog: pytest.Lo
     Acts.load_from_checkpoint(path)
     logger.removeHandler(caplog.handler)
     assert (
-        "the module was made with act=<built-in function gelu>, which a checkpoint cannot hold: give them here"
+        "the module was made with act=<built-in function gelu>, which a checkpoint cannot hold: pass them as arguments"
         in caplog.text
     )
     with pytest.raises(ValueError, match=r"\[4, 6\] here.*; it was created with width=3$"):

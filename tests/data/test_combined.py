@@ -250,7 +250,7 @@ def test_few_passes_orders_are_kept() -> None:
     )
     assert len(read(loader)) == 50
     feed: Any = loader._feed
-    assert len(feed.members[0].cuts) <= 3
+    assert len(feed.members[0].passes) <= 3
 
 
 def test_numbers_of_a_late_member_are_found_at_once() -> None:

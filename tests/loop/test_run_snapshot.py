@@ -97,7 +97,7 @@ def test_best_without_scores(tmp_path: Path) -> None:
     linear_fit(tmp_path, ModelCheckpoint(), max_epochs=1).run(Net(), LINEAR_BATCHES)
     with pytest.raises(
         FileNotFoundError,
-        match=r"resume='best': no complete checkpoint with a score in .*another run is given by its path",
+        match=r"resume='best': no complete checkpoint with a score in .*to use a checkpoint of another run, give its path",
     ):
         start(tmp_path, Net(), "best")
     with pytest.raises(FileNotFoundError, match="checkpoint='best': no complete checkpoint with a score"):

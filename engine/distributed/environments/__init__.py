@@ -1,4 +1,4 @@
-"""Detects this process's rank and job from a launcher's environment variables."""
+"""Detect this process's rank and job from a launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from engine.distributed.environments.torchrun import TELLING, Manual, Torchrun
 __all__ = ["DETECTORS", "Environment", "detect", "hints"]
 
 STARTERS: tuple[Detector, ...] = (OPEN_MPI, MVAPICH, MPICH, Slurm())
-"""Launchers whose processes may start others, nearest to the process first: ``mpirun`` uses ``srun`` inside an allocation."""
+"""Launchers whose processes may start further ranks. MPI comes before SLURM, since ``mpirun`` uses ``srun`` inside an allocation."""
 
 DETECTORS: tuple[Detector, ...] = (Torchrun(), *STARTERS, Kubernetes(), Manual())
-"""Detectors in the order in which :func:`detect` tries them; the first that recognizes the environment describes it."""
+"""The detectors in the order in which :func:`detect` tries them; the first one that recognizes the environment is used."""
 
 
 def detect(environ: Mapping[str, str]) -> Environment:
-    """This process's rank and job, from ``environ`` (usually ``os.environ``, which is only read).
+    """Read this process's rank and job from ``environ`` (usually ``os.environ``, which is only read).
 
-    torchrun's complete set wins over MPI's and SLURM's variables, because someone ran it inside; then Open MPI, MVAPICH, MPICH and Intel MPI, SLURM,
-    Kubernetes, and ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set by hand. Without any of these it is
-    ``Environment("single")``: world size 1. An empty variable counts as unset.
+    torchrun's complete set of variables takes precedence over those of MPI and SLURM, because then torchrun was started inside them. Next come
+    Open MPI, MVAPICH, MPICH and Intel MPI, SLURM, Kubernetes, and ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set by hand. Without
+    any of these the result is ``Environment("single")``, world size 1. An empty variable counts as unset.
 
     Raises:
-        RuntimeError: the variables of a launcher are incomplete or contradict each other; the message shows those read.
+        RuntimeError: the variables of a launcher are incomplete or contradict each other; the message shows the variables.
     """
     for detector in DETECTORS:
         environment = detector.detect(environ)
@@ -38,7 +38,7 @@ def detect(environ: Mapping[str, str]) -> Environment:
 
 
 def _check_one_launcher(environment: Environment, environ: Mapping[str, str]) -> None:
-    """Check for two launchers that contradict each other about one process."""
+    """Raise ``RuntimeError`` if the variables of two launchers contradict each other."""
     if environment.name in ("single", "kubernetes", "manual"):
         return
     set_besides = {name: environ[name] for name in TELLING if environ.get(name)}
@@ -60,7 +60,7 @@ def _check_one_launcher(environment: Environment, environ: Mapping[str, str]) ->
         outer = _detected_or_none(starter, environ)
         if outer is None:
             continue
-        # More ranks than mpirun's or srun's processes: each of these has started some itself.
+        # If there are more ranks than processes of mpirun or srun, each of those has started some ranks itself.
         if environment.world_size < outer.world_size or (
             environment.world_size == outer.world_size and environment.rank != outer.rank
         ):
@@ -90,18 +90,18 @@ def _contradiction(environment: Environment, torchrun_variables: Mapping[str, st
 def hints(environ: Mapping[str, str], environment: Environment) -> list[str]:
     """Notes for ``fit env`` about how ``environment`` was detected."""
     lines = []
-    why = why_no_task(environ)
-    if environment.name == "single" and why:
+    reason = why_no_task(environ)
+    if environment.name == "single" and reason:
         lines.append(
-            f"inside SLURM job {environ['SLURM_JOB_ID']}, but a single process, because {why}; several ranks are started by: "
+            f"inside SLURM job {environ['SLURM_JOB_ID']}, but a single process, because {reason}; several ranks are started by: "
             "srun --ntasks N python script.py, or: fit launch --slurm script.py"
         )
     if environment.name == "single" and any(environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
         lines.append("MASTER_ADDR or MASTER_PORT is set, but no rank: they are not used")
     if environment.name == "single" and environ.get("PET_NODE_RANK"):
         lines.append("the only pod of its job: a single process, which may start others by itself")
-    over = STARTERS if environment.name in Torchrun.launchers else ()
-    outer_launchers = [starter for starter in over if _detected_or_none(starter, environ)]
+    outer_candidates = STARTERS if environment.name in Torchrun.launchers else ()
+    outer_launchers = [starter for starter in outer_candidates if _detected_or_none(starter, environ)]
     lines += [f"{environment.name}'s variables win over {_set_names(starter, environ)}" for starter in outer_launchers]
     return lines
 

@@ -1,4 +1,4 @@
-"""A process's rank and job, and reading of variables: every error shows those that were found."""
+"""A process's rank and job, and how they are read from variables: every error shows the variables that were read."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from engine.utils.text import terminal_text
 class Environment:
     """One process's rank, job and addresses. ``engine.distributed.environments.detect`` reads them from the environment.
 
-    ``rank`` is the process's number among the ``world_size`` of the job, ``local_rank`` its number among the ``local_world_size`` on its
-    machine, one of ``num_nodes``. The processes meet at ``master_addr`` and ``master_port``.
+    ``rank`` is the process's number among the ``world_size`` processes of the job, ``local_rank`` its number among the ``local_world_size``
+    processes on its machine, one of ``num_nodes`` machines. The processes meet at ``master_addr`` and ``master_port``.
 
     Raises:
-        ValueError: numbers that contradict each other.
+        ValueError: the numbers contradict each other.
     """
 
     name: str
@@ -32,15 +32,15 @@ class Environment:
     master_addr: str | None = None
     master_port: int | None = None
     agent_store: bool = False
-    """Whether the launcher serves the store at ``master_addr:master_port`` already, so that rank 0 must not."""
+    """Whether the launcher serves the store at ``master_addr:master_port``, so that rank 0 must not serve one."""
     restart_count: int = 0
     """How often the launcher has restarted the job, as far as this machine knows."""
     parent_pid: int | None = None
-    """The process whose end also ends this one: rank 0 of a relaunched job."""
+    """The process with which this one must end: rank 0 of a job that ``Fit(devices=n)`` has started."""
     error_file: str | None = None
-    """Where the launcher looks for the traceback of this process (Torch Elastic's JSON)."""
+    """The file in which the launcher looks for this process's traceback (Torch Elastic's JSON)."""
     binds_devices: bool = False
-    """Whether the launcher may hide all devices but its own from each process (``srun --gpus-per-task``): a single visible one is then its own."""
+    """Whether the launcher may show each process only its own device (``srun --gpus-per-task``), so that a single visible device is its own."""
     variables: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """The variables from which the environment was read."""
 
@@ -79,10 +79,10 @@ class Detector(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """All variables that the detector reads."""
+        """The names of all variables that the detector reads."""
 
     def detect(self, environ: Mapping[str, str]) -> Environment | None:
-        """Read this process's place; ``None`` when the launcher's variables are absent.
+        """Read this process's rank and job; ``None`` if the launcher's variables are absent.
 
         Raises:
             RuntimeError: the launcher's variables are inconsistent.
@@ -90,12 +90,12 @@ class Detector(Protocol):
 
 
 class Variables:
-    """The variables of one launcher, for reading numbers; an empty one counts as unset.
+    """Reads and checks the variables of one launcher; an empty variable counts as unset.
 
     Args:
         environ: all variables.
-        names: the variables of this launcher, which errors show.
-        advice: the advice in errors.
+        names: the names of this launcher's variables, which errors show.
+        advice: the last sentence of errors, which says what to do.
     """
 
     def __init__(self, environ: Mapping[str, str], names: Sequence[str], advice: str) -> None:
@@ -106,14 +106,14 @@ class Variables:
         return bool(self.values.get(name))
 
     def text(self, *names: str) -> str | None:
-        """The first of ``names`` that is set."""
+        """The value of the first of ``names`` that is set; ``None`` if none is."""
         return next((self.values[name] for name in names if self.values.get(name)), None)
 
     def integer(self, *names: str, minimum: int = 0, default: int | None = None) -> int:
-        """The first of ``names`` that is set, as a number.
+        """The value of the first of ``names`` that is set, as a number.
 
         Raises:
-            RuntimeError: none is set and there is no default, or it is not a number or too small.
+            RuntimeError: none is set and there is no default, or the value is not a number or is too small.
         """
         name = next((name for name in names if self.values.get(name)), None)
         if name is None:
@@ -129,7 +129,7 @@ class Variables:
         return value
 
     def require(self, *names: str) -> None:
-        """Raise ``RuntimeError`` with the names that are not set, if there are any."""
+        """Raise ``RuntimeError`` if some of ``names`` are not set; the message lists them."""
         missing = [name for name in names if not self.values.get(name)]
         if missing:
             raise self.error(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set")
@@ -140,14 +140,14 @@ class Variables:
             raise self.error(f"{name} must be less than {bound_name}")
 
     def port(self, *names: str, default: int | None = None) -> int:
-        """A port number."""
+        """The value of the first of ``names`` that is set, as a port number."""
         value = self.integer(*names, minimum=1, default=default)
         if value > 65535:
             raise self.error(f"{names[0]} must not exceed 65535")
         return value
 
     def error(self, reason: str) -> RuntimeError:
-        """Create the error for the user: what is wrong, what was read and what to do."""
+        """Create an error that says what is wrong, what was read, and what to do."""
         text = (
             f"the environment describes a distributed job, but {reason}. Read: {as_text(self.values)}. {self._advice}"
         )
@@ -155,10 +155,10 @@ class Variables:
 
 
 def as_text(variables: Mapping[str, str]) -> str:
-    """``NAME='value', ...`` for a message."""
+    """Format variables as ``NAME='value', ...`` for a message."""
     return ", ".join(f"{name}={value[:200]!r}" for name, value in variables.items()) or "nothing"
 
 
 def derived_port(*marks: object) -> int:
-    """A port from 10000 to 29999 (below the ephemeral ports) that follows from ``marks``."""
+    """A port from 10000 to 29999 (below the ephemeral ports) that is computed from ``marks``, so that all ranks get the same one."""
     return 10000 + zlib.crc32("/".join(map(str, marks)).encode()) % 20000

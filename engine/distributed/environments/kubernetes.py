@@ -1,4 +1,4 @@
-"""Pods of Kubeflow's training operator (PyTorchJob) and trainer (TrainJob): a pod without a launcher inside is one rank."""
+"""Detect pods of Kubeflow's training operator (PyTorchJob) and trainer (TrainJob). A pod without a launcher inside is one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BY_TORCHRUN = "torchrun script.py (which reads these variables)"
 
 
 class Kubernetes:
-    """``PET_*`` variables are torchrun's defaults, and describe pods; the older ``RANK`` and ``WORLD_SIZE`` also count pods."""
+    """Reads ``PET_*``, which are defaults for torchrun and describe pods, or the older ``RANK`` and ``WORLD_SIZE``, which also count pods."""
 
     names = (
         *("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
@@ -38,12 +38,13 @@ class Kubernetes:
         if "KUBERNETES_SERVICE_HOST" not in read or "RANK" not in read:
             return None
         if is_loopback(read.text("MASTER_ADDR")) and read.text("RANK") != "0":
-            return None  # someone runs several processes in one pod; the first pod's own address may be localhost
+            return None  # several processes in one pod; only in the first pod the address may be localhost
         return self._pods(
             read, "RANK", read.integer("WORLD_SIZE", minimum=1), "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
         )
 
     def _pet(self, read: Variables) -> Environment:
+        """Read the ``PET_*`` variables of a pod."""
         nodes, processes = read.text("PET_NNODES") or "1", read.text("PET_NPROC_PER_NODE") or "1"
         if nodes == "1" and processes in ("1", "auto", "cpu", "gpu"):
             return Environment("single", variables=read.values)
@@ -52,7 +53,7 @@ class Kubernetes:
             raise read.error(
                 f"the number of pods may change ({nodes[:200]}), which needs a launcher in each pod: {_BY_TORCHRUN}"
             )
-        # PyTorchJob's default is "auto", and it still counts its pods as ranks (WORLD_SIZE).
+        # With its default "auto", PyTorchJob still counts its pods as ranks (WORLD_SIZE).
         counted = processes == "auto" and read.text("WORLD_SIZE") == min_pods
         if processes != "1" and not counted:
             raise read.error(
@@ -66,6 +67,7 @@ class Kubernetes:
     def _pods(
         self, read: Variables, rank_name: str, world_size: int, size_name: str, address: str, port: str
     ) -> Environment:
+        """Describe one of ``world_size`` pods with one process each."""
         rank = read.integer(rank_name)
         read.require_less(rank_name, rank, size_name, world_size)
         for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):

@@ -1,4 +1,4 @@
-"""The variables that ``mpirun`` sets. MPI itself is not used: it starts the processes, torch connects them."""
+"""Detect ranks by the variables that ``mpirun`` sets. MPI only starts the processes; torch connects them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.distributed.environments.environment import Environment, Variables, 
 
 @dataclass(frozen=True)
 class Mpi:
-    """One MPI's names of rank and size; several names for one value are those of different versions."""
+    """The names of an MPI implementation's variables; several names for one value are those of different versions."""
 
     name: str
     rank: str
@@ -22,11 +22,11 @@ class Mpi:
     local_size: tuple[str, ...]
     nodes: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
-    """A value that all processes of one ``mpirun`` share, on all machines, and no others have."""
+    """Variables whose value is shared by all processes of one ``mpirun``, on all machines, and by no others."""
     forward: str = ""
-    """How its ``mpirun`` passes a variable to all processes."""
+    """The option by which its ``mpirun`` passes a variable to all processes."""
     telling: tuple[str, ...] = ()
-    """Variables; at least one must be set besides ``rank``, because other launchers set ``rank`` too."""
+    """Variables of which at least one must be set besides ``rank``, because other launchers set ``rank`` too."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,18 +115,18 @@ MPICH = Mpi(
     forward="-genv {} {}",
     telling=("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
-"""MPICH, Intel MPI and others with Hydra, and Cray's. ``srun --mpi=pmi2`` sets PMI_RANK and PMI_SIZE as well: those are SLURM's."""
+"""MPICH, Intel MPI, other implementations with Hydra, and Cray's. PMI_RANK and PMI_SIZE alone do not suffice: ``srun --mpi=pmi2`` sets them, too."""
 
 
 def _launcher(mark: str) -> int:
-    """The process that started all ranks of this machine: the nearest ancestor without ``mark`` among its variables, past shells and wrappers."""
+    """The process that started all ranks on this machine: the nearest ancestor without ``mark`` among its variables, unlike shells and wrappers."""
     pid = os.getppid()
     while True:
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            # The name of the program, in brackets, may hold anything.
+            # The program's name, in brackets, may contain anything, even spaces and brackets.
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):  # not Linux, or not ours
+        except (OSError, ValueError):  # not Linux, or another user's process
             return pid
         if not any(variable.startswith(f"{mark}=".encode()) for variable in variables) or parent < 1:
             return pid

@@ -1,6 +1,6 @@
-"""The tasks of ``srun``. A shell inside an allocation, a batch script and a notebook are single processes, not rank 0 of many.
+"""Detect tasks of ``srun``. A shell inside an allocation, a batch script and a notebook are single processes, not rank 0 of several.
 
-SLURM writes lists in a short form: ``node[001-003,007],gpu1`` for names, ``2(x3),1`` for numbers. A short text can stand for more than
+SLURM writes lists in a compact form: ``node[001-003,007],gpu1`` for names, ``2(x3),1`` for numbers. A short text can expand to more than
 fits into memory.
 """
 
@@ -14,15 +14,15 @@ from engine.distributed.addresses import LOOPBACK
 from engine.distributed.environments.environment import Environment, Variables, derived_port
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Batch scripts, interactive and external steps have numbers from this one on."""
+"""The smallest step number of batch scripts, interactive steps and external steps."""
 _RANGES = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
 _FIRST_NODE = re.compile(rf"[^\s\[\],]+(?:{_RANGES}[^\s\[\],]*)*(?=,|\Z)")
 _MOST_NODES = 1_000_000
-"""Nodes of a job: more than any machine has."""
+"""The maximum number of nodes in a list, more than any cluster has."""
 
 
 class Slurm:
-    """A task of a job step with several tasks, including heterogeneous jobs with one step over all components."""
+    """Detects a task of a job step with several tasks, including heterogeneous jobs with one step over all components."""
 
     names = (
         *(
@@ -78,7 +78,7 @@ class Slurm:
 
 
 def why_no_task(environ: Mapping[str, str]) -> str | None:
-    """``None`` for one of several tasks that ``srun`` has started; else why the process counts as single (empty: no SLURM at all)."""
+    """Why this process counts as a single one; empty if it is not in a SLURM job; ``None`` if it is one of several tasks started by ``srun``."""
     if not environ.get("SLURM_JOB_ID"):
         return ""
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID")
@@ -89,7 +89,7 @@ def why_no_task(environ: Mapping[str, str]) -> str | None:
     tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS")
     if tasks == "1":
         return "the step has one task"
-    # sbatch passes its own variables on: a batch script submitted from within a step has that step's numbers, but is a single process.
+    # sbatch passes its environment on: a batch script submitted from within a step has that step's numbers, but is a single process.
     local_tasks = environ.get("SLURM_GTIDS")
     if local_tasks and environ["SLURM_PROCID"] not in local_tasks.split(","):
         return "SLURM_STEP_ID is another step's"
@@ -98,11 +98,11 @@ def why_no_task(environ: Mapping[str, str]) -> str | None:
         try:
             expected = expand_counts(counts)
         except ValueError:
-            return None  # the reader reports it as an error
+            return None  # Slurm.detect reports it as an error
         node = int(environ["SLURM_NODEID"])
         if node < len(expected) and expected[node] != len(local_tasks.split(",")):
             return "SLURM_STEP_ID is another step's: the job was submitted from within a step"
-    # A step started from a shell of `srun --pty` inherits the variable, but not the terminal.
+    # A step that is started from a shell of `srun --pty` inherits the variable, but not the terminal.
     if environ.get("SLURM_PTY_PORT") and _has_terminal():
         return "it runs in a shell of srun --pty"
     return None
@@ -117,6 +117,7 @@ def _has_terminal() -> bool:
 
 
 def _tasks(read: Variables, world_size: int, nodes: int) -> list[int]:
+    """The number of tasks on each node."""
     text = read.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if text is None:
         raise read.error("SLURM_STEP_TASKS_PER_NODE is not set")
@@ -142,10 +143,10 @@ def _read_first_node(read: Variables) -> str:
 
 
 def first_node(text: str) -> str:
-    """``"node[001-003,007],gpu1"`` -> ``"node001"``. Zeros in front stay.
+    """The first name in a list of nodes: ``"node[001-003,007],gpu1"`` -> ``"node001"``, with its leading zeros.
 
     Raises:
-        ValueError: not of this form.
+        ValueError: ``text`` is not a list of nodes.
     """
     match = _FIRST_NODE.match(text)
     if match is None:
@@ -154,10 +155,10 @@ def first_node(text: str) -> str:
 
 
 def expand_counts(text: str) -> list[int]:
-    """``"2(x3),1"`` -> ``[2, 2, 2, 1]``.
+    """Expand a list of counts: ``"2(x3),1"`` -> ``[2, 2, 2, 1]``.
 
     Raises:
-        ValueError: not of this form, or of more than a million nodes.
+        ValueError: ``text`` is not a list of counts, or has more than a million.
     """
     counts: list[int] = []
     for part in text.split(","):

@@ -1,4 +1,4 @@
-"""torchrun and others that set its variables: Torch Elastic, DeepSpeed's and Ray's launchers, and users."""
+"""Detect ranks by torchrun's variables, which Torch Elastic, the launchers of DeepSpeed and Ray, and users also set."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from engine.distributed.addresses import is_loopback
 from engine.distributed.environments.environment import Environment, Variables
 
 TELLING = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""The address alone is a leftover in many notebooks and does not imply other processes."""
+"""Any of these variables tells that there is a job. The address alone does not: many notebooks have it as a leftover."""
 
 _ADVICE = "Start the script with torchrun, which sets all of them, or unset them to train in this process alone."
 
 
 class Torchrun:
-    """``torchrun``, ``fit launch``, ``accelerate launch``, ``deepspeed``, Ray Train, and the ranks that a relaunch starts: the whole set.
+    """Reads the complete set of torchrun's variables: of ``torchrun``, ``fit launch``, ``accelerate launch``, ``deepspeed``, Ray Train, and
+    ``Fit(devices=n)``.
 
-    An incomplete set is left to :class:`Manual`, because another launcher may know the rest.
+    An incomplete set is left to later detectors such as :class:`Manual`, because another launcher may provide the rest.
     """
 
     launchers = ("torchrun", "relaunch", "ray", "deepspeed")
-    """Names of the environments that this class detects."""
+    """The possible names of environments that this class returns."""
     required = (*TELLING, "MASTER_ADDR", "MASTER_PORT")
     names = (
         *required,
@@ -36,7 +37,7 @@ class Torchrun:
 
     def detect(self, environ: Mapping[str, str]) -> Environment | None:
         if not environ.get("RANK"):
-            return None  # in most processes, which need not read the others
+            return None  # the usual case, without a look at the other variables
         read = Variables(environ, self.names, _ADVICE)
         # DeepSpeed's launcher sets LOCAL_SIZE and CROSS_SIZE instead of LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE.
         local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in read else "LOCAL_SIZE"
@@ -50,7 +51,7 @@ class Torchrun:
         read.require_less("LOCAL_RANK", local_rank, local_size, local_world_size)
         if local_world_size > world_size:
             raise read.error(f"{local_size} must not exceed WORLD_SIZE")
-        # torchrun's groups are its agents, one per node; nodes may have different numbers of processes.
+        # GROUP_WORLD_SIZE counts torchrun's agents, one per node; nodes may have different numbers of processes.
         nodes = read.integer("GROUP_WORLD_SIZE", "CROSS_SIZE", minimum=1, default=-(-world_size // local_world_size))
         if nodes > world_size:
             raise read.error(f"{nodes} nodes cannot share {world_size} process(es)")
@@ -83,15 +84,15 @@ class Torchrun:
 
     @staticmethod
     def elastic(environ: Mapping[str, str]) -> bool:
-        """Check whether a launcher has set the variables for this process itself, whatever the launcher runs under."""
+        """Whether a launcher has set the variables for this very process, so that variables of outer launchers do not matter."""
         return any(environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "FIT_PARENT_PID", "CROSS_SIZE"))
 
 
 class Manual:
-    """``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set by hand, as for ``init_process_group("env://")``.
+    """Reads ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set by hand, as for ``init_process_group("env://")``.
 
-    Without ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` the local rank is known in two cases: there is one process, or the address is a
-    loopback address, so all processes are on this machine, and the local rank is the rank. Anything else is an error.
+    Without ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` the local rank is known only if there is one process, or if the address is a loopback
+    address: all processes are then on this machine, and the local rank is the rank. Anything else is an error.
     """
 
     names = Torchrun.required
