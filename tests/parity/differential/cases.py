@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from hypothesis import assume
 from hypothesis import strategies as st
 
 
@@ -38,76 +41,90 @@ BATCHED = ("list", "ready", "batch_sampler", "stream")
 """Data whose batches stay whole."""
 
 
+def drawn(*values: Any) -> Any:
+    """A field of :class:`Case` with the values that are drawn for it, those more often that stand here more often; the first is the default."""
+    return field(default=values[0], metadata={"values": values})
+
+
+def between(low: int, high: int, default: int) -> Any:
+    """A field of :class:`Case` for which a whole number from ``low`` to ``high`` is drawn."""
+    return field(default=default, metadata={"values": range(low, high + 1)})
+
+
 @dataclass(frozen=True)
 class Case:
-    """One training. The defaults are the simplest one; a reproducer names what differs from them."""
+    """One training. The defaults are the simplest one; a reproducer names what differs from them.
+
+    Each field is an axis: its values stand here, which of them go together in :func:`legal`. What a value means to the library is in
+    :mod:`.library` and :mod:`.loop`, what it must give in :mod:`.reference`, and what both sides share (models, data) in :mod:`.models`.
+    """
 
     strategy: str = "single"
-    door: str = "fit"
+    door: str = drawn("fit", "fit", "engine")
     """``"fit"``: ``Fit.run``; ``"engine"``: a loop of its own with ``Engine``."""
-    precision: str = "64-true"
-    body: str = "mlp"
+    precision: str = drawn("64-true", "64-true", "64-true", "32-true", "bf16-mixed", "16-mixed")
+    body: str = drawn("mlp", "gru", "tied", "batchnorm", "complex")
     """The model: ``"mlp"``, ``"gru"``, ``"tied"`` (embeddings), ``"batchnorm"``, ``"complex"``."""
-    frozen: bool = False
+    frozen: bool = drawn(False, True)
     """The first layer is not trained."""
-    shared: bool = False
+    shared: bool = drawn(False, True)
     """A layer is used twice."""
-    unused: bool = False
+    unused: bool = drawn(False, True)
     """There are parameters that the forward pass never uses."""
-    loss: str = "mean"
+    loss: str = drawn("mean", "dict", "weighted", "counted")
     """``"mean"``, ``"dict"``, ``"weighted"`` (``Loss`` with tensor counts, some of them 0), ``"counted"`` (``Loss`` with float counts)."""
-    none: int = 0
+    none: int = drawn(0, 0, 0, 2, 3)
     """Micro-batches whose first sample's number divides by this return no loss (0: all return one)."""
-    data: str = "sequential"
+    data: str = drawn(*SAMPLED, *BATCHED)
     """``"sequential"``, ``"shuffled"``; samplers: ``"front"`` (torch's sequential one over a part), ``"subset"``, ``"repeats"``, ``"drawn"``
     (random, with replacement), ``"distributed"`` (torch's, given by the user); whole batches: ``"list"``, ``"ready"`` (``batch_size=None``),
     ``"batch_sampler"``, ``"stream"``."""
-    samples: int = 8
-    batch: int = 2
+    samples: int = between(1, 24, default=8)
+    batch: int = between(1, 3, default=2)
     """Samples of a micro-batch."""
-    units: int = 1
-    """Micro-batches of one step, over all ranks."""
-    later: int = 0
+    units: int = drawn(1, 2, 3)
+    """Micro-batches of one step, over all ranks; drawn for each rank."""
+    later: int = drawn(0, 0, 1, 2)
     """The same from the second epoch on (0: as before)."""
-    workers: int = 0
+    workers: int = drawn(0, 0, 2)
     """Processes that load each loader's data."""
-    drop_last: bool = False
-    limit: int = 0
+    drop_last: bool = drawn(False, False, True)
+    limit: int = drawn(0, 0, 0, 2, 3)
     """At most so many micro-batches of each rank in an epoch (0: all)."""
-    epochs: int = 1
-    max_steps: int = 0
+    epochs: int = drawn(1, 2, 3)
+    max_steps: int = drawn(0, 0, 3, 5)
     """0: no limit."""
-    clip: str = ""
+    clip: str = drawn("", "norm", "value")
     """``"norm"``, ``"value"``."""
-    optimizer: str = "sgd"
+    optimizer: str = drawn("sgd", "momentum", "adam", "adamw", "two")
     """``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, ``"two"`` (SGD and Adam, each with a part of the parameters)."""
-    schedule: str = ""
+    schedule: str = drawn("", "step", "steps", "epoch", "plateau")
     """``"step"``, ``"steps"`` (every second step), ``"epoch"``, ``"plateau"``."""
-    log_every: int = 1
-    val: str = ""
+    log_every: int = drawn(1, 1, 2, 3)
+    val: str = drawn("", "epoch", "steps", "half")
     """When to validate: ``"epoch"``, ``"steps"`` (every second), ``"half"`` (of an epoch)."""
-    val_samples: int = 5
-    val_loaders: int = 1
-    sanity: bool = False
+    val_samples: int = between(1, 7, default=5)
+    val_loaders: int = drawn(1, 2)
+    sanity: bool = drawn(False, True)
     """Two validation batches before the training."""
-    predicted: int = 0
+    predicted: int = drawn(0, 0, 1, 4, 7)
     """Samples that are predicted after the training."""
-    poison: int = -1
+    poison: int = drawn(-1, -1, -1, 3)
     """The sample whose gradient is not finite: steps with it are skipped."""
-    recompute: str = ""
+    recompute: str = drawn("", "", "full", "selective")
     """``activation_checkpointing``: ``"full"``, ``"selective"``."""
-    hook: bool = False
+    hook: bool = drawn(False, True)
     """There is an ``on_before_optimizer_step``."""
-    manual: str = ""
+    manual: str = drawn("", "", "", "", "each", "second", "drop", "both")
     """Manual optimization: ``"each"``, ``"second"`` (a step every second batch), ``"drop"`` (some gradients are clipped and thrown away),
     ``"both"`` (two optimizers, one after the other)."""
-    resume: int = 0
+    resume: int = drawn(0, 0, 0, 1, 2, 3)
     """Save after this step, and continue in a new run (0: one run)."""
-    killed: bool = False
+    killed: bool = drawn(False, True)
     """The first run ends right after the save."""
     then: str = ""
     """The strategy that continues (empty: the same)."""
-    seed: int = 0
+    seed: int = between(0, 99, default=0)
 
     @property
     def second(self) -> str:
@@ -142,57 +159,42 @@ def deepspeed(strategy: str) -> bool:
     return strategy.startswith("deepspeed")
 
 
+Wanted = Mapping[str, Sequence[Any]]
+"""Values that fields of drawn cases must have, by name."""
+
+
 @st.composite
-def cases(draw: Any, strategy: str, others: tuple[str, ...] = tuple(STRATEGIES)) -> Case:
+def cases(
+    draw: Any, strategy: str, others: tuple[str, ...] = tuple(STRATEGIES), wanted: Wanted = MappingProxyType({})
+) -> Case:
     """A case under that strategy, possibly one that continues under one of the others."""
+    values = {
+        f.name: draw(st.sampled_from(wanted.get(f.name, f.metadata["values"]))) for f in fields(Case) if f.metadata
+    }
+    values["then"] = draw(st.sampled_from(["", "", *others])) if values["resume"] else ""
+    step = math.lcm(*(STRATEGIES[name].data for name in (strategy, values["then"] or strategy)))
+    values |= {"units": step * values["units"], "later": step * values["later"]}
+    case = legal(Case(strategy=strategy, **values))
+    assume(all(getattr(case, name) in possible for name, possible in wanted.items()))
+    return case
 
-    def some(*values: Any) -> Any:
-        return draw(st.sampled_from(values))
 
-    resume = some(0, 0, 0, 1, 2, 3)
-    then = draw(st.sampled_from(["", "", *others])) if resume else ""
-    both = (strategy, then or strategy)
-    step = math.lcm(*(STRATEGIES[name].data for name in both))
-    data = draw(st.sampled_from(SAMPLED + BATCHED))
-    case = Case(
-        strategy=strategy,
-        door=some("fit", "fit", "engine"),
-        precision=some("64-true", "64-true", "64-true", "32-true", "bf16-mixed", "16-mixed"),
-        body=some("mlp", "gru", "tied", "batchnorm", "complex"),
-        frozen=draw(st.booleans()),
-        shared=draw(st.booleans()),
-        unused=draw(st.booleans()),
-        loss=some("mean", "dict", "weighted", "counted"),
-        none=some(0, 0, 0, 2, 3),
-        data=data,
-        samples=draw(st.integers(1, 24)),
-        batch=draw(st.integers(1, 3)),
-        units=step * some(1, 2, 3),
-        later=step * some(0, 0, 1, 2),
-        workers=some(0, 0, 2),
-        drop_last=some(False, False, True),
-        limit=some(0, 0, 0, 2, 3),
-        epochs=some(1, 2, 3),
-        max_steps=some(0, 0, 3, 5),
-        clip=some("", "norm", "value"),
-        optimizer=some("sgd", "momentum", "adam", "adamw", "two"),
-        schedule=some("", "step", "steps", "epoch", "plateau"),
-        log_every=some(1, 1, 2, 3),
-        val=some("", "epoch", "steps", "half"),
-        val_samples=draw(st.integers(1, 7)),
-        val_loaders=some(1, 2),
-        sanity=draw(st.booleans()),
-        predicted=some(0, 0, 1, 4, 7),
-        recompute=some("", "", "full", "selective"),
-        poison=some(-1, -1, -1, 3),
-        hook=draw(st.booleans()),
-        manual=some("", "", "", "", "each", "second", "drop", "both"),
-        resume=resume,
-        killed=draw(st.booleans()),
-        then=then,
-        seed=draw(st.integers(0, 99)),
-    )
-    return legal(case)
+def wanted_values(texts: Iterable[str]) -> dict[str, list[Any]]:
+    """Values that a command asks for: of ``"stop=early"`` this one, of ``"stop"`` every value but that of the simplest case."""
+    drawn_fields = {f.name: f for f in fields(Case) if f.metadata}
+    values: dict[str, list[Any]] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if name not in drawn_fields:
+            raise ValueError(f"{name!r} is not drawn; possible: {', '.join(drawn_fields)}")
+        axis = drawn_fields[name]
+        possible = [v for v in axis.metadata["values"] if (str(v) == value if equals else v != axis.default)]
+        if not possible:
+            raise ValueError(
+                f"{name} is never {value!r}; possible: {', '.join(map(str, dict.fromkeys(axis.metadata['values'])))}"
+            )
+        values[name] = possible
+    return values
 
 
 class _Rules:
