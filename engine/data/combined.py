@@ -286,7 +286,10 @@ class CombinedFeed(Feed):
         numbers = _rank_numbers(deal, start, 0, deal.used)
         first = next(_rank_numbers(deal, start, 0, deal.used), None)
         parts: dict[int, Iterator[Any]] = {}
-        if first is not None:  # now, as any loader's iterator is created when a pass starts
+        previous = start - deal.world_size + deal.rank  # this rank's last batch before the start
+        # Now, as any loader's iterator is created when a pass starts. A later member's is created at its turn: its random number is still to be
+        # drawn where a resume starts with that member's first batch.
+        if first is not None and (not start or self._member_of(previous) == self._member_of(first)):
             parts[self._member_of(first)] = opened(self._member_of(first))
         return read()
 
