@@ -27,6 +27,8 @@ STRATEGIES = {
     "fsdp2x2": Ranks(4, 4),
     "tp2": Ranks(2, 1),
     "pp2": Ranks(2, 1),
+    "tp2x2": Ranks(4, 2),
+    "pp2x2": Ranks(4, 2),
     "deepspeed1": Ranks(2, 2),
     "deepspeed2": Ranks(2, 2),
     "deepspeed3": Ranks(2, 2),
@@ -37,8 +39,12 @@ REPLICATED = ("single", "ddp2", "ddp3")
 
 SAMPLED = ("sequential", "shuffled", "front", "subset", "repeats", "drawn", "distributed")
 """Data whose samples are dealt to micro-batches."""
-BATCHED = ("list", "ready", "batch_sampler", "stream")
+BATCHED = ("list", "ready", "batch_sampler", "stream", "combined")
 """Data whose batches stay whole."""
+
+
+OFF = (False,) * 4
+"""An axis that is on in one of five cases adds this to ``True``: with all of them on in each, none would meet the simple ones of the others."""
 
 
 def drawn(*values: Any) -> Any:
@@ -78,7 +84,7 @@ class Case:
     data: str = drawn(*SAMPLED, *BATCHED)
     """``"sequential"``, ``"shuffled"``; samplers: ``"front"`` (torch's sequential one over a part), ``"subset"``, ``"repeats"``, ``"drawn"``
     (random, with replacement), ``"distributed"`` (torch's, given by the user); whole batches: ``"list"``, ``"ready"`` (``batch_size=None``),
-    ``"batch_sampler"``, ``"stream"``."""
+    ``"batch_sampler"``, ``"stream"``, ``"combined"`` (``CombinedLoader``: one loader after the other)."""
     samples: int = between(1, 24, default=8)
     batch: int = between(1, 3, default=2)
     """Samples of a micro-batch."""
@@ -98,8 +104,9 @@ class Case:
     """``"norm"``, ``"value"``."""
     optimizer: str = drawn("sgd", "momentum", "adam", "adamw", "two")
     """``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, ``"two"`` (SGD and Adam, each with a part of the parameters)."""
-    schedule: str = drawn("", "step", "steps", "epoch", "plateau")
-    """``"step"``, ``"steps"`` (every second step), ``"epoch"``, ``"plateau"``."""
+    schedule: str = drawn("", "step", "steps", "epoch", "epochs", "cycle", "plateau", "val")
+    """``"step"``, ``"steps"`` (every second step), ``"epoch"``, ``"epochs"`` (every second epoch), ``"cycle"`` (``OneCycleLR``),
+    ``"plateau"`` (of the epoch's loss), ``"val"`` (of the validation's)."""
     log_every: int = drawn(1, 1, 2, 3)
     val: str = drawn("", "epoch", "steps", "half")
     """When to validate: ``"epoch"``, ``"steps"`` (every second), ``"half"`` (of an epoch)."""
@@ -122,6 +129,37 @@ class Case:
     """Save after this step, and continue in a new run (0: one run)."""
     killed: bool = drawn(False, True)
     """The first run ends right after the save."""
+    saves: str = drawn("", "", "", "asynchronous", "one_file", "elsewhere", "callback", "lenient", "configured")
+    """How the checkpoint is written: in the background, as one file, out of the run's folder, by a ``ModelCheckpoint``; or resumed:
+    ``Resume(strict=False)``, ``Resume(hyperparameters="configured")``."""
+    sync: bool = drawn(*OFF, True)
+    """``sync_batchnorm``."""
+    dropout: bool = drawn(*OFF, True)
+    """Half of the values in the middle of the model are dropped, by torch's random numbers."""
+    ddp: str = drawn("", "", "", "static", "buckets", "view", "bf16")
+    """Settings of ``DDP``: ``static_graph``, many small buckets, ``gradient_as_bucket_view``, gradients on the wire in bfloat16."""
+    pipeline: str = drawn("", "gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
+    """The pipeline's schedule (empty: ``"1f1b"``)."""
+    by_size: bool = drawn(*OFF, True)
+    """``global_batch_size`` in place of ``accumulate_grad_batches``."""
+    closure: str = drawn("", "", "", "", "", "", "lbfgs", "sam", "warmup")
+    """Steps with a closure: ``LBFGS``; :class:`.models.SAM`; a module's ``optimizer_step``, which sets the learning rate first."""
+    stop: str = drawn("", "", "", "", "", "step", "epoch", "early")
+    """Who asks for the end: ``run.stop()`` at step 2, or on the last rank at the first epoch's end; ``EarlyStopping``."""
+    min_steps: int = drawn(0, 0, 3, 5)
+    """Steps before which such a wish is not met."""
+    average: str = drawn("", "", "", "", "", "ema", "late", "swa")
+    """``EMA``, one of every second step from the third on, ``SWA``."""
+    evaluated: str = drawn("", "", "", "", "validate", "test")
+    """What is called with the validation data after the training."""
+    nested: bool = drawn(*OFF, True)
+    """Batches are tuples with a dict, a list, text and ``None`` in them, which a ``collate_fn`` builds."""
+    datamodule: bool = drawn(*OFF, True)
+    """A ``DataModule`` has the loaders."""
+    kernel: str = drawn("", "", "", "foreach", "fused")
+    """Which implementation of torch's optimizers."""
+    compiled: bool = drawn(*OFF, *OFF, *OFF, True)
+    """``compile``, by the backend that changes no operation."""
     then: str = ""
     """The strategy that continues (empty: the same)."""
     seed: int = between(0, 99, default=0)
@@ -152,7 +190,11 @@ def sharded(strategy: str) -> bool:
 
 
 def model_parallel(strategy: str) -> bool:
-    return strategy in ("tp2", "pp2")
+    return strategy.startswith(("tp2", "pp2"))
+
+
+def pipelined(*strategies: str) -> bool:
+    return any(strategy.startswith("pp2") for strategy in strategies)
 
 
 def deepspeed(strategy: str) -> bool:
@@ -212,12 +254,77 @@ def legal(case: Case) -> Case:
     """The nearest case that the library takes, and whose result is defined; each rule says why."""
     rules = _Rules(case)
     both = (case.strategy, case.second)
+    _by_axis(rules, both)
     _by_strategy(rules, both)
     _by_precision(rules, both)
     _by_loop(rules)
     _by_data(rules, both)
     _by_resume(rules, both)
     return rules.case
+
+
+def _by_axis(rules: _Rules, both: tuple[str, str]) -> None:
+    """What an axis needs of the others. An axis that a strategy has no use for goes; otherwise the others follow it."""
+    when, case = rules.when, rules.case
+    several = max(STRATEGIES[name].world for name in both) > 1
+    whole = all(not sharded(name) or name.startswith("fsdp") for name in both)  # a rank can do a step of its own shards
+    when(case.saves and not case.resume, resume=2)
+    when(case.saves, door="fit", manual="", poison=-1)
+    when(case.saves == "callback", killed=False)  # it saves after the callback that kills
+    when(not case.resume, saves="")
+    if case.sync and all(not sharded(name) for name in both) and several:
+        when(True, body="batchnorm", none=0, then="", loss="mean" if case.manual else case.loss)
+        when(True, precision="64-true")  # the statistics of two values make much of float32's rounding
+    else:
+        when(True, sync=False)
+    when(several, dropout=False)
+    when(not any(name.startswith("ddp") for name in both), ddp="")
+    when(case.ddp == "static", unused=False, none=0)
+    if rules.case.ddp == "bf16":
+        when(True, optimizer="sgd", manual="", closure="")
+        when(rules.case.body not in ("mlp", "tied"), body="mlp", sync=False)
+    when(not pipelined(*both), pipeline="")
+    # Backward passes of weights alone, whose gradients torch does not reduce where stages are sharded, too.
+    when("pp2x2" in both and case.pipeline in ("zero_bubble", "zbv"), pipeline="interleaved")
+    if case.by_size:
+        when(True, door="fit", manual="", later=0)
+        when(case.data in BATCHED or case.data == "front", data="sequential")
+    if case.closure and whole and rules.case.closure:
+        when(True, door="fit", manual="", poison=-1, none=0, schedule="", compiled=False)
+        when(case.precision.endswith("mixed"), precision="64-true")
+        when(case.closure != "warmup" and any(map(sharded, both)), closure="warmup")
+        when(rules.case.closure != "warmup", optimizer="sgd", dropout=False, kernel="", recompute="")
+        when(case.optimizer == "two", optimizer="adam")
+    else:
+        when(True, closure="")
+    when(case.stop == "step" and several, stop="epoch")  # ranks agree on it when they get to it
+    if case.stop:
+        when(True, door="fit", manual="", max_steps=0, none=0, poison=-1)
+        when(rules.case.stop != "early", resume=0, saves="")
+        when(rules.case.stop == "step", val="epoch" if case.val else "")
+        when(rules.case.stop == "epoch", epochs=max(2, case.epochs))
+    if case.stop == "early":
+        when(True, epochs=3, val_loaders=1, val="epoch" if case.val == "half" else case.val)
+        when(rules.case.resume, min_steps=0)  # a wish that is not met yet is not saved
+        when(case.loss in ("weighted", "counted"), loss="mean")  # the mean over nothing is not logged
+    when(not case.stop, min_steps=0)
+    if rules.case.min_steps:  # the library refuses one that the training does not reach
+        steps = math.ceil(rules.case.min_steps / rules.case.epochs)
+        least = 2 * steps * max(case.units, case.later) * (case.batch + 1)
+        when(True, limit=0, drop_last=False, samples=max(case.samples, least))
+    if case.average and not any(map(deepspeed, both)):
+        when(True, door="fit", compiled=False)
+        when(case.average == "swa", schedule="", closure="", manual="")
+        when(case.average == "swa" and rules.case.data == "stream", data="list")
+    else:
+        when(True, average="")
+    when(case.evaluated or case.datamodule, door="fit")
+    when(case.kernel == "fused" and rules.case.body == "complex", body="mlp")
+    if case.compiled and not any(map(deepspeed, both)) and not any(map(model_parallel, both)):
+        when(rules.case.compiled, body="mlp", none=0, dropout=False, sync=False, recompute="")
+    else:
+        when(True, compiled=False)
+    when(case.schedule == "val", door="fit", val="epoch", val_loaders=1)
 
 
 def _by_strategy(rules: _Rules, both: tuple[str, str]) -> None:
@@ -236,8 +343,8 @@ def _by_strategy(rules: _Rules, both: tuple[str, str]) -> None:
     when(any(map(sharded, both)), manual="", none=0)
     when(any(map(sharded, both)) and case.body in ("complex", "batchnorm"), body="mlp")
     when(any(map(model_parallel, both)), body="mlp", unused=False, none=0, door="fit")
-    when("pp2" in both, shared=False, frozen=False, poison=-1)
-    when("pp2" in both and case.optimizer == "two", optimizer="adam")
+    when(pipelined(*both), shared=False, frozen=False, poison=-1)
+    when(pipelined(*both) and case.optimizer == "two", optimizer="adam")
 
 
 def _by_precision(rules: _Rules, both: tuple[str, str]) -> None:
@@ -248,6 +355,10 @@ def _by_precision(rules: _Rules, both: tuple[str, str]) -> None:
         rules.when(rules.case.body not in ("mlp", "tied"), body="mlp")
         rules.when(rules.case.optimizer not in ("sgd", "momentum"), optimizer="sgd")
         rules.when(rules.case.manual == "both", manual="each")
+    # torch has no fused SGD of DTensors, and no list operations on them together with tensors.
+    fused = rules.case.kernel == "fused" and rules.case.optimizer not in ("adam", "adamw")
+    rules.when(fused and any(map(sharded, both)), kernel="foreach")
+    rules.when(any(sharded(name) and not name.startswith("fsdp") for name in both), kernel="")
 
 
 def _by_loop(rules: _Rules) -> None:
@@ -273,17 +384,20 @@ def _by_loop(rules: _Rules) -> None:
         when(True, predicted=0)
         when(True, val="epoch" if case.val else "")
         when(case.loss == "dict", loss="mean")
-        when(case.schedule == "plateau", schedule="epoch")
+        when(case.schedule in ("plateau", "val"), schedule="epoch")
     when(
         rules.case.schedule == "plateau" and case.loss in ("weighted", "counted"), schedule="epoch"
     )  # the mean over nothing is not logged
-    when(not rules.case.val, sanity=False, val_loaders=1, val_samples=5)
+    when(rules.case.schedule == "val" and not rules.case.val, schedule="epoch")
+    when(not rules.case.val, sanity=False)
+    when(not rules.case.val and not rules.case.evaluated, val_loaders=1, val_samples=5)
 
 
 def _by_data(rules: _Rules, both: tuple[str, str]) -> None:
     when = rules.when
     when(rules.case.data in BATCHED, drop_last=False)
-    when(rules.case.data == "list" and not rules.case.val and not rules.case.predicted, workers=0)
+    others = rules.case.val or rules.case.predicted or rules.case.evaluated
+    when(rules.case.data == "list" and not others, workers=0)
     when(rules.case.data == "stream" and rules.case.val == "half", val="epoch")  # half of what nobody knows
     when(rules.case.none, poison=-1)
     if rules.case.poison >= 0:
@@ -295,8 +409,10 @@ def _by_data(rules: _Rules, both: tuple[str, str]) -> None:
     when(rules.case.body == "complex" and rules.case.clip == "value", clip="norm")  # complex numbers cannot be clamped
     # Each rank of a BatchNorm sees its own part, and what evaluation uses then is not one process's.
     when(
-        rules.case.body == "batchnorm" and max(STRATEGIES[name].data for name in both) > 1,
+        rules.case.body == "batchnorm" and not rules.case.sync and max(STRATEGIES[name].data for name in both) > 1,
         val="",
+        evaluated="",
+        schedule="" if rules.case.schedule == "val" else rules.case.schedule,
         sanity=False,
         val_loaders=1,
         predicted=0,
