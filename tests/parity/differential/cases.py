@@ -284,8 +284,8 @@ def _by_axis(rules: _Rules, both: tuple[str, str]) -> None:
         when(True, optimizer="sgd", manual="", closure="")
         when(rules.case.body not in ("mlp", "tied"), body="mlp", sync=False)
     when(not pipelined(*both), pipeline="")
-    # Backward passes of weights alone, whose gradients torch does not reduce where stages are sharded, too.
-    when("pp2x2" in both and case.pipeline in ("zero_bubble", "zbv"), pipeline="interleaved")
+    # The library refuses them where stages are sharded, too: torch does not reduce gradients of backward passes of weights alone.
+    when("pp2x2" in both and case.pipeline in ("zero_bubble", "zbv", "dualpipev"), pipeline="interleaved")
     if case.by_size:
         when(True, door="fit", manual="", later=0)
         when(case.data in BATCHED or case.data == "front", data="sequential")
