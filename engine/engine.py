@@ -113,7 +113,7 @@ class Engine:
         self.strategy.precision = self.precision
         self.strategy.connect(self.group)
         self.strategy.transform_by(Transforms(recompute, compile))
-        self._compiles_whole = is_whole(compile)
+        self._compile = compile
         self.data_group = self.strategy.data_group
         models: list[nn.Module] = []
         self.window = Window(gradient_sync=self.strategy, models=models)
@@ -195,7 +195,7 @@ class Engine:
         check_plain(model)
         self.strategy.place(self._with_own_layers(model))
         if autocast and self.precision.autocast is not None:
-            AutocastForward(self.precision, self.device).attach(model, self._compiles_whole)
+            AutocastForward(self.precision, self.device).attach(model, is_whole(self._compile))
         prepared = self.strategy.setup(model)
         self.prepared.models.append(prepared)
         self.window.lockstep = self.group.world_size > 1

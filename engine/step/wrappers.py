@@ -151,11 +151,11 @@ class AutocastForward:
         module.register_forward_pre_hook(self.enter_uncompiled if compiled else self.enter)
         module.register_forward_hook(self.leave_uncompiled if compiled else self.leave, always_call=True)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter_uncompiled(self, module: nn.Module, args: Any) -> None:
         self.enter(module, args)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave_uncompiled(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self.leave(module, args, output)
 

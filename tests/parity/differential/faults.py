@@ -128,7 +128,7 @@ FAULTS = {
     ),
     "compiled": Fault(
         "autocast's hooks are compiled", "engine/engine.py",
-        "attach(model, self._compiles_whole)", "attach(model)",
+        "attach(model, is_whole(self._compile))", "attach(model)",
         ("single",), axes=("compiled", "door=engine", "precision=bf16-mixed"),
     ),
     "pipeline": Fault(
