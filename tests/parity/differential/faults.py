@@ -52,7 +52,7 @@ FAULTS = {
         "schedules count steps that were skipped", "engine/loop/optimization.py",
         "        if happened:\n            state, logbook = self._state, self._logbook\n            state.step += 1\n",
         "        state, logbook = self._state, self._logbook\n        state.step += happened\n        if state.step:\n",
-        seed=6004,
+        axes=("poison", "schedule=step"),
     ),
     "clipping": Fault(
         "the norm is that of the sum", "engine/step/gradients.py",
