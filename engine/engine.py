@@ -39,7 +39,7 @@ from engine.step.wrappers import AutocastForward, PreparedOptimizer, PreparedSch
 from engine.strategies.base import Strategy
 from engine.strategies.foreign_wrappers import check_plain
 from engine.transforms import batch_norm
-from engine.transforms.compile import Transforms
+from engine.transforms.compile import Transforms, is_whole
 from engine.transforms.float8 import FP8, Layers
 from engine.utils import accelerator
 from engine.utils.extensions import completed
@@ -113,6 +113,7 @@ class Engine:
         self.strategy.precision = self.precision
         self.strategy.connect(self.group)
         self.strategy.transform_by(Transforms(recompute, compile))
+        self._compile = compile
         self.data_group = self.strategy.data_group
         models: list[nn.Module] = []
         self.window = Window(gradient_sync=self.strategy, models=models)
@@ -194,7 +195,7 @@ class Engine:
         check_plain(model)
         self.strategy.place(self._with_own_layers(model))
         if autocast and self.precision.autocast is not None:
-            AutocastForward(self.precision, self.device).attach(model)
+            AutocastForward(self.precision, self.device).attach(model, is_whole(self._compile))
         prepared = self.strategy.setup(model)
         self.prepared.models.append(prepared)
         self.window.lockstep = self.group.world_size > 1

@@ -141,10 +141,23 @@ class AutocastForward:
         self.precision, self.device = precision, device
         self._open: list[Any] = []
 
-    def attach(self, module: nn.Module) -> None:
-        """Attach hooks rather than a wrapper: class, parameter names and pickling stay as they are."""
-        module.register_forward_pre_hook(self.enter)
-        module.register_forward_hook(self.leave, always_call=True)
+    def attach(self, module: nn.Module, compiled: bool = False) -> None:
+        """Attach hooks rather than a wrapper: class, parameter names and pickling stay as they are.
+
+        Args:
+            compiled: the whole module will be compiled, with its hooks. ``torch.compile`` loses an autocast context that one hook enters and another
+                leaves, so these are left out of what it compiles.
+        """
+        module.register_forward_pre_hook(self.enter_uncompiled if compiled else self.enter)
+        module.register_forward_hook(self.leave_uncompiled if compiled else self.leave, always_call=True)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def enter_uncompiled(self, module: nn.Module, args: Any) -> None:
+        self.enter(module, args)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def leave_uncompiled(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.leave(module, args, output)
 
     def enter(self, module: nn.Module, args: Any) -> None:
         context = self.precision.context(self.device)

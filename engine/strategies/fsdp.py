@@ -264,7 +264,12 @@ class FSDP(Strategy):
                 dtensors.is_sharded(p) for p in parameters
             ):
                 warn_once(f"{type(optimizer).__name__}: a checkpoint of this training will be an error: {SHARDED}")
-            kinds = {dtensors.is_sharded(p) for p in parameters if not self._replacements.is_elsewhere(p)}
+        self._switch_off_lists(optimizer)
+
+    def _switch_off_lists(self, optimizer: Optimizer) -> None:
+        """Switch ``foreach`` and ``fused`` off where a group has sharded and whole parameters: torch's kernels for lists take no mix of both."""
+        for group in optimizer.param_groups:
+            kinds = {dtensors.is_sharded(p) for p in group["params"] if not self._replacements.is_elsewhere(p)}
             if len(kinds) > 1 and not (group.get("foreach") is False and not group.get("fused")):
                 if group.get("foreach") or group.get("fused"):
                     warn_once(
@@ -360,6 +365,7 @@ class FSDP(Strategy):
     def load_optimizer(self, optimizer: Optimizer, module: nn.Module, state: dict[str, Any], source: Source) -> None:
         own_state(module)
         super().load_optimizer(optimizer, module, state, source)
+        self._switch_off_lists(optimizer)  # a run of another strategy may have saved them switched on
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         return self._full_state(own_state(module))

@@ -20,7 +20,7 @@ from engine.step.precision import Scaler
 from engine.strategies import dtensors, tensor_parallel
 from engine.strategies.fsdp import FSDP
 from engine.strategies.mesh import data_group
-from engine.strategies.pipeline import SCHEDULES, Pipeline, Step
+from engine.strategies.pipeline import SCHEDULES, SPLIT_BACKWARD, Pipeline, Step
 from engine.strategies.pipeline_parameters import StageParameters
 from engine.strategies.pipeline_stages import stages_of
 from engine.strategies.pipelined_passes import PipelinedPasses
@@ -64,7 +64,8 @@ class MeshParallel(FSDP):
     """Compute the cross entropy on logits that are sharded over the vocabulary, without gathering them: the output layer's style is
     ``ColwiseParallel(use_local_output=False)``."""
     schedule: str = "1f1b"
-    """``"gpipe"``, ``"1f1b"``; with two stages per rank ``"interleaved"``, ``"zero_bubble"``, ``"zbv"``, ``"dualpipev"``."""
+    """``"gpipe"``, ``"1f1b"``; with two stages per rank ``"interleaved"``, ``"zero_bubble"``, ``"zbv"``, ``"dualpipev"``, the last three only without
+    ``dp_replicate`` and ``dp_shard``."""
     num_microbatches: int | None = None
     """Chunks that the pipeline splits each micro-batch into (by samples); by default as many as it has stages."""
     split: Sequence[str] = ()
@@ -134,6 +135,12 @@ class MeshParallel(FSDP):
             raise ValueError(
                 f"MeshParallel(cp={self.cp}): context parallel is not supported. On the CPU torch has no backward pass for it, on CUDA it has not "
                 "been tried here; use tp with sequence_parallel to spread long sequences"
+            )
+        replicas = sizes["dp_replicate"] * sizes["dp_shard"]
+        if sizes["pp"] > 1 and replicas > 1 and self.schedule in SPLIT_BACKWARD:
+            raise ValueError(
+                f"MeshParallel(schedule={self.schedule!r}) with dp_replicate={sizes['dp_replicate']}, dp_shard={sizes['dp_shard']}: this schedule's "
+                "backward passes of weights alone leave gradients that torch does not reduce over these ranks; use 'interleaved' or '1f1b'"
             )
         return sizes
 

@@ -35,6 +35,9 @@ SCHEDULES = {
 }
 """Class in ``torch.distributed.pipelining.schedules``, stages on a rank, whether the second ones come in reverse order (a V)."""
 
+SPLIT_BACKWARD = ("zero_bubble", "zbv", "dualpipev")
+"""Schedules that compute gradients of inputs and of weights in separate backward passes."""
+
 Step = Callable[[Any, int], Tensor | Loss]
 """The loss of a chunk of a micro-batch, and how many of its samples count."""
 

@@ -235,6 +235,25 @@ def test_resuming_takes_no_random_numbers(pair: str, mode: str) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("pair", ["indices", "a stream"])
+def test_a_resume_at_a_later_members_start_draws_as_the_whole_pass_does(pair: str) -> None:
+    def make() -> Any:
+        return prepared(CombinedLoader([small(), PAIRS[pair][1]()], "sequential"))[1]
+
+    loader = make()
+    batches = iter(loader)
+    for _ in range(3):  # all of the first member
+        next(batches)
+    state, before = loader.state_dict(), torch.get_rng_state()
+    next(batches)
+    after = torch.get_rng_state()
+    other = make()
+    other.load_state_dict(state)
+    torch.set_rng_state(before)
+    next(iter(other))
+    assert torch.equal(after, torch.get_rng_state())
+
+
 def test_with_a_stream_cycles_are_shuffled_anew_too() -> None:
     _, loader = prepared(
         CombinedLoader([DataLoader(Numbers(6), 6, shuffle=True), DataLoader(Flow(6), 2)], "max_size_cycle")

@@ -164,7 +164,7 @@ def test_a_rank_that_fails_fails_the_job(cluster: Cluster, environ: dict[str, st
         cluster, environ, tmp_path, TRAINED, tmp_path / "root", tmp_path / "result.json", "--die", "--steps", 10000
     )
     assert state == "FAILED", text
-    assert time.monotonic() - began < 120  # left alone, the other rank would end at its timeout of ten minutes
+    assert time.monotonic() - began < 500  # left alone, the other rank would end at its timeout of ten minutes
 
 
 def test_the_time_limit_saves_and_requeues(cluster: Cluster, environ: dict[str, str], tmp_path: Path) -> None:

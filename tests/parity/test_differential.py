@@ -71,6 +71,12 @@ FOUND = [
         manual="each",
         seed=28,
     ),
+    # The random number that a later member of a combination draws when it begins was lost at a resume there.
+    Case(data="combined", samples=8, epochs=3, resume=1, dropout=True),
+    # A checkpoint switched foreach on again where FSDP had switched it off.
+    Case(body="tied", samples=3, batch=1, units=2, resume=1, kernel="foreach", then="fsdp2"),
+    # Autocast was entered and left by hooks that torch.compile took apart.
+    Case(door="engine", precision="bf16-mixed", compiled=True),
     # In a window of half precision torch looked for the gradients of a block that had never run.
     Case(strategy="fsdp2", precision="bf16-mixed", unused=True, batch=1, units=4),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,6 +157,27 @@ def rank_warm_optimizer() -> Any:
     optimizer, model = engine.prepare(optimizer, model)
     steps(engine, model, optimizer, 3)
     return [apart(flat(model), bare(3, before=2)), bytes_of([optimizer.state[model.head.weight]["exp_avg"]])]
+
+
+def rank_lists() -> Any:
+    """A checkpoint of DDP with ``foreach`` continues under FSDP, which shards a part of the group."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "SGD has sharded and whole parameters in one group")
+        place = gather_json(Engine(accelerator="cpu", strategy="ddp").group, [folder])[0][0]
+        switched = []
+        for strategy in ("ddp", FSDP(ignore=("head.bias",))):
+            engine = Engine(accelerator="cpu", strategy=strategy)
+            model: Any = Net()
+            model, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=True))
+            if strategy == "ddp":
+                steps(engine, model, optimizer, 1)
+                engine.save_state(f"{place}/here")
+            else:
+                engine.load_state(f"{place}/here")
+                steps(engine, model, optimizer, 1)
+            switched.append(optimizer.param_groups[0]["foreach"])
+        gather_json(engine.group, None)  # before the folder is removed
+    return switched
 
 
 class DataAll(nn.Module):
@@ -427,6 +449,10 @@ def test_an_optimizer_with_state(found: Any) -> None:
     for distance, size in found["warm_optimizer"]:
         assert distance < 1e-6
         assert size == 8 * 4  # one row of [2, 8]
+
+
+def test_lists_of_both_kinds_stay_switched_off_by_a_resume(found: Any) -> None:
+    assert found["lists"] == [[True, False]] * 2
 
 
 def test_two_models(found: Any) -> None:

@@ -524,6 +524,8 @@ def test_wrong_settings(settings: dict[str, Any], words: str) -> None:
         ({"tp": 2, "pp": 2, "dp_shard": 1}, 8, "needs 4 processes, this job has 8"),
         ({"tp": -1}, 4, r"only one axis can be -1 \(inferred\); dp_shard and tp are"),
         ({"tp": 3}, 4, "needs a multiple of 3 processes, this job has 4"),
+        ({"pp": 2, "schedule": "zbv"}, 4, r"schedule='zbv'\) with dp_replicate=1, dp_shard=2: .* use 'interleaved'"),
+        ({"pp": 2, "schedule": "zero_bubble", "dp_replicate": 2, "dp_shard": 1}, 4, "does not reduce over these ranks"),
     ],
 )
 def test_degrees_that_do_not_fit(settings: dict[str, Any], size: int, words: str) -> None:

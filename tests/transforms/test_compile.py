@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 import warnings
 from pathlib import Path
@@ -98,6 +99,23 @@ def test_the_same_losses_on_one_process(setting: Any) -> None:
     assert train(setting, precision="bf16-mixed") == pytest.approx(
         train(False, precision="bf16-mixed"), rel=0.02
     )  # 2^-8, rounded elsewhere
+
+
+@pytest.mark.parametrize("setting", [EAGER, {**EAGER, "blocks": True}])
+def test_a_compiled_model_of_an_own_loop_computes_in_half_precision(setting: Any) -> None:
+    outputs = []
+    for compile in (False, setting):
+        torch.manual_seed(0)
+        engine = Engine(accelerator="cpu", strategy="single", precision="bf16-mixed", compile=compile)
+        model = engine.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        for _ in range(2):
+            out = model(torch.ones(2, 4))
+        outputs.append(out)
+        assert not torch.is_autocast_enabled("cpu")
+        pickle.dumps(model)
+    assert outputs[1].dtype == torch.float32
+    assert torch.equal(*outputs)
+    assert torch.equal(outputs[1], outputs[1].bfloat16().float())
 
 
 def test_blocks_share_one_compilation() -> None:

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from .cases import STRATEGIES
+from .cases import STRATEGIES, wanted_values
 from .pool import ROOT, Pools
 from .search import Search, reproducer
 
@@ -25,6 +25,12 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=120, help="seconds after which a case hangs")
     parser.add_argument("--shrink", type=float, default=60, help="seconds to shrink a mismatch")
     parser.add_argument("--without", default="", help="leave out cases with such values: data=stream,body=complex")
+    parser.add_argument(
+        "--with",
+        dest="axes",
+        default="",
+        help="only cases in which fields have such values: stop=early, or stop (any but the simplest)",
+    )
     parser.add_argument("--first", action="store_true", help="end at the first mismatch")
     parser.add_argument("--tree", type=Path, default=ROOT, help="the tree whose library is tested")
     given = parser.parse_args()
@@ -32,6 +38,10 @@ def main() -> int:
     unknown = [name for name in names if name not in STRATEGIES]
     if unknown:
         parser.error(f"unknown strategies: {', '.join(unknown)}; possible: {', '.join(STRATEGIES)}")
+    try:
+        wanted = wanted_values(text for text in given.axes.split(",") if text)
+    except ValueError as error:
+        parser.error(str(error))
     without = [(name, value) for name, _, value in (text.partition("=") for text in given.without.split(",") if text)]
     minutes = given.minutes if given.minutes is not None else None if given.cases else 10.0
     deadline = float("inf") if minutes is None else time.monotonic() + 60 * minutes
@@ -40,7 +50,7 @@ def main() -> int:
         print(line, file=sys.stderr, flush=True)
 
     with Pools(given.tree, given.timeout) as pools:
-        searches = [Search(name, pools, given.shrink, deadline, without, report) for name in names]
+        searches = [Search(name, pools, given.shrink, deadline, without, report, wanted) for name in names]
         rounds, total = 0, given.cases or sys.maxsize
         while time.monotonic() < deadline and sum(s.ran for s in searches) < total:
             for index, search in enumerate(searches):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from .cases import REPLICATED, Case
+from .cases import REPLICATED, Case, pipelined
 from .reference import Trained
 
 Answers = list[dict[str, Any]]
@@ -24,13 +24,23 @@ def differences(case: Case, expected: Trained, runs: Sequence[Answers]) -> list[
     if not found:
         found += _weights(case, expected, runs)
         found += _numbers("learning rate", expected.lrs, _merged(runs, "lrs"), 1e-12)
-        if case.clip == "norm" and not case.manual:
+        if case.clip == "norm" and not case.manual and case.closure in ("", "warmup"):
             norms = {step: [value] for step, value in expected.norms.items()}
             found += _numbers(
                 "gradient norm", norms, {step: [value] for step, value in _merged(runs, "norms").items()}, _bound(case)
             )
         found += _logs(case, expected, runs)
         for rank, answer in enumerate(runs[-1]):
+            for what, want, have in zip(
+                ("evaluation", "evaluation of the second loader"), expected.evaluated, answer["evaluated"], strict=False
+            ):
+                found += _numbers(
+                    f"{what} on rank {rank}", {expected.steps: want}, {expected.steps: have}, _bound(case)
+                )
+            if len(expected.evaluated) != len(answer["evaluated"]):
+                found.append(
+                    f"evaluation on rank {rank}: {len(answer['evaluated'])} loaders, expected {len(expected.evaluated)}"
+                )
             found += _numbers(
                 f"predictions on rank {rank}",
                 {expected.steps: expected.predictions},
@@ -41,7 +51,7 @@ def differences(case: Case, expected: Trained, runs: Sequence[Answers]) -> list[
 
 
 def _bound(case: Case) -> float:
-    return BOUNDS[case.precision]
+    return BOUNDS["bf16-mixed" if case.ddp == "bf16" else case.precision]
 
 
 def _merged(runs: Sequence[Answers], name: str, rank: int = 0) -> dict[int, Any]:
@@ -57,7 +67,7 @@ def _steps(case: Case, expected: Trained, runs: Sequence[Answers]) -> list[str]:
     pieces = (item for answers in runs for answer in _distinct(case, answers) for item in answer["seen"].items())
     for place, numbers in pieces:
         seen[place] = seen.get(place, Counter()) + Counter(numbers)
-    if "pp2" in (case.strategy, case.second):
+    if pipelined(case.strategy, case.second):
         return found
     last = {place.split(":")[0]: place for place in expected.seen}
     for place, numbers in expected.seen.items():
@@ -76,12 +86,14 @@ def _steps(case: Case, expected: Trained, runs: Sequence[Answers]) -> list[str]:
 
 
 def _distinct(case: Case, answers: Answers) -> Answers:
-    """One rank of those that see the same samples."""
-    return answers[:1] if "tp2" in (case.strategy, case.second) and len(answers) == 2 and _same(answers) else answers
-
-
-def _same(answers: Answers) -> bool:
-    return bool(answers[0]["seen"] == answers[1]["seen"])
+    """One rank of those that see the same samples: neighbours, of tensor parallel."""
+    parallel = any(name.startswith("tp2") for name in (case.strategy, case.second))
+    twice = (
+        parallel
+        and len(answers) > 1
+        and all(a["seen"] == b["seen"] for a, b in zip(answers[::2], answers[1::2], strict=True))
+    )
+    return answers[::2] if twice else answers
 
 
 def _weights(case: Case, expected: Trained, runs: Sequence[Answers]) -> list[str]:

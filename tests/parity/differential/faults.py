@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from .cases import wanted_values
 from .pool import ROOT, Pools
 from .search import Search, Verdict, reproducer
 
@@ -24,6 +25,8 @@ class Fault(NamedTuple):
     strategies: tuple[str, ...] = ("single", "ddp2")
     seed: int = 5000
     """Of the first random cases: for a fault that needs many, one that shows it early."""
+    axes: tuple[str, ...] = ()
+    """Values that the cases must have, as ``--with`` takes them: of a fault that only an axis shows, which few cases have."""
 
 
 FAULTS = {
@@ -49,7 +52,7 @@ FAULTS = {
         "schedules count steps that were skipped", "engine/loop/optimization.py",
         "        if happened:\n            state, logbook = self._state, self._logbook\n            state.step += 1\n",
         "        state, logbook = self._state, self._logbook\n        state.step += happened\n        if state.step:\n",
-        seed=6004,
+        axes=("poison", "schedule=step"),
     ),
     "clipping": Fault(
         "the norm is that of the sum", "engine/step/gradients.py",
@@ -78,6 +81,66 @@ FAULTS = {
         ("ddp2",),
         seed=6010,
     ),
+    "random numbers": Fault(
+        "a resume draws a random number more", "engine/data/loader.py",
+        "with torch.random.fork_rng(devices=()) if start.position else contextlib.nullcontext():", "with contextlib.nullcontext():",
+        ("single",), axes=("dropout", "resume"),
+    ),
+    "members": Fault(
+        "a resume opens a later member before its turn", "engine/data/combined.py",
+        "if first is not None and (not start or self._member_of(previous) == self._member_of(first)):", "if first is not None:",
+        ("single",), axes=("dropout", "resume", "data=combined"),
+    ),
+    "batch norm": Fault(
+        "statistics are those of each rank", "engine/transforms/batch_norm.py",
+        "if enabled and group.world_size > 1 else None", "if enabled and group.world_size > 2 else None",
+        ("ddp2",), axes=("sync",),
+    ),
+    "average": Fault(
+        "after a resume the average starts again", "callbacks/weight_averaging.py",
+        'int(state["n_averaged"]), state["step"]', '0, state["step"]',
+        axes=("average", "resume"),
+    ),
+    "minimum": Fault(
+        "a wish before the minimum is forgotten", "engine/loop/stopping.py",
+        "        if self._postponed is not None and self.may_stop:\n", "        if False:\n",
+        axes=("stop", "min_steps"),
+    ),
+    "early stopping": Fault(
+        "after a resume the best score is forgotten", "callbacks/early_stopping.py",
+        '        self.best_score = state["best_score"]\n', "",
+        axes=("stop=early", "resume"),
+    ),
+    "global batch": Fault(
+        "the global batch is that of each rank", "engine/loop/loaders.py",
+        "micro_batch = size * ranks", "micro_batch = size",
+        ("ddp2",), axes=("by_size",),
+    ),
+    "lists": Fault(
+        "a resume switches lists of both kinds of parameters on", "engine/strategies/fsdp.py",
+        "        self._switch_off_lists(optimizer)  # a run of another strategy may have saved them switched on\n", "",
+        ("single", "fsdp2"), axes=("kernel=foreach", "resume", "body=tied"),
+    ),
+    "epochs": Fault(
+        "a schedule of every second epoch steps in each", "engine/loop/train.py",
+        "                and (state.epoch + 1) % schedule.frequency == 0\n", "",
+        axes=("schedule=epochs",),
+    ),
+    "compiled": Fault(
+        "autocast's hooks are compiled", "engine/engine.py",
+        "attach(model, is_whole(self._compile))", "attach(model)",
+        ("single",), axes=("compiled", "door=engine", "precision=bf16-mixed"),
+    ),
+    "pipeline": Fault(
+        "each chunk weighs as the whole micro-batch", "engine/strategies/pipelined_passes.py",
+        "                divisor /= fraction\n", "                pass\n",
+        ("pp2",), axes=("pipeline",),
+    ),
+    "closure": Fault(
+        "gradients of a closure's second evaluation are added to the first's", "engine/loop/closure_step.py",
+        "self._zero(self._window[0][1])", "pass",
+        axes=("closure=lbfgs",),
+    ),
 }  # fmt: skip
 """One for each part of what a step is."""
 
@@ -102,8 +165,12 @@ def find(
     fault: Fault, most: int, without: tuple[tuple[str, str], ...] = (), shrink: float = 30
 ) -> tuple[int, Verdict | None]:
     """How many cases it took to find the fault (at most about ``most``), and the smallest one."""
+    wanted = wanted_values(fault.axes)
     with tempfile.TemporaryDirectory(prefix="fault-") as place, Pools(copied(fault, Path(place)), timeout=30) as pools:
-        searches = [Search(name, pools, shrink, without=without, then=fault.strategies) for name in fault.strategies]
+        searches = [
+            Search(name, pools, shrink, without=without, wanted=wanted, then=fault.strategies)
+            for name in fault.strategies
+        ]
         start = 0
         while sum(search.ran for search in searches) < most:
             for search in searches:

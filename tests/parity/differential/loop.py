@@ -12,7 +12,7 @@ from engine import Engine, Loss
 
 from . import models
 from .cases import REPLICATED, Case
-from .library import loader, pairs, strategy
+from .library import loader, pairs, strategy, transforms
 from .reference import Trained, state, weights
 
 
@@ -23,7 +23,7 @@ class Own:
         self.case, self.name, self.found = case, name, Trained()
         self.engine = Engine(
             strategy=strategy(case, name), accelerator="cpu", precision=case.precision, accumulate_grad_batches=case.window(name),
-            on_nonfinite="skip" if case.poison >= 0 else None, activation_checkpointing=case.recompute or None, seed=1,
+            on_nonfinite="skip" if case.poison >= 0 else None, seed=1, **transforms(case),
         )  # fmt: skip
         net = models.Net(case)
         found = models.optimizers(case, net)
@@ -48,15 +48,17 @@ class Own:
         engine.register_for_checkpointing(self)
         if parts == 2 and part == 1:
             engine.load_state(root / "here")
+        else:
+            torch.manual_seed(models.DROPPED)
         while self.epoch < case.epochs:
             engine.accumulate_grad_batches = case.window(self.name, self.epoch)
-            for batch in self.loader:
+            for batch in map(models.flat, self.loader):
                 found.seen.setdefault(f"{self.epoch}:{self.index}", []).extend(batch["i"].tolist())
                 if self.step(batch) and self.steps == stop:
                     engine.save_state(root / "here")
                     found.steps = self.steps
                     return found
-            if case.schedule == "epoch":
+            if case.schedule == "epoch" or (case.schedule == "epochs" and self.epoch % 2):
                 for scheduler in self.schedulers:
                     scheduler.scheduler.step()
             if case.val:
@@ -94,7 +96,7 @@ class Own:
             self.index += 1
             skipped = engine.optimizer_step_was_skipped
             for scheduler in self.schedulers:
-                if case.schedule == "step" or (case.schedule == "steps" and (self.steps + 1) % 2 == 0):
+                if case.schedule in ("step", "cycle") or (case.schedule == "steps" and (self.steps + 1) % 2 == 0):
                     scheduler.step()
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
@@ -112,7 +114,7 @@ class Own:
         self.model.eval()
         every: list[float] = []
         with torch.no_grad():
-            for batch in self.val_loader:
+            for batch in map(models.flat, self.val_loader):
                 each = models.each(self.case, self.model(batch["x"]), batch["y"])
                 every += self.engine.gather_for_metrics(each).double().tolist()
         self.model.train()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate, get_worker_info
 
 from .cases import Case
 
@@ -20,7 +20,7 @@ class Net(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         torch.manual_seed(1000 + case.seed)
-        self.body = case.body
+        self.body, self.dropout = case.body, case.dropout
         if case.body == "tied":
             self.up: nn.Module = nn.Embedding(4, FEATURES)
             self.down: nn.Module = nn.Linear(FEATURES, FEATURES)
@@ -60,6 +60,8 @@ class Net(nn.Module):
             h = self.bend(self.up(x))
         if self.body == "batchnorm":
             h = self.norm(h.view(len(h), 3, 2)).flatten(1)  # two values a channel even of one sample
+        if self.dropout and self.training:
+            h = h * (2.0 * (torch.rand(h.shape) < 0.5).to(h.dtype))  # the same numbers, whatever the precision
         h = self.bend_again(self.down(h))
         if self.shared:
             h = torch.tanh(self.twice(torch.tanh(self.twice(h))))
@@ -89,32 +91,89 @@ def clip(case: Case) -> float:
     return {"norm": 0.3, "value": 0.05}[case.clip] * factor(case)
 
 
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimization: steps by the gradient at the weights a bit up the first gradient."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr)
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        self.up = [(p, p.grad.clone()) for p in self.param_groups[0]["params"] if p.grad is not None]
+        for p, grad in self.up:
+            p.add_(grad, alpha=0.1)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for p, grad in self.up:
+            p.sub_(grad, alpha=0.1)
+        self.base.step()
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        self.first_step()
+        with torch.enable_grad():
+            loss = closure()
+        self.second_step()
+        return loss
+
+
+DROPPED = 77
+"""The seed at the start of the training, for what is dropped."""
+STOPPED = 2
+"""The step after which the end is asked for."""
+DECAY = 0.5
+"""Of the exponential moving average."""
+SWA_RATE = 0.04
+"""The learning rate that ``SWA`` goes to."""
+
+
+def early_mode(case: Case) -> str:
+    """Of ``EarlyStopping``: one for losses that should grow ends soon."""
+    return "min" if case.seed % 3 == 0 else "max"
+
+
+def warmup(step: int) -> float:
+    """The share of the learning rate in that step, from 0, of a module that sets it."""
+    return min(1.0, (step + 1) / 4)
+
+
 def optimizers(case: Case, net: nn.Module) -> list[torch.optim.Optimizer]:
     """Those of the case, over what is trained."""
     trained = [p for p in net.parameters() if p.requires_grad]
+    if case.closure == "lbfgs":
+        return [torch.optim.LBFGS(trained, lr=0.1, max_iter=2)]
+    if case.closure == "sam":
+        return [SAM(trained, lr=0.1)]
+    kernel: dict[str, Any] = {case.kernel: True} if case.kernel else {}
     if case.optimizer == "momentum":
-        return [torch.optim.SGD(trained, lr=0.05 / factor(case), momentum=0.9, weight_decay=0.1 * factor(case))]
+        return [
+            torch.optim.SGD(trained, lr=0.05 / factor(case), momentum=0.9, weight_decay=0.1 * factor(case), **kernel)
+        ]
     # A large eps: without it Adam makes steps of full size out of rounding errors.
     if case.optimizer == "adam":
-        return [torch.optim.Adam(trained, lr=0.02, eps=1e-2)]
+        return [torch.optim.Adam(trained, lr=0.02, eps=1e-2, **kernel)]
     if case.optimizer == "adamw":
         half = len(trained) // 2
-        return [
-            torch.optim.AdamW(
-                [{"params": trained[:half]}, {"params": trained[half:], "lr": 0.01}],
-                lr=0.02,
-                eps=1e-2,
-                weight_decay=0.1,
-            )
-        ]
+        groups = [{"params": trained[:half]}, {"params": trained[half:], "lr": 0.01}]
+        return [torch.optim.AdamW(groups, lr=0.02, eps=1e-2, weight_decay=0.1, **kernel)]
     if case.optimizer == "two" and len(trained) > 2:
-        return [torch.optim.SGD(trained[:2], lr=0.1), torch.optim.Adam(trained[2:], lr=0.02, eps=1e-2)]
-    return [torch.optim.SGD(trained, lr=0.1 / factor(case))]
+        return [
+            torch.optim.SGD(trained[:2], lr=0.1, **kernel),
+            torch.optim.Adam(trained[2:], lr=0.02, eps=1e-2, **kernel),
+        ]
+    return [torch.optim.SGD(trained, lr=0.1 / factor(case), **kernel)]
 
 
 def schedulers(case: Case, found: list[torch.optim.Optimizer]) -> list[Any]:
     """One for each optimizer."""
-    if case.schedule == "plateau":
+    if case.schedule == "cycle":
+        return [
+            torch.optim.lr_scheduler.OneCycleLR(o, [3 * g["lr"] for g in o.param_groups], 60, cycle_momentum=False)
+            for o in found
+        ]
+    if case.schedule in ("plateau", "val"):
         return [torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0) for o in found]
     return [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in found] if case.schedule else []
 
@@ -160,6 +219,10 @@ def predicted_data(case: Case) -> Samples:
 
 def ready_batches(case: Case) -> list[list[int]]:
     """The numbers of the samples in each batch, where batches stay whole: of different sizes."""
+    if case.data == "combined":
+        return [
+            list(numbers[at : at + case.batch]) for numbers in halves(case) for at in range(0, len(numbers), case.batch)
+        ]
     sizes, left, batches = [case.batch, 1, case.batch + 1], list(range(case.samples)), []
     while left:
         size = sizes[len(batches) % 3]
@@ -190,6 +253,32 @@ class Reading(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         return iter(self.batches if worker is None else self.batches[worker.id :: worker.num_workers])
+
+
+def halves(case: Case) -> list[range]:
+    """The numbers of the samples in each member of a ``CombinedLoader``."""
+    half = case.samples // 3
+    return [numbers for numbers in (range(half), range(half, case.samples)) if numbers]
+
+
+def nested(batch: dict[str, Any]) -> tuple[Any, ...]:
+    """The batch in another form."""
+    return batch["x"], {"target": [batch["y"], batch["c"]], "name": "some text"}, None, (batch["i"],)
+
+
+def collate_nested(samples: list[dict[str, Any]]) -> tuple[Any, ...]:
+    """A ``collate_fn``."""
+    return nested(default_collate(samples))
+
+
+def flat(batch: Any) -> dict[str, Any]:
+    """The batch as :class:`Samples` has it, whatever its form."""
+    if isinstance(batch, dict):
+        return batch
+    x, others, nothing, (i,) = batch
+    assert nothing is None
+    assert others["name"] == "some text"
+    return {"x": x, "y": others["target"][0], "c": others["target"][1], "i": i}
 
 
 def given_order(case: Case) -> list[int]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +38,8 @@ class Trained:
     """The samples of each step, by ``"epoch:step of the epoch"``, sorted."""
     predictions: list[float] = field(default_factory=list)
     """The outputs for :func:`.models.predicted_data`, in its order."""
+    evaluated: list[list[float]] = field(default_factory=list)
+    """Of the evaluation after the training, each loader's values by name."""
     initial: list[float] = field(default_factory=list)
 
 
@@ -50,7 +55,7 @@ def flat(tensors: dict[str, Tensor]) -> list[float]:
 
 def state(case: Case, tensors: dict[str, Tensor]) -> list[float]:
     """Parameters and buffers; without those of a BatchNorm whose ranks see different samples."""
-    several = max(STRATEGIES[name].data for name in (case.strategy, case.second)) > 1
+    several = max(STRATEGIES[name].data for name in (case.strategy, case.second)) > 1 and not case.sync
     return flat(
         {name: value for name, value in tensors.items() if not (several and name.rpartition(".")[2] in BATCHNORM)}
     )
@@ -79,6 +84,70 @@ def _batch(samples: models.Samples, numbers: list[int]) -> dict[str, Any]:
     }
 
 
+class Average:
+    """The average of the weights, and of the buffers that are numbers."""
+
+    def __init__(self, case: Case, net: nn.Module) -> None:
+        self.case, self.net, self.count = case, net, 0
+        self.values: dict[str, Tensor] = {}
+
+    def after_step(self, step: int) -> None:
+        """After the step of that number, from 0."""
+        if self.case.average == "ema" or (self.case.average == "late" and step >= 1 and step % 2 == 0):
+            self.update()
+
+    def after_epoch(self) -> None:
+        if self.case.average == "swa":
+            self.update()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for name, value in self.net.state_dict().items():
+            old = self.values.get(name, value)
+            share = 1 / (self.count + 1) if self.case.average == "swa" else 1 - models.DECAY
+            floating = value.is_floating_point() or value.is_complex()
+            self.values[name] = old * (1 - share) + value * share if floating else value.clone()
+        self.count += 1
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """The model has the averages inside, once there are some."""
+        trained = {name: value.clone() for name, value in self.net.state_dict().items()}
+        self.net.load_state_dict(self.values or trained)
+        try:
+            yield
+        finally:
+            self.net.load_state_dict(trained)
+
+
+class End:
+    """Who wants the training to end, and whether it does."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.wish = case, False
+        self.best, self.checks = math.nan, 0
+
+    def after_step(self, step: int) -> None:
+        self.wish |= self.case.stop == "step" and step == models.STOPPED
+
+    def after_epoch(self) -> None:
+        self.wish |= self.case.stop == "epoch"
+
+    def check(self, value: float) -> None:
+        """Early stopping with a patience of 1."""
+        grows = models.early_mode(self.case) == "max"
+        better = not self.checks or (value > self.best if grows else value < self.best)
+        self.best, self.checks = value if better else self.best, self.checks + 1
+        self.wish |= self.case.stop == "early" and not better
+
+    def wished(self, steps: int) -> bool:
+        """A wish is met now."""
+        return self.wish and steps >= self.case.min_steps
+
+    def reached(self, steps: int) -> bool:
+        return self.wished(steps) or 0 < self.case.max_steps <= steps
+
+
 class Loop:
     """The training under way."""
 
@@ -88,23 +157,30 @@ class Loop:
         self.train = models.training_data(case)
         self.found = Trained(initial=weights(self.net))
         self.ranks = STRATEGIES[case.strategy].data
-        self.optimizers = models.optimizers(case, self.net)
+        self.optimizers = models.optimizers(replace(case, kernel=""), self.net)
         self.schedulers = models.schedulers(case, self.optimizers)
+        self.rates = [group["lr"] for o in self.optimizers for group in o.param_groups]
+        self.average, self.end = Average(case, self.net), End(case)
         self.validated = -1
         self.scalars = False
         """Whether there was a scalar loss."""
 
     def run(self) -> Trained:
         case = self.case
+        torch.manual_seed(models.DROPPED)
         for epoch in range(case.epochs):
+            if case.data not in ("list", "combined"):
+                _begin_loader()
             self.values: list[Logged] = []
             steps = list(plan.steps(case, epoch, self.random))
             left = False
+            if case.average == "swa":
+                self.set_rates([models.SWA_RATE * epoch / 2 + rate * (1 - epoch / 2) for rate in self.rates])
             for index, step in enumerate(steps):
                 self.found.seen[f"{epoch}:{index}"] = sorted(i for each in step for part in each for i in part)
                 (self.manual_step if case.manual else self.step)(step, index)
                 self.after_step(index, len(steps))
-                left = bool(case.max_steps) and self.found.steps >= case.max_steps
+                left = self.end.reached(self.found.steps)
                 if left:
                     break
             whole = not left or (
@@ -113,29 +189,93 @@ class Loop:
             if whole and case.val == "epoch":
                 self.validate()
             self.end_epoch(whole)
-            if left:
+            if left or self.end.reached(self.found.steps):
                 break
-        self.found.final = state(case, self.net.state_dict())
+        with self.average.used():
+            self.found.final = state(case, self.net.state_dict())
+            self.evaluate_at_the_end()
+        return self.found
+
+    def evaluate_at_the_end(self) -> None:
+        case = self.case
+        if case.evaluated:
+            self.found.evaluated = [
+                [values[name] for name in sorted(values)] for values in map(self.evaluate, range(case.val_loaders))
+            ]
         if case.predicted:
             samples = models.predicted_data(case)
             with torch.no_grad():
                 outputs = self.net.eval()(_batch(samples, list(range(case.predicted)))["x"])
             self.found.predictions = outputs.flatten().tolist()
-        return self.found
+
+    def set_rates(self, rates: list[float]) -> None:
+        groups = [group for o in self.optimizers for group in o.param_groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
     # -- a step -----------------------------------------------------------------------------------------------------------------
 
+    def begin_member(self, numbers: list[int]) -> None:
+        """Where loaders are read one after the other, one may begin with these samples."""
+        if self.case.data == "combined" and numbers[0] in [half[0] for half in models.halves(self.case)]:
+            _begin_loader()
+
     def parts(self, step: plan.Step) -> list[list[int]]:
         """What one forward pass gets: the micro-batches where it matters who is in one, else all at once."""
-        if self.case.none or self.case.body == "batchnorm":
+        if self.case.sync:
+            return [[i for part in each for i in part] for each in step]
+        if self.case.none or self.case.body == "batchnorm" or self.case.dropout:
             return [part for each in step for part in each if part]
         return [[i for each in step for part in each for i in part]]
 
     def step(self, step: plan.Step, index: int) -> None:
+        if self.case.closure == "warmup":
+            self.set_rates([rate * models.warmup(self.found.steps) for rate in self.rates])
+        if self.case.closure in ("lbfgs", "sam"):
+            self.step_with_closure(step)
+        else:
+            self.plain_step(step, index)
+
+    def step_with_closure(self, step: plan.Step) -> None:
+        """An optimizer that computes gradients itself, each time of the whole global batch, and clipped."""
+        (optimizer,) = self.optimizers
+        logged: list[list[Logged]] = []
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            total, weight, values = torch.zeros((), dtype=torch.float64), 0.0, []
+            for numbers in self.parts(step):
+                batch = _batch(self.train, numbers)
+                each = models.each(self.case, self.net(batch["x"]), batch["y"])
+                counts = batch["c"] if self.case.loss in ("weighted", "counted") else torch.ones_like(each)
+                total, weight = total + (each * counts).sum(), weight + counts.sum().item()
+                values.append(((each * counts).sum().item(), counts.sum().item(), each.tolist()))
+            loss = total / (weight or 1.0)
+            loss.backward()
+            self.clip([p for p in self.net.parameters() if p.grad is not None])
+            logged.append(values)
+            return loss.item()
+
+        if self.case.closure == "sam":
+            closure()
+        optimizer.step(closure)
+        optimizer.zero_grad()
+        self.log(logged[0])
+        self.found.steps += 1
+        self.stepped = True
+
+    def clip(self, params: list[nn.Parameter]) -> float | None:
+        """Clip gradients; their norm before that."""
+        if self.case.clip == "value":
+            _clip_values(params, models.clip(self.case))
+        return nn.utils.clip_grad_norm_(params, models.clip(self.case)).item() if self.case.clip == "norm" else None
+
+    def plain_step(self, step: plan.Step, index: int) -> None:
         case, total, weight, fed, zero = self.case, torch.zeros((), dtype=torch.float64), 0.0, False, False
         logged: list[Logged] = []
         self.stepped = False
         for numbers in self.parts(step):
+            self.begin_member(numbers)
             batch = _batch(self.train, numbers)
             out = self.net(batch["x"])
             each = models.each(case, out, batch["y"])
@@ -164,7 +304,7 @@ class Loop:
             p.grad = torch.zeros_like(p) if p.requires_grad and p.grad is None else p.grad
         self.apply(self.optimizers)
 
-    def apply(self, chosen: list[torch.optim.Optimizer], clip: bool = True) -> None:
+    def apply(self, chosen: list[torch.optim.Optimizer]) -> None:
         """Clip and step, unless a gradient is not finite."""
         case = self.case
         grads = [p for o in chosen for group in o.param_groups for p in group["params"] if p.grad is not None]
@@ -173,15 +313,13 @@ class Loop:
             for p in grads
         )  # type: ignore[arg-type]
         if sound:
-            if case.clip == "norm" and clip:
-                norm = nn.utils.clip_grad_norm_(grads, models.clip(case)).item()
+            norm = self.clip(grads)
+            if norm is not None:
                 self.found.norms[self.found.steps + 1] = norm
-            elif case.clip == "value" and clip:
-                _clip_values(grads, models.clip(case))
             for optimizer in chosen:
                 optimizer.step()
             self.found.steps += 1
-            if case.schedule == "step" or (case.schedule == "steps" and self.found.steps % 2 == 0):
+            if case.schedule in ("step", "cycle") or (case.schedule == "steps" and self.found.steps % 2 == 0):
                 for scheduler in self.schedulers:
                     scheduler.step()
             self.stepped = True
@@ -198,11 +336,14 @@ class Loop:
         """One batch, as the module of :mod:`library` treats it."""
         case, (round_,) = self.case, step
         numbers = [i for part in round_ for i in part]
+        self.begin_member(numbers)
         batch = _batch(self.train, numbers)
         self.stepped = False
 
+        apart = (case.body == "batchnorm" and not case.sync) or case.dropout
+
         def losses() -> Tensor:
-            parts = [_batch(self.train, part) for part in round_ if part] if case.body == "batchnorm" else [batch]
+            parts = [_batch(self.train, part) for part in round_ if part] if apart else [batch]
             return torch.cat([models.each(case, self.net(part["x"]), part["y"]) for part in parts])
 
         every = losses()
@@ -228,11 +369,16 @@ class Loop:
     def after_step(self, index: int, count: int) -> None:
         case, found = self.case, self.found
         if self.stepped:
+            self.average.after_step(found.steps - 1)
+        if index == count - 1:
+            self.average.after_epoch()
+        if self.stepped:
+            self.end.after_step(found.steps)
             found.weights[found.steps] = weights(self.net)
             found.lrs[found.steps] = [group["lr"] for o in self.optimizers for group in o.param_groups]
             if found.steps % case.log_every == 0:
                 self.publish({"loss_step": _mean(self.newest)})
-            if case.val == "steps" and found.steps % 2 == 0:
+            if case.val == "steps" and found.steps % 2 == 0 and not self.end.wished(found.steps):
                 self.validate()
         if case.val == "half":
             at = found.steps - self.epoch_start
@@ -243,35 +389,64 @@ class Loop:
         if self.validated == self.found.steps:
             return
         self.validated = self.found.steps
+        with self.average.used():
+            for index in range(self.case.val_loaders):
+                values = self.evaluate(index)
+                ending = f"/dataloader_idx_{index}" if self.case.val_loaders > 1 else ""
+                self.publish({f"{name}{ending}": value for name, value in values.items()})
+        self.val = values["val"]
+        self.end.check(self.val)
+
+    val = 0.0
+    """The newest validation's mean."""
+
+    def evaluate(self, index: int) -> dict[str, float]:
+        """The values for the validation loader of that index."""
+        samples = models.validation_data(self.case, index)
         self.net.eval()
-        for index in range(self.case.val_loaders):
-            samples = models.validation_data(self.case, index)
-            with torch.no_grad():
-                batch = _batch(samples, list(range(len(samples))))
-                every = models.each(self.case, self.net(batch["x"]), batch["y"])
-            ending = f"/dataloader_idx_{index}" if self.case.val_loaders > 1 else ""
-            self.publish(
-                {
-                    f"val{ending}": every.mean().item(),
-                    f"val_most{ending}": every.max().item(),
-                    f"val_squares{ending}": every.mean().item(),
-                }
-            )
+        with torch.no_grad():
+            batch = _batch(samples, list(range(len(samples))))
+            every = models.each(self.case, self.net(batch["x"]), batch["y"])
         self.net.train()
+        mean = every.mean().item()
+        return {"val": mean, "val_most": every.max().item(), "val_squares": mean}
 
     def end_epoch(self, whole: bool) -> None:
         every = [x for *_, each in self.values for x in each]
         whole_epoch = {"most": max(every), "least": min(every), "total": sum(every), "squares": sum(every) / len(every)}
         self.publish({"loss_epoch": _mean(self.values), **whole_epoch})
-        if whole and self.case.schedule in ("epoch", "plateau") and not self.case.manual:
-            for scheduler in self.schedulers:
-                scheduler.step(*([_mean(self.values)] if self.case.schedule == "plateau" else []))
+        if whole and not self.case.manual:
+            self.step_schedulers(self.epochs)
+        self.epochs += whole
+        if whole and not self.case.val:
+            self.end.check(_mean(self.values))
+        if whole:
+            self.end.after_epoch()
         self.epoch_start = self.found.steps
+
+    epochs = 0
+    """Those that are whole."""
+
+    def step_schedulers(self, epoch: int) -> None:
+        """Those that step by epochs, after that one."""
+        monitored = {
+            "epoch": [],
+            "plateau": [_mean(self.values)],
+            "val": [self.val],
+            **({"epochs": []} if epoch % 2 else {}),
+        }
+        for scheduler in self.schedulers if self.case.schedule in monitored else ():
+            scheduler.step(*monitored[self.case.schedule])
 
     epoch_start = 0
 
     def publish(self, values: dict[str, float]) -> None:
         self.found.logs.setdefault(self.found.steps, {}).update(values)
+
+
+def _begin_loader() -> None:
+    """Take the random number that torch's ``iter(DataLoader)`` takes."""
+    torch.empty((), dtype=torch.int64).random_()
 
 
 def _mean(values: list[Logged]) -> float:
@@ -287,6 +462,6 @@ def _clip_values(parameters: list[Tensor], limit: float) -> None:
 
 def expected(case: Case, random: dict[int, list[int]]) -> Trained:
     """What the case must give."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")  # a scheduler's, when the first step is skipped
         return Loop(case, random).run()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 
-from .cases import STRATEGIES, Case, cases
+from .cases import STRATEGIES, Case, Wanted, cases
 from .pool import Pools
 from .runner import run_case
 
@@ -31,6 +31,8 @@ class Search:
     without: Sequence[tuple[str, str]] = ()
     """Names and values of fields: cases with one of them are not run."""
     report: Callable[[str], None] = lambda line: None
+    wanted: Wanted = field(default_factory=dict)
+    """Values that the cases must have, by name of the field."""
     then: Sequence[str] = ("", *STRATEGIES)
     """Under which strategies resumed runs continue (empty: their own)."""
     fixed: bool = False
@@ -64,7 +66,7 @@ class Search:
             max_examples=count, database=None, deadline=None, derandomize=self.fixed, report_multiple_bugs=False, print_blob=False,
             phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck),
         )  # fmt: skip
-        @given(cases(self.strategy, tuple(self.then)))
+        @given(cases(self.strategy, tuple(self.then), self.wanted))
         def trains_as_the_plain_loop(case: Case) -> None:
             assume(not any(str(getattr(case, name)) == value for name, value in self.without))
             problems = verdict(case)
