@@ -103,7 +103,7 @@ def end_step(run: Run, seconds: float, outputs: Any) -> bool:
     """Do what is due after an optimizer step; return whether the epoch ends here.
 
     Args:
-        seconds: the duration of recent micro-batches: the ranks exchange requests to stop every so many steps, less often if steps are fast.
+        seconds: the duration of the micro-batch measured last. Ranks exchange requests to stop less often when steps are fast.
         outputs: what the step's last ``training_step`` returned.
     """
     control = run.control
