@@ -25,6 +25,7 @@ def _is_ours() -> bool:
 
 
 def _load_package() -> ModuleType:
+    """Import ``callbacks``, or if a project's own module has that name, load the package under the name of this module."""
     if _is_ours():
         return importlib.import_module("callbacks")
     # Load the package's modules as submodules of engine.callbacks, so that pickles of their classes can be read.

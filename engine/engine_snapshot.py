@@ -162,6 +162,7 @@ class EngineSnapshot:
         loaded.load_into("objects that are registered", self._restore_registered, shared["registered"])
 
     def _restore_registered(self, states: list[Any]) -> None:
+        """Restore the objects of ``register_for_checkpointing``, which must be as many as were saved."""
         registered = self._prepared.registered
         if len(states) != len(registered):
             raise ValueError(

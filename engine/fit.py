@@ -198,6 +198,7 @@ class Fit:
         return fit
 
     def _set(self, resolved: Resolved) -> None:
+        """Set all attributes, and check the requested strategy."""
         self.settings: Settings = resolved.settings
         """The values in effect, from command line, code, environment, file and defaults."""
         self.origins: dict[str, str] = resolved.origins
@@ -225,7 +226,7 @@ class Fit:
         datamodule: DataModule | None = None,
         resume: str | Path | Resume | None = None,
     ) -> Result:
-        """Train::
+        """Train a module::
 
             start or join the processes; seed; prepare_data; setup; configure_model; configure_optimizers; resume
             on_fit_start; sanity validation; on_train_start
@@ -264,7 +265,7 @@ class Fit:
             self._trained = run.checkpoints.run_folder.trained()
             log_start(run)
             if run.settings.check:
-                compare_models(run)  # before rank 0's parameters are sent to the others
+                compare_models(run)  # before rank 0's parameters overwrite those of the other ranks
             setup.training(run)
             if resume is not None:
                 resume_run(run, resume)
@@ -537,6 +538,7 @@ class Fit:
         stage: str,
         name: str,
     ) -> list[dict[str, float]]:
+        """Implements :meth:`validate` and :meth:`test`. ``name``: the kind of loaders, and the prefix of the step and its hooks."""
         data = _run_data(datamodule, name, loaders)
         with (
             _train_module(module).lent(),

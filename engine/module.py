@@ -531,15 +531,15 @@ class TrainModule(nn.Module):
         return []
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch, changed or not, before it goes to the device."""
+        """Called before the batch is moved to the device; return the batch, changed or not."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Return the batch on the device, for your own batch types. A data module's transfer hooks win over the module's."""
+        """Return the batch on the device; override this for your own batch types. A data module's transfer hooks win over the module's."""
         return move(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch, changed or not, on the device (augmentation on the GPU)."""
+        """Called once the batch is on the device (for augmentation on the GPU, say); return the batch, changed or not."""
         return batch
 
     def on_validation_model_zero_grad(self) -> None:

@@ -131,7 +131,7 @@ class ClosureOptimization(AutomaticOptimization):
         self._summed.value, self._earlier_gradients = None, False
 
     def before_validation(self) -> None:
-        if self.zeroes_first:  # otherwise there are none
+        if self.zeroes_first:  # otherwise step() has cleared the gradients
             self.run.module.on_validation_model_zero_grad()
         else:
             super().before_validation()
@@ -285,6 +285,7 @@ class ClosureOptimization(AutomaticOptimization):
             )
 
     def _zero(self, index: int) -> None:
+        """Call the hooks and clear the gradients, or let the module do so and note whether it has left some."""
         run = self.run
         for optimizer in self.optimizers:
             for hook in run.hooks.on_before_zero_grad:

@@ -95,7 +95,9 @@ def evaluate(
         try:
             for index, (loader, recorder) in enumerate(zip(loaders, recorders, strict=True)):
                 logbook.record_to(recorder)
-                deque(batches(run, loader, name, step, index if several else None, limit), maxlen=0)  # keeps no output
+                deque(
+                    batches(run, loader, name, step, index if several else None, limit), maxlen=0
+                )  # runs all, keeps no output
                 if several:
                     recorder.set_aside()
             put_back(logged for recorder in recorders for logged in recorder.logged)
@@ -169,7 +171,8 @@ def batches(
     control.agreement.restart()
     began = time.perf_counter()
     number = -1
-    for batch in loader if limit is None else itertools.islice(loader, limit):  # enumerate keeps the last batch
+    # Not enumerate(), which would keep the last batch alive.
+    for batch in loader if limit is None else itertools.islice(loader, limit):
         number += 1
         began, waited = time.perf_counter(), time.perf_counter() - began
         run.pulse += 1

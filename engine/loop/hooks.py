@@ -114,6 +114,7 @@ class Hooks:
             setattr(self, name, tuple(wrapped))
 
     def _of_callback(self, callback: Callback, event: str) -> Hook | None:
+        """The callback's hook of ``event``, wrapped as its kind of callback needs; ``None`` if the event is not overridden."""
         method: Hook | None = getattr(callback, event, None)
         if method is None or getattr(method, "__func__", None) is getattr(Callback, event):
             return None

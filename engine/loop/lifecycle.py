@@ -156,6 +156,7 @@ def _summary(run: Run, cause: str) -> str:
 
 
 def _set_up(run: Run, building: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Seed, prepare data, call ``setup`` and ``configure_model``."""
     stage, module, datamodule, seed = run.stage, run.module, run.datamodule, run.settings.seed
     if seed is not None:
         seed_everything(seed)

@@ -90,7 +90,7 @@ class RunLoaders:
         self._first_batch: Any = None
         self._closed = False
 
-    # -- the training's -----------------------------------------------------------------------------------------------------------
+    # -- training -----------------------------------------------------------------------------------------------------------------
 
     def training(self) -> PreparedLoader:
         """Return the training loader. The first call, which may come from a ``setup`` that asks for the number of steps, prepares it and its window;

@@ -176,6 +176,7 @@ class StepWatch(Callback):
             self._losses.append(number)
 
     def _gradients(self, run: Run, module: nn.Module, optimizer: Any) -> None:
+        """Record the norms of gradients; a hook of ``on_before_optimizer_step`` that exists only in the observed step."""
         try:
             norms = run.engine.grad_norms(module, optimizer=optimizer)
         except ValueError:  # the strategy does not show gradients
@@ -212,6 +213,7 @@ class StepWatch(Callback):
             self._unwatch()
 
     def _begin(self, run: Run, module: nn.Module) -> None:
+        """Start observing: the step begins with this micro-batch."""
         self.seen = True
         step, state = self.step, run.state
         step.epoch = state.epoch
@@ -231,6 +233,7 @@ class StepWatch(Callback):
         torch.autograd.set_detect_anomaly(self._outer_anomaly)
 
     def _end(self, run: Run) -> None:
+        """Stop observing, and exchange the losses and the first place that is not finite over the ranks."""
         self._unwatch()
         rows = gather_json(run.engine.group, [list(map(repr, self._losses)), self.step.nonfinite])
         self.step.losses = [list(map(float, losses)) for losses, _ in rows]

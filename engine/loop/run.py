@@ -197,7 +197,7 @@ class Run:
     def val_every(self, every: Every) -> None:
         self.intervals.validation = every
 
-    # -- where am I -------------------------------------------------------------------------------------------------------------
+    # -- progress and ranks -----------------------------------------------------------------------------------------------------
 
     @property
     def id(self) -> str:

@@ -42,6 +42,7 @@ def resume_run(run: Run, checkpoint: str | Path | Resume) -> None:
 
 
 def _continue(run: Run, loaded: Loaded, how: Resume) -> None:
+    """Restore the whole state of the run, with the hooks at their place in the order."""
     run.checkpoints.folder.take_over(loaded.shared.get("postponed", []), loaded.path)
     with run.snapshot.restoring(loaded, how):
         if loaded.saved_by_run:  # a checkpoint of a loop with Engine has neither entries nor other weights

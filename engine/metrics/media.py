@@ -42,6 +42,7 @@ def checked(kind: str, name: str, value: Any, **options: Any) -> Any:
 
 
 def _tensor(who: str, value: Any) -> Tensor:
+    """Convert ``value`` to a real tensor, copied and whole; ``who``: the call of ``log_<kind>``, for errors."""
     if not isinstance(value, Tensor):
         try:
             value = torch.as_tensor(_array(value))
