@@ -95,9 +95,8 @@ def evaluate(
         try:
             for index, (loader, recorder) in enumerate(zip(loaders, recorders, strict=True)):
                 logbook.record_to(recorder)
-                deque(
-                    batches(run, loader, name, step, index if several else None, limit), maxlen=0
-                )  # runs all, keeps no output
+                loader_index = index if several else None
+                deque(batches(run, loader, name, step, loader_index, limit), maxlen=0)  # runs all, keeps no output
                 if several:
                     recorder.set_aside()
             put_back(logged for recorder in recorders for logged in recorder.logged)

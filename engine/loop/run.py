@@ -121,9 +121,8 @@ class Run:
         """The warnings that this run has given already: ``"nan"``, ``"endless"``."""
         self.logs_itself = not any(callback.shows_progress for callback in callbacks)
         """Whether the run logs metrics itself, because no callback shows progress."""
-        self.logbook.record_to(
-            self.logbook.training
-        )  # last, so that an error above leaves the module without a recorder
+        # Last, so that an error above leaves the module without a recorder.
+        self.logbook.record_to(self.logbook.training)
 
     @property
     def loggers(self) -> list[Any]:
@@ -132,7 +131,7 @@ class Run:
 
     @cached_property
     def trainer(self) -> Any:
-        """The run in the form that an installed extension gives it, such as ``engine.interop`` with the names of Lightning's ``Trainer``."""
+        """The run as an installed extension shows it, or an object set in its place; ``engine.interop`` gives it the names of Lightning's ``Trainer``."""
         return attribute(self, "trainer")
 
     @property
@@ -230,8 +229,8 @@ class Run:
 
     @property
     def tokens(self) -> float | None:
-        """The sum of ``count`` over all :class:`engine.Loss` objects so far, on all ranks; ``None`` for scalar losses. If several optimizers step by
-        themselves, only losses of the first one count. Waits for the device if the counts are tensors."""
+        """The sum of ``count`` over all :class:`engine.Loss` objects in complete windows, on all ranks; ``None`` for scalar losses. If several
+        optimizers step by themselves, only losses of the first one count. Waits for the device if the counts are tensors."""
         return self.items.total()
 
     @property
@@ -316,7 +315,7 @@ class Run:
 
     @property
     def stop_request(self) -> str | None:
-        """The reason for which this rank has asked to stop; the ranks have not agreed on it yet. ``None``: it has not asked."""
+        """The reason for which this rank has asked to stop, on which the ranks then agree; ``None``: it has not asked."""
         return self.control.request
 
     @property

@@ -46,7 +46,7 @@ class AutomaticOptimization(Optimization):
         self.strategy, self.models = run.engine.strategy, run.engine.models
 
     def forward(self) -> Callable[..., Any]:
-        """Return the function to call for each micro-batch, without autocast."""
+        """Return the function to call for each micro-batch; :meth:`begin` wraps it in autocast."""
         return self.run.call
 
     def micro(self, batch: Any, index: int, share: Share) -> Any:

@@ -35,7 +35,7 @@ class StopControl:
         self.reason = ""
         """The reason why the training ended or is about to end, as text; empty while it goes on."""
         self.request: str | None = None
-        """The reason for which this rank has asked to stop; the ranks have not agreed on it yet. ``None``: it has not asked."""
+        """The reason for which this rank has asked to stop, on which the ranks then agree; ``None``: it has not asked."""
         self.urgency = 0
         """The urgency of :attr:`request`: ``STOP``, ``HURRY`` or ``TERMINATE`` of :mod:`engine.distributed.stop_agreement`; 0: no request."""
         self.interrupted = False

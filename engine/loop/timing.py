@@ -117,7 +117,7 @@ class EpochClock:
         self._times, self._apart, self._phases = times, times.apart, phases
         self._entered = time.perf_counter()
         self.previous_s = 0.0
-        """Seconds that the loop elapsed_s for the batch before the current one, without waiting for data; 0 at the first batch."""
+        """Seconds that the loop took for the batch before the current one, without waiting for data; 0 at the first batch."""
 
     def waits_for(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches, and count the time until each arrives as waiting for data (the phase ``data``)."""
