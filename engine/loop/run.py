@@ -131,7 +131,7 @@ class Run:
 
     @cached_property
     def trainer(self) -> Any:
-        """The run as an installed extension shows it (``engine.interop``: with the names of Lightning's ``Trainer``), or an object set in its place."""
+        """The run as an installed extension shows it (``engine.interop``: with the names of Lightning's ``Trainer``), or an object in its place."""
         return attribute(self, "trainer")
 
     @property
