@@ -626,10 +626,10 @@ def _planned(
     )
 
 
-def _run_data(datamodule: DataModule | None, kind: str, loaders: Any, **others: Any) -> RunData:
-    """Collect the data of a run. ``loaders``: those of ``kind``, or a data module in their place; ``others``: loaders of other kinds."""
+def _run_data(datamodule: DataModule | None, kind: str, loaders: Any, **other_loaders: Any) -> RunData:
+    """Collect the data of a run. ``loaders``: those of ``kind``, or a data module in their place; ``other_loaders``: those of other kinds, by kind."""
     datamodule, loaders = _datamodule(datamodule, loaders)
-    return RunData(datamodule, {kind: loaders, **others})
+    return RunData(datamodule, {kind: loaders, **other_loaders})
 
 
 def _train_module(module: Any) -> TrainModule:

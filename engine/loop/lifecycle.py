@@ -1,4 +1,4 @@
-"""What surrounds every run: its folder, torch's flags, setup, error handling, teardown; around its steps the watchdog and garbage collection."""
+"""The frame around every run: its folder, torch's flags, setup, error handling, teardown; around its steps the watchdog and garbage collection."""
 
 from __future__ import annotations
 

@@ -142,11 +142,11 @@ def _check_equal(group: Group, what: str, facts: dict[str, Any]) -> None:
     """Raise a ``CheckError`` unless ``facts`` are the same on all ranks of ``group``; ``what``: the compared objects, for the message."""
     facts_by_rank = gather_json(group, {name: str(value) for name, value in facts.items()})
     first, differences = facts_by_rank[0], []
-    for rank, others in enumerate(facts_by_rank):
-        for name in dict.fromkeys([*first, *others]):
-            if others.get(name) != first.get(name):
+    for rank, rank_facts in enumerate(facts_by_rank):
+        for name in dict.fromkeys([*first, *rank_facts]):
+            if rank_facts.get(name) != first.get(name):
                 differences.append(
-                    f"  {name}: rank 0 has {first.get(name, 'none of that name')}, rank {rank} has {others.get(name, 'none')}"
+                    f"  {name}: rank 0 has {first.get(name, 'none of that name')}, rank {rank} has {rank_facts.get(name, 'none')}"
                 )
     if differences:
         more = f"\n  and {len(differences) - MAX_LISTED} more" if len(differences) > MAX_LISTED else ""

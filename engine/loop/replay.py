@@ -22,7 +22,7 @@ from engine.utils.tree import full_tensor, leaves
 
 @dataclass(slots=True)
 class ReplayedStep:
-    """What was observed in one optimizer step that was repeated from an earlier checkpoint. ``str()`` gives it as text."""
+    """The observations in one optimizer step that was repeated from an earlier checkpoint. ``str()`` gives them as text."""
 
     step: int
     """The number of the step, from 1: the number of optimizer steps done once it is complete."""

@@ -37,7 +37,7 @@ class RunCheckpoints:
     loaded_from: Path | str | None = None
     """The checkpoint that the run resumed from or loaded weights from."""
     have_listeners = False
-    """Whether there are hooks for events of checkpoints."""
+    """Whether hooks want the events of checkpoints."""
     training_began = False
     """Whether the training has begun. From then on a save first calls the hooks for earlier checkpoints, because it may remove these."""
     saved: tuple[tuple[int, int, int, int], str] | None = None
