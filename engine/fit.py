@@ -627,7 +627,7 @@ def _planned(
 
 
 def _run_data(datamodule: DataModule | None, kind: str, loaders: Any, **other_loaders: Any) -> RunData:
-    """Collect the data of a run. ``loaders``: those of ``kind``, or a data module in their place; ``other_loaders``: those of other kinds, by kind."""
+    """Collect the data of a run. ``loaders``: those of ``kind``, or a data module in their place; ``other_loaders``: those of other kinds."""
     datamodule, loaders = _datamodule(datamodule, loaders)
     return RunData(datamodule, {kind: loaders, **other_loaders})
 
