@@ -78,7 +78,7 @@ class RunCheckpoints:
         location = self.run_folder.choose_root(root)
         if self._chosen is not None and str(location) != self._chosen:
             raise ValueError(
-                f"callbacks ask to save checkpoints in {self._chosen} and in {location}: give all ModelCheckpoints of a run the same dirpath"
+                f"callbacks ask to save checkpoints in {self._chosen} and in {location}: give one dirpath to all ModelCheckpoints of a run"
             )
         if str(location) != self.folder.storage.root:
             self.keep_in(location)
