@@ -1,4 +1,4 @@
-"""``Callback``: the events of a run."""
+"""``Callback``: the base class of callbacks, with a method for each event of a run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Subclass it and override the events that matter; only overridden ones are ever called. Every event gets the run and the module.
+    """Base class of callbacks: override the events that you need; only overridden ones are called. Every event gets the run and the module.
 
-    The events of a training, in their order::
+    The events of a training, in order::
 
         setup
         on_fit_start
@@ -29,7 +29,7 @@ class Callback:
             for each micro-batch:
                 on_train_batch_start
                 on_before_backward, on_after_backward
-                on_before_optimizer_step, on_before_zero_grad    (the last micro-batch of a window only)
+                on_before_optimizer_step, on_before_zero_grad    (only in the last micro-batch of an accumulation window)
                 on_train_batch_end
                 validation, when it is due
             on_train_epoch_end
@@ -37,7 +37,7 @@ class Callback:
         on_fit_end
         teardown
 
-    A validation::
+    The events of a validation, in order::
 
         on_validation_start
         on_validation_epoch_start
@@ -47,20 +47,20 @@ class Callback:
 
     A test has ``on_test_start``, ``on_test_epoch_start``, ``on_test_batch_start``, ``on_test_batch_end``, ``on_test_epoch_end`` and ``on_test_end``,
     a prediction ``on_predict_start``, ``on_predict_epoch_start``, ``on_predict_batch_start``, ``on_predict_batch_end``, ``on_predict_epoch_end`` and
-    ``on_predict_end`` in the same order. ``on_save_checkpoint`` and ``on_load_checkpoint`` come when a checkpoint is made and when one is loaded,
-    ``on_checkpoint_saved`` and ``on_checkpoint_removed`` at the end of a step soon after one is complete, or gone.
+    ``on_predict_end`` in the same order. ``on_save_checkpoint`` and ``on_load_checkpoint`` are called while a checkpoint is created or loaded,
+    ``on_checkpoint_saved`` and ``on_checkpoint_removed`` at the end of a step soon after a checkpoint is complete or deleted.
 
-    Their arguments:
+    The arguments of the events:
 
-    - ``run``: the :class:`engine.Run` under way; ``module``: the :class:`engine.TrainModule`.
+    - ``run``: the current :class:`engine.Run`; ``module``: the :class:`engine.TrainModule`.
     - ``stage``: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-    - ``batch``: the micro-batch, on the device; ``batch_idx``: its number in the epoch on this rank, from 0.
-    - ``dataloader_idx``: the number of the loader that it comes from.
-    - ``outputs``: what the module's step returned, without its graph; ``loss``: the loss whose backward pass comes.
-    - ``optimizer``: the one that is about to step, or to clear its gradients.
-    - ``checkpoint``: a dict of JSON values and tensors, which the callback may add to or read from.
-    - ``path``: where a checkpoint is, or was; a ``str`` if it is a URL.
-    - ``exception``: what was raised.
+    - ``batch``: the micro-batch, on the device; ``batch_idx``: its index in the epoch on this rank, from 0.
+    - ``dataloader_idx``: the index of the loader that the batch comes from.
+    - ``outputs``: what the module's step returned, detached; ``loss``: the loss that is about to be backpropagated.
+    - ``optimizer``: the optimizer that is about to step, or to clear its gradients.
+    - ``checkpoint``: a dict of JSON values and tensors that the callback may add to or read from.
+    - ``path``: the path of the checkpoint; a ``str`` if it is a URL.
+    - ``exception``: the exception that was raised.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -69,26 +69,26 @@ class Callback:
             completed(cls)
 
     runs_last = False
-    """Whether this callback is called after all others at each event. Checkpointing is, so that it sees what they logged."""
+    """Whether each event calls this callback after all others, as checkpoint callbacks need to see what the others logged."""
 
     is_logger = False
-    """Whether this callback is a logger: ``run.loggers``, and ``self.loggers`` of the module, have it."""
+    """Whether this callback is a logger, listed in ``run.loggers`` and in the module's ``self.loggers``."""
     is_checkpoint = False
-    """Whether this callback saves checkpoints: ``trainer.checkpoint_callback`` is the first of these."""
+    """Whether this callback saves checkpoints; ``trainer.checkpoint_callback`` is the first callback that does."""
     is_early_stopping = False
-    """Whether this callback ends trainings early: ``trainer.early_stopping_callback`` is the first of these."""
+    """Whether this callback ends trainings early; ``trainer.early_stopping_callback`` is the first callback that does."""
     takes: frozenset[str] = frozenset()
-    """Kinds of media that :meth:`on_media` handles, of ``image``, ``histogram``, ``text``, ``audio``, ``figure``, ``table`` and ``artifact``."""
+    """The kinds of media that :meth:`on_media` handles: any of ``image``, ``histogram``, ``text``, ``audio``, ``figure``, ``table``, ``artifact``."""
     shows_progress = False
-    """Whether this callback shows a person the progress and the metrics: a run without such a callback logs them itself."""
+    """Whether this callback shows the user progress and metrics; a run without such a callback logs them itself."""
     critical = True
-    """Whether an error in this callback ends the run. ``False``, for what only watches: after an error, which is logged, the callback is not
-    called again in this run, except for ``teardown``. An error in ``setup`` or ``load_state_dict`` ends the run, before its first step.
-    Such a callback must not communicate with other ranks, which would wait for one that has failed."""
+    """Whether an error in this callback ends the run. Set ``False`` for a callback that only observes: an error is logged, and the callback is
+    not called again in this run, except for ``teardown``. An error in ``setup`` or ``load_state_dict`` still ends the run, before its first step.
+    A callback with ``critical = False`` must not communicate with other ranks, which would wait for the rank where it failed."""
 
     validates_with: str | None = None
-    """The name of the weights (one of :meth:`other_weights`) that the model has in validation; ``None``: the trained ones. Scores belong to these
-    weights: a checkpoint notes that, and loading it gives them by default."""
+    """The name of the weights (one of :meth:`other_weights`) that the model has during validation; ``None``: the trained weights. Scores are
+    measured with these weights: checkpoints record the name, and loading one uses these weights by default."""
 
     @property
     def checkpoints_in(self) -> str | Path | None:
@@ -147,68 +147,70 @@ class Callback:
         self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None: ...
     def on_before_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
-        """Before values are logged, on every rank: add to ``metrics`` here."""
+        """Called on every rank before values are logged: add to ``metrics`` here."""
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
-        """``metrics`` over all ranks, on every rank: of the first step, every ``log_every_n_steps``-th, the last one, each epoch and evaluation."""
+        """Called on every rank with ``metrics`` over all ranks, for the first step, every ``log_every_n_steps``-th, the last, each epoch and
+        evaluation."""
 
     def on_media(self, run: Run, module: nn.Module, kind: str, name: str, value: Any, options: dict[str, Any]) -> None:
-        """``module.log_<kind>(name, value, **options)`` was called; on rank 0 only, for the kinds that some callback takes.
+        """Called on rank 0 when ``module.log_<kind>(name, value, **options)`` is called, for the kinds that some callback takes.
 
         ``value``: as :func:`engine.metrics.media.checked` gives it; a tensor is a copy, on its device.
         """
 
     def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
-        """An exception was raised (also Ctrl-C); it propagates afterwards. Other ranks may be gone: no collectives here."""
+        """Called when an exception is raised (also Ctrl-C), before it propagates. Use no collectives here: other ranks may be gone."""
 
     def on_save_checkpoint(self, run: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None: ...
     def on_load_checkpoint(self, run: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None: ...
 
     def on_checkpoint_saved(self, run: Run, module: nn.Module, path: Path | str, score: float | None) -> None:
-        """The checkpoint at ``path`` is complete: called on every rank after the same step, in a training, before ``on_fit_end`` at the latest.
+        """Called when the checkpoint at ``path`` is complete: on every rank after the same step of a training, at the latest before ``on_fit_end``.
 
-        ``score``: the value by which ``resume="best"`` compares it; ``None``: none was measured.
+        ``score``: the value by which ``resume="best"`` compares the checkpoint; ``None``: none was measured.
         """
 
     def on_checkpoint_removed(self, run: Run, module: nn.Module, path: Path | str) -> None:
-        """The checkpoint at ``path`` was deleted, because others are kept; otherwise as :meth:`on_checkpoint_saved`."""
+        """Called when the checkpoint at ``path`` has been deleted because it no longer ranks among those to keep; when: see
+        :meth:`on_checkpoint_saved`."""
 
     @property
     def state_key(self) -> str:
-        """The name under which a checkpoint keeps :meth:`state_dict`: by default the class.
+        """The key under which a checkpoint stores :meth:`state_dict`: by default the name of the class.
 
-        Two callbacks of one class that have a state need different keys: include what differs, ``f"EarlyStopping[monitor={self.monitor!r}]"``.
-        The text after ``"; "`` may change between runs if only one callback, and one saved state, has the text before it.
+        Two callbacks of one class that have state need different keys: include what differs, as in ``f"EarlyStopping[monitor={self.monitor!r}]"``.
+        The text after ``"; "`` may change between runs, as long as only one callback and one saved state have the same text before it.
         """
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to save in checkpoints: a tree of tensors and JSON values. All ranks call this together; the checkpoint has rank 0's."""
+        """The state to save in checkpoints: a tree of tensors and JSON values. Called on all ranks together; rank 0's state is saved."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the ``state`` that :meth:`state_dict` returned on rank 0."""
 
     def other_weights(self, run: Run, module: nn.Module) -> dict[str, dict[str, Any]]:
-        """Other weights of the model that this callback keeps, such as averages: ``{"ema": {name in the model: tensor}}``.
+        """Further weights of the model that this callback keeps, such as averages: ``{"ema": {name in the model: tensor}}``.
 
-        Checkpoints store them in parts, as the model's own, from tensors that are whole, or sharded as the parameters are; see ``weights`` of
-        :meth:`engine.TrainModule.load_from_checkpoint`.
-        ``"trained"`` is the name of the trained ones. Call ``run.saver.hold()`` before you change them.
+        The tensors may be whole, or sharded as the parameters are; checkpoints store them in parts, as they do parameters. Load them by name with
+        ``weights`` of :meth:`engine.TrainModule.load_from_checkpoint`; the name ``"trained"`` is taken by the parameters.
+        Call ``run.saver.hold()`` before you change the tensors.
 
-        Called on all ranks together when a checkpoint is made, and when one is loaded, after :meth:`load_state_dict`: the tensors are
-        then filled in place.
+        Called on all ranks together when a checkpoint is created, and when one is loaded: then after :meth:`load_state_dict`, and the
+        returned tensors are filled in place.
         """
         return {}
 
 
 def affecting_steps(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Callbacks that may change a training step; loggers, progress bars and checkpoint callbacks cannot."""
+    """Return the callbacks that may change a training step; loggers, progress bars and checkpoint callbacks cannot."""
     return [c for c in callbacks if c.critical and not (c.is_logger or c.runs_last or c.shows_progress)]
 
 
 def adapted_callbacks(where: str, callbacks: Sequence[Any]) -> tuple[Callback, ...]:
-    """Convert callbacks of other libraries to this library's."""
+    """Convert the callbacks of other libraries to :class:`Callback` objects; ``where`` names the argument in an error."""
     result = tuple(item if isinstance(item, Callback) else adapted(item) for item in callbacks)
     for callback in result:
         if not isinstance(callback, Callback):
@@ -219,7 +221,7 @@ def adapted_callbacks(where: str, callbacks: Sequence[Any]) -> tuple[Callback, .
 
 
 def with_callbacks_of_module(module: TrainModule, callbacks: Sequence[Callback]) -> list[Callback]:
-    """Add the callbacks of ``module.configure_callbacks``. They replace ``callbacks`` of equal classes."""
+    """Add the callbacks of ``module.configure_callbacks``; they replace callbacks of the same classes."""
     configured = module.configure_callbacks()
     of_module = adapted_callbacks(
         f"{type(module).__name__}.configure_callbacks",

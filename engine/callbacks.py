@@ -1,7 +1,7 @@
 """The package ``callbacks`` under a second name, for projects with their own ``callbacks.py``.
 
 ``from engine.callbacks import EarlyStopping`` imports the same class as ``from callbacks import EarlyStopping``.
-In ``engine`` only commands of ``fit`` import this module.
+Within ``engine``, only the commands of ``fit`` import this module.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ _FOLDER = Path(__file__).resolve().parent.parent / "callbacks"
 
 
 def _is_ours() -> bool:
-    """Whether ``import callbacks`` finds the package installed with this one."""
+    """Whether ``import callbacks`` finds the package that is installed with ``engine``."""
     try:
         spec = find_spec("callbacks")
-    except ValueError:  # a module without a spec has the name
+    except ValueError:  # a loaded module named callbacks has no spec
         return False
     return spec is not None and spec.origin is not None and Path(spec.origin).resolve().parent == _FOLDER
 
 
-def _loaded() -> ModuleType:
+def _load_package() -> ModuleType:
+    """Import ``callbacks``, or if a project's own module has that name, load the package under the name of this module."""
     if _is_ours():
         return importlib.import_module("callbacks")
-    # Then its modules are found below this one, so that pickles of their classes can be read.
+    # Load the package's modules as submodules of engine.callbacks, so that pickles of their classes can be read.
     spec = spec_from_file_location(__name__, _FOLDER / "__init__.py", submodule_search_locations=[str(_FOLDER)])
     assert spec is not None
     assert spec.loader is not None
@@ -37,7 +38,7 @@ def _loaded() -> ModuleType:
     return module
 
 
-_package = _loaded()
+_package = _load_package()
 __all__ = list(_package.__all__)
 
 

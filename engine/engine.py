@@ -1,4 +1,4 @@
-"""``Engine``: plain PyTorch objects made distributed, for your own training loop."""
+"""``Engine``: makes plain PyTorch objects distributed, for your own training loop."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Engine:
                 scheduler.step()
                 optimizer.zero_grad()
 
-    The environment describes the processes (torchrun's variables, SLURM's, MPI's, ...); without any there is one process. Engines with
+    The environment (variables of torchrun, SLURM, MPI, ...) says which processes there are; by default there is one. Engines with
     different settings can be used side by side.
 
     Args:
@@ -69,16 +69,16 @@ class Engine:
             ``"auto"`` is ``single`` for one process and ``ddp`` for several.
         accelerator: ``"auto"`` (what torch.accelerator finds, else the CPU), ``"gpu"`` (any accelerator), or ``"cpu"``, ``"cuda"``, ``"mps"``, ...
         precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``fp8-mixed``, ``bf16-true``, ``16-true``, ``64-true``, or :class:`engine.FP8`.
-        accumulate_grad_batches: micro-batches in a window; may be changed between epochs.
-        on_nonfinite: ``"raise"`` or ``"skip"`` a step whose gradient norm is not finite; ``None``: not checked (fp16 always skips).
-        activation_checkpointing: ``"full"``, ``"selective"`` or n (every n-th block): compute the repeated blocks again in the backward pass.
+        accumulate_grad_batches: micro-batches in an accumulation window; may be changed between epochs.
+        on_nonfinite: ``"raise"`` an error at, or ``"skip"``, a step whose gradient norm is not finite; ``None``: no check (fp16 always skips).
+        activation_checkpointing: recompute the repeated blocks in the backward pass: ``"full"``, ``"selective"`` or n (every n-th block).
         compile: ``True``, ``"blocks"`` (each repeated block) or a dict of ``torch.compile``'s options.
         sync_batchnorm: batch norms compute their statistics over the samples of all ranks, as one process would over the whole micro-batch.
-        seed: of the data order; by default torch's initial seed on rank 0.
-        timeout: for joining the other processes and for each collective.
-        debug: compare the ranks' operations, shapes and dtypes before each collective, and raise where they differ.
+        seed: the seed of the data order; by default torch's initial seed on rank 0.
+        timeout: the maximum time for joining the other processes, and for each collective.
+        debug: compare the ranks' operations, shapes and dtypes before each collective, and raise an error where they differ.
         environment: rank, world size and addresses of this process; detected by default.
-        group: a process group that exists already.
+        group: an existing process group to use.
 
     Raises:
         ValueError: unknown names, or a strategy that does not fit the processes.
@@ -107,9 +107,13 @@ class Engine:
         compile = KINDS["compile"].normal("compile", compile)
         sync_batchnorm = KINDS["sync_batchnorm"].normal("sync_batchnorm", sync_batchnorm)
         self.precision = Precision.parse(precision)
-        where = group or own_environment(environment)
-        self.strategy = strategies.get(strategy, where.world_size)
-        self.group = where if isinstance(where, Group) else join_here(where, accelerator, timeout=timeout, debug=debug)
+        processes = group or own_environment(environment)
+        self.strategy = strategies.get(strategy, processes.world_size)
+        self.group = (
+            processes
+            if isinstance(processes, Group)
+            else join_here(processes, accelerator, timeout=timeout, debug=debug)
+        )
         self.strategy.precision = self.precision
         self.strategy.connect(self.group)
         self.strategy.transform_by(Transforms(recompute, compile))
@@ -121,19 +125,19 @@ class Engine:
         self.strategy.window = self.window
         self.scaler = self.strategy.scaler()
         self._stepper = self.strategy.stepper(self.scaler, on_nonfinite)
-        self._stepped: tuple[list[Any], list[Any]] = [], []  # the latest step's optimizers, as given and raw
+        self._stepped: tuple[list[Any], list[Any]] = [], []  # the latest step's optimizers: arguments, unwrapped
         self._passes = self.strategy.passes(self.scaler)
         data_seed = collectives.gather_json(self.group, torch.initial_seed() if seed is None else seed)[0]
         self.precision.check(self.group.device)
         self.prepared = Prepared(self.strategy, self._stepper, data_seed, models)
-        """The objects that this engine has prepared."""
+        """The objects prepared by this engine."""
         self.models: Sequence[nn.Module] = models
         """Every prepared model, as :meth:`prepare` returned it."""
         window = self.window
         self._float8_layers = Layers(self.precision.fp8, self.group)
         self._batch_norms = batch_norm.Layers(sync_batchnorm, self.data_group, lambda: window.share.size != 0)
         self.snapshot = EngineSnapshot(self.prepared, self.scaler)
-        """The state of what was prepared, for checkpoints."""
+        """The state of the prepared objects, for checkpoints."""
         self.checkpoint_writer = CheckpointWriter(self.group)
         """Writes the checkpoints of :meth:`save_state` and of a run; call its ``hold()`` before you change weights outside of a step."""
         self.loop_checkpoints = EngineCheckpoints(self.prepared, self.snapshot, self.checkpoint_writer)
@@ -151,7 +155,7 @@ class Engine:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Micro-batches in a full window."""
+        """Micro-batches in a full accumulation window."""
         return self.window.size
 
     @accumulate_grad_batches.setter
@@ -160,15 +164,16 @@ class Engine:
             raise ValueError(f"accumulate_grad_batches={value!r} must be an int of at least 1")
         self.window.size = value
 
-    # -- objects made ready ---------------------------------------------------------------------------------------------------------------
+    # -- preparing objects ----------------------------------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any) -> Any:
         """Prepare models, optimizers, loaders and schedulers for this job's processes; a single object is returned without a tuple.
 
-        Objects of other kinds, and objects that are prepared already, are returned unchanged. A subclass's ``prepare_model``, ... are called.
+        Objects of other kinds, and objects that are prepared already, are returned unchanged. Overridden ``prepare_model``, ``prepare_optimizer``,
+        ... of a subclass are used.
         """
-        done = tuple(map(self._prepare_one, objects))
-        return done[0] if len(done) == 1 else done
+        prepared = tuple(map(self._prepare_one, objects))
+        return prepared[0] if len(prepared) == 1 else prepared
 
     def _prepare_one(self, item: Any) -> Any:
         if isinstance(item, (PreparedLoader, PreparedOptimizer, PreparedScheduler)):
@@ -184,14 +189,14 @@ class Engine:
         return item
 
     def prepare_model(self, model: nn.Module, *, autocast: bool = True) -> nn.Module:
-        """The model on its device, wrapped by the strategy.
+        """Move the model to its device and wrap it by the strategy; a model that was prepared before is returned as it is.
 
         Args:
             autocast: under mixed precision, run the forward pass in autocast and return half-precision outputs as fp32.
-                Without it, use :meth:`autocast` yourself.
+                With ``False``, use :meth:`autocast` yourself.
         """
-        if (earlier := self.prepared.form_of(model)) is not None:
-            return earlier
+        if (prepared_before := self.prepared.form_of(model)) is not None:
+            return prepared_before
         check_plain(model)
         self.strategy.place(self._with_own_layers(model))
         if autocast and self.precision.autocast is not None:
@@ -204,7 +209,7 @@ class Engine:
         return prepared
 
     def place_model(self, model: nn.Module) -> nn.Module:
-        """The model on its device and in its dtype, equal on all ranks, but not wrapped: for evaluation and manual optimization."""
+        """Move the model to its device and dtype, with rank 0's values on every rank, but do not wrap it: for evaluation and manual optimization."""
         check_plain(model)
         self.precision.convert(self._with_own_layers(model))
         model.to(self.device)
@@ -212,11 +217,11 @@ class Engine:
         return model
 
     def _with_own_layers(self, model: nn.Module) -> nn.Module:
-        """The model with fp8's linear layers and with batch norms over all ranks, as the settings say."""
+        """Replace linear layers by fp8 layers and batch norms by ones over all ranks, as the settings say; return the model."""
         return self._float8_layers.convert(self._batch_norms.convert(model))
 
     def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """An optimizer that steps with exact gradients at the end of each window."""
+        """Wrap an optimizer, so that it steps at the end of each accumulation window, with exact gradients."""
         if not parameters_of([optimizer]):
             raise ValueError(f"{type(optimizer).__name__} has no parameters: give it model.parameters()")
         self.strategy.repoint(optimizer)
@@ -224,13 +229,13 @@ class Engine:
         return PreparedOptimizer(optimizer, self._stepper, self.window)
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """A scheduler that steps when the optimizer did."""
+        """Wrap a scheduler, so that it steps only when the optimizer has stepped."""
         prepared = PreparedScheduler(scheduler, self._stepper, self.window)
         self.prepared.schedulers.append(prepared)
         return prepared
 
     def prepare_data_loader(self, loader: Any, *, place: bool = True) -> PreparedLoader:
-        """A loader that gives this process its share of the data, on the device. Takes any iterable, also a list of batches.
+        """Wrap a loader, so that it gives this process its share of the data, on the device. Any iterable will do, also a list of batches.
 
         Args:
             place: move the batches to the device (and floating point inputs to a ``*-true`` precision's dtype).
@@ -245,19 +250,19 @@ class Engine:
         return prepared
 
     def skip_first_batches(self, loader: Any, num_batches: int = 0) -> PreparedLoader:
-        """A loader that continues in the middle of an epoch: its first pass skips ``num_batches`` micro-batches on each process.
+        """Return a loader that continues in the middle of an epoch: its first pass skips ``num_batches`` micro-batches on each process.
 
-        Skipping is free for indexed data; streams are read up to that position. Later passes are complete. The pass counts as one of
-        ``loader``'s: the next pass over ``loader`` is the next epoch, unless ``set_epoch`` is called.
+        Skipping is free for indexed data; streams are read up to that position. Later passes are complete. A pass over the returned loader
+        counts as an epoch of ``loader``: the next pass over ``loader`` is the next epoch, unless ``set_epoch`` is called.
 
         Args:
-            loader: a prepared loader, or a plain one.
-            num_batches: a multiple of the window, so that later windows contain the same batches as without the skip.
+            loader: a prepared or a plain loader.
+            num_batches: a multiple of the accumulation window, so that later windows contain the same batches as without the skip.
 
         Raises:
             ValueError: ``num_batches`` is negative.
         """
-        # Not a subclass's method: it may wrap the loader.
+        # Not self.prepare_data_loader: a subclass may override it to wrap the loader, and a wrapper has no skipping().
         return Engine.prepare_data_loader(self, loader).skipping(num_batches)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
@@ -265,11 +270,11 @@ class Engine:
         return self.prepared.unwrap(model)
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Give every rank the buffers of rank 0, which are saved in checkpoints, before an evaluation in your own loop; all ranks call this."""
+        """Copy rank 0's buffers, the ones that checkpoints save, to every rank. All ranks call this before an evaluation in their own loop."""
         self.strategy.share_buffers(self.unwrap_model(model))
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Release everything that was prepared and empty the device's cache; return one ``None`` per object, to assign to their names."""
+        """Release all prepared objects and empty the device's cache; return one ``None`` for each of ``objects``, to assign to their names."""
         Engine.release(self)
         gc.collect()
         accelerator.empty_cache(self.device)
@@ -288,15 +293,15 @@ class Engine:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the micro-batch of the current or newest :meth:`accumulate` block closes its window: the optimizer steps."""
+        """Whether the micro-batch of the current or latest :meth:`accumulate` block ends its accumulation window, so that the optimizer steps."""
         return self.window.share.last if self.window.accumulating else not self.window.held
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """One micro-batch of a window: only in the last one are gradients reduced, and optimizers and schedulers step.
+        """Run the block as one micro-batch of an accumulation window: gradients are reduced, and optimizers and schedulers step, only in its last.
 
         A prepared loader knows where its windows end, at the end of an epoch too. Without one, every
-        ``accumulate_grad_batches``-th call closes a window.
+        ``accumulate_grad_batches``-th call ends a window.
         """
         self.enter_window(models)
         try:
@@ -305,27 +310,27 @@ class Engine:
             self.window.exit(models)
 
     def enter_window(self, models: Sequence[nn.Module] = ()) -> None:
-        """The start of :meth:`accumulate` with ``models``, without the block; for loops that accumulate throughout."""
+        """Begin a micro-batch of ``models`` as :meth:`accumulate` does, but without a block that ends it; for loops that always accumulate."""
         self.window.enter()
         self.strategy.sync(models or self.models, self.window.share.last)
 
     def no_sync(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Forward and backward passes whose gradients are not reduced over the ranks."""
+        """Inside the block, backward passes do not reduce gradients over the ranks."""
         return self.strategy.no_sync(models or self.models)
 
     def autocast(self) -> Any:
-        """The context of a forward pass in this precision (for code outside a prepared model's ``forward``)."""
+        """The context for computations in this precision outside of a prepared model's ``forward``."""
         return self.precision.context(self.device)
 
     def backward(self, loss: Tensor | Loss, **kwargs: Any) -> None:
-        """Backward pass from a loss, weighted so that the step's gradient is that of one big batch over all ranks and the whole window.
+        """Run the backward pass, weighted so that the step's gradient is that of one big batch over all ranks and the whole window.
 
         Args:
-            loss: a scalar (the mean over its micro-batch), or :class:`engine.Loss`.
-            kwargs: for ``Tensor.backward`` (``retain_graph``, ``inputs``).
+            loss: a scalar (the mean over its micro-batch), or an :class:`engine.Loss`.
+            kwargs: arguments for ``Tensor.backward`` (``retain_graph``, ``inputs``).
 
         Raises:
-            TypeError: the loss is neither, or one window has both kinds.
+            TypeError: ``loss`` is neither a scalar nor an ``engine.Loss``, or one window has losses of both kinds.
             ValueError: the loss has no graph, or more than one element.
             RuntimeError: gradients were clipped or unscaled already, and not yet used or cleared.
         """
@@ -342,27 +347,28 @@ class Engine:
             window.attribute()
 
     def backward_by(self, loss: Tensor | Loss, function: Callable[[Tensor], Any]) -> Tensor:
-        """:meth:`backward` with your own backward pass.
+        """Run :meth:`backward` with your own backward pass.
 
-        ``function`` receives a scalar; its plain ``backward()`` gives this micro-batch's exact share of the gradients (scaled under fp16).
-        Returns this micro-batch's contribution to the step's loss, in fp64 without a graph, shape (). Raises as :meth:`backward`.
+        ``function`` receives a scalar whose plain ``backward()`` gives this micro-batch's exact share of the gradients (scaled under fp16).
+        Return this micro-batch's contribution to the step's loss: fp64, without a graph, shape (). Raise the errors of :meth:`backward`.
         """
         return self._passes.by(loss, function)
 
     def forward_backward(self, step: Callable[[Any, int], Any], batch: Any) -> Any:
-        """The loss of ``step(batch, samples)`` and its backward pass, under every strategy; a pipeline splits the micro-batch.
+        """Compute the loss ``step(batch, samples)`` and its backward pass, under every strategy; a pipeline splits the micro-batch.
 
         Args:
-            step: calls the prepared model once, and returns a scalar or :class:`engine.Loss`.
-            batch: samples along dim 0 of its tensors.
+            step: a function that calls the prepared model once and returns a scalar or an :class:`engine.Loss`.
+            batch: a micro-batch, with its samples along dim 0 of its tensors.
 
         Returns:
-            The loss without its graph, on every rank that sees this data.
+            The detached loss, on every rank that sees this data.
         """
         return self._passes.forward_backward(step, batch, self.backward, self.sync_gradients)
 
     def backward_nothing(self) -> None:
-        """This micro-batch has no loss. Alone, its samples do not count; among several ranks they count with a zero gradient."""
+        """Call this instead of :meth:`backward` for a micro-batch without a loss. On one process its samples do not count; on several ranks they
+        count with a zero gradient."""
         self._batch_norms.refuse_none()
         window = self.window
         window.drop(self.data_group.world_size, self.scaler is not None)
@@ -370,36 +376,40 @@ class Engine:
             self.strategy.backward_nothing(self.models, self.sync_gradients)
 
     def window_has_loss(self) -> bool:
-        """Whether some rank had a loss in the window that ends here. For ranks that had none (``window.fed``): others need not ask."""
+        """Whether any rank had a loss in the window that ends here. Only a rank without one (``window.fed`` is false) needs to ask."""
         return self._stepper.fed()
 
     def discard_window(self) -> None:
-        """End the window without a step: discard its gradients and losses' weights, on all ranks. For loops that stop inside a window."""
+        """End the accumulation window without a step: discard its gradients and its losses' weights. For loops that stop inside a window, on all
+        ranks."""
         for optimizer in self.prepared.optimizers:
             optimizer.zero_grad()
         self.strategy.discard(self.models)
         self.window.discard()
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Make the gradients readable before ``optimizer.step()``: divided by the loss scale and the window's weight."""
-        chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        self._stepper.prepare(self._stepper.optimizers if optimizer is None else [raw(o) for o in chosen])
+        """Divide the gradients by the loss scale and the window's weight, so that they can be read before ``optimizer.step()``.
+
+        ``optimizer``: one or a list; ``None``: all.
+        """
+        optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        self._stepper.prepare(self._stepper.optimizers if optimizer is None else [raw(o) for o in optimizers])
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
         """Scale the gradients to a global norm (``norm_type``: 2, 1, inf) of at most ``max_norm``.
 
-        Returns the norm before, shape ``()``; ``None`` inside a window and under DeepSpeed, which clips in its step.
+        Return the norm before clipping, shape ``()``; ``None`` inside a window, and under DeepSpeed, which clips in its step.
         """
         return (
             self._stepper.clip_norm(gradients.listed(parameters), max_norm, norm_type) if self.sync_gradients else None
         )
 
     def grad_norms(self, model: nn.Module, norm_type: float = 2.0, *, optimizer: Any = None) -> dict[str, Tensor]:
-        """The ``norm_type``-norm of each gradient by its parameter's name, before a step; their norm is the whole's. ``{}`` inside a window.
+        """The ``norm_type``-norm of each gradient before a step, by the parameter's name; the norm of these norms is the global norm.
 
-        ``optimizer``: only of its parameters. All ranks call this together.
+        ``optimizer``: only the parameters of this one. ``{}`` inside a window. All ranks call this together.
         """
         optimizers = [] if optimizer is None else [raw(optimizer)]
         return self._stepper.named_norms(self.unwrap_model(model), norm_type, optimizers) if self.sync_gradients else {}
@@ -417,11 +427,12 @@ class Engine:
         max_value: float | None = None,
         inside: bool = False,
     ) -> None:
-        """The part of :meth:`step` before the optimizers' own steps, once for all of them; later each may step alone, or none.
+        """Divide, clip and check the gradients of all ``optimizers`` as :meth:`step` does, but do not step; each may step on its own later.
 
         Args:
             max_norm, max_value: as in :meth:`step`.
-            inside: called within an optimizer's step, after each evaluation of its closure: gradients that are not finite are an error.
+            inside: whether this is called within an optimizer's step, after an evaluation of its closure: gradients that are not finite are an
+                error then, because such a step cannot be skipped.
 
         Raises:
             FloatingPointError: a gradient is not finite.
@@ -429,7 +440,7 @@ class Engine:
         self._stepper.finish([raw(o) for o in optimizers], max_norm=max_norm, max_value=max_value, inside=inside)
 
     def average_gradients(self, optimizer: Any) -> None:
-        """Average this optimizer's gradients over the ranks now, for models whose backward passes do not (manual optimization)."""
+        """Average this optimizer's gradients over the ranks now; for models whose backward passes do not reduce gradients (manual optimization)."""
         self.strategy.average_gradients(parameters_of([raw(optimizer)]))
 
     def step(
@@ -440,20 +451,20 @@ class Engine:
         max_value: float | None = None,
         then: Then | None = None,
     ) -> None:
-        """Finish the window: divide, clip, check and apply the gradients of all ``optimizers`` as one, in as few passes as possible.
+        """End the accumulation window: divide, clip, check and apply the gradients of all ``optimizers`` together, in as few passes as possible.
 
         Args:
-            optimizers: prepared or plain ones.
-            max_norm, max_value: clip the global 2-norm to this, each element to [-max_value, max_value].
-            then: called with whether the step was applied (False: skipped, a gradient was not finite) as soon as that is known, with fused
-                optimizers on CUDA at the next step or :meth:`settle`.
+            optimizers: prepared or plain optimizers.
+            max_norm, max_value: clip the global 2-norm to ``max_norm``, each element to [-max_value, max_value].
+            then: called with ``True`` when the step was applied, with ``False`` when it was skipped because a gradient was not finite. The call
+                comes as soon as that is known: with fused optimizers on CUDA at the next step or :meth:`settle`.
         """
         if optimizers != self._stepped[0]:  # usually the same list in every step
             self._stepped = list(optimizers), [raw(o) for o in optimizers]
         self._stepper.step(self._stepped[1], max_norm=max_norm, max_value=max_value, then=then)
 
     def settle(self) -> None:
-        """Wait until the verdict of every step is known and ``then`` has been called.
+        """Wait until it is known of every step whether it was applied or skipped, and ``then`` has been called.
 
         Raises:
             RuntimeError: gradients of the latest step were not reduced, because its loss did not depend on some parameters.
@@ -463,27 +474,27 @@ class Engine:
 
     @property
     def pending_steps(self) -> int:
-        """Steps whose verdict is not known yet."""
+        """The number of steps of which it is not known yet whether they were applied or skipped."""
         return self._stepper.pending
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The newest step's gradient norm before clipping, shape ``()``; ``None`` when neither clipping nor a check needed it."""
+        """The latest step's gradient norm before clipping, shape ``()``; ``None`` when neither clipping nor a check needed it."""
         return self._stepper.norm
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the newest step was left out because a gradient was not finite. Waits for the device."""
+        """Whether the latest step was skipped because a gradient was not finite. Waits for the device."""
         self._stepper.await_verdicts()
         return self._stepper.skipped
 
     # -- checkpoints; the names are Accelerate's ------------------------------------------------------------------------------------------
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load ``objects`` as well, also with checkpoints of :class:`engine.Fit`. Their order must be the same in every run.
+        """Save and load the state of these objects too, also in checkpoints of :class:`engine.Fit`. Register them in the same order in every run.
 
         Raises:
-            TypeError: one has no ``state_dict`` and ``load_state_dict``.
+            TypeError: an object lacks ``state_dict`` or ``load_state_dict``.
         """
         for item in objects:
             if not callable(getattr(item, "state_dict", None)) or not callable(getattr(item, "load_state_dict", None)):
@@ -495,23 +506,24 @@ class Engine:
     def save_state(
         self, output_dir: str | Path, *, wait: bool = True, facts: dict[str, Any] | None = None
     ) -> Path | str:
-        """Save models, optimizers, schedulers, loaders' positions, the loss scale, random numbers and registered objects; all ranks call this.
+        """Save models, optimizers, schedulers, loaders' positions, loss scale, random number states and registered objects; all ranks call this.
 
-        Call it between two steps, not inside a window. An older checkpoint in that directory is replaced once the new one is complete.
+        Call this between two steps, not inside an accumulation window. A checkpoint in ``output_dir`` is replaced once the new one is complete.
 
         Args:
-            output_dir: a directory that will be the checkpoint, or a URL that fsspec knows.
-            wait: ``False``: return once copying has started. :meth:`wait_for_checkpoint`, the next save and the process's exit wait.
-            facts: small JSON values for the manifest (counters, metrics).
+            output_dir: the checkpoint folder to write, or a URL that fsspec supports.
+            wait: ``False``: return as soon as copying has started. :meth:`wait_for_checkpoint`, the next save and the end of the process wait
+                for the checkpoint.
+            facts: small JSON values to put in the manifest (counters, metrics).
 
         Raises:
-            TypeError: something cannot be stored; the message says where it is.
-            OSError, RankError: it cannot be written; the earlier checkpoint is unchanged.
+            TypeError: a value cannot be stored; the message says where in the state it is.
+            OSError, RankError: the checkpoint cannot be written; the earlier one is unchanged.
         """
         return self.loop_checkpoints.save(output_dir, wait, facts or {})
 
     def wait_for_checkpoint(self) -> None:
-        """Wait for the checkpoint on its way.
+        """Wait until the checkpoint in progress is complete.
 
         Raises:
             RuntimeError: it could not be written.
@@ -519,22 +531,21 @@ class Engine:
         self.loop_checkpoints.wait()
 
     def load_state(self, input_dir: str | Path, *, strict: bool = True) -> dict[str, Any]:
-        """Continue from :meth:`save_state`, at any world size, under any strategy. The objects that were prepared then must be prepared now; all
-        ranks call this.
+        """Load a checkpoint of :meth:`save_state`, at any world size and under any strategy; prepare the same objects before. All ranks call this.
 
-        A checkpoint of :class:`engine.Fit` works too: the first loader gets its position in the data; callbacks' states, and averages of the
-        weights, are ignored.
+        A checkpoint of :class:`engine.Fit` works too: the first loader gets its position in the data; the states of callbacks, and averages of
+        the weights, are ignored.
 
         Args:
-            input_dir: a directory or a URL.
-            strict: ``False``: parameters that only one side has are left out.
+            input_dir: a checkpoint folder or a URL.
+            strict: ``False``: ignore parameters that only the checkpoint or only the model has.
 
         Returns:
             The manifest: the saved ``facts`` and the library's own entries.
 
         Raises:
-            FileNotFoundError, DamagedCheckpoint: there is none, or it is damaged.
-            ValueError: it does not fit what was prepared.
+            FileNotFoundError, DamagedCheckpoint: there is no checkpoint, or it is damaged.
+            ValueError: the checkpoint does not fit the prepared objects.
         """
         return self.loop_checkpoints.load(input_dir, strict)
 
@@ -542,17 +553,17 @@ class Engine:
         """Write a prepared model's weights as ``.safetensors`` files that ``transformers`` and ``load_file`` read; all ranks call this.
 
         Args:
-            save_directory: a folder, made when missing.
-            max_shard_size: bytes of a file, or ``"5GB"``; with several files there is ``model.safetensors.index.json`` too.
+            save_directory: a folder, created if missing.
+            max_shard_size: the maximum size of a file, in bytes or as ``"5GB"``; several files have a ``model.safetensors.index.json`` too.
 
         Returns:
-            The files, on the main process.
+            The paths of the files; empty except on the main process.
         """
         state = self.get_state_dict(model)
         return export_tensors(state, Path(save_directory), max_shard_size=max_shard_size) if self.group.is_main else []
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Full parameters and buffers of a prepared model by name, on the main process (all others may get less); all ranks call this."""
+        """Full parameters and buffers of a prepared model by name, on the main process (other ranks may get fewer); all ranks call this."""
         return self.strategy.model_state(self.unwrap_model(model))
 
     # -- the processes; the names are Accelerate's ----------------------------------------------------------------------------------------
@@ -569,7 +580,7 @@ class Engine:
 
     @property
     def local_process_index(self) -> int:
-        """This process's rank among the ranks of its machine."""
+        """This process's rank among the processes of its machine."""
         return self.group.local_rank
 
     @property
@@ -584,7 +595,7 @@ class Engine:
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this process is the first rank of its machine."""
+        """Whether this process is the first one of its machine."""
         return self.group.local_rank == 0
 
     @property
@@ -598,42 +609,42 @@ class Engine:
             builtins.print(*args, **kwargs)
 
     def on_main_process(self, function: F) -> F:
-        """Decorator: the function runs on the main process only and returns ``None`` elsewhere."""
+        """Decorator: run the function on the main process only; it returns ``None`` elsewhere."""
         return only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: F) -> F:
-        """Decorator: the function runs on one process of each machine."""
+        """Decorator: run the function on one process of each machine."""
         return only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: F) -> F:
-        """Decorator: the function runs on the last process only."""
+        """Decorator: run the function on the last process only."""
         return only(function, lambda: self.is_last_process)
 
     def on_process(self, function: F | None = None, process_index: int = 0) -> Any:
-        """Decorator: the function runs on the process ``process_index`` only."""
+        """Decorator: run the function on the process ``process_index`` only."""
         return only(function, lambda: self.process_index == process_index)
 
     def wait_for_everyone(self) -> None:
-        """Return once every process has called this."""
+        """Wait until every process has called this."""
         self.group.barrier()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Let the main process run the block before all other processes do (to download or build something once)."""
+        """The main process runs the block before the other processes do (to download or build something once)."""
         return before_others(self.group, self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Let each machine's main process run the block before its other processes do."""
+        """On each machine, the main process runs the block before the machine's other processes do."""
         return before_others(self.group, self.is_local_main_process)
 
     def gather(self, tree: Any) -> Any:
-        """The tensors in ``tree`` of all processes, joined along dim 0 (scalars: stacked), on every process. Lengths may differ."""
+        """The tensors in ``tree`` of all processes, concatenated along dim 0 (scalars: stacked), on every process. Lengths may differ."""
         return collectives.gather(self.group, tree)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Like :meth:`gather` of ``input_data``, without the samples that a micro-batch repeats only to keep the ranks matched.
+        """Like :meth:`gather` of ``input_data``, but without micro-batches that a rank repeats only to run as many as the other ranks.
 
         Ranks that hold shards of one model see the same samples, which are returned once. Values without tensors (all values, with
-        ``use_gather_object``) are gathered as objects: a list from each process, joined.
+        ``use_gather_object``) are gathered as objects: the processes' lists are concatenated.
         """
         return collectives.gather_samples(self.data_group, input_data, self.window.share.size != 0, use_gather_object)
 
@@ -641,7 +652,7 @@ class Engine:
         """``tree`` reduced over the processes by ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``, times ``scale``.
 
         Raises:
-            ValueError: another reduction.
+            ValueError: an unknown ``reduction``.
         """
         return collectives.all_reduce(self.group, tree, reduction, scale)
 
@@ -650,7 +661,7 @@ class Engine:
         return collectives.broadcast(self.group, tree, from_process)
 
     def pad_across_processes(self, tree: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """The tensors in ``tree``, padded along ``dim`` with ``pad_index`` to the longest of all processes; ``pad_first``: in front."""
+        """The tensors in ``tree``, padded along ``dim`` with ``pad_index`` to the maximum length over all processes; ``pad_first``: in front."""
         return collectives.pad_across_processes(self.group, tree, dim, pad_index, pad_first)
 
     @contextmanager
@@ -661,29 +672,33 @@ class Engine:
             apply_padding: repeat the last item so that all slices have the same length.
 
         Raises:
-            TypeError: another kind of object.
-            ValueError: a dict whose values differ in length.
+            TypeError: ``inputs`` is of another type.
+            ValueError: the values of a dict differ in length.
         """
         yield part(inputs, self.process_index, self.num_processes, apply_padding)
 
     def set_trigger(self) -> None:
-        """Set a flag that :meth:`check_trigger` shows to every process."""
+        """Set a flag that :meth:`check_trigger` reports on every process."""
         self._trigger.set()
 
     def check_trigger(self) -> bool:
-        """Whether any process has set the flag since the last check; clears it. All processes call this together."""
+        """Return whether any process has set the flag since the last check, and clear it. All processes call this together."""
         return self._trigger.check()
 
     def recorder(self, *, on_step: bool, on_epoch: bool, suffix: str = "") -> Recorder:
-        """A recorder of logged values over this engine's ranks; defaults ``on_step`` and ``on_epoch``, and a ``suffix`` for all names."""
+        """Create a recorder of logged values over this engine's ranks.
+
+        ``on_step`` and ``on_epoch``: the defaults for names logged without these options; ``suffix``: appended to all names.
+        """
         return Recorder(self.group, self.data_group, self.strategy.speaks, on_step, on_epoch, suffix)
 
     def before_step(self, function: Callable[[], None]) -> None:
-        """Call ``function`` once, before the next optimizer step, besides others that wait for it."""
+        """Call ``function`` once, before the next optimizer step; functions that were passed before are called too."""
         self._stepper.before_step(function)
 
 
 def _is_scheduler(item: Any) -> bool:
-    """Whether an object is a scheduler that is not torch's, such as timm's."""
-    refers = hasattr(item, "optimizer") and not hasattr(item, "zero_grad")
-    return refers and all(callable(getattr(item, name, None)) for name in ("step", "state_dict", "load_state_dict"))
+    """Whether an object that is no torch scheduler has the methods of one, as timm's do."""
+    refers_to_optimizer = hasattr(item, "optimizer") and not hasattr(item, "zero_grad")  # and is none itself
+    methods = ("step", "state_dict", "load_state_dict")
+    return refers_to_optimizer and all(callable(getattr(item, name, None)) for name in methods)

@@ -1,4 +1,4 @@
-"""The state of the objects that one engine has prepared, and the checkpoints of a user's own loop."""
+"""The state of the objects that one engine has prepared, and the checkpoints of a user's own training loop."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from engine.utils.seed import capture, restore
 
 
 class EngineSnapshot:
-    """Collects the state of the objects that an engine has prepared, and restores it, step by step in one order.
+    """Collects the state of the objects that an engine has prepared, and restores it in a fixed order of steps.
 
-    A run has a :class:`engine.loop.run_snapshot.RunSnapshot`. It says itself which module, optimizers, schedulers, positions and streams are saved,
-    replaces ``restore_weights``, ``check_counts``, ``check`` and ``restore_place``, and adds to the other steps what a run has besides.
+    A run uses the subclass :class:`engine.loop.run_snapshot.RunSnapshot`, which overrides the module, optimizers, schedulers, positions and streams
+    to save, replaces ``restore_weights``, ``check_counts``, ``check`` and ``restore_place``, and extends the other steps by the run's own state.
     """
 
     def __init__(self, prepared: Prepared, scaler: Scaler | None) -> None:
@@ -46,27 +46,27 @@ class EngineSnapshot:
 
     @property
     def module(self) -> nn.Module:
-        """The module in whose names parameters are saved."""
+        """The module whose parameter names the checkpoint uses."""
         return self._prepared.whole_module()
 
     @property
     def optimizers(self) -> Sequence[Any]:
-        """The optimizers that are saved."""
+        """The optimizers to save."""
         return self._prepared.optimizers
 
     @property
     def schedulers(self) -> list[Any]:
-        """The learning rate schedulers that are saved."""
+        """The learning rate schedulers to save."""
         return [scheduler.scheduler for scheduler in self._prepared.schedulers]
 
     # -- collecting -----------------------------------------------------------------------------------------------------------------------
 
     def content(self, facts: Mapping[str, Any], left_out: Sequence[nn.Module] = ()) -> Content:
-        """This rank's content of a checkpoint at this moment.
+        """Collect what this rank contributes to a checkpoint now.
 
         Args:
             facts: small JSON values for the manifest.
-            left_out: prepared models whose weights somebody else saves.
+            left_out: prepared models whose weights are saved elsewhere.
         """
         return self._collected(self._prepared.without(left_out), self.shared(), facts)
 
@@ -99,7 +99,7 @@ class EngineSnapshot:
         return {"place": self.place(), "rng": capture(), "streams": self.streams()}
 
     def place(self) -> list[int]:
-        """The number of ranks that see different data, this rank's index among them, and whether it saves for its data."""
+        """The number of ranks that see different data, this rank's index among them, and 1 if it saves for the ranks with the same data, else 0."""
         group = self._prepared.strategy.data_group
         return [group.world_size, group.rank, int(self._prepared.strategy.speaks)]
 
@@ -109,27 +109,27 @@ class EngineSnapshot:
         return [{name: value for name, value in state.items() if name != "stream"} for state in states]
 
     def streams(self) -> list[Any]:
-        """The state that each loader needs besides its position; ``None``: it needs nothing."""
+        """By loader, the state that it needs in addition to its position, as streams do; ``None``: the position is enough."""
         return [loader.state_dict()["stream"] for loader in self._prepared.loaders]
 
     # -- restoring ------------------------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def restoring(self, loaded: Loaded, how: Resume, left_out: Sequence[nn.Module] = ()) -> Iterator[None]:
-        """Continue from an open checkpoint; all ranks enter this together.
+        """Restore an open checkpoint; all ranks enter this together.
 
-        Inside the block, optimizers, schedulers and what belongs to one rank are still to come: hooks of a run may add parameter groups. Random
-        numbers are last, because what is restored before them may draw some.
+        Optimizers, schedulers and the state of each rank are restored only after the block, in which hooks of a run may add parameter groups. Random
+        number states come last, because restoring something else may draw random numbers.
 
         Args:
-            left_out: prepared models whose weights somebody else loads.
+            left_out: prepared models whose weights are loaded elsewhere.
 
         Raises:
-            ValueError: the checkpoint does not fit what was prepared; the message names the object.
+            ValueError: the checkpoint does not fit the prepared objects; the message names the object.
         """
         self.restore_weights(loaded, how.strict, left_out)
         self.restore_seed(loaded)
-        all_or_none(self._prepared.group, partial(self.check_counts, loaded))  # an error on one rank is one on all
+        all_or_none(self._prepared.group, partial(self.check_counts, loaded))  # raises on all ranks if it does on one
         self.restore_shared(loaded)
         yield
         all_or_none(self._prepared.group, partial(self.check, loaded, how))
@@ -149,10 +149,10 @@ class EngineSnapshot:
             self._prepared.seed = loaded.shared["seed"]
 
     def restore_shared(self, loaded: Loaded) -> None:
-        """Restore the loss scaler, the window and the registered objects.
+        """Restore the loss scaler, the accumulation window and the registered objects.
 
         Raises:
-            ValueError: other objects are registered.
+            ValueError: the number of registered objects differs.
         """
         shared = loaded.shared
         if self._scaler is not None and shared["scaler"]:
@@ -162,6 +162,7 @@ class EngineSnapshot:
         loaded.load_into("objects that are registered", self._restore_registered, shared["registered"])
 
     def _restore_registered(self, states: list[Any]) -> None:
+        """Restore the objects of ``register_for_checkpointing``, which must be as many as were saved."""
         registered = self._prepared.registered
         if len(states) != len(registered):
             raise ValueError(
@@ -172,10 +173,10 @@ class EngineSnapshot:
             item.load_state_dict(state)
 
     def check_counts(self, loaded: Loaded) -> None:
-        """Check that as many objects were prepared as are saved."""
+        """Check that as many optimizers, schedulers and loaders were prepared as the checkpoint has."""
         prepared, shared, source = self._prepared, loaded.shared, loaded.source
         counts = (len(self.optimizers), len(self.schedulers), len(prepared.loaders))
-        # A run's one loader is the training data's; others are read from their start.
+        # A run saves the position of its training loader alone; it goes to the first loader, and any others start from the beginning.
         loaders = max(counts[2], 1) if loaded.saved_by_run else len(shared["loaders"])
         saved = (len(source.optim), len(shared["schedulers"]), loaders)
         if saved != counts:
@@ -184,14 +185,14 @@ class EngineSnapshot:
             )
 
     def check(self, loaded: Loaded, how: Resume) -> None:
-        """Check that the optimizers, the schedulers and the data match the checkpoint."""
+        """Check that the optimizers, the schedulers and the data match the checkpoint's."""
         check_optimizers(loaded, self.optimizers, self.schedulers)
         for loader, state in zip(self._prepared.loaders, loaded.shared["loaders"], strict=False):
             if state["position"]:
                 check_samples(loaded.path, state.get("samples"), loader.samples, state["position"], how.strict)
 
     def restore_optimizers(self, loaded: Loaded, how: Resume) -> None:
-        """Restore optimizers and schedulers, which have been checked."""
+        """Restore optimizers and schedulers, after :meth:`check`."""
         source, module, strategy = loaded.source, self.module, self._prepared.strategy
         configured_groups = [
             [{k: v for k, v in group.items() if k not in {"params", *counters(o)}} for group in o.param_groups]
@@ -201,8 +202,8 @@ class EngineSnapshot:
             state = source.optim[str(index)]
             if not how.strict:
                 state = fitting(state, strategy.optimizer_parts(optimizer, module), module, source)
-            take = partial(strategy.load_optimizer, optimizer, module, source=source)
-            loaded.load_into(f"optimizer {index} ({type(optimizer).__name__})", take, state)
+            load = partial(strategy.load_optimizer, optimizer, module, source=source)
+            loaded.load_into(f"optimizer {index} ({type(optimizer).__name__})", load, state)
         for index, state in enumerate(loaded.shared["schedulers"]):
             load_scheduler(loaded, index, self.schedulers[index], state)
         if how.hyperparameters == "configured":
@@ -212,35 +213,34 @@ class EngineSnapshot:
                 rebase(scheduler)
 
     def restore_rank(self, loaded: Loaded) -> None:
-        """Restore the place in the data and, if all ranks have their old places, the random numbers."""
+        """Restore the position in the data and, if the ranks are the same as before, the random number states."""
         same_place = loaded.of_same_place(self.place())
         self.restore_place(loaded, same_place)
         if same_place is not None:
             loaded.load_into("random generators", restore, same_place["rng"])
 
     def restore_place(self, loaded: Loaded, same_place: Any) -> None:
-        """Restore each loader's position in its data; ``same_place``: this rank's state, if all ranks have their old places."""
+        """Restore each loader's position in its data; ``same_place``: this rank's saved state, ``None`` if the ranks are not the same as before."""
         prepared, shared = self._prepared, loaded.shared
         rank_state = loaded.of_rank(0) if same_place is None else same_place
-        streams = (
-            [None] * len(shared["loaders"]) if rank_state is None else rank_state["streams"]
-        )  # a converted checkpoint has none
+        # A converted checkpoint has no rank's state.
+        streams = [None] * len(shared["loaders"]) if rank_state is None else rank_state["streams"]
         for loader, state, stream in zip(prepared.loaders, shared["loaders"], streams, strict=False):
             loader.reseed(prepared.seed, state.get("order"))
             loader.load_state_dict({**state, "stream": stream})
 
 
 class EngineCheckpoints:
-    """The checkpoints of a user's own loop: what :meth:`engine.Engine.save_state` and :meth:`~engine.Engine.load_state` do."""
+    """The checkpoints of a user's own training loop; implements :meth:`engine.Engine.save_state` and :meth:`~engine.Engine.load_state`."""
 
     def __init__(self, prepared: Prepared, snapshot: EngineSnapshot, writer: CheckpointWriter) -> None:
         self._prepared, self._snapshot, self._writer = prepared, snapshot, writer
-        self._folder: CheckpointFolder | None = None  # of the latest save
+        self._folder: CheckpointFolder | None = None  # where the latest save went
 
     def save(
         self, output_dir: str | Path, wait: bool, facts: dict[str, Any], left_out: Sequence[nn.Module] = ()
     ) -> Path | str:
-        """Save as :meth:`engine.Engine.save_state` does; ``left_out``: prepared models whose weights somebody else saves."""
+        """Save as :meth:`engine.Engine.save_state` does; ``left_out``: prepared models whose weights are saved elsewhere."""
         stepper = self._prepared.stepper
         stepper.await_verdicts()
         storage, name = split_path(output_dir)
@@ -253,7 +253,7 @@ class EngineCheckpoints:
         return path
 
     def wait(self) -> None:
-        """Wait for the checkpoint in progress.
+        """Wait until the checkpoint in progress is complete.
 
         Raises:
             RuntimeError: it could not be written.
@@ -262,7 +262,7 @@ class EngineCheckpoints:
             self._writer.wait(self._folder)
 
     def load(self, input_dir: str | Path, strict: bool, left_out: Sequence[nn.Module] = ()) -> dict[str, Any]:
-        """Load as :meth:`engine.Engine.load_state` does; ``left_out``: prepared models whose weights somebody else loads."""
+        """Load as :meth:`engine.Engine.load_state` does; ``left_out``: prepared models whose weights are loaded elsewhere."""
         self.wait()
         storage, _ = split_path(input_dir)
         with opening(self._prepared.group, storage, str(input_dir)) as loaded:

@@ -1,4 +1,4 @@
-"""``Fit``: the loop done for you."""
+"""``Fit``: runs the training loop for you."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from engine.transforms.float8 import FP8
 from engine.utils.extensions import adapted, checked, completed
 from engine.utils.log import StartLog
 
-if TYPE_CHECKING:  # they take a second
+if TYPE_CHECKING:  # importing these takes a second
     from engine.planning.device_table import Hardware
     from engine.planning.plan import Plan
     from engine.planning.search import PlanSearch
@@ -188,10 +188,10 @@ class Fit:
 
     @classmethod
     def from_resolved(cls, resolved: Resolved, callbacks: Callback | Sequence[Callback] | None = ()) -> Fit:
-        """A ``Fit`` with settings (``resolved``) that :func:`engine.config.resolve.resolve` has collected, and with ``callbacks``.
+        """Create a ``Fit`` from settings that :func:`engine.config.resolve.resolve` has collected (``resolved``), with these ``callbacks``.
 
         Raises:
-            ValueError, TypeError: as the constructor.
+            ValueError, TypeError: as for the constructor.
         """
         failures.attach(detect(os.environ))
         fit = cls.__new__(cls)
@@ -199,6 +199,7 @@ class Fit:
         return fit
 
     def _set(self, resolved: Resolved) -> None:
+        """Set all attributes, and check the requested strategy."""
         self.settings: Settings = resolved.settings
         """The values in effect, from command line, code, environment, file and defaults."""
         self.origins: dict[str, str] = resolved.origins
@@ -206,8 +207,8 @@ class Fit:
         self.sections: dict[str, Any] = resolved.sections
         """The arguments from which ``fit run`` built model, data and callbacks."""
         self.names_what_fits: bool = True
-        """Whether an out-of-memory error of :meth:`run` names, in a note, the command that finds what fits."""
-        self._trained: Trained | None = None  # by the latest training
+        """Whether an out-of-memory error of :meth:`run` gets a note with the command that finds settings that fit."""
+        self._trained: Trained | None = None  # the folders of the latest training
         environment = detect(os.environ)
         launched = None if environment.name == "single" else environment.world_size
         strategies.requested(self.settings, self.origins, launched)
@@ -226,7 +227,7 @@ class Fit:
         datamodule: DataModule | None = None,
         resume: str | Path | Resume | None = None,
     ) -> Result:
-        """Train::
+        """Train a module::
 
             start or join the processes; seed; prepare_data; setup; configure_model; configure_optimizers; resume
             on_fit_start; sanity validation; on_train_start
@@ -234,25 +235,25 @@ class Fit:
             on_train_end; on_fit_end; teardown
 
         Args:
-            module: the module to train; afterwards it has its last weights (the averages of a callback such as ``EMA``), or the best with
-                ``reload_best``.
+            module: the module to train; afterwards it has its last weights (or the averages of a callback such as ``EMA``), with
+                ``reload_best`` the best ones.
             train_loader: a ``DataLoader``, a list of batches, any iterable of batches, or a :class:`engine.CombinedLoader`. A dict or list of
                 loaders is read side by side, ``CombinedLoader(loaders, "max_size_cycle")``.
-            val_loaders: one loader, or a list of several ``DataLoader`` objects, or a dict of loaders, which are read one after the other. A list of
+            val_loaders: one loader, or a list of ``DataLoader`` objects or a dict of loaders, which are read one after the other. A list of
                 batches is one loader; an empty list or dict means no validation.
-            datamodule: provides the loaders that are not given here.
+            datamodule: provides the loaders that are not passed here.
             resume: continue a run, in its folder: ``"last"`` (the newest checkpoint of the newest run in ``root_dir``), ``"auto"`` (the
                 same, if there is one), ``"best"``, a checkpoint's path or URL, a run's folder, or a :class:`engine.Resume` that loads only
-                some of it. By default a new run starts, in a new folder.
+                parts of the checkpoint. By default a new run starts, in a new folder.
 
         Returns:
             How the run ended; on every rank.
 
         Raises:
-            ValueError, TypeError: bad input, before the first step where that is possible.
+            ValueError, TypeError: invalid input, before the first step where possible.
             FolderInUse: the run to continue is still running.
             RankError: another rank failed.
-            KeyboardInterrupt: Ctrl-C, after the step, when callbacks have saved and closed.
+            KeyboardInterrupt: Ctrl-C was pressed; raised after the step, once callbacks have saved and closed.
             Exception: whatever the module or a callback raised, unchanged.
         """
         data = _run_data(datamodule, "train", train_loader, validation=val_loaders)
@@ -265,7 +266,7 @@ class Fit:
             self._trained = run.checkpoints.run_folder.trained()
             log_start(run)
             if run.settings.check:
-                compare_models(run)  # before rank 0's parameters are sent to the others
+                compare_models(run)  # before rank 0's parameters overwrite those of the other ranks
             setup.training(run)
             if resume is not None:
                 resume_run(run, resume)
@@ -295,8 +296,8 @@ class Fit:
     ) -> list[dict[str, float]]:
         """Run ``validation_step`` on every batch; return one dict of metrics per loader.
 
-        ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load its weights first, those that its
-        score was measured with; ``weights``: instead ``"trained"``, or those that a callback has kept in it under a name such as ``"ema"``.
+        ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load its weights first, by default those that its score was
+        measured with; ``weights``: load instead ``"trained"``, or the weights that a callback has saved under a name such as ``"ema"``.
         """
         return self._evaluate(module, loaders, datamodule, checkpoint, weights, "validate", "validation")
 
@@ -311,8 +312,8 @@ class Fit:
     ) -> list[dict[str, float]]:
         """Run ``test_step`` on every batch; return one dict of metrics per loader.
 
-        ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load its weights first, those that its
-        score was measured with; ``weights``: instead ``"trained"``, or those that a callback has kept in it under a name such as ``"ema"``.
+        ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load its weights first, by default those that its score was
+        measured with; ``weights``: load instead ``"trained"``, or the weights that a callback has saved under a name such as ``"ema"``.
         """
         return self._evaluate(module, loaders, datamodule, checkpoint, weights, "test", "test")
 
@@ -326,11 +327,11 @@ class Fit:
         weights: str | None = None,
         return_predictions: bool = True,
     ) -> list[Any]:
-        """The outputs of ``predict_step``, one entry a batch, in the data's order, from all ranks on every rank, on the CPU.
+        """Return the outputs of ``predict_step`` from all ranks, on every rank: on the CPU, one entry per batch, in the order of the data.
 
-        With several loaders, one such list per loader. ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``, ``weights``:
-        as in :meth:`validate`. ``return_predictions=False``: keep no output in memory, for predictions that a callback writes
-        (``PredictionWriter``), and return empty lists.
+        With several loaders, return one such list per loader. ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``,
+        ``weights``: as in :meth:`validate`. ``return_predictions=False``: keep no output in memory and return empty lists, for predictions that
+        a callback such as ``PredictionWriter`` writes.
         """
         data = _run_data(datamodule, "predict", loaders)
         with (
@@ -358,24 +359,24 @@ class Fit:
         datamodule: DataModule | None = None,
         detect_anomaly: bool = False,
     ) -> ReplayedStep:
-        """Run one step of an earlier training again, from its newest checkpoint before that step, and watch it; nothing of the run changes.
+        """Repeat one step of an earlier training, from the newest checkpoint before that step, and observe it; the run's files stay unchanged.
 
-        On the same number of ranks every number is the same to the last bit. On fewer, the step has the same samples in more micro-batches:
+        On the same number of ranks every number is the same to the last bit. On fewer ranks the step has the same samples in more micro-batches:
         its numbers differ by rounding, and where random numbers differ (dropout).
 
         Args:
-            module, train_loader, val_loaders, datamodule: as the run had them; so are the settings of this ``Fit``. Loggers, progress bars and
-                checkpoint callbacks are left out.
+            module, train_loader, val_loaders, datamodule: the same as in the run, as must be the settings of this ``Fit``. Loggers, progress bars
+                and checkpoint callbacks are left out.
             run: the run's folder, or one of its checkpoints.
-            step: its number, from 1: the optimizer steps done after it.
+            step: the number of the step, from 1: the number of optimizer steps done once it is complete.
             detect_anomaly: let autograd find the operation whose gradient is not finite in that step, which is slow.
 
         Returns:
-            What the step showed; the same on all ranks.
+            What was observed in the step; the same on all ranks.
 
         Raises:
             FileNotFoundError: the run has no checkpoint from before this step.
-            ValueError: the run ends before it, or the number of ranks does not divide the run's.
+            ValueError: the run ends before this step, or the number of ranks does not divide the run's.
         """
         start = starting_point(run, step)
         replayed = ReplayedStep(step, 0, start.checkpoint, 1, start.manifest["world_size"])
@@ -393,8 +394,8 @@ class Fit:
         all_callbacks = adapted_callbacks("callbacks", settings.callbacks)
         callbacks = affecting_steps(all_callbacks)
         left_out = [LeftOut(callback.state_key) for callback in all_callbacks if not affecting_steps([callback])]
-        again = Fit.from_resolved(Resolved(settings, self.origins, self.sections), [*callbacks, *left_out, watch])
-        result = again.run(module, train_loader, val_loaders, datamodule=datamodule, resume=start.checkpoint)
+        replaying = Fit.from_resolved(Resolved(settings, self.origins, self.sections), [*callbacks, *left_out, watch])
+        result = replaying.run(module, train_loader, val_loaders, datamodule=datamodule, resume=start.checkpoint)
         if not watch.seen:
             raise ValueError(
                 f"replay(step={step}): the run ends at step {result.step}: {result.stop_reason}; give the settings that the run had at that step"
@@ -415,28 +416,29 @@ class Fit:
         storage: float | str | None = None,
         datamodule: DataModule | None = None,
     ) -> Plan:
-        """Forecast this training on ``world_size`` ranks: memory, communication, time and cost; traced in this process, without data.
+        """Forecast memory, communication, time and cost of this training on ``world_size`` ranks; traced in this process, without data.
 
         The real strategy and optimizers run some steps of the training on tensors without values in a simulated job. ``module`` and this process's
-        random numbers stay as they are, callbacks are copies, loggers, progress bars and checkpoint callbacks are left out, and the run's folder is
-        a temporary one. Otherwise a plan runs your code as a run does: what it writes to paths of its own is written, but ``open`` and ``os.open``
-        neither truncate nor append to a file that exists. Ctrl-C and SIGTERM end a plan at once.
+        random number states stay as they are; callbacks are copied; loggers, progress bars and checkpoint callbacks are left out; the run's folder
+        is a temporary one. Otherwise a plan runs your code as a run does: files that your code writes to its own paths are written, except that
+        ``open`` and ``os.open`` neither truncate nor append to an existing file. Ctrl-C and SIGTERM end a plan at once.
 
         Args:
-            module: as in :meth:`run`, or a function that makes it, which is called where tensors have no values and take no memory.
+            module: as in :meth:`run`, or a function that creates the module; it is called where tensors have no values and take no memory.
             train_loader, datamodule: as in :meth:`run`; the first micro-batch gives the shapes.
-            world_size: processes of the job, one device each.
-            nodes: machines; ``None``: as many as the device's usual nodes need.
-            device: ``"h100"``, ``"a100-80gb"``, ... (:data:`engine.planning.device_table.DEVICES`), or memory, operations and bytes a second:
-                ``"80GiB,1e15,3e12"``.
-            network: bandwidths of one device within and between nodes, ``"450GB/s,50GB/s"``; ``None``: the device's usual ones.
-            memory_limit: bytes, or text such as ``"2GiB"``, that a rank may use; ``None``: what the device has.
-            price: of one device for one hour.
-            storage: bytes a second that checkpoints are written with, or text such as ``"5GB/s"``.
+            world_size: the number of processes of the job, with one device each.
+            nodes: the number of machines; ``None``: as many as the device's usual nodes need.
+            device: ``"h100"``, ``"a100-80gb"``, ... (:data:`engine.planning.device_table.DEVICES`), or memory, operations per second and bytes
+                per second: ``"80GiB,1e15,3e12"``.
+            network: bandwidths per device within and between nodes, ``"450GB/s,50GB/s"``; ``None``: the usual ones of the device.
+            memory_limit: the memory that a rank may use, in bytes or as text such as ``"2GiB"``; ``None``: the memory of the device.
+            price: the price of one device for one hour.
+            storage: the bandwidth of writing checkpoints, in bytes per second or as text such as ``"5GB/s"``.
 
         Raises:
             RuntimeError: this process is in a job (``torch.distributed`` is initialized), or the module is in a run.
-            ValueError, TypeError: as :meth:`run`; data that can be read only once; a function whose module reads values while it is made.
+            ValueError, TypeError: as for :meth:`run`; also for data that can be read only once, and for a function whose module reads values of
+                tensors while it is created.
         """
         from engine.planning import forecast  # planning stands above Fit, and takes a second to import
 
@@ -465,13 +467,13 @@ class Fit:
         datamodule: DataModule | None = None,
         **options: Any,
     ) -> PlanSearch:
-        """Find the strategies, mesh degrees, micro-batches, recomputation and precisions that fit, the fastest first, and why all others do not.
+        """Find the strategies, mesh degrees, micro-batches, recomputation and precisions that fit, fastest first, and why the others do not.
 
-        Each of them trains as many samples in a step as this ``Fit`` would if all ranks saw different data, or ``global_batch_size``.
+        All candidates train the same number of samples per step: ``global_batch_size``, or what this ``Fit`` would if all ranks saw different data.
 
         Args:
             module, train_loader, world_size, nodes, device, network, memory_limit, datamodule: as in :meth:`plan`.
-            options: ``precisions``, ``largest``, ``seconds``, ``first``, ``report``, as in :func:`engine.planning.forecast.search_plans`.
+            options: ``precisions``, ``largest``, ``seconds``, ``first``, ``report``: see :func:`engine.planning.forecast.search_plans`.
         """
         from engine.planning import forecast  # as in :meth:`plan`
 
@@ -490,10 +492,10 @@ class Fit:
         """The full (unsharded) parameters and buffers of a trained module, by name, on the CPU; all ranks call this.
 
         Args:
-            everywhere: on every rank; by default on the main process, and ``{}`` on others.
+            everywhere: return the weights on every rank; by default on the main process only, and ``{}`` on the others.
 
         Raises:
-            ValueError: another strategy than this one's sharded the module.
+            ValueError: the module was sharded by a strategy other than this one's.
             RuntimeError: the module is in a run.
         """
         module = adapted(module)
@@ -516,13 +518,13 @@ class Fit:
                 if fit.is_main_process:
                     module.model.save_pretrained("out")
 
-        Read only: changes made in the block are lost. Afterwards the module is as it was and can be used in further runs.
+        Changes made to the parameters in the block are lost. Afterwards the module is as it was and can be used in further runs.
 
         Args:
-            everywhere: on every rank; by default on the main process only; the others keep their shards.
+            everywhere: gather on every rank; by default on the main process only, while the others keep their shards.
 
         Raises:
-            ValueError, RuntimeError: as :meth:`state_dict`.
+            ValueError, RuntimeError: as for :meth:`state_dict`.
         """
         with holding(adapted(module), self.state_dict(module, everywhere=everywhere)):
             yield module
@@ -537,6 +539,7 @@ class Fit:
         stage: str,
         name: str,
     ) -> list[dict[str, float]]:
+        """Implements :meth:`validate` and :meth:`test`. ``name``: the kind of loaders, and the prefix of the step and its hooks."""
         data = _run_data(datamodule, name, loaders)
         with (
             _train_module(module).lent(),
@@ -553,14 +556,14 @@ class Fit:
 
     @contextmanager
     def _start(self, module: TrainModule, stage: str, data: RunData) -> Iterator[Run]:
-        """Meet the other processes and make the run."""
+        """Join the other processes and create the run."""
         module = _train_module(module)
         if module.attached:
             raise RuntimeError(
                 f"{type(module).__name__} is in a run, which another one inside it would end: give that one a copy, copy.deepcopy(module)"
             )
         settings, callbacks = self.settings, adapted_callbacks("callbacks", self.settings.callbacks)
-        if any(map(is_not, callbacks, settings.callbacks)):  # another library's
+        if any(map(is_not, callbacks, settings.callbacks)):  # some were another library's
             settings = replace(settings, callbacks=callbacks)
         environment = detect(os.environ)
         with StartLog(environment.rank == 0) as start_log, joined(settings, environment) as group:
@@ -576,15 +579,15 @@ class Fit:
         callbacks: Sequence[Callback] | None = None,
         start_log: StartLog | None = None,
     ) -> Run:
-        """The run of ``module`` on the processes of ``group``, not yet set up.
+        """Create the run of ``module`` on these processes, without setting it up.
 
         Args:
-            module: the module of the run.
-            stage: the ``stage`` of :class:`engine.Run`.
+            module: the module to run.
+            stage: see :attr:`engine.Run.stage`.
             group: the processes.
             settings: the settings of the run.
-            data: the user's loaders and data module.
-            callbacks: the callbacks, in the place of the settings' and the module's.
+            data: the loaders and the data module that the user passed.
+            callbacks: replace those of the settings and of the module.
             start_log: shows the log on an attached terminal until the first step is done.
         """
         engine = Engine(
@@ -615,7 +618,7 @@ class Fit:
 def _planned(
     module: Any, loader: Any, datamodule: DataModule | None
 ) -> tuple[TrainModule | Callable[[], TrainModule], Any, DataModule | None]:
-    """The module of a plan, or a function that makes it, its loader and its data module; one of the last two is ``None``."""
+    """Convert the arguments of a plan: its module or a function that creates it, its loader and its data module; one of the last two is ``None``."""
     datamodule, loader = _datamodule(datamodule, loader)
     return (
         _train_module(module) if isinstance(module, nn.Module) else lambda: _train_module(module()),
@@ -624,32 +627,40 @@ def _planned(
     )
 
 
-def _run_data(datamodule: DataModule | None, kind: str, loaders: Any, **further_loaders: Any) -> RunData:
-    """The data of a run: a data module, perhaps in the place of the ``loaders`` of the ``kind``, and loaders by kind."""
+def _run_data(datamodule: DataModule | None, kind: str, loaders: Any, **other_loaders: Any) -> RunData:
+    """Collect the data of a run. ``loaders``: those of ``kind``, or a data module in their place; ``other_loaders``: those of other kinds."""
     datamodule, loaders = _datamodule(datamodule, loaders)
-    return RunData(datamodule, {kind: loaders, **further_loaders})
+    return RunData(datamodule, {kind: loaders, **other_loaders})
 
 
 def _train_module(module: Any) -> TrainModule:
-    """The user's module, one of another library as ours."""
+    """Return the user's module, converted if it is another library's.
+
+    Raises:
+        TypeError: it is no ``TrainModule``.
+    """
     module = adapted(module)
     if not isinstance(module, TrainModule):
         if isinstance(getattr(module, "_orig_mod", getattr(module, "module", None)), TrainModule):
             raise TypeError(
-                f"Fit takes a TrainModule, got one that {type(module).__name__} has wrapped: give the module itself; Fit(compile=True) compiles "
+                f"Fit takes a TrainModule, got one wrapped by {type(module).__name__}: give the module itself; Fit(compile=True) compiles "
                 "it, and strategies wrap it"
             )
         raise TypeError(
-            f"Fit takes a TrainModule, got {type(module).__name__}: subclass engine.TrainModule, or keep your loop with engine.Engine"
+            f"Fit takes a TrainModule, got {type(module).__name__}: subclass engine.TrainModule, or keep your own loop and use engine.Engine"
         )
     return module
 
 
 def _datamodule(datamodule: DataModule | None, loader: Any) -> tuple[DataModule | None, Any]:
-    """A data module may be passed instead of a loader, and be one of another library."""
+    """Return the data module, which may have been passed as ``loader``, and the loader; convert a data module of another library.
+
+    Raises:
+        ValueError: there are two data modules.
+    """
     datamodule, loader = (adapted(data) if hasattr(data, "train_dataloader") else data for data in (datamodule, loader))
     if isinstance(loader, DataModule):
         if datamodule is not None:
-            raise ValueError("two data modules were given: one instead of the loader, one as datamodule=")
+            raise ValueError("two data modules were given, one as the loader and one as datamodule=: give one of them")
         return loader, None
     return datamodule, loader

@@ -1,4 +1,4 @@
-"""``TrainModule``: a model together with how it is trained."""
+"""``TrainModule``: a model together with its training, validation, test and prediction steps."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ if TYPE_CHECKING:
 
 @completed
 class TrainModule(nn.Module):
-    """Subclass it, define ``training_step`` and ``configure_optimizers``, and give it to :class:`engine.Fit`.
+    """Base class of models that :class:`engine.Fit` trains: define ``training_step`` and ``configure_optimizers``.
 
-    The model's forward pass is called as ``self(x)`` or through any submodule; the run does device placement, distributed
-    wrapping, precision, accumulation and clipping.
+    Call the forward pass as ``self(x)`` or through any submodule; the run does device placement, distributed
+    wrapping, precision, gradient accumulation and clipping.
 
-    Its events have the names, the order and the arguments of :class:`engine.Callback`'s, without ``run`` and ``module``: ``batch`` is one
-    micro-batch, ``batch_idx`` its number in the ``epoch`` on this rank, ``dataloader_idx`` the number of its loader.
+    The module's events have the names, order and arguments of :class:`engine.Callback`'s, without ``run`` and ``module``: ``batch`` is one
+    micro-batch, ``batch_idx`` its index in the ``epoch`` on this rank, ``dataloader_idx`` the index of its loader.
     """
 
     automatic_optimization: bool = True
     """Set to False to call ``manual_backward`` and the optimizers' ``step`` and ``zero_grad`` in ``training_step`` yourself."""
     hparams_name: str | None = None
-    """The constructor's argument that was saved as the dict of all hyperparameters, if one was."""
+    """The name of the constructor's argument that was saved as the dict of all hyperparameters, if one was."""
     _reached: tuple[int, int, int] = (0, 0, 0)
-    """Steps, epochs and samples of the latest run."""
+    """The step, epoch and sample counters at the end of the latest run."""
     strict_loading: bool = True
-    """Set to False to load checkpoints that lack some parameters, or have more."""
+    """Set to False to load checkpoints that lack some of the module's parameters, or have others."""
     run: Any
-    """The :class:`engine.Run` under way; outside of one an ``AttributeError``. A module's own attribute of this name takes precedence."""
+    """The current :class:`engine.Run`; outside of a run, access is an ``AttributeError``. A module's own attribute of this name takes precedence."""
     trainer: Any
-    """The run's ``trainer``: see :attr:`engine.Run.trainer`; as :attr:`run`."""
+    """The current run's ``trainer``, see :attr:`engine.Run.trainer`; available as :attr:`run` is."""
     loggers: list[Any]
-    """The loggers among the run's callbacks; as :attr:`run`."""
+    """The loggers among the run's callbacks; available as :attr:`run` is."""
     logger: Any
-    """The first of :attr:`loggers`, or ``None``; as :attr:`run`."""
+    """The first of :attr:`loggers`, or ``None``; available as :attr:`run` is."""
     starts_before_data: bool = False
     """Whether the run calls :meth:`on_fit_start` before it asks the module or the data module for loaders, and before it resumes."""
     built: bool = False
-    """:meth:`configure_model` was called already, and the values of what it built are kept."""
+    """Whether the run skips :meth:`configure_model`, because the model is built already and keeps its values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,17 +70,17 @@ class TrainModule(nn.Module):
         """The wrapper that a sharding strategy calls instead of the module; in a list, so that it is not a submodule."""
 
     def __getattr__(self, name: str) -> Any:
-        # Replaces nn.Module's without another call: parameters and submodules are looked up here in every forward pass.
+        # Does nn.Module.__getattr__'s lookup without calling it: every forward pass looks up parameters and submodules here.
         attributes = self.__dict__
         for kind in ("_modules", "_parameters", "_buffers"):
             if kind in attributes and name in attributes[kind]:
                 return attributes[kind][name]
-        if name in _OF_RUN:
+        if name in _FROM_RUN:
             if attributes.get("_context") is not None:
-                return _OF_RUN[name](attributes["_context"])
-            if name not in _ALONE:
+                return _FROM_RUN[name](attributes["_context"])
+            if name not in _OUTSIDE_RUN:
                 raise AttributeError(f"{type(self).__name__}.{name} is there during a Fit run only")
-            return _ALONE[name]
+            return _OUTSIDE_RUN[name]
         raise missing(self, "TrainModule", name)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,47 +90,47 @@ class TrainModule(nn.Module):
     # -- what to define ---------------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Loss | Mapping[str, Any] | None:
-        """The loss of one micro-batch. This and the other steps may leave out ``batch_idx``.
+        """Compute the loss of one micro-batch. This and the other steps may be defined without ``batch_idx``.
 
         Returns:
-            A scalar (the mean over the micro-batch's samples), :class:`engine.Loss` (a sum and a count, for means over tokens), a
-            dict with either under ``"loss"``, or ``None`` to leave the micro-batch out.
+            A scalar (the mean over the micro-batch's samples), an :class:`engine.Loss` (a sum and a count, for means over tokens), a
+            dict with one of these under ``"loss"``, or ``None`` to leave the micro-batch out.
         """
         raise NotImplementedError(f"{type(self).__name__} must define training_step(self, batch, batch_idx)")
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizers and learning rate schedulers.
+        """Return optimizers and learning rate schedulers.
 
-        The forms: an optimizer; a list of them; ``([optimizers], [schedulers])``; a dict ``{"optimizer": ..., "lr_scheduler": ...}``, a list or
-        tuple of such dicts; ``None`` to train no parameters. A scheduler is given as it is, or as a dict of ``scheduler``,
+        Possible are an optimizer; a list of optimizers; ``([optimizers], [schedulers])``; a dict ``{"optimizer": ..., "lr_scheduler": ...}``, a
+        list or tuple of such dicts; ``None`` to train no parameters. A scheduler is an object, or a dict of ``scheduler``,
         ``interval`` (``"epoch"`` or ``"step"``), ``frequency``, ``monitor`` (for ReduceLROnPlateau), ``strict`` and ``name``.
         """
         raise NotImplementedError(f"{type(self).__name__} must define configure_optimizers(self)")
 
     def configure_model(self) -> None:
-        """Build parts of the model here when their construction depends on the run; called once on every rank before anything else.
+        """Build parts of the model here if their construction depends on the run; called once on every rank, after :meth:`setup`.
 
-        Under strategies that shard the model, its parameters have no memory until they are sharded; see :meth:`init_weights`.
+        Under strategies that shard the model, parameters created here have no memory until they are sharded; see :meth:`init_weights`.
         """
 
     def init_weights(self, module: nn.Module) -> None:
-        """Initialize one module (without its submodules) that :meth:`configure_model` built without memory.
+        """Initialize one module (without its submodules) that :meth:`configure_model` built without memory; by default by ``reset_parameters()``.
 
-        Called for each module with parameters of its own, on rank 0.
+        Called on rank 0, for each module that has parameters of its own.
 
         Raises:
-            ValueError: the module has no ``reset_parameters()``, which is called by default.
+            ValueError: the module has no ``reset_parameters()``.
         """
         reset(module)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """One validation batch, without gradients; may take ``dataloader_idx`` too, the number of the batch's loader."""
+        """Process one validation batch, without gradients; may take ``dataloader_idx`` too, the index of the batch's loader."""
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
-        """One test batch, without gradients; may take ``dataloader_idx`` too."""
+        """Process one test batch, without gradients; may take ``dataloader_idx`` too."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """The prediction for one batch; by default ``self(batch)``."""
+        """Return the prediction for one batch; by default ``self(batch)``."""
         return self(batch)
 
     # -- logging ----------------------------------------------------------------------------------------------------------------
@@ -141,27 +141,27 @@ class TrainModule(nn.Module):
         sync_dist: bool = False, sync_dist_group: Any = None, add_dataloader_idx: bool = True, batch_size: Any = None,
         metric_attribute: str | None = None, rank_zero_only: bool = False, *, reduce: str | Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
-        """Log one number. It stays on its device until a log boundary; it is always reduced over all ranks.
+        """Log one number. The value stays on its device until a log boundary; it is always reduced over all ranks.
 
         Args:
-            name: of the value; its options must be the same each time.
-            value: a number, a tensor with one element, or a torchmetrics ``Metric``: computed over all ranks and reset at the epoch's end,
-                separately for each validation loader. With ``on_step``, its value for the step's micro-batches is reported as well.
-            prog_bar: show it in the progress bar.
-            logger: ``False``: loggers do not get it, only callbacks (``run.metrics``, monitors) and the progress bar.
-            on_step: report the latest step's value every ``log_every_n_steps`` steps; default in training steps.
-            on_epoch: report the epoch's value; default everywhere else. With both, the names end in ``_step`` and ``_epoch``.
+            name: the name to log under; every call with this name must have the same options.
+            value: a number, a tensor with one element, or a torchmetrics ``Metric``: it is computed over all ranks and reset at the epoch's end,
+                separately for each validation loader. With ``on_step``, the metric of the step's micro-batches is reported too.
+            prog_bar: show the value in the progress bar.
+            logger: ``False``: hide the value from loggers; callbacks (``run.metrics``, monitors) and the progress bar still get it.
+            on_step: report the latest step's value every ``log_every_n_steps`` steps; the default in training steps.
+            on_epoch: report the epoch's value; the default everywhere else. With both, the names end in ``_step`` and ``_epoch``.
             reduce_fx: ``"mean"`` (weighted by ``batch_size``), ``"sum"``, ``"min"``, ``"max"``, or torch's function of this name.
-            enable_graph: values are detached; ``True`` is an error.
-            sync_dist, sync_dist_group: values are over all ranks with ``False`` too; a group of fewer ranks is an error.
-            add_dataloader_idx: ``False``: with several loaders the name does not end in the loader's number, and only one loader may log it.
-            batch_size: the value's weight in a mean; by default the samples in the micro-batch.
-            metric_attribute: the name in this module of the torchmetrics object, which is found without it.
-            rank_zero_only: rank 0's values only, which every rank then sees; the other ranks may log them or not.
+            enable_graph: ``True`` is an error: values are always detached.
+            sync_dist, sync_dist_group: without effect, since values are always reduced over all ranks; a group of fewer ranks is an error.
+            add_dataloader_idx: ``False``: with several loaders, do not append the loader's index to the name; only one loader may log the name.
+            batch_size: the value's weight in a mean; by default the number of samples in the micro-batch.
+            metric_attribute: the name of the torchmetrics object in this module; it is found without, too.
+            rank_zero_only: report rank 0's values only, on every rank; the other ranks may call ``log`` or not.
             reduce: another name of ``reduce_fx``.
 
         Raises:
-            TypeError, ValueError: not one number, other options than before, or one that cannot be honoured; both name the key.
+            TypeError, ValueError: the value is not one number, or options differ from earlier calls or cannot be honoured; the message has the name.
         """
         if self._log_recorder is None:
             warn_once(f"{type(self).__name__}.log() outside a Fit run records nothing")
@@ -177,9 +177,9 @@ class TrainModule(nn.Module):
         sync_dist: bool = False, sync_dist_group: Any = None, add_dataloader_idx: bool = True, batch_size: Any = None,
         rank_zero_only: bool = False, *, reduce: str | Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
-        """Call :meth:`log` for each entry of ``dictionary``, a dict or a torchmetrics ``MetricCollection``. All entries get the given ``prog_bar``,
-        ``logger``, ``on_step``, ``on_epoch``, ``reduce_fx``, ``enable_graph``, ``sync_dist``, ``sync_dist_group``, ``add_dataloader_idx``,
-        ``batch_size``, ``rank_zero_only`` and ``reduce``."""
+        """Call :meth:`log` for each entry of ``dictionary``, a dict or a torchmetrics ``MetricCollection``, with these ``prog_bar``, ``logger``,
+        ``on_step``, ``on_epoch``, ``reduce_fx``, ``enable_graph``, ``sync_dist``, ``sync_dist_group``, ``add_dataloader_idx``, ``batch_size``,
+        ``rank_zero_only`` and ``reduce``."""
         for name, value in dictionary.items():
             if isinstance(value, Mapping):
                 raise TypeError(f"log_dict: the value of {name!r} is a dict; give one flat dict of numbers")
@@ -189,11 +189,11 @@ class TrainModule(nn.Module):
             )  # fmt: skip
 
     def log_image(self, name: str, image: Any, *, caption: str | None = None) -> None:
-        """Log under ``name`` an ``image``: a tensor [height, width], [channels, height, width] or [n, channels, height, width], uint8 or floats
-        from 0 to 1, or a PIL image; with a ``caption``.
+        """Log an ``image`` under ``name``, with a ``caption``: a tensor [height, width], [channels, height, width] or [n, channels, height, width],
+        uint8 or floats from 0 to 1, or a PIL image.
 
-        This and the other ``log_<kind>`` give rank 0's value to every logger that takes this kind; the other ranks' values are only checked.
-        Tensors are copied and may change afterwards; the logger writes them in a thread of its own.
+        This and the other ``log_<kind>`` methods pass rank 0's value to every logger that takes this kind; other ranks' values are only checked.
+        Tensors are copied and may change afterwards; the logger writes them in a separate thread.
 
         Raises:
             TypeError, ValueError: the value has another type or shape.
@@ -235,26 +235,26 @@ class TrainModule(nn.Module):
     def save_hyperparameters(
         self, *args: Any, ignore: str | Iterable[str] | None = None, frame: FrameType | None = None, logger: bool = True
     ) -> None:
-        """Keep the arguments of ``__init__`` in :attr:`hparams`, and in every checkpoint. Call it inside ``__init__``, also before
+        """Save the arguments of ``__init__`` in :attr:`hparams` and in every checkpoint. Call this inside ``__init__``, even before
         ``super().__init__()``.
 
         Args:
-            args: keep only the arguments of these names; or one dict, ``argparse.Namespace`` or dataclass object, whose entries are kept.
-            ignore: leave these out (modules given as arguments, for example).
-            frame: of the constructor, or of what it calls, if not the caller's.
-            logger: ``False``: in checkpoints, but not for loggers.
+            args: names of the only arguments to save; or one dict, ``argparse.Namespace`` or dataclass object, whose entries are saved.
+            ignore: names to leave out (modules passed as arguments, for example).
+            frame: the frame of the constructor, or of a function that it calls; by default the caller's.
+            logger: ``False``: save in checkpoints, but do not pass to loggers.
         """
         current = inspect.currentframe()
         save(self, args, ignore, logger, frame or (current.f_back if current else None))
 
     @property
     def hparams(self) -> HParams:
-        """Hyperparameters that :meth:`save_hyperparameters` saved, by name; entries are attributes too."""
+        """The hyperparameters that :meth:`save_hyperparameters` saved, by name; also accessible as attributes."""
         return saved_by(self)
 
     @property
     def hparams_initial(self) -> HParams:
-        """A copy of :attr:`hparams` as they were when they were saved last."""
+        """A copy of :attr:`hparams` as of the latest call of :meth:`save_hyperparameters`."""
         return initial(self)
 
     @classmethod
@@ -262,67 +262,67 @@ class TrainModule(nn.Module):
         cls, checkpoint_path: str | Path, *, strict: bool | None = True, map_location: Any = None, weights: str | None = None,
         weights_only: bool | None = None, **overrides: Any,
     ) -> Self:  # fmt: skip
-        """A new module of this class with a checkpoint's weights, whatever strategy and number of ranks wrote them::
+        """Create a module of this class with a checkpoint's weights, whatever strategy and number of ranks wrote them::
 
             hyperparameters -> __init__ -> configure_model -> on_load_checkpoint -> weights, in place -> map_location
 
-        Opening a checkpoint runs no code from it: the class is the one this is called on. Each process that calls this reads all of it.
+        Loading runs no code from the checkpoint: the class is the one that this method is called on. Each calling process reads all weights.
 
         Args:
-            checkpoint_path: a checkpoint, or a folder, whose newest checkpoint is used; a directory or a URL that fsspec knows.
-            strict: ``False``: parameters that only one side has, or that have other shapes, are left out and named in a warning.
+            checkpoint_path: a checkpoint, or a folder, whose newest checkpoint is used; a local path or a URL that fsspec supports.
+            strict: ``False``: skip parameters that only the checkpoint or only the module has, or whose shapes differ, and name them in a warning.
             map_location: the device to move the module to; by default it stays where its constructor put it.
-            weights: ``"trained"``, or those that a callback has kept under a name such as ``"ema"``; by default those that the checkpoint's
+            weights: ``"trained"``, or the name of weights that a callback has saved, such as ``"ema"``; by default those that the checkpoint's
                 score was measured with.
-            weights_only: nothing in a checkpoint is unpickled, whatever is given.
-            overrides: other arguments of the constructor; they win over the saved hyperparameters. Saved ones that the constructor does not
-                take are left out.
+            weights_only: without effect, since nothing in a checkpoint is ever unpickled.
+            overrides: arguments of the constructor that replace saved hyperparameters. Saved ones that the constructor does not take are
+                ignored.
 
         Raises:
-            FileNotFoundError, DamagedCheckpoint: there is none, or it is damaged.
-            TypeError: a constructor argument is missing, or an override is not one; the message names it.
-            ValueError: the weights do not fit, and ``strict`` was asked for; or there are no ``weights`` of this name.
+            FileNotFoundError, DamagedCheckpoint: there is no checkpoint, or it is damaged.
+            TypeError: an argument of the constructor is missing, or an override is none; the message names it.
+            ValueError: the weights do not fit and ``strict`` is not ``False``, or the checkpoint has no ``weights`` of this name.
         """
         return load_module(cls, checkpoint_path, strict is not False, map_location, weights, overrides)
 
     # -- manual optimization ----------------------------------------------------------------------------------------------------
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or the list of several, of ``configure_optimizers``, for manual optimization; whatever ``use_pl_optimizer`` is."""
+        """The optimizer of ``configure_optimizers``, or a list of several, for manual optimization; ``use_pl_optimizer`` has no effect."""
         optimizers = self._attached("optimizers()").optimizers
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def lr_schedulers(self) -> Any:
-        """The scheduler, or the list of several, or ``None``; in manual optimization their ``step`` is yours to call."""
-        schedulers = [record.scheduler for record in self._attached("lr_schedulers()").schedulers]
+        """The scheduler of ``configure_optimizers``, a list of several, or ``None``; in manual optimization call their ``step`` yourself."""
+        schedulers = [schedule.scheduler for schedule in self._attached("lr_schedulers()").schedulers]
         return schedulers[0] if len(schedulers) == 1 else schedulers or None
 
     def manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
-        """Backward pass from ``loss`` (scaled under fp16); gradients are averaged over the ranks when an optimizer steps."""
+        """Run the backward pass from ``loss`` (scaled under fp16); gradients are averaged over the ranks when an optimizer steps."""
         self._attached("manual_backward()").manual_backward(loss, *args, **kwargs)
 
     def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip one optimizer's gradients before its ``step`` to ``gradient_clip_val``: their 2-norm or each element.
+        """Clip one optimizer's gradients before its ``step``, in manual optimization or :meth:`configure_gradient_clipping`.
 
-        ``gradient_clip_algorithm`` is ``"norm"`` or ``"value"``. For manual optimization and :meth:`configure_gradient_clipping`;
-        defaults are ``Fit``'s settings.
+        ``gradient_clip_algorithm``: limit their 2-norm (``"norm"``) or each element (``"value"``) to ``gradient_clip_val``; the defaults are
+        ``Fit``'s settings.
         """
         self._attached("clip_gradients()").clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Until :meth:`untoggle_optimizer`, only this optimizer's parameters receive gradients; for manual optimization."""
+        """Let only this optimizer's parameters receive gradients until :meth:`untoggle_optimizer`; for manual optimization."""
         self._toggled = [*self._toggled, *frozen_except(self, optimizer)]
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
-        """Undo :meth:`toggle_optimizer` of this ``optimizer``."""
+        """Undo :meth:`toggle_optimizer`, whatever ``optimizer`` is."""
         while self._toggled:
             self._toggled.pop().requires_grad_(True)
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
-        """:meth:`toggle_optimizer` of this ``optimizer`` for a block."""
+        """Inside the block, only the parameters of ``optimizer`` receive gradients."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -330,37 +330,38 @@ class TrainModule(nn.Module):
             self.untoggle_optimizer(optimizer)
 
     example_input_array: Any = None
-    """An input of ``forward``, for exports: a tensor, a tuple of arguments, or a dict of them by name."""
+    """An example input of ``forward``, for exports: a tensor, a tuple of arguments, or a dict of arguments by name."""
 
     def to_onnx(self, file_path: str | Path | IO[bytes] | None = None, input_sample: Any = None, **kwargs: Any) -> Any:
-        """``torch.onnx.export(self, input_sample, file_path, **kwargs)`` in eval mode (unless ``training`` is given), on the module's device.
+        """Call ``torch.onnx.export(self, input_sample, file_path, **kwargs)`` in eval mode (unless ``training`` is given), on the module's device.
 
-        ``input_sample``: of ``forward``, by default :attr:`example_input_array`. A ``ModuleNotFoundError`` names onnx or onnxscript if it is missing.
+        ``input_sample``: an input of ``forward``, by default :attr:`example_input_array`. If onnx or onnxscript is missing, a
+        ``ModuleNotFoundError`` names it.
         """
         return to_onnx(self, file_path, input_sample, kwargs)
 
     def to_torchscript(
         self, file_path: str | Path | None = None, method: str = "script", example_inputs: Any = None, **kwargs: Any
     ) -> Any:
-        """The module in eval mode as a ``torch.jit.ScriptModule`` (deprecated by torch: see ``torch.export``), also written to ``file_path``.
+        """Return the module in eval mode as a ``torch.jit.ScriptModule`` (deprecated by torch: see ``torch.export``); also write it to ``file_path``.
 
         ``method``: ``"script"``, or ``"trace"`` with ``example_inputs`` (by default :attr:`example_input_array`); ``kwargs`` are torch's.
         """
         return to_torchscript(self, file_path, method, example_inputs, kwargs)
 
     def freeze(self) -> Self:
-        """No parameter receives gradients; eval mode."""
+        """Let no parameter receive gradients, and set eval mode."""
         return self.requires_grad_(False).eval()
 
     def unfreeze(self) -> Self:
-        """All parameters receive gradients; training mode."""
+        """Let all parameters receive gradients, and set training mode."""
         return self.requires_grad_(True).train()
 
     # -- the other ranks --------------------------------------------------------------------------------------------------------
 
     def all_gather(self, data: Any, group: ProcessGroup | None = None, sync_grads: bool = False) -> Any:
-        """The tensors in ``data`` of all ranks, stacked along a new dim 0 of ``world_size``, and its numbers as tensors; on one process tensors
-        as they are. All ranks call this together.
+        """Return the tensors in ``data`` of all ranks, stacked along a new dim 0 of size ``world_size``; on one process tensors are unchanged.
+        Numbers in ``data`` become tensors. All ranks call this together.
 
         With ``sync_grads`` each rank's tensor gets the sum of all ranks' gradients for it. A ``group`` of fewer ranks is an error.
         """
@@ -373,7 +374,7 @@ class TrainModule(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the run; outside a run, of the first parameter."""
+        """The device of the run; outside a run, that of the first parameter."""
         if self._context is not None:
             return self._context.device
         first = next(self.parameters(), None)
@@ -386,20 +387,20 @@ class TrainModule(nn.Module):
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps so far; after a run, the steps of that run."""
+        """The number of optimizer steps so far; after a run, at the run's end."""
         return self._context.step if self._context else self._reached[0]
 
     @property
     def current_epoch(self) -> int:
-        """The epoch, from 0; from ``on_train_end`` on, the number of epochs that were started."""
+        """The index of the epoch, from 0; from ``on_train_end`` on, the number of epochs that were started."""
         return self._context.epoch if self._context else self._reached[1]
 
     global_rank: int
-    """This process's number in the job. A module's own attribute of this name, and of the next two, takes precedence."""
+    """This process's rank. A module's own attribute named ``global_rank``, ``local_rank`` or ``world_size`` takes precedence."""
     local_rank: int
-    """The rank among the ranks of this machine."""
+    """This process's rank among the processes of its machine."""
     world_size: int
-    """Processes of the job."""
+    """The number of processes of the job."""
 
     @property
     def on_gpu(self) -> bool:
@@ -417,7 +418,7 @@ class TrainModule(nn.Module):
         return self._context
 
     def attach(self, context: Run | None) -> None:
-        """Enter a run (leave it: ``context`` is ``None``); called by it."""
+        """Enter the run ``context``, or leave the current one (``None``); called by the run."""
         if context is None and self._context is not None:
             self._reached = (self._context.step, self._context.epoch, self._context.samples)
         self._context = context
@@ -426,10 +427,10 @@ class TrainModule(nn.Module):
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside the block the module, if it is in a run, is out of it: for an evaluation that a hook of the run starts.
+        """Inside the block the module is detached from its run, if it is in one, for an evaluation that a hook of the run starts.
 
         Raises:
-            RuntimeError: the run's strategy owns the weights and allows no other run beside its own.
+            RuntimeError: the run's strategy owns the weights, so that no other run can use them.
         """
         if self._context is None:
             yield
@@ -441,26 +442,26 @@ class TrainModule(nn.Module):
                 "val_loaders, or evaluate after it"
             )
         self._reached = (run.step, run.epoch, run.samples)
-        parts = [(part, part._context, part._log_recorder) for part in self.modules() if isinstance(part, TrainModule)]
-        for part, _, _ in parts:
-            part._context = None
+        detached = [(m, m._context, m._log_recorder) for m in self.modules() if isinstance(m, TrainModule)]
+        for module, _, _ in detached:
+            module._context = None
         try:
             yield
         finally:
-            for part, context, recorder in parts:
-                part._context, part._log_recorder = context, recorder
+            for module, context, recorder in detached:
+                module._context, module._log_recorder = context, recorder
 
     def log_to(self, recorder: Recorder | ClosedRecorder) -> None:
-        """Log to ``recorder`` from now on; called by the run."""
+        """Send logged values to ``recorder`` from now on; called by the run."""
         self._log_recorder = recorder
 
     # -- events of a run: Lightning's, all optional, in the order of engine/README.md; only overridden ones are called -------------
 
     def setup(self, stage: str) -> None:
-        """Before a run; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+        """Called before a run; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
 
     def teardown(self, stage: str) -> None:
-        """After a run, also after an error."""
+        """Called after a run, also after an error."""
 
     def on_fit_start(self) -> None: ...
     def on_fit_end(self) -> None: ...
@@ -469,49 +470,49 @@ class TrainModule(nn.Module):
     def on_train_epoch_start(self) -> None: ...
     def on_train_epoch_end(self) -> None: ...
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        """Return -1 to skip the rest of the epoch."""
+        """Called before each micro-batch. Return -1 to skip the rest of the epoch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
     def on_before_backward(self, loss: Any) -> None: ...
     def on_after_backward(self) -> None: ...
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """Gradients are whole and unscaled, not yet clipped."""
+        """Called before ``optimizer`` steps, when gradients are reduced over the ranks and unscaled, but not yet clipped."""
 
     def on_before_zero_grad(self, optimizer: Any) -> None: ...
 
-    # -- the step, as in Lightning; overriding one that a strategy cannot call is an error before the first step------------------------
+    # -- the step, as in Lightning; overriding a method that the strategy cannot call is an error before the first step --------------------
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """The backward pass of one micro-batch; ``loss`` is weighted (and scaled under fp16) already: ``loss.backward()`` is exact."""
+        """Run the backward pass of one micro-batch. ``loss`` is already weighted (and scaled under fp16), so that ``loss.backward()`` is exact."""
         loss.backward(*args, **kwargs)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """One optimizer's step at a window's end.
+        """Step one optimizer at the end of an accumulation window.
 
         Args:
-            optimizer_closure: runs the (last micro-batch's) ``training_step`` and backward pass, and gives the window's mean loss over all
-                ranks; called again, it zeroes the gradients and evaluates the whole window. Call it, or give it to ``optimizer.step``.
+            optimizer_closure: runs ``training_step`` and the backward pass of the window's last micro-batch, and returns the window's mean loss
+                over all ranks; called again, it zeroes the gradients and evaluates the whole window. Call it, or pass it to ``optimizer.step``.
         """
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Clear an optimizer's gradients. Overridden, it is called before a window's first backward pass, as in Lightning."""
+        """Clear an optimizer's gradients. An override is called before a window's first backward pass, as in Lightning."""
         optimizer.zero_grad()
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip one optimizer's gradients, which are whole and unscaled, before its step.
+        """Clip one optimizer's gradients, which are reduced over the ranks and unscaled, before its step.
 
-        ``gradient_clip_val`` and ``gradient_clip_algorithm`` are ``Fit``'s.
+        ``gradient_clip_val`` and ``gradient_clip_algorithm`` are ``Fit``'s settings.
         """
         clip: Any = self.clip_gradients
         clip(optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """One step of one scheduler; ``metric``: what a ``ReduceLROnPlateau`` follows."""
+        """Step one scheduler; ``metric``: the value that a ``ReduceLROnPlateau`` monitors, else ``None``."""
         if metric is None:
             scheduler.step()
         else:
@@ -520,37 +521,37 @@ class TrainModule(nn.Module):
     # -- data and callbacks -------------------------------------------------------------------------------------------------------
 
     prepare_data_per_node: bool = True
-    """Whether :meth:`prepare_data` runs on one process of each machine, or on rank 0 alone."""
+    """Whether :meth:`prepare_data` runs on one process of each machine; ``False``: on rank 0 alone."""
 
     def prepare_data(self) -> None:
-        """Download or convert data on disk, before :meth:`setup`; must not set state, since not every process runs it."""
+        """Download or convert data on disk, before :meth:`setup`; set no attributes here, since not every process runs this."""
 
     def configure_callbacks(self) -> Any:
-        """The module's own callback or list of callbacks; they replace ``Fit``'s callbacks of the same classes."""
+        """Return the module's own callback or list of callbacks; they replace ``Fit``'s callbacks of the same classes."""
         return []
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch, changed or not, before it goes to the device."""
+        """Called before the batch is moved to the device; return the batch, changed or not."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Return the batch on the device, for your own batch types. A data module's transfer hooks win over the module's."""
+        """Return the batch on the device; override this for your own batch types. A data module's transfer hooks win over the module's."""
         return move(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch, changed or not, on the device (augmentation on the GPU)."""
+        """Called once the batch is on the device (for augmentation on the GPU, say); return the batch, changed or not."""
         return batch
 
     def on_validation_model_zero_grad(self) -> None:
-        """Before validation during training: leftover gradients are cleared."""
+        """Clear leftover gradients before a validation during training."""
         self.zero_grad()
 
     def on_validation_model_eval(self) -> None:
-        """Before validation: put the module into eval mode."""
+        """Put the module into eval mode before validation."""
         self.eval()
 
     def on_validation_model_train(self) -> None:
-        """After validation, only if overridden: by default each submodule's own mode is restored."""
+        """Put the module into training mode after validation. Called only if overridden: by default each submodule's own mode is restored."""
         self.train()
 
     def on_validation_start(self) -> None: ...
@@ -560,11 +561,11 @@ class TrainModule(nn.Module):
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
     def on_test_model_eval(self) -> None:
-        """Before testing: put the module into eval mode."""
+        """Put the module into eval mode before a test."""
         self.eval()
 
     def on_test_model_train(self) -> None:
-        """After testing, only if overridden: by default each submodule's own mode is restored."""
+        """Put the module into training mode after a test. Called only if overridden: by default each submodule's own mode is restored."""
         self.train()
 
     def on_test_start(self) -> None: ...
@@ -574,7 +575,7 @@ class TrainModule(nn.Module):
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
     def on_predict_model_eval(self) -> None:
-        """Before prediction: put the module into eval mode."""
+        """Put the module into eval mode before a prediction."""
         self.eval()
 
     def on_predict_start(self) -> None: ...
@@ -593,27 +594,27 @@ class TrainModule(nn.Module):
         """Called when the checkpoint at ``path`` is complete, with its ``score``; see :meth:`engine.Callback.on_checkpoint_saved`."""
 
     def on_checkpoint_removed(self, path: Path | str) -> None:
-        """The checkpoint at ``path`` was deleted."""
+        """Called when the checkpoint at ``path`` has been deleted; see :meth:`engine.Callback.on_checkpoint_removed`."""
 
     # -- the module's own loaders, used when ``Fit`` gets none ---------------------------------------------------------------
 
     def train_dataloader(self) -> Any:
-        """The loader of a training."""
+        """Return the loader for training."""
 
     def val_dataloader(self) -> Any:
-        """The loader of a validation; several in a list or a dict, as in the next two."""
+        """Return the loader for validation, or a list or dict of several."""
 
     def test_dataloader(self) -> Any:
-        """The loader of a test."""
+        """Return the loader for testing, or a list or dict of several."""
 
     def predict_dataloader(self) -> Any:
-        """The loader of a prediction."""
+        """Return the loader for prediction, or a list or dict of several."""
 
 
-# torch.jit.script would compile properties, and read annotations.
+# Without these, torch.jit.script would compile the properties and evaluate the annotations.
 TrainModule.__jit_unused_properties__ = [n for n, v in vars(TrainModule).items() if isinstance(v, property)]  # type: ignore[attr-defined]
 TrainModule.__jit_ignored_attributes__ = list(TrainModule.__annotations__)  # type: ignore[attr-defined]
-_OF_RUN: dict[str, Callable[[Any], Any]] = {
+_FROM_RUN: dict[str, Callable[[Any], Any]] = {
     "run": lambda run: run,
     "trainer": lambda run: run.trainer,
     "loggers": lambda run: run.loggers,
@@ -624,9 +625,9 @@ _OF_RUN: dict[str, Callable[[Any], Any]] = {
 }
 
 
-_ALONE = {"global_rank": 0, "local_rank": 0, "world_size": 1}  # outside a run
+_OUTSIDE_RUN = {"global_rank": 0, "local_rank": 0, "world_size": 1}
 
 
 def overrides(module: TrainModule, name: str) -> bool:
-    """Whether the module overrides the method of this name."""
+    """Whether ``module`` overrides the method ``name`` of ``TrainModule``."""
     return overridden(module, name, TrainModule)

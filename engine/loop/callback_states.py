@@ -1,4 +1,4 @@
-"""States of callbacks in a checkpoint, and the callbacks they belong to."""
+"""The states of callbacks in a checkpoint: collecting them, and finding the callback that each belongs to."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from engine.utils.text import terminal_text
 
 
 def check_keys(callbacks: Sequence[Callback]) -> None:
-    """Check that the states of ``callbacks`` have distinct keys.
+    """Check that no two callbacks with state have the same ``state_key``.
 
     Raises:
-        TypeError: a ``state_key`` is not text.
-        ValueError: two callbacks with a state have the same key.
+        TypeError: a ``state_key`` is not a str.
+        ValueError: two callbacks with state have the same key.
     """
     owners: dict[str, Callback] = {}
     for callback in callbacks:
@@ -37,7 +37,7 @@ def check_keys(callbacks: Sequence[Callback]) -> None:
 
 
 def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """The callbacks' states, by key; without those that fail and are not critical."""
+    """Collect the callbacks' states by key. An error in ``state_dict`` of a callback that is not critical is logged, and its state left out."""
     result = {}
     for callback in callbacks:
         try:
@@ -50,25 +50,26 @@ def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
 
 
 def load_states(callbacks: Sequence[Callback], loaded: Loaded, saved: Mapping[str, Any]) -> None:
-    """Restore the callbacks from what :func:`states` returned; a state without a callback is a warning.
+    """Restore the callbacks' states, and warn of states that no callback matches.
 
     Args:
-        loaded: the checkpoint that has ``saved``.
+        loaded: the checkpoint that the states come from.
+        saved: the result of :func:`states`.
     """
-    remaining, waiting = dict(saved), list(callbacks)
+    remaining, without_state = dict(saved), list(callbacks)
     for name_of in (_key, _stem, _earlier_key(callbacks)):
-        for callback in list(waiting):
+        for callback in list(without_state):
             name = name_of(callback)
             keys = [key for key in remaining if (_stem_of(key) if name_of is _stem else key) == name]
-            alone = sum(name_of(candidate) == name for candidate in waiting) == 1
-            if len(keys) == 1 and alone:
+            is_only_candidate = sum(name_of(candidate) == name for candidate in without_state) == 1
+            if len(keys) == 1 and is_only_candidate:
                 loaded.load_into(f"the callback {_key(callback)}", callback.load_state_dict, remaining.pop(keys[0]))
-                waiting.remove(callback)
-    if lost := sorted(key for key, state in remaining.items() if state):
+                without_state.remove(callback)
+    if unmatched := sorted(key for key, state in remaining.items() if state):
         logger.warning(
-            "%s has the state of %s, which no callback has: it is not restored. A state goes to the callback that has the state_key "
-            "under which it was saved; those here: %s",
-            loaded.path, terminal_text(", ".join(lost), one_line=True), ", ".join(sorted(map(_key, callbacks))) or "none",
+            "%s has the state of %s, which no callback of this run matches: it is not restored. A state goes to the callback with the state_key "
+            "under which it was saved; the keys of this run: %s",
+            loaded.path, terminal_text(", ".join(unmatched), one_line=True), ", ".join(sorted(map(_key, callbacks))) or "none",
         )  # fmt: skip
 
 
@@ -81,19 +82,20 @@ def _stem(callback: Callback) -> str:
 
 
 def _stem_of(key: str) -> str:
+    """The part of a key that may not change between runs; see :attr:`engine.Callback.state_key`."""
     return key.partition("; ")[0]
 
 
 def _earlier_key(callbacks: Sequence[Callback]) -> Callable[[Callback], str]:
-    """The keys in checkpoints of versions without ``state_key``: the class, numbered among those of the same class."""
+    """Return a function that gives a callback's key in checkpoints of versions without ``state_key``: its class, and its number within the class."""
 
     def key(callback: Callback) -> str:
-        alike = [candidate for candidate in callbacks if type(candidate) is type(callback)]
+        same_class = [candidate for candidate in callbacks if type(candidate) is type(callback)]
         name = type(callback).__qualname__
         return (
             name
-            if len(alike) == 1
-            else f"{name}.{next(i for i, candidate in enumerate(alike) if candidate is callback)}"
+            if len(same_class) == 1
+            else f"{name}.{next(i for i, candidate in enumerate(same_class) if candidate is callback)}"
         )
 
     return key

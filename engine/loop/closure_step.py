@@ -1,6 +1,6 @@
-"""Steps that a module overrides (``optimizer_step`` and related hooks) or that compute gradients themselves (LBFGS, SAM).
+"""Steps of modules that override ``optimizer_step`` or related hooks, and of optimizers that compute gradients within their step (LBFGS, SAM).
 
-The forward and backward pass of a window's last micro-batch run inside the closure that ``optimizer_step`` gets, as in Lightning.
+The forward and backward pass of a window's last micro-batch run inside the closure passed to ``optimizer_step``, as in Lightning.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ClosureOptimizer(PreparedOptimizer):
         self._owner, self.needs_closure = owner, needs_closure(prepared.optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step with the window's gradients. ``closure`` computes them (default: the run's); its value is returned."""
+        """Step with the window's gradients, which ``closure`` computes (default: the run's closure); return the closure's value."""
         return self._owner.apply(self, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -46,12 +46,12 @@ class ClosureOptimizer(PreparedOptimizer):
 
 
 class SummedBackward:
-    """Runs the exact backward passes of a window's micro-batches, by the module's own ``backward`` if it has one, and adds up their losses."""
+    """Runs the weighted backward passes of a window's micro-batches, through the module's ``backward`` if overridden, and sums their losses."""
 
     def __init__(self, engine: Engine, module: TrainModule) -> None:
         self._engine, self._module, self._overridden = engine, module, overrides(module, "backward")
         self.value: Tensor | None = None
-        """The losses so far, weighted, shape (), fp64; ``None``: there was none."""
+        """The weighted sum of the losses so far, shape (), fp64; ``None``: there was no loss."""
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Run the backward pass of one micro-batch."""
@@ -66,30 +66,28 @@ class SummedBackward:
 class ClosureOptimization(AutomaticOptimization):
     """Each window's step goes through ``module.optimizer_step(epoch, batch_idx, optimizer, closure)``::
 
-        closure: the last micro-batch's training_step and backward; when it is called again, zero_grad and the whole window's
+        closure: training_step and backward of the last micro-batch; when called again: zero_grad, then those of the whole window
         optimizer.step(closure): closure; on_before_optimizer_step; configure_gradient_clipping; the optimizer's own step
 
-    A step is counted when an optimizer has stepped.
+    The step counter increases if any optimizer has stepped.
     """
 
     calls_closures = True
 
     def __init__(self, run: Run, prepared: Sequence[PreparedOptimizer]) -> None:
         super().__init__(run, [ClosureOptimizer(optimizer, self) for optimizer in prepared])
-        self.evaluates_again = any(
-            optimizer.needs_closure for optimizer in self.optimizers
-        )  # the window's micro-batches are kept
+        self.evaluates_again = any(optimizer.needs_closure for optimizer in self.optimizers)
         self.zeroes_first = overrides(run.module, "optimizer_zero_grad")
         self.clips = overrides(run.module, "configure_gradient_clipping") or overrides(run.module, "clip_gradients")
         clipping = run.module.configure_gradient_clipping
         self._clipping = accepting(clipping, run.module, "configure_gradient_clipping", TrainModule)
         self._summed = SummedBackward(run.engine, run.module)
         self.backward_pass = self._summed.backward
-        self._apart = self.clips or self.evaluates_again or len(self.optimizers) > 1
+        self._clips_before_step = self.clips or self.evaluates_again or len(self.optimizers) > 1
         self._limits = {"max_norm": self.max_norm, "max_value": self.max_value}
         self._window: list[tuple[Any, int, Share]] = []
         self._verdicts: list[bool] = []
-        self._held = False
+        self._earlier_gradients = False
 
     def begin(self) -> None:
         super().begin()
@@ -101,7 +99,8 @@ class ClosureOptimization(AutomaticOptimization):
             self._window.append((batch, index, share))
         if not share.last:
             return self._evaluate(batch, index, share, first)
-        self.stepping, self._last, self._evaluated, self._single = True, (batch, index, share, first), False, first
+        self.stepping, self._evaluated = True, False
+        self._last_micro_batch, self._is_single_micro_batch = (batch, index, share, first), first
         run.engine.checkpoint_writer.hold()
         for optimizer in self.optimizers:
             run.module.optimizer_step(run.epoch, index, optimizer, self.closure)
@@ -120,7 +119,7 @@ class ClosureOptimization(AutomaticOptimization):
     def step(self) -> None:
         run, index = self.run, self._window[-1][1]
         run.engine.settle()
-        if not self._fed:
+        if not self._window_has_loss:
             run.engine.window.discard()
             warn_without_loss(run)
         if self._verdicts:
@@ -129,10 +128,10 @@ class ClosureOptimization(AutomaticOptimization):
         if not self.zeroes_first:
             self._zero(index)
         self._window.clear()
-        self._summed.value, self._held = None, False
+        self._summed.value, self._earlier_gradients = None, False
 
     def before_validation(self) -> None:
-        if self.zeroes_first:  # otherwise there are none
+        if self.zeroes_first:  # otherwise step() has cleared the gradients
             self.run.module.on_validation_model_zero_grad()
         else:
             super().before_validation()
@@ -140,16 +139,16 @@ class ClosureOptimization(AutomaticOptimization):
     # -- the closure ------------------------------------------------------------------------------------------------------------
 
     def closure(self) -> Tensor | None:
-        """Compute the window's gradients; its mean loss over all ranks, shape (), fp64 without graph. ``None``: no micro-batch had one."""
+        """Compute the window's gradients; return its mean loss over all ranks, shape (), fp64, detached; ``None`` if no micro-batch had a loss."""
         with torch.enable_grad():
             if not self._evaluated:
-                self._finish_window(self._evaluate(*self._last))
-            elif self._touched():
+                self._finish_window(self._evaluate(*self._last_micro_batch))
+            elif self._gradients_outdated():
                 self._repeat_window()
         return self.loss
 
     def _evaluate(self, batch: Any, index: int, share: Share, first: bool) -> Any:
-        """Forward and backward pass of one micro-batch."""
+        """Run the forward and backward pass of one micro-batch; ``first``: of the window."""
         self.strategy.sync(self.models, share.last)
         call = self.phases.named("forward", self.call)
         outputs = call(batch, index) if share.size else run_for_matching(self.run, call, batch, index)
@@ -159,18 +158,18 @@ class ClosureOptimization(AutomaticOptimization):
         return outputs
 
     def _finish_window(self, outputs: Any) -> None:
-        """All gradients of the window are complete: make them readable, and compute their loss."""
+        """Once all gradients of the window are computed: unscale them, and compute the window's loss."""
         engine = self.run.engine
         self.outputs, self._evaluated, self._clipped, self.loss = outputs, True, False, None
-        self._fed = engine.window.fed or engine.window_has_loss()
-        if not self._fed:
+        self._window_has_loss = engine.window.fed or engine.window_has_loss()
+        if not self._window_has_loss:
             return
         engine.unscale_gradients(self.optimizers)
         total = engine.window.state_of(self.optimizers[0].optimizer).total
-        if self._held and (engine.scaler is not None or total is not None):
+        if self._earlier_gradients and (engine.scaler is not None or total is not None):
             raise RuntimeError(
-                f"{type(self.run.module).__name__}.optimizer_zero_grad did not clear an earlier step's gradients, and this step's are "
-                "still to be divided (fp16, Loss(sum, count) or a micro-batch without loss): call optimizer.zero_grad(), or return a scalar "
+                f"{type(self.run.module).__name__}.optimizer_zero_grad did not clear an earlier step's gradients, and dividing this step's (as fp16, "
+                "Loss(sum, count) or a micro-batch without loss needs) would divide them too: call optimizer.zero_grad(), or return a scalar "
                 "loss in fp32 or bf16"
             )
         value = (
@@ -180,13 +179,13 @@ class ClosureOptimization(AutomaticOptimization):
         )
         mean = engine.strategy.sum(value) / engine.data_group.world_size
         self.loss = torch.as_tensor(mean if total is None else mean / total)
-        if self._awaits_changes:
-            self._mark = self._fingerprint()
+        if self._may_change_parameters_first:
+            self._fingerprint_at_evaluation = self._fingerprint()
 
     def _repeat_window(self) -> None:
-        """Evaluate the whole window again, for gradients at the current parameters. Nothing is logged twice."""
+        """Evaluate the whole window again, for gradients at the current parameters, without logging values a second time."""
         run, window, recorder = self.run, self.run.engine.window, self.run.logbook.recorder
-        if not self.evaluates_again and not self._single:
+        if not self.evaluates_again and not self._is_single_micro_batch:
             raise RuntimeError(
                 "optimizer_closure() was called twice in one step with accumulate_grad_batches > 1, and the earlier micro-batches are not kept: "
                 "call it once, set accumulate_grad_batches=1, or use an optimizer whose step(closure) has no default for closure"
@@ -201,18 +200,18 @@ class ClosureOptimization(AutomaticOptimization):
         self._finish_window(outputs)
 
     @property
-    def _awaits_changes(self) -> bool:
-        """Whether an optimizer may change the parameters before it calls its closure for the first time; LBFGS does not."""
+    def _may_change_parameters_first(self) -> bool:
+        """Whether an optimizer may change the parameters before it first calls its closure. LBFGS does not."""
         return any(
             optimizer.needs_closure and not isinstance(optimizer.optimizer, LBFGS) for optimizer in self.optimizers
         )
 
-    def _touched(self) -> bool:
-        """Whether the existing gradients may belong to other parameters than the current ones."""
-        if not self._fresh:
+    def _gradients_outdated(self) -> bool:
+        """Whether the existing gradients may not belong to the current parameters, so that the closure must evaluate the window again."""
+        if not self._just_evaluated:
             return True
-        self._fresh = False
-        return self._awaits_changes and self._fingerprint() != self._mark
+        self._just_evaluated = False
+        return self._may_change_parameters_first and self._fingerprint() != self._fingerprint_at_evaluation
 
     def _fingerprint(self) -> list[Any]:
         """A fingerprint of parameters and gradients. Waits for the device."""
@@ -224,11 +223,11 @@ class ClosureOptimization(AutomaticOptimization):
 
     # -- the step ---------------------------------------------------------------------------------------------------------------
 
-    _fresh = False
-    """The gradients of an evaluation, which the optimizer's first call of the closure need not repeat."""
+    _just_evaluated = False
+    """Whether the window was evaluated just before the optimizer's step, so that the optimizer's first call of the closure need not repeat it."""
 
     def apply(self, optimizer: ClosureOptimizer, closure: Callable[[], Any] | None) -> Any:
-        """``optimizer.step(closure)``."""
+        """Implements ``optimizer.step(closure)``."""
         run, value = self.run, None
         if optimizer.needs_closure:
             return self._apply_inside(optimizer, closure or self.closure)
@@ -236,22 +235,22 @@ class ClosureOptimization(AutomaticOptimization):
             value = closure()
         elif not self._evaluated:
             self.closure()
-        if self._fed:
+        if self._window_has_loss:
             self._clip()
-            limits = {} if self._apart else self._limits
+            limits = {} if self._clips_before_step else self._limits
             run.phases.named("optimizer", run.engine.step)([optimizer], then=self._verdicts.append, **limits)
         return value
 
     def _apply_inside(self, optimizer: ClosureOptimizer, closure: Callable[[], Any]) -> Any:
-        """A step that may evaluate the closure several times."""
+        """Step an optimizer that may call the closure several times within its step."""
         if not self._evaluated:
             self.closure()
-        if not self._fed:
+        if not self._window_has_loss:
             return None
         self._clip()
-        self._fresh = True
+        self._just_evaluated = True
 
-        def exact() -> Any:
+        def evaluate_and_clip() -> Any:
             value = closure()
             if value is None:
                 raise ValueError(
@@ -261,13 +260,13 @@ class ClosureOptimization(AutomaticOptimization):
             return value
 
         with self.phases.timed("optimizer"):
-            value = optimizer.optimizer.step(exact)
-        self._fresh = False
+            value = optimizer.optimizer.step(evaluate_and_clip)
+        self._just_evaluated = False
         self._verdicts.append(True)
         return value
 
     def _clip(self) -> None:
-        """Once for each evaluation, for all optimizers: the hooks, and the clipping that does not happen within the step."""
+        """Call the hooks before a step and clip the gradients of all optimizers, unless ``Engine.step`` will clip; once for each evaluation."""
         run = self.run
         if self._clipped:
             return
@@ -280,12 +279,13 @@ class ClosureOptimization(AutomaticOptimization):
                 self._clipping(
                     optimizer.optimizer, run.settings.gradient_clip_val, run.settings.gradient_clip_algorithm
                 )
-        if self._apart:
+        if self._clips_before_step:
             run.engine.finish_gradients(
                 self.optimizers, inside=self.evaluates_again, **({} if self.clips else self._limits)
             )
 
     def _zero(self, index: int) -> None:
+        """Call the hooks and clear the gradients, or let the module do so and note whether it has left some."""
         run = self.run
         for optimizer in self.optimizers:
             for hook in run.hooks.on_before_zero_grad:
@@ -303,12 +303,12 @@ class ClosureOptimization(AutomaticOptimization):
                 for p in group["params"]
                 if p.grad is not None
             ]
-            self._held = bool(run.engine.strategy.norm(gradients) > 0) if gradients else False
+            self._earlier_gradients = bool(run.engine.strategy.norm(gradients) > 0) if gradients else False
 
 
 @contextmanager
 def logging_nothing(run: Run) -> Iterator[None]:
-    """Discard what the module logs in the block, and what its torchmetrics objects see."""
+    """Inside the block, discard what the module logs, and updates of its torchmetrics objects."""
     recorder = run.logbook.recorder
     size, batch = recorder.size, recorder.batch
     try:
@@ -319,10 +319,10 @@ def logging_nothing(run: Run) -> Iterator[None]:
 
 
 def refuse(run: Run, optimizers: Sequence[Optimizer]) -> None:
-    """Check that this run supports what the module overrides and its optimizers need.
+    """Refuse methods that the module overrides, and optimizers that need a closure, if this run does not support them.
 
     Raises:
-        ValueError: it does not; the message says what to do.
+        ValueError: one is not supported; the message says what to do.
     """
     engine, module = run.engine, run.module
     strategy, name = engine.strategy, type(engine.strategy).__name__
@@ -332,8 +332,8 @@ def refuse(run: Run, optimizers: Sequence[Optimizer]) -> None:
                 f"{type(module).__name__} overrides {method}, which cannot be called under {name}: it {strategy.fused}. "
                 "Remove the method (learning rates: a scheduler; clipping: gradient_clip_val), or use strategy='ddp' or 'fsdp'"
             )
-    inside = [type(o).__name__ for o in optimizers if needs_closure(o)]
-    if not inside:
+    closure_optimizers = [type(o).__name__ for o in optimizers if needs_closure(o)]
+    if not closure_optimizers:
         return
     sharded = any(map(is_sharded, parameters_of(optimizers)))
     obstacles = {
@@ -346,6 +346,6 @@ def refuse(run: Run, optimizers: Sequence[Optimizer]) -> None:
     }
     if reasons := [reason for reason, holds in obstacles.items() if holds]:
         raise ValueError(
-            f"{inside[0]} evaluates the loss inside its step (closure), which does not work with {reasons[0]}; "
+            f"{closure_optimizers[0]} evaluates the loss inside its step (closure), which does not work with {reasons[0]}; "
             "use strategy='single' or 'ddp', precision='32-true' or 'bf16-mixed', one optimizer, or another optimizer"
         )

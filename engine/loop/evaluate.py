@@ -27,35 +27,35 @@ from engine.utils.tree import full_tensor, map_tensors
 
 
 def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
-    """Validation during training; gradients, random numbers and every module's train/eval flag are as before afterwards."""
-    before = run.state.validated_step
+    """Validate, during training or before it; restore gradients, random number states and every module's train/eval flag afterwards."""
+    previous_validated_step = run.state.validated_step
     if run.stage == "fit":
-        if before == run.state.step:
+        if previous_validated_step == run.state.step:
             return []
         run.state.validated_step = run.state.step
         assert run.optimization is not None
         run.optimization.before_validation()
-    began, saving, outer = time.perf_counter(), run.times.checkpoint, run.logbook.recorder
+    began, checkpoint_s, outer_recorder = time.perf_counter(), run.times.checkpoint, run.logbook.recorder
     run.engine.checkpoint_writer.hold()  # callbacks may swap the weights
     for loader in run.loaders.validation:
-        loader.set_epoch(run.state.epoch)  # a shuffled one gives the same order after a resume
+        loader.set_epoch(run.state.epoch)  # so that a shuffled loader gives the same order after a resume
     try:
         with run.garbage.automatic(), run.optimizer_set.modes.evaluating():
             results = evaluate(
                 run, run.loaders.validation, "validation", run.placed.evaluation_step("validation_step"), limit
             )
     except Preempted:
-        run.logbook.record_to(outer)
-        run.state.validated_step, results = before, []
+        run.logbook.record_to(outer_recorder)
+        run.state.validated_step, results = previous_validated_step, []
         run.intervals.validation.keep_due()
-    run.times.validation += time.perf_counter() - began - (run.times.checkpoint - saving)
+    run.times.validation += time.perf_counter() - began - (run.times.checkpoint - checkpoint_s)
     if run.stage == "fit":
         run.control.agree_now()
     return results
 
 
 def sanity_check(run: Run) -> None:
-    """Validate on a few batches before the training, so that an error in them does not wait for the end of the first epoch. Changes no state."""
+    """Validate on a few batches before the training, so that errors in validation show before the end of the first epoch. Changes no state."""
     count = run.settings.num_sanity_val_steps
     if not count or not run.loaders.validation or run.state.step:
         return
@@ -72,29 +72,31 @@ def evaluate(
     """Run ``step`` on every batch of every loader without gradients; return one dict of metrics per loader.
 
     Args:
-        name: ``"validation"`` or ``"test"``: whose hooks are called.
+        name: ``"validation"`` or ``"test"``, as in the names of the hooks to call.
         limit: the maximum number of batches per loader.
     """
-    hooks, module, logbook, outer = run.hooks, run.module, run.logbook, run.logbook.recorder
+    hooks, module, logbook, outer_recorder = run.hooks, run.module, run.logbook, run.logbook.recorder
     several = len(loaders) > 1
     step = step_accepting(module, f"{name}_step", step, several)
     suffixes = [f"/dataloader_idx_{i}" if several else "" for i in range(len(loaders))]
-    *recorders, common = every = [
+    # One recorder for each loader, and one for values that hooks log outside of batches.
+    *recorders, common = all_recorders = [
         run.engine.recorder(on_step=False, on_epoch=True, suffix=suffix) for suffix in [*suffixes, ""]
     ]
     if several:
         shared_names: dict[str, Recorder] = {}
-        for recorder in every:
+        for recorder in all_recorders:
             recorder.taken = shared_names
     with run.phases.timed(name), evaluating(run, name):
         logbook.record_to(common)
         call_hooks(run, getattr(hooks, f"on_{name}_start"))
         call_hooks(run, getattr(hooks, f"on_{name}_epoch_start"))
-        run.engine.share_buffers(module)  # the values belong to the weights that are saved
+        run.engine.share_buffers(module)  # checkpoints save rank 0's buffers: measure with these
         try:
             for index, (loader, recorder) in enumerate(zip(loaders, recorders, strict=True)):
                 logbook.record_to(recorder)
-                deque(batches(run, loader, name, step, index if several else None, limit), maxlen=0)  # keeps no output
+                loader_index = index if several else None
+                deque(batches(run, loader, name, step, loader_index, limit), maxlen=0)  # runs all, keeps no output
                 if several:
                     recorder.set_aside()
             put_back(logged for recorder in recorders for logged in recorder.logged)
@@ -106,13 +108,12 @@ def evaluate(
             shared = common.epoch_values(clear=False)
         finally:
             logbook.evaluation = None
-            for (
-                recorder
-            ) in every:  # not before all are computed: several recorders may have the same torchmetrics object
+            # Only after all values are computed: several recorders may have the same torchmetrics object.
+            for recorder in all_recorders:
                 recorder.clear()
-        logbook.record_to(outer)
+        logbook.record_to(outer_recorder)
         if run.stage != "sanity":
-            for recorder, epoch_values in zip(every, [*values, shared], strict=True):
+            for recorder, epoch_values in zip(all_recorders, [*values, shared], strict=True):
                 if epoch_values:
                     run.publish(dict(epoch_values), recorder)
         call_hooks(run, getattr(hooks, f"on_{name}_end"))
@@ -122,10 +123,10 @@ def evaluate(
 
 
 def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> list[list[Any]]:
-    """The outputs of ``predict_step`` for each loader: one entry per batch in the data's order, from all ranks, on the CPU.
+    """Return the outputs of ``predict_step`` for each loader: one entry per batch in the order of the data, from all ranks, on the CPU.
 
     Args:
-        keep: ``False``: each output is dropped once the hooks have seen it; the lists are empty.
+        keep: ``False``: drop each output once the hooks have got it, and return empty lists.
     """
     results: list[list[Any]] = []
     with run.phases.timed("predict"), evaluating(run, "predict"):
@@ -143,23 +144,24 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
                 continue
             outputs_of_rank = [map_tensors(lambda t: full_tensor(t).cpu(), out) for out in outputs]
             by_rank = gather_object(run.engine.data_group, outputs_of_rank)
-            dealt = itertools.zip_longest(*by_rank, fillvalue=_NOTHING)
-            results.append([out for row in dealt for out in row if out is not _NOTHING])
+            # Batches are dealt to the ranks in turn; the last ranks may have one fewer.
+            by_turn = itertools.zip_longest(*by_rank, fillvalue=_NO_BATCH)
+            results.append([out for turn in by_turn for out in turn if out is not _NO_BATCH])
         call_hooks(run, run.hooks.on_predict_epoch_end)
         call_hooks(run, run.hooks.on_predict_end)
     return results
 
 
-_NOTHING = object()
+_NO_BATCH = object()
 
 
 def batches(
     run: Run, loader: PreparedLoader, name: str, step: Callable[..., Any], index: int | None, limit: int | None
 ) -> Iterator[Any]:
-    """The outputs of ``step`` on this rank's batches. ``index``: the loader's, when there are several.
+    """Run ``step`` on this rank's batches, with their hooks, and yield its outputs. ``index``: the loader's index; ``None``: there is one loader.
 
     Raises:
-        Preempted: Ctrl-C or SIGTERM on some rank.
+        Preempted: Ctrl-C or SIGTERM reached some rank.
     """
     engine, module, control, logbook = run.engine, run.module, run.control, run.logbook
     starts, ends = getattr(run.hooks, f"on_{name}_batch_start"), getattr(run.hooks, f"on_{name}_batch_end")
@@ -168,7 +170,8 @@ def batches(
     control.agreement.restart()
     began = time.perf_counter()
     number = -1
-    for batch in loader if limit is None else itertools.islice(loader, limit):  # enumerate keeps the last batch
+    # Not enumerate(), which would keep the last batch alive.
+    for batch in loader if limit is None else itertools.islice(loader, limit):
         number += 1
         began, waited = time.perf_counter(), time.perf_counter() - began
         run.pulse += 1
@@ -178,9 +181,9 @@ def batches(
                 raise Preempted
         size = engine.window.share.size
         if not size and not engine.strategy.matched_forward:
-            continue  # repeated samples of a rank that has no more data
+            continue  # this rank has no more data, and repeats samples that need not be computed
         logbook.recorder.size, logbook.recorder.batch = size, batch
-        # A repeated batch that only keeps the ranks matched is not passed to hooks.
+        # Hooks do not get a repeated batch, which is computed only for the collectives in the forward pass.
         for hook in starts if size else ():
             hook(run, module, batch, number, *loader_index)
         with autocast, nullcontext() if size else unchanged(module, logbook.recorder.metrics):
@@ -189,19 +192,21 @@ def batches(
             hook(run, module, outputs, batch, number, *loader_index)
         if size:
             yield outputs
-        batch = outputs = logbook.recorder.batch = None  # before the next one is copied to the device
+        batch = outputs = logbook.recorder.batch = (
+            None  # frees its memory before the next batch is copied to the device
+        )
     logbook.recorder.size = 1
 
 
 @contextmanager
 def evaluating(run: Run, name: str) -> Iterator[None]:
-    """Eval mode without gradients; afterwards restores each submodule's mode (unless the module overrides that) and all random numbers."""
+    """Inside the block, eval mode without gradients; afterwards random number states, and (unless overridden) each submodule's mode, are restored."""
     module = run.module
     flags = [(m, m.training) for m in module.modules()]
     run.evaluating = True
     try:
         with isolated(), torch.no_grad():
-            getattr(module, f"on_{name}_model_eval")()  # which may enable gradients, for this evaluation
+            getattr(module, f"on_{name}_model_eval")()  # a user's override may enable gradients for this evaluation
             yield
     finally:
         for m, flag in flags:
@@ -212,6 +217,6 @@ def evaluating(run: Run, name: str) -> Iterator[None]:
 
 
 def call_hooks(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:
-    """Call hooks that take nothing but the run and the module."""
+    """Call hooks whose only arguments are the run and the module."""
     for hook in hooks:
         hook(run, run.module)

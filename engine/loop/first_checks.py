@@ -1,4 +1,4 @@
-"""Mistakes that a training would make in silence, or would end with much later: found before it starts or after its first step."""
+"""Checks before a training starts, or after its first step, for mistakes that would otherwise stay silent or surface much later."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from engine.utils.log import logger, warn_once
 from engine.utils.parameters import parameters_of
 
 ENDLESS_S = 600.0
-"""Seconds of training after which a stream is called endless."""
-_OVERRIDDEN = (
+"""Seconds of training after which :func:`report_endless` warns of a stream without an end."""
+_METHODS = (
     "training_step", "validation_step", "test_step", "predict_step", "train_dataloader", "val_dataloader", "test_dataloader",
     "predict_dataloader", "configure_optimizers", "configure_model", "configure_callbacks", "configure_gradient_clipping",
     "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "prepare_data", "transfer_batch_to_device", "setup", "teardown",
 )  # fmt: skip
-"""Methods that a run calls, besides events."""
+"""Methods of a module that a run calls, in addition to events."""
 _ALIASES = (("on_val_", "on_validation_"), ("on_valid_", "on_validation_"), ("validation_dataloader", "val_dataloader"))
-_ALIKE = 0.9  # on_train_epoch_ends and on_train_epoch_end: 0.97; on_train_step_end and on_train_batch_end: 0.84
-_OURS = tuple(
+# difflib's similarity: on_train_epoch_ends and on_train_epoch_end have 0.97; on_train_step_end and on_train_batch_end 0.84.
+_MIN_SIMILARITY = 0.9
+_LIBRARY_FOLDERS = tuple(
     os.path.join(root, name) + os.sep
     for root in [os.path.dirname(os.path.dirname(os.path.dirname(__file__)))]
     for name in ("engine", "callbacks")
@@ -42,18 +43,18 @@ _seen: WeakSet[type] = WeakSet()
 
 
 def report_misspelled(owners: Iterable[Any], base: type) -> None:
-    """Warn of methods that nobody calls, and whose names are almost the name of a hook.
+    """Warn of methods that nobody calls and whose names are nearly the name of a hook.
 
     Args:
-        owners: a module and callbacks.
-        base: the class of callbacks.
+        owners: the module and the callbacks.
+        base: the base class of callbacks.
     """
     for owner in owners:
         if type(owner) in _seen:
             continue
         _seen.add(type(owner))
         for name, hook in misspelled(type(owner), TrainModule if isinstance(owner, TrainModule) else base).items():
-            method = next(function for function in _written_for(type(owner)) if function.__name__ == name)
+            method = next(function for function in _user_functions(type(owner)) if function.__name__ == name)
             warn_once(
                 f"{type(owner).__name__}.{name} is never called: the hook is {hook}; rename the method, or begin its name with an underscore",
                 about=method.__code__,
@@ -61,12 +62,12 @@ def report_misspelled(owners: Iterable[Any], base: type) -> None:
 
 
 def misspelled(cls: type, base: type) -> dict[str, str]:
-    """Methods of ``cls`` that nearly have the name of a hook of ``base``, and that hook.
+    """Find methods of ``cls`` whose names are nearly the name of a hook of ``base``; return the hook by method.
 
-    A method that another one names is a helper, and so is one beside the hook itself.
+    Methods that another method refers to, or whose hook ``cls`` has as well, are helpers and left out.
     """
-    hooks = {name for name in vars(base) if name.startswith("on_") or name in _OVERRIDDEN}
-    functions = list(_written_for(cls))
+    hooks = {name for name in vars(base) if name.startswith("on_") or name in _METHODS}
+    functions = list(_user_functions(cls))
     names = {function.__name__ for function in functions}
     hooks_by_method = {}
     for name in sorted(names - set(dir(base))):
@@ -75,58 +76,61 @@ def misspelled(cls: type, base: type) -> dict[str, str]:
         spelling = name
         for short, whole in _ALIASES:
             spelling = spelling.replace(short, whole)
-        near = difflib.get_close_matches(spelling, hooks, n=1, cutoff=_ALIKE)
+        close_names = difflib.get_close_matches(spelling, hooks, n=1, cutoff=_MIN_SIMILARITY)
         if (
-            near
-            and near[0] not in names
-            and not any(name in _texts(function.__code__) for function in functions if function.__name__ != name)
+            close_names
+            and close_names[0] not in names
+            and not any(
+                name in _names_and_literals(function.__code__) for function in functions if function.__name__ != name
+            )
         ):
-            hooks_by_method[name] = near[0]
+            hooks_by_method[name] = close_names[0]
     return hooks_by_method
 
 
-def _written_for(cls: type) -> Iterator[FunctionType]:
-    """The functions of ``cls`` that are neither this library's nor torch's. A class that stands for a user's has his as ``user_classes``."""
+def _user_functions(cls: type) -> Iterator[FunctionType]:
+    """Yield the functions of ``cls`` that users wrote. A class that stands for a user's class names that in ``user_classes``."""
     for part in getattr(cls, "user_classes", cls.__mro__):
         if part in TrainModule.__mro__:
             continue
         for value in vars(part).values():
             function = inspect.unwrap(getattr(value, "__func__", None) or getattr(value, "fget", None) or value)
-            if isinstance(function, FunctionType) and not function.__code__.co_filename.startswith(_OURS):
+            if isinstance(function, FunctionType) and not function.__code__.co_filename.startswith(_LIBRARY_FOLDERS):
                 yield function
 
 
-def _texts(code: CodeType) -> set[str]:
-    """Names and literals in a function, and in the functions that it defines."""
-    return _literals(code).union(*((*part.co_names, *part.co_varnames) for part in _codes(code)))
+def _names_and_literals(code: CodeType) -> set[str]:
+    """The names and literals in a function and in its inner functions."""
+    return _literals(code).union(*((*part.co_names, *part.co_varnames) for part in _with_inner_functions(code)))
 
 
 def _literals(code: CodeType) -> set[str]:
-    """The constants of a function, and of the functions that it defines, that are texts, also in tuples."""
+    """The str constants of a function and of its inner functions, also those in tuples."""
     texts: set[str] = set()
-    for constant in (constant for part in _codes(code) for constant in part.co_consts):
+    for constant in (constant for part in _with_inner_functions(code) for constant in part.co_consts):
         values = constant if isinstance(constant, (tuple, frozenset)) else (constant,)
         texts |= {value for value in values if isinstance(value, str)}
     return texts
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def _with_inner_functions(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from _with_inner_functions(constant)
 
 
 # -- optimizers ---------------------------------------------------------------------------------------------------------------------------
 
 
 def check_parameters(module: TrainModule, optimizers: Sequence[Any]) -> None:
-    """Refuse an optimizer that trains nothing of the module.
+    """Refuse an optimizer that has none of the module's parameters.
 
     Raises:
-        ValueError: it has none of the module's parameters, although some can be trained.
+        ValueError: an optimizer has none, although the module has parameters to train.
     """
-    if not any(p.requires_grad for p in module.parameters()):  # an image is trained, with the loss of a frozen network
+    # A frozen module may serve as the loss for something else that is trained, such as an image.
+    if not any(p.requires_grad for p in module.parameters()):
         return
     parameters = {id(p) for p in module.parameters()}
     for optimizer in optimizers:
@@ -142,10 +146,10 @@ def check_parameters(module: TrainModule, optimizers: Sequence[Any]) -> None:
 
 
 def report_nan(run: Run, outputs: Any) -> None:
-    """Warn once when the loss is not a number. Waits for the device: called where values are logged.
+    """Warn once when the loss is NaN. Waits for the device, so it is called at log boundaries.
 
     Args:
-        outputs: of the step's last ``training_step`` on this rank.
+        outputs: what the step's last ``training_step`` on this rank returned.
     """
     if "nan" in run.warned or run.settings.on_nonfinite is not None:
         return
@@ -162,7 +166,7 @@ def report_nan(run: Run, outputs: Any) -> None:
 
 
 def report_endless(run: Run) -> None:
-    """Warn when no epoch has ended for a while, and only the number of epochs ends the training."""
+    """Warn once when no epoch has ended after :data:`ENDLESS_S`, and only the number of epochs limits the training."""
     if (
         "endless" not in run.warned
         and run.num_train_batches is None
@@ -185,13 +189,13 @@ def report_endless(run: Run) -> None:
 
 
 def check_monitors(run: Run) -> None:
-    """Refuse a metric that callbacks or schedulers follow and nothing will log, after the first step rather than after the first epoch.
+    """Refuse, after the first step rather than after the first epoch, a metric that callbacks or schedulers monitor and nothing logs.
 
-    What validation logs is known from the sanity check, and what ``training_step`` logs from the step. Where something else may log the metric,
-    nothing is refused: the user's callbacks, hooks that come later, code that has its name or asks for the sanity check.
+    The sanity check shows what validation logs, and the first step what ``training_step`` logs. A metric is not refused if something else may
+    log it: a user's callback, a hook that comes later, or code that has the metric's name or checks for the sanity check.
 
     Raises:
-        ValueError: the message names who follows the metric, and those that were logged.
+        ValueError: nothing logs a metric; the message names the callback or scheduler that monitors it, and the logged metrics.
     """
     if run.settings.fast_dev_run or (run.val_loaders and run.logbook.sanity_names is None):
         return
@@ -214,36 +218,40 @@ def check_monitors(run: Run) -> None:
     names = set().union(*gather_json(run.engine.group, sorted(logged)))
     forms = {f"{name}{ending}" for name in names for ending in ("", "_step", "_epoch")}
     forms |= {name.removesuffix("_epoch") for name in names}
-    for who, monitor in followed:
+    for follower, monitor in followed:
         if monitor in forms or _may_log(run, monitor, names):
             continue
         what = "" if run.val_loaders else ", and this training has no validation"
         raise ValueError(
-            f"{who}: neither validation nor training_step logs {monitor!r}{nearest(monitor, names)}; "
+            f"{follower}: neither validation nor training_step logs {monitor!r}{nearest(monitor, names)}; "
             f"logged: {', '.join(sorted(names)) or 'nothing'}{what}. Log it with self.log({monitor!r}, value), or with strict=False it may be missing"
         )
 
 
 def _may_log(run: Run, monitor: str | None, names: set[str]) -> bool:
-    """Whether something that has not run yet may log the metric. ``names``: those that were logged so far."""
+    """Whether code that has not run yet may log the metric ``monitor``. ``names``: the metrics logged so far."""
     if overrides(run.module, "on_train_epoch_end"):
         return True
-    functions = list(_written_for(type(run.module)))
+    functions = list(_user_functions(type(run.module)))
     for callback in run.callbacks:
-        of_callback = list(_written_for(type(callback)))
-        if any("log" in text or "metric" in text for function in of_callback for text in _texts(function.__code__)):
+        of_callback = list(_user_functions(type(callback)))
+        if any(
+            "log" in text or "metric" in text
+            for function in of_callback
+            for text in _names_and_literals(function.__code__)
+        ):
             return True
         functions += of_callback
     for part in {type(part) for part in run.module.modules()} - {type(run.module)}:
-        functions += _written_for(part)
+        functions += _user_functions(part)
     forms = {monitor, str(monitor).removesuffix("_epoch"), str(monitor).removesuffix("_step")}
     for function in functions:
-        texts = _texts(function.__code__)
-        # A name that is a constant of the file.
+        texts = _names_and_literals(function.__code__)
+        # The metric's name may be a constant of the function's file.
         constants = {value for name in texts if isinstance(value := function.__globals__.get(name), str)}
         if forms & (texts | constants) or any("sanity" in text for text in texts):
             return True
-        # Pieces of a name that is put together in an f-string ("train/", "_"), unless they are in what it has logged already.
+        # The name may be built in an f-string, from pieces such as "train/" and "_". Pieces of metrics logged so far prove nothing.
         pieces = {text for text in _literals(function.__code__) if text and not f"{text[0]}{text[-1]}".isalnum()}
         if any(text in str(monitor) and not any(text in name for name in names) for text in pieces):
             return True

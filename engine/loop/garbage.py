@@ -1,4 +1,4 @@
-"""Python's garbage collector, called between steps instead of at any time: at the same steps on all ranks, so that none waits for another."""
+"""Runs Python's garbage collector between steps, at the same steps on all ranks, so that no rank waits for another one's collection."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 FULL = 10
-"""Every this many collections also traverse objects that have survived earlier ones."""
+"""Every how many collections one also traverses objects that have survived earlier collections."""
 EVERYTHING_S = 60.0
-"""Seconds of training after which a collection traverses everything: it takes 0.1 to 0.2 s after ``import torch``."""
+"""Seconds of training after which a collection traverses frozen objects too, which takes 0.1 to 0.2 s after ``import torch``."""
 
-_off = False  # by a Collector of this process
-_unseen_s = 0.0  # seconds of training in this process since a collection has traversed everything
+_switched_off = False  # whether a Collector of this process has switched automatic collection off
+_unseen_s = 0.0  # seconds of training in this process since the latest collection of everything
 
 
 class Collector:
-    """Collects when :meth:`collect` is called, and never by itself between :meth:`begin` and :meth:`end`.
+    """Collects garbage only when :meth:`collect` is called: between :meth:`begin` and :meth:`end` there is no automatic collection.
 
-    The first collection traverses what is young and freezes all objects, so that later ones traverse only new ones: some microseconds. What was
-    garbage before is found after a minute of training, which may be that of several runs in this process. If the caller has switched the
-    collector off, it stays off.
+    The first collection traverses young objects and freezes all objects, so that later collections traverse only newer ones, which takes some
+    microseconds. Garbage that was frozen is found after a minute of training, counted over all runs in this process. If the caller has switched
+    the garbage collector off, it stays off, and :meth:`collect` does nothing.
     """
 
     def __init__(self) -> None:
-        self._ours = self._frozen = False
+        self._is_active = self._frozen = False
         self._count = 0
         self._trained_s = 0.0
 
     def begin(self, trained_s: float = 0.0) -> None:
         """Switch automatic collection off. ``trained_s``: as in :meth:`collect`, at the start."""
-        global _off
+        global _switched_off
         self._trained_s = trained_s
-        self._ours = gc.isenabled()
-        if self._ours:
+        self._is_active = gc.isenabled()
+        if self._is_active:
             gc.disable()
-            _off = True
+            _switched_off = True
 
     def collect(self, trained_s: float = 0.0) -> None:
         """Collect now. Call it on all ranks at the same step.
 
         Args:
-            trained_s: seconds of training so far, the same on all ranks.
+            trained_s: seconds of training so far, including those before a resume; the same on all ranks.
         """
         global _unseen_s
-        if not self._ours:
+        if not self._is_active:
             return
         self._count += 1
         self._count_time(trained_s)
@@ -54,9 +54,8 @@ class Collector:
             _unseen_s = 0.0
             self._thaw()
         gc.collect(2 if everything or self._count % FULL == 0 else 1)
-        if (
-            everything or self._count == 1
-        ) and not gc.get_freeze_count():  # thawing would also thaw what the caller has frozen
+        # Objects that the caller has frozen would be thawed with ours: then freeze none.
+        if (everything or self._count == 1) and not gc.get_freeze_count():
             gc.freeze()
             self._frozen = True
 
@@ -72,31 +71,31 @@ class Collector:
 
     @contextmanager
     def automatic(self) -> Iterator[None]:
-        """Inside the block Python collects automatically (evaluation, which has no steps)."""
-        if self._ours:
+        """Inside the block, Python collects automatically; for evaluations, which do not call :meth:`collect`."""
+        if self._is_active:
             gc.enable()
         try:
             yield
         finally:
-            if self._ours:
+            if self._is_active:
                 gc.disable()
 
     def end(self, trained_s: float = 0.0) -> None:
-        """Restore everything as it was at :meth:`begin`. ``trained_s``: as in :meth:`collect`."""
-        global _off
+        """Restore Python's collector as it was at :meth:`begin`. ``trained_s``: as in :meth:`collect`."""
+        global _switched_off
         self._thaw()
-        if self._ours:
+        if self._is_active:
             self._count_time(trained_s)
             gc.enable()
-            _off = False
-        self._ours = False
+            _switched_off = False
+        self._is_active = False
         self._count = 0
 
 
-def _in_child() -> None:
-    if _off:  # a DataLoader's worker has no steps at which to collect
+def _after_fork_in_child() -> None:
+    if _switched_off:  # nothing calls collect() in a forked process, such as a DataLoader's worker
         gc.enable()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+    os.register_at_fork(after_in_child=_after_fork_in_child)

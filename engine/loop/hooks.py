@@ -1,4 +1,4 @@
-"""The functions called at each event of a run: found once, before it starts."""
+"""The functions to call at each event of a run, collected once before the run starts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from engine.utils.overrides import overridden_methods
 Hook = Callable[..., Any]
 
 
-APART = ("on_train_epoch_end", "on_validation_end")
-"""Events whose last callbacks come a little later, when the epoch's values are known and the state can be saved: schedulers have stepped, and the
-training's random numbers are restored. Callbacks that end trainings early come there, before those that save. They are called by the name
-``last_<event>``."""
+SPLIT_EVENTS = ("on_train_epoch_end", "on_validation_end")
+"""Events with a second group of hooks, ``last_<event>``: early stopping, then the callbacks that run last, such as checkpoint callbacks. The second
+group is called a little later, when the epoch's values are known and the state can be saved: schedulers have stepped, and the training's random
+number states are restored."""
 
 
-HOLDING = (
+WEIGHT_CHANGING_EVENTS = (
     "on_train_batch_start",
     "on_before_optimizer_step",
     "on_train_epoch_start",
@@ -32,23 +32,23 @@ HOLDING = (
     "on_train_end",
     "on_fit_end",
 )
-"""Events in which weights may be changed while a checkpoint of them is under way: its copies are awaited first."""
+"""Events whose hooks may change weights. Before them the run waits until a checkpoint in progress has copied the weights."""
 
 
 class Hooks:
     """For each event, the bound methods to call: callbacks in their order, then the module, then the callbacks that run last.
 
-    ``hooks.on_train_batch_end`` is a tuple; it is empty for an event that nobody overrides, which then costs nothing.
+    Events are attributes: ``hooks.on_train_batch_end`` is a tuple of methods. It is empty if nobody overrides the event, which then costs nothing.
 
     Args:
-        callbacks: in the user's order.
-        module: its methods named after events are called without the run and the module.
-        writer: hooks that may change weights wait for the copies of its checkpoint in progress.
-        logbook: knows the values that loggers do not get.
+        callbacks: the callbacks, in the user's order.
+        module: the run's module; its events are called without the run and the module as arguments.
+        writer: the writer whose checkpoint in progress must have been copied before hooks change weights.
+        logbook: knows the values to withhold from loggers.
     """
 
     last_on_train_epoch_end: tuple[Hook, ...]
-    """``on_train_epoch_end`` of early stopping, and of callbacks that run last, such as ``ModelCheckpoint``; see :data:`APART`."""
+    """``on_train_epoch_end`` of early stopping, and of callbacks that run last, such as ``ModelCheckpoint``; see :data:`SPLIT_EVENTS`."""
     last_on_validation_end: tuple[Hook, ...]
     """``on_validation_end`` of early stopping, and of callbacks that run last."""
 
@@ -56,9 +56,9 @@ class Hooks:
         self, callbacks: Sequence[Callback], module: TrainModule, writer: CheckpointWriter, logbook: Logbook
     ) -> None:
         self._writer, self._logbook = writer, logbook
-        self._failed: dict[int, set[str]] = {}  # by id of a callback: the events in which it failed
-        names = (*_events(), *(f"last_{event}" for event in APART))
-        self._owners: dict[str, list[str]] = {name: [] for name in names}  # whose the hooks of each event are
+        self._failed: dict[int, set[str]] = {}  # by the callback's id: the events in which it failed
+        names = (*_events(), *(f"last_{event}" for event in SPLIT_EVENTS))
+        self._owners: dict[str, list[str]] = {name: [] for name in names}  # by event: the names of its hooks' owners
         vars(self).update(dict.fromkeys(names, ()))
         check(module, TrainModule)
         of_module = overridden_methods(module, _events(), TrainModule)
@@ -69,14 +69,14 @@ class Hooks:
         for event in _events():
             first, last = (
                 ([pair for pair in early if not pair[1].is_early_stopping], stopping + late)
-                if event in APART
+                if event in SPLIT_EVENTS
                 else (early, late)
             )
             pairs = [(name, hook) for name, c in first if (hook := self._of_callback(c, event)) is not None]
             if event in of_module:
                 pairs.append((owner, _of_module(module, event)))
             closing = [(name, hook) for name, c in last if (hook := self._of_callback(c, event)) is not None]
-            if event in APART:
+            if event in SPLIT_EVENTS:
                 if closing:
                     self._set(f"last_{event}", closing)
             else:
@@ -85,27 +85,27 @@ class Hooks:
                 self._set(event, pairs)
 
     def _set(self, name: str, pairs: list[tuple[str, Hook]]) -> None:
-        if pairs and name in HOLDING:
-            pairs.insert(0, ("[Run]copies of the checkpoint", _holding(self._writer)))
+        if pairs and name in WEIGHT_CHANGING_EVENTS:
+            pairs.insert(0, ("[Run]copies of the checkpoint", _wait_for_copies(self._writer)))
         self._owners[name] = [owner for owner, _ in pairs]
         setattr(self, name, tuple([hook for _, hook in pairs]))
 
     def add(self, event: str, owner: str, hook: Hook) -> None:
-        """Call one more hook of ``event`` from now on, as the last one. ``owner``: its name for :meth:`wrap`."""
+        """Add a hook of ``event``, called from now on after the existing ones. ``owner``: its owner's name for :meth:`wrap`."""
         setattr(self, event, (*getattr(self, event), hook))
         self._owners[event].append(owner)
 
     def leave_out(self, event: str) -> None:
-        """Call the module's own hook of ``event`` no more."""
+        """Stop calling the module's own hook of ``event``."""
         pairs = zip(self._owners[event], getattr(self, event), strict=True)
         self._set(event, [(owner, hook) for owner, hook in pairs if not owner.startswith("[TrainModule]")])
 
     def wrap(self, wrapper: Callable[[str, Hook], Hook]) -> None:
-        """Replace each hook from now on, to measure it.
+        """Wrap every hook called from now on, for example to time it.
 
         Args:
-            wrapper: called with the name of each hook, ``"[Callback]EarlyStopping.on_validation_end"`` or ``"[TrainModule]Net.on_fit_start"``,
-                and the hook; returns what is called instead.
+            wrapper: a function that gets the name of a hook, ``"[Callback]EarlyStopping.on_validation_end"`` or
+                ``"[TrainModule]Net.on_fit_start"``, and the hook, and returns the function to call instead.
         """
         for name, owners in self._owners.items():
             event = name.removeprefix("last_")
@@ -114,16 +114,17 @@ class Hooks:
             setattr(self, name, tuple(wrapped))
 
     def _of_callback(self, callback: Callback, event: str) -> Hook | None:
+        """The callback's hook of ``event``, wrapped as its kind of callback needs; ``None`` if the event is not overridden."""
         method: Hook | None = getattr(callback, event, None)
         if method is None or getattr(method, "__func__", None) is getattr(Callback, event):
             return None
         method = accepting(method, callback, event, Callback)
         if event == "on_log" and callback.is_logger:
-            method = _for_a_logger(method, self._logbook)
-        return method if callback.critical or event == "setup" else self._surviving(callback, event, method)
+            method = _without_withheld(method, self._logbook)
+        return method if callback.critical or event == "setup" else self._not_critical(callback, event, method)
 
-    def _surviving(self, callback: Callback, event: str, method: Hook) -> Hook:
-        """A hook whose errors do not end the run."""
+    def _not_critical(self, callback: Callback, event: str, method: Hook) -> Hook:
+        """Wrap the hook of a callback that is not critical: its errors are logged instead of ending the run."""
 
         failed = self._failed.setdefault(id(callback), set())
 
@@ -143,17 +144,18 @@ class Hooks:
         return hook
 
     def __getattr__(self, name: str) -> tuple[Hook, ...]:
-        raise AttributeError(f"there is no event {name!r}")  # also tells type checkers that events are attributes
+        # Defined so that type checkers accept events, which __init__ sets, as attributes.
+        raise AttributeError(f"there is no event {name!r}")
 
 
 @functools.cache
 def _events() -> tuple[str, ...]:
-    """The names of the events, which :class:`engine.Callback` defines."""
+    """The names of all events, as :class:`engine.Callback` defines them."""
     return tuple(name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown"))
 
 
-def _for_a_logger(method: Hook, logbook: Logbook) -> Hook:
-    """A logger's ``on_log``: without the values that were logged with ``logger=False``."""
+def _without_withheld(method: Hook, logbook: Logbook) -> Hook:
+    """Wrap a logger's ``on_log``, so that it does not get the values that were logged with ``logger=False``."""
 
     def on_log(*arguments: Any) -> None:
         run, module, metrics, step = arguments
@@ -164,8 +166,8 @@ def _for_a_logger(method: Hook, logbook: Logbook) -> Hook:
     return on_log
 
 
-def _holding(writer: CheckpointWriter) -> Hook:
-    """The first of the hooks of an event in :data:`HOLDING`; a function, because a bound method in :class:`Hooks` would be a circle."""
+def _wait_for_copies(writer: CheckpointWriter) -> Hook:
+    """Return the first hook of :data:`WEIGHT_CHANGING_EVENTS`: not a bound method, with which :class:`Hooks` would be a reference cycle."""
 
     def hold(*args: Any) -> None:
         writer.hold()
@@ -174,10 +176,10 @@ def _holding(writer: CheckpointWriter) -> Hook:
 
 
 def _of_module(module: TrainModule, event: str) -> Hook:
-    """The module's own hook with a callback's signature."""
+    """Wrap the module's own hook in a function with a callback's arguments."""
     method = accepting(getattr(module, event), module, event, TrainModule)
 
     def hook(*arguments: Any) -> Any:
-        return method(*arguments[2:])  # without the run and the module
+        return method(*arguments[2:])  # the first two are the run and the module
 
     return hook

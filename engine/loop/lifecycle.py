@@ -1,4 +1,4 @@
-"""The frame around every run: its folder, torch's flags, setup, errors, teardown; around its steps the watchdog and garbage collection."""
+"""The frame around every run: its folder, torch's flags, setup, error handling, teardown; around its steps the watchdog and garbage collection."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from engine.utils.seed import seed_everything
 
 @contextmanager
 def session(run: Run) -> Iterator[None]:
-    """:func:`frame` around a run that Ctrl-C and SIGTERM end after a step, with a line about what is saved."""
-    failures.show_interrupts_no_longer(run.engine.group.environment)  # of an earlier run
+    """Run the block in :func:`frame`; Ctrl-C and SIGTERM end the run after a step, with a line that says what is saved."""
+    failures.show_interrupts_no_longer(run.engine.group.environment)  # an earlier run may have let them show
     with torch_flags(run.settings), run.control.signals():
         try:
             with frame(run):
@@ -48,10 +48,10 @@ def session(run: Run) -> Iterator[None]:
 
 @contextmanager
 def frame(run: Run, building: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Iterator[None]:
-    """Set up; at the end, also after an error, tear down. Errors reach every callback and propagate unchanged.
+    """Set up the run; at the end, also after an error, tear it down. Errors are passed to every callback and propagate unchanged.
 
     Args:
-        building: the context, around the strategy's own, in which the module builds its model.
+        building: a context for ``configure_model``, around that of the strategy.
     """
     module = run.module
     try:
@@ -76,7 +76,7 @@ def frame(run: Run, building: Callable[[], AbstractContextManager[Any]] = nullco
 
 @contextmanager
 def in_folder(run: Run, checkpoint: str | Path | Resume | None, earlier: Trained | None) -> Iterator[None]:
-    """Give a run its folder while it runs; arguments as in :class:`RunFolder`."""
+    """Choose the run's folder, and close it after the block. ``checkpoint``, ``earlier``: see :class:`RunFolder`."""
     dirpath = next((c.checkpoints_in for c in run.callbacks if c.checkpoints_in is not None), None)
     try:
         folder = RunFolder(run.engine.group, run.settings.root_dir, dirpath, run.stage, checkpoint, earlier)
@@ -93,7 +93,7 @@ def in_folder(run: Run, checkpoint: str | Path | Resume | None, earlier: Trained
 
 
 def log_start(run: Run) -> None:
-    """Log what trains where."""
+    """Log the processes, the strategy, the precision, the number of parameters and the run's folder."""
     if not run.is_main_process:
         return
     parameters = [p for p in run.module.parameters() if not is_lazy(p)]
@@ -114,49 +114,49 @@ def log_start(run: Run) -> None:
 
 
 def _end_early(run: Run) -> None:
-    """After Ctrl-C or SIGTERM, when everything is saved and closed: pass the signal on to the caller."""
+    """Raise the exception of Ctrl-C or SIGTERM for the caller, if one has ended the run; everything is saved and closed by then."""
     if run.stage == "fit" and run.world_size > 1 and not run.control.preempted:
-        run.control.agree_now()  # the signal came after the last step, on some ranks
+        run.control.agree_now()  # the signal may have reached some ranks after the last step
     if run.interrupted:
         raise KeyboardInterrupt
     if run.terminated:
-        run.engine.group.barrier()  # a rank that ends first would look like a failure to the others
+        run.engine.group.barrier()  # the other ranks would take a rank that ends first for a failed one
         raise SystemExit(TERMINATED)
 
 
 def _cause(run: Run, error: BaseException) -> BaseException:
-    """The error for callbacks and the caller: the original one, unless it is only a consequence of another."""
+    """Return the error to report to callbacks and the caller: ``error``, or the one that caused it, such as another rank's failure."""
     if run.interrupted and not isinstance(error, KeyboardInterrupt):
         error = KeyboardInterrupt()  # data workers get Ctrl-C too, and their exit is noticed first
     started = own_process.started
     if started is not None:
         try:
             started.check(error)
-        except RankError as other:
-            return other
+        except RankError as rank_error:
+            return rank_error
     return error
 
 
 def _summary(run: Run, cause: str) -> str:
-    """A line about a run that Ctrl-C or SIGTERM (``cause``) has ended: where it stopped, what is saved, how to continue."""
+    """Describe in a line a run that Ctrl-C or SIGTERM (``cause``) has ended: where it stopped, what is saved, how to continue."""
     if run.stage not in ("fit", "sanity"):
         return f"{cause}: {run.stage} was ended"
     saved = run.checkpoints.saved
     step, name = (saved[0][0], saved[1]) if saved is not None else (0, "")
-    done = f"{cause}: the training ended after step {run.step}"
-    again = 'resume="last" (fit run: --resume last) continues from it'
+    end = f"{cause}: the training ended after step {run.step}"
+    how_to_continue = 'resume="last" (fit run: --resume last) continues from it'
     if name and name not in run.checkpoints.folder.lost:
         path = run.checkpoint_path(name)
-        return (
-            f"{done}, saved in {path}; {again}" if step == run.step else f"{done}; saved: step {step}, {path}; {again}"
-        )
+        saved_text = f", saved in {path}" if step == run.step else f"; saved: step {step}, {path}"
+        return f"{end}{saved_text}; {how_to_continue}"
     if run.loaded_from is not None:
-        return f"{done}; nothing new is saved since {run.loaded_from}; {again}"
+        return f"{end}; nothing new is saved since {run.loaded_from}; {how_to_continue}"
     saves = any(callback.runs_last for callback in run.callbacks)
-    return f"{done}; nothing is saved{' yet' if saves else f': callbacks=ModelCheckpoint() saves after {cause} too'}"
+    return f"{end}; nothing is saved{' yet' if saves else f': callbacks=ModelCheckpoint() saves after {cause} too'}"
 
 
 def _set_up(run: Run, building: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Seed, prepare data, call ``setup`` and ``configure_model``."""
     stage, module, datamodule, seed = run.stage, run.module, run.datamodule, run.settings.seed
     if seed is not None:
         seed_everything(seed)
@@ -174,12 +174,12 @@ def _set_up(run: Run, building: Callable[[], AbstractContextManager[Any]]) -> No
             module.configure_model()
     stream = run.engine.strategy.random_stream
     if stream and stage == "fit":
-        # Ranks see different samples: with the same random numbers they would drop out the same units of each.
+        # Ranks see different samples, but with the same random numbers dropout would drop the same units on all ranks.
         seed_everything(mixed(run.engine.seed, stream) % 2**32)
 
 
 def _prepare_data(run: Run, owner: DataModule | TrainModule) -> None:
-    """Run on one process of each machine, or of the job; the others wait."""
+    """Call ``prepare_data`` on one process of each machine, or of the job, while the other processes wait."""
     engine = run.engine
     if run.world_size == 1:
         owner.prepare_data()
@@ -190,14 +190,14 @@ def _prepare_data(run: Run, owner: DataModule | TrainModule) -> None:
 
 
 def _fail(run: Run, error: BaseException) -> None:
-    """End the run with this error, and tell every ``on_exception``, whose own errors are logged."""
+    """Record that the run failed with ``error``, and call every ``on_exception``; errors in these are logged."""
     run.exception = error
-    run.engine.group.failed = not isinstance(error, CheckError)  # all ranks raise that one together
+    run.engine.group.failed = not isinstance(error, CheckError)  # all ranks raise a CheckError together
     hooks: list[Callable[[], Any]] = [partial(hook, run, run.module, error) for hook in run.hooks.on_exception]
     if run.datamodule is not None:
         hooks.append(partial(run.datamodule.on_exception, error))
     if run.world_size == 1:
-        hooks.append(run.announce_checkpoints)  # what callbacks have saved just now
+        hooks.append(run.announce_checkpoints)  # callbacks may just have saved one in on_exception
     for hook in hooks:
         try:
             hook()
@@ -208,7 +208,7 @@ def _fail(run: Run, error: BaseException) -> None:
 
 
 def _tear_down(run: Run) -> None:
-    """Run every step of the teardown, even after errors in one; raise the first error at the end if the run had none."""
+    """Run every step of the teardown, even if one of them fails; at the end raise the first error, if the run had none before."""
     module, datamodule, failed = run.module, run.datamodule, run.exception is not None
     steps: list[Callable[[], Any]] = [partial(hook, run, module, run.stage) for hook in run.hooks.teardown]
     if datamodule is not None:
@@ -231,7 +231,7 @@ def _tear_down(run: Run) -> None:
 def torch_flags(settings: Settings) -> Iterator[None]:
     """Inside the block ``deterministic``, ``benchmark``, ``matmul_precision`` and ``detect_anomaly`` apply; other flags stay as the user set them."""
     with ExitStack() as stack:
-        if settings.deterministic:  # the call alone imports torch's compiler
+        if settings.deterministic:  # even use_deterministic_algorithms(False) would import torch's compiler
             before = torch.are_deterministic_algorithms_enabled()
             stack.callback(
                 torch.use_deterministic_algorithms,
@@ -239,7 +239,7 @@ def torch_flags(settings: Settings) -> Iterator[None]:
                 warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
             )
             torch.use_deterministic_algorithms(True, warn_only=settings.deterministic == "warn")
-        # The search for the fastest algorithm may find a different one in each run.
+        # cuDNN's search for the fastest algorithm may find a different one in each run.
         search = False if settings.benchmark is None and settings.deterministic is True else settings.benchmark
         if search is not None:
             stack.callback(cuda.set_convolution_search, cuda.convolution_search())
@@ -254,14 +254,14 @@ def torch_flags(settings: Settings) -> Iterator[None]:
 
 @contextmanager
 def watched(run: Run) -> Iterator[None]:
-    """A run that hangs ends with :class:`engine.HangError`; ranks that differ in debug mode with :class:`engine.MismatchError`."""
+    """Inside the block, raise :class:`engine.HangError` if the run hangs, and in debug mode :class:`engine.MismatchError` if ranks differ."""
     settings, group = run.settings, run.engine.group
-    start = timedelta(seconds=settings.start_timeout.value)
-    group.limit(start)  # an earlier run has left it short
-    dog = None
+    start_timeout = timedelta(seconds=settings.start_timeout.value)
+    group.limit(start_timeout)  # an earlier run may have left a shorter one
+    watchdog = None
     if settings.timeout is not None:
-        first_s, limit_s = start.total_seconds(), settings.timeout.value
-        dog = Watchdog(
+        first_s, limit_s = start_timeout.total_seconds(), settings.timeout.value
+        watchdog = Watchdog(
             group,
             lambda: run.state.batches + run.pulse,
             first_s=first_s,
@@ -271,20 +271,20 @@ def watched(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        better = (dog.explain(error) if dog is not None else None) or explain_mismatch(error, group)
-        if better is not None and better is not error:
-            raise better from error
+        explanation = (watchdog.explain(error) if watchdog is not None else None) or explain_mismatch(error, group)
+        if explanation is not None and explanation is not error:
+            raise explanation from error
         raise
     finally:
-        if dog is not None:
-            dog.stop()
-        group.limit(start)  # what follows has no steps: the last checkpoint, callbacks' cleanup
+        if watchdog is not None:
+            watchdog.stop()
+        group.limit(start_timeout)  # the last checkpoint and callbacks' cleanup may take longer than a step
         run.control.first_step_done = False
 
 
 @contextmanager
 def collecting_garbage(run: Run) -> Iterator[None]:
-    """Collect garbage at every ``gc_every_n_steps``-th step, on all ranks at once."""
+    """Inside the block, switch automatic garbage collection off, for runs that collect at every ``gc_every_n_steps``-th step on all ranks at once."""
     if run.settings.gc_every_n_steps:
         run.garbage.begin(run.control.stopwatch.seconds_before)
     try:

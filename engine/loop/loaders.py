@@ -1,4 +1,4 @@
-"""The loaders of a run: made from what the user gave, limited by the settings, closed at the end."""
+"""The loaders of a run: prepared from the user's, limited by the settings, closed at the end."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ METHODS = {
     "test": "test_dataloader",
     "predict": "predict_dataloader",
 }
-"""By kind, the method of a data module or a module that gives loaders."""
+"""By kind of loader, the method of a data module or a module that returns it."""
 LIMITS = {
     "train": "limit_train_batches",
     "validation": "limit_val_batches",
     "test": "limit_test_batches",
     "predict": "limit_predict_batches",
 }
-"""By kind, the setting that limits its batches."""
-MANY = 10_000
-"""Epochs whose windows are looked up one by one; later ones have the window of the last of them."""
+"""By kind of loader, the setting that limits its batches."""
+MAX_EPOCHS_COUNTED = 10_000
+"""For how many epochs :meth:`RunLoaders.steps` looks up the accumulation window; later epochs count as the last of these."""
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-"""The methods of a module or a data module around a batch's transfer, in their order."""
+"""The methods of a module or a data module for the transfer of a batch, in the order of their calls."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ class RunData:
 
     datamodule: DataModule | None = None
     loaders: Mapping[str, Any] = field(default_factory=dict)
-    """Loaders by kind (``"train"``, ``"validation"``, ``"test"``, ``"predict"``), in the user's form; ``None``: not given."""
+    """By kind (``"train"``, ``"validation"``, ``"test"``, ``"predict"``), the loaders as the user passed them; ``None``: not passed."""
 
 
 class RunLoaders:
     """The loaders of one run.
 
     Args:
-        data: the user's loaders and data module.
-        stage: the ``stage`` of :class:`engine.Run`.
+        data: the loaders and the data module that the user passed.
+        stage: see :attr:`engine.Run.stage`.
     """
 
     def __init__(
@@ -69,32 +69,32 @@ class RunLoaders:
         stage: str,
     ) -> None:
         self._engine, self._settings, self._module = engine, settings, module
-        self._datamodule, self._given, self._fits = data.datamodule, data.loaders, stage == "fit"
+        self._datamodule, self._user_loaders, self._is_training = data.datamodule, data.loaders, stage == "fit"
         self.sources: dict[str, Any] = {}
-        """By kind, the loaders as the user, the data module or the module gave them."""
+        """By kind, the loaders as they came from the user, the data module or the module."""
         self.prepared: dict[str, list[PreparedLoader]] = {}
-        """By kind, the prepared ones."""
+        """By kind, the prepared loaders."""
         self.train: PreparedLoader | None = None
         self.validation: list[PreparedLoader] = []
         """The validation loaders of a training."""
         self.train_batches: int | None = None
-        """Micro-batches of this rank in an epoch; ``None``: the loader has no length."""
+        """Micro-batches of this rank in a training epoch; ``None``: the loader has no length."""
         self.eval_batches: list[int | None] = []
-        """Micro-batches of this rank in each loader of the evaluation, or of the training's validation."""
+        """By loader of the evaluation, or of the training's validation, the micro-batches of this rank."""
         self.stride = 1
-        """The samples, or batches, that a full window adds to the data position."""
+        """The samples, or batches, by which a full accumulation window advances the position in the data."""
         self.window_factor = 1
-        """The factor by which a window has more micro-batches than the settings say: when fewer ranks repeat a step."""
+        """A multiplier for the micro-batches in a window, so that a replay on fewer ranks has the same samples in a step."""
         self._window: int | None = None
         self._stream_state: Any = None
-        self._example: Any = None
+        self._first_batch: Any = None
         self._closed = False
 
-    # -- the training's -----------------------------------------------------------------------------------------------------------
+    # -- training -----------------------------------------------------------------------------------------------------------------
 
     def training(self) -> PreparedLoader:
-        """The training loader, with its limit and the window, made on first demand, perhaps by a ``setup`` that asks for the number of steps; all
-        ranks call this together.
+        """Return the training loader. The first call, which may come from a ``setup`` that asks for the number of steps, prepares it and its window;
+        all ranks call this together.
 
         Raises:
             ValueError: there is no training data, or the settings do not fit it.
@@ -103,7 +103,7 @@ class RunLoaders:
         if self.train is not None:
             return self.train
         if self._closed:
-            raise RuntimeError("the training's loader is made during a run, and this one is over")
+            raise RuntimeError("the training loader is created during a run, and this run is over")
         loaders = self._prepare("train")
         if not loaders:
             raise ValueError(
@@ -120,11 +120,11 @@ class RunLoaders:
 
     @property
     def asks_for_training(self) -> bool:
-        """True if a training would ask the data module, or the module, for its loader, and has not yet."""
-        return self._given.get("train") is None and self.train is None
+        """Whether the training loader will come from the data module or the module, and has not been asked for yet."""
+        return self._user_loaders.get("train") is None and self.train is None
 
     def for_validation(self) -> list[PreparedLoader]:
-        """Prepare the validation loaders of a training; none when validation is switched off or the module has no ``validation_step``."""
+        """Prepare the validation loaders of a training; ``[]`` when validation is switched off or the module has no ``validation_step``."""
         settings, module = self._settings, self._module
         if settings.limit_val_batches == 0 or settings.val_every is None:
             return []
@@ -135,7 +135,9 @@ class RunLoaders:
             return []
         for loader in loaders:
             self._limit(loader, "validation")
-        step_accepting(module, "validation_step", module.validation_step, len(loaders) > 1)  # wrong ones are errors now
+        step_accepting(
+            module, "validation_step", module.validation_step, len(loaders) > 1
+        )  # raises if the arguments are wrong
         self._refuse_empty("validation", loaders)
         self.validation, self.eval_batches = loaders, [loader.length for loader in loaders]
         return loaders
@@ -146,14 +148,14 @@ class RunLoaders:
         return window * self.window_factor
 
     def steps(self, epochs: int) -> int:
-        """The optimizer steps of this number of ``epochs``, whose length is known."""
+        """The number of optimizer steps in ``epochs`` epochs; the length of an epoch must be known."""
         batches = self.train_batches
         assert batches is not None
-        by_epoch = [-(-batches // self.window_at(epoch)) for epoch in range(min(epochs, MANY))]
+        by_epoch = [-(-batches // self.window_at(epoch)) for epoch in range(min(epochs, MAX_EPOCHS_COUNTED))]
         return sum(by_epoch) + (epochs - len(by_epoch)) * (by_epoch[-1] if by_epoch else 0)
 
     def total_steps(self, max_epochs: int | None, max_steps: int | None) -> int | None:
-        """See :attr:`engine.Run.total_steps`."""
+        """Implements :attr:`engine.Run.total_steps`."""
         if not self._closed:
             self.training()
         if max_epochs is None or self.train_batches is None:
@@ -162,32 +164,32 @@ class RunLoaders:
         return steps if max_steps is None else min(steps, max_steps)
 
     def locate(self, state: TrainState) -> None:
-        """Set the engine's window, and the epoch's micro-batch index from its position, which another world size may have saved."""
+        """Set the engine's window for the epoch, and compute the micro-batch index from the position, which another world size may have saved."""
         assert self.train is not None
         window = self._engine.accumulate_grad_batches = self.window_at(state.epoch)
         self.stride = self.train.stride
         state.batch_idx = state.position // (self.stride // window)
 
     def continue_stream(self, state: Any) -> None:
-        """Let the training loader continue with ``state``, which it needs besides the position: :func:`engine.loop.train.begin_epoch` takes it."""
+        """Keep ``state``, which the training loader needs in addition to its position, until :func:`engine.loop.train.begin_epoch` takes it."""
         self._stream_state = state
 
     def take_stream(self) -> Any:
-        """The state of :meth:`continue_stream`, returned once."""
+        """Return the state of :meth:`continue_stream` and forget it."""
         state, self._stream_state = self._stream_state, None
         return state
 
     # -- evaluations ----------------------------------------------------------------------------------------------------------------
 
     def for_evaluation(self, kind: str) -> list[PreparedLoader]:
-        """Prepare the loaders of a ``"validation"``, ``"test"`` or ``"predict"`` run; none when its limit is 0.
+        """Prepare the loaders of a ``"validation"``, ``"test"`` or ``"predict"`` run (``kind``); ``[]`` when the limit of its batches is 0.
 
         Raises:
             ValueError: there is no data, or a loader is empty.
         """
         setting = LIMITS[kind]
         if getattr(self._settings, setting) == 0:
-            logger.warning("%s=0: %s_step takes no batch", setting, kind)
+            logger.warning("%s=0: %s_step gets no batch", setting, kind)
             return []
         loaders = self._prepare(kind)
         if not loaders:
@@ -203,29 +205,29 @@ class RunLoaders:
         self.eval_batches = [loader.length for loader in loaders]
         return loaders
 
-    # -- all of them ----------------------------------------------------------------------------------------------------------------
+    # -- all loaders ----------------------------------------------------------------------------------------------------------------
 
     def first_batch(self) -> Any:
-        """The first batch of the training, or of the first other loader, on the device; ``None`` without a loader. All ranks read it together."""
-        if self._example is None and not self._closed:
-            every = [loader for loaders in self.prepared.values() for loader in loaders]
-            first = self.train if self.train is not None else next(iter(every), None)
-            self._example = None if first is None else first.first()
-        return self._example
+        """The first training batch, else that of the first prepared loader, on the device; ``None``: no loader. All ranks call this together."""
+        if self._first_batch is None and not self._closed:
+            all_loaders = [loader for loaders in self.prepared.values() for loader in loaders]
+            loader = self.train if self.train is not None else next(iter(all_loaders), None)
+            self._first_batch = None if loader is None else loader.first()
+        return self._first_batch
 
     def close(self) -> None:
-        """End the loaders' worker processes, and release them."""
+        """End the loaders' worker processes, and release the loaders."""
         for loaders in self.prepared.values():
             for loader in loaders:
                 loader.close()
         self.train, self.validation, self._closed = None, [], True
 
     def _prepare(self, kind: str) -> list[PreparedLoader]:
-        """The loaders of a kind: those given, else the data module's, else the module's own.
+        """Prepare the loaders of a kind: those that the user passed, else the data module's, else the module's own.
 
-        Several training loaders are read side by side, the shorter ones repeatedly; other loaders are read one after the other.
+        Several training loaders are read side by side, the shorter ones repeatedly; loaders of other kinds are read one after the other.
         """
-        source = self._given.get(kind)
+        source = self._user_loaders.get(kind)
         for owner in (self._datamodule, self._module):
             if source is None and owner is not None:
                 source = getattr(owner, METHODS[kind])()
@@ -244,7 +246,7 @@ class RunLoaders:
             loaders = list(loaders.values())
         elif not several:
             loaders = [loaders]
-        if self._fits and self._settings.overfit_batches:
+        if self._is_training and self._settings.overfit_batches:
             loaders = [in_dataset_order(loader) for loader in loaders]
         prepared = [self._engine.prepare_data_loader(loader) for loader in loaders]
         self.sources[kind], self.prepared[kind] = source, prepared
@@ -255,6 +257,7 @@ class RunLoaders:
         return prepared
 
     def _limit(self, loader: PreparedLoader, kind: str) -> None:
+        """Set the loader's limit in batches, also if the setting is a fraction."""
         name = LIMITS[kind]
         limit = getattr(self._settings, name)
         if isinstance(limit, float):
@@ -273,7 +276,7 @@ class RunLoaders:
         loader.limit = limit
 
     def _refuse_empty(self, kind: str, loaders: Sequence[PreparedLoader]) -> None:
-        """Refuse a loader in which no rank has a batch. A collective."""
+        """Refuse a loader that has no batch on any rank. A collective."""
         by_rank = gather_json(self._engine.group, [loader.length for loader in loaders])
         for index, loader in enumerate(loaders):
             if loader.limit != 0 and all(lengths[index] == 0 for lengths in by_rank):
@@ -283,7 +286,7 @@ class RunLoaders:
                 )
 
     def _window_of_global_batch(self, loader: PreparedLoader) -> int | None:
-        """The window that ``global_batch_size`` asks for; ``None``: it is not set."""
+        """The micro-batches in a window that ``global_batch_size`` asks for; ``None``: it is not set."""
         global_batch = self._settings.global_batch_size
         if global_batch is None:
             return None
@@ -297,22 +300,22 @@ class RunLoaders:
         window, remainder = divmod(global_batch, micro_batch)
         if not remainder and window:
             return window
-        near = sorted({max(1, window) * micro_batch, (window + 1) * micro_batch})
-        possible = [b for b in range(1, global_batch // ranks + 1) if global_batch % (b * ranks) == 0]
-        around = sorted(sorted(possible, key=lambda b: abs(b - size))[:4])
+        global_sizes = sorted({max(1, window) * micro_batch, (window + 1) * micro_batch})
+        divisors = [b for b in range(1, global_batch // ranks + 1) if global_batch % (b * ranks) == 0]
+        nearest_sizes = sorted(sorted(divisors, key=lambda b: abs(b - size))[:4])
         raise ValueError(
             f"global_batch_size={global_batch} cannot be divided into batches of {size} on {ranks} rank(s) ({micro_batch} samples per micro-batch); "
-            f"nearest possible: {', '.join(map(str, near))}, or "
+            f"nearest possible: {', '.join(map(str, global_sizes))}, or "
             + (
-                f"batch_size={', '.join(map(str, around))} in the loader"
-                if around
+                f"batch_size={', '.join(map(str, nearest_sizes))} in the loader"
+                if nearest_sizes
                 else f"a multiple of {ranks}, the number of ranks"
             )
         )
 
 
 def is_loader(item: Any) -> bool:
-    """Whether an entry of a list is a loader rather than a batch. Containers are batches, however deeply nested."""
+    """Whether an item of a list is a loader rather than a batch. Containers count as batches, however deeply nested."""
     if isinstance(item, (DataLoader, PreparedLoader)):
         return True
     batch = (
@@ -324,10 +327,10 @@ def is_loader(item: Any) -> bool:
 
 
 class HookedTransfer(BatchTransfer):
-    """Transfers batches with hooks of the module or the data module.
+    """Transfers batches to the device through hooks of the module or the data module.
 
     Args:
-        owners: whose ``on_before_batch_transfer``, ``transfer_batch_to_device`` and ``on_after_batch_transfer`` are called; ``None``: nobody's.
+        owners: for each of :data:`TRANSFER_HOOKS`, the object whose hook to call; ``None``: call none.
         index: the loader's index, passed to the hooks.
     """
 
@@ -335,19 +338,19 @@ class HookedTransfer(BatchTransfer):
         (self._before, self._transfer, self._after), self._index = owners, index
 
     def move(self, batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-        """See :meth:`engine.data.loader.BatchTransfer.move`."""
+        """Implements :meth:`engine.data.loader.BatchTransfer.move`."""
         index = self._index
         if self._before is not None:
             batch = self._before.on_before_batch_transfer(batch, index)
         if self._transfer is None:
             batch = move(batch, device, dtype)
-        else:  # it may leave tensors on the host: only the dtype is changed here
+        else:  # the hook may leave tensors on the host, so only the dtype is changed here
             batch = self._transfer.transfer_batch_to_device(cast(batch, dtype), device, index)
         return batch if self._after is None else self._after.on_after_batch_transfer(batch, index)
 
 
 def hooked_transfer(module: TrainModule, datamodule: DataModule | None, index: int) -> HookedTransfer | None:
-    """The transfer with the hooks that are overridden, the data module's before the module's; ``None``: there are none.
+    """Create the transfer that calls overridden hooks, the data module's rather than the module's; ``None``: none is overridden.
 
     Args:
         index: the loader's index, passed to the hooks.

@@ -1,4 +1,4 @@
-"""The interface of what processes a training's micro-batches and windows."""
+"""``Optimization``: the interface of classes that process the micro-batches and accumulation windows of a training."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from engine.step.window import Share
 
 
 class Optimization(ABC):
-    """Processes the micro-batches and windows of a training. Chosen once, by :func:`engine.loop.setup.optimization`."""
+    """Processes the micro-batches and accumulation windows of a training; :func:`engine.loop.setup.optimization` chooses the class."""
 
     accumulates = True
-    """True if the run decides where a window ends; otherwise the module steps when it wants."""
+    """Whether the run decides where a window ends, rather than the module."""
     evaluates_again = False
-    """True if a window's micro-batches may be computed again, as LBFGS does."""
+    """Whether a window's micro-batches may be evaluated more than once, as by LBFGS."""
     calls_closures = False
-    """True if steps go through the module's ``optimizer_step``, with a closure that computes the gradients."""
+    """Whether steps go through the module's ``optimizer_step``, with a closure that computes the gradients."""
     stepping = False
-    """True inside an optimizer step: the state is not consistent and cannot be saved."""
+    """Whether an optimizer step is in progress, so that the state is not consistent and cannot be saved."""
     optimizers: list[Any]
-    """The optimizers as hooks and the module get them: torch's own, or :class:`engine.step.wrappers.PreparedOptimizer` around them."""
+    """The optimizers as hooks and the module get them: torch's, or each in a :class:`engine.step.wrappers.PreparedOptimizer`."""
     backward_pass: Callable[..., Any]
-    """The backward pass from a loss: :meth:`engine.Engine.backward`, or the module's overridden ``backward``."""
+    """Runs the backward pass from a loss: :meth:`engine.Engine.backward`, or the module's overridden ``backward``."""
 
     def __init__(self, state: TrainState, optimizer_set: OptimizerSet, logbook: Logbook) -> None:
         self._state, self._optimizer_set, self._logbook = state, optimizer_set, logbook
 
     def applied(self, happened: bool) -> None:
-        """An optimizer step was taken: ``happened`` (or skipped: counters and schedulers then stay where they are)."""
+        """After an optimizer step, advance the step counter and the schedulers, if the step ``happened``, that is, was not skipped."""
         if happened:
             state, logbook = self._state, self._logbook
             state.step += 1
@@ -46,21 +46,21 @@ class Optimization(ABC):
         """Prepare for an epoch.
 
         Raises:
-            ValueError: an optimizer has parameters that the module no longer has.
+            ValueError: an optimizer holds parameters that the module no longer has.
         """
 
     @abstractmethod
     def micro(self, batch: Any, index: int, share: Share) -> Any:
-        """Process one micro-batch; return what ``training_step`` returned. Usually :meth:`engine.loop.steps.AutomaticOptimization.micro`."""
+        """Process one micro-batch; return what ``training_step`` returned. Usual code: :meth:`engine.loop.steps.AutomaticOptimization.micro`."""
 
     @abstractmethod
     def step(self) -> None:
-        """End the window: finish its gradients and step, unless it had no loss. Usually :meth:`engine.loop.steps.AutomaticOptimization.step`."""
+        """End the window: step with its gradients, unless it had no loss. Usual code: :meth:`engine.loop.steps.AutomaticOptimization.step`."""
 
     @abstractmethod
     def cut(self) -> None:
-        """End an epoch inside a window: discard the window's gradients and step values."""
+        """Discard the gradients and step values of an incomplete window, when an epoch ends inside it."""
 
     @abstractmethod
     def before_validation(self) -> None:
-        """Clear gradients before a validation during training, if the module wants that; otherwise they are kept."""
+        """Clear gradients before a validation during training, if the module overrides the hook for that; otherwise keep them."""

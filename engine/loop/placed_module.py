@@ -21,7 +21,7 @@ from engine.utils.log import warn_once
 
 
 class TrainingStep(nn.Module):
-    """``training_step``, or another step by name, as a forward pass, for strategies that wrap forward passes."""
+    """A module whose forward pass is the user's ``training_step``, or another step by name, for strategies that wrap forward passes."""
 
     def __init__(self, module: TrainModule) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class TrainingStep(nn.Module):
 
     @property
     def user_module(self) -> TrainModule:
-        """For :func:`engine.transforms.blocks.user_module`."""
+        """The user's module, as :func:`engine.transforms.blocks.user_module` looks for it."""
         return self.module
 
     def forward(self, *args: Any, step: str = "training_step") -> Any:
@@ -42,25 +42,25 @@ class PlacedModule:
     def __init__(self, engine: Engine, module: TrainModule) -> None:
         self.module, self._engine = module, engine
         self.training_step: Callable[..., Any] = module.training_step
-        """The module's own ``training_step``, for a batch and its number."""
+        """The module's own ``training_step``; call it with a batch and the batch's index."""
         self.call: Callable[..., Any] = module.training_step
-        """The module's ``training_step``, or the strategy's wrapper of a :class:`TrainingStep`; where it takes other arguments than a run gives,
-        a function of :mod:`engine.loop.method_arguments` around that."""
+        """The module's ``training_step``, or the strategy's wrapper of a :class:`TrainingStep`; if the step takes other arguments than a run passes,
+        wrapped by :mod:`engine.loop.method_arguments`."""
         self._wrapper: nn.Module | None = None
 
     def accept_training_step(self) -> None:
         """Find out which arguments ``training_step`` takes.
 
         Raises:
-            TypeError: it needs some that a run does not give.
+            TypeError: it requires arguments that a run does not pass.
         """
         module = self.module
         self.training_step = step_accepting(module, "training_step", module.training_step, training=True)
 
     def for_training(self) -> None:
-        """Bring the module to its device, compiled and distributed as the settings say."""
+        """Move the module to its device; compile and distribute it as the settings say."""
         module, strategy = self.module, self._engine.strategy
-        if not module.training and self._engine.is_main_process:  # it holds on all ranks
+        if not module.training and self._engine.is_main_process:
             warn_once(
                 f"{type(module).__name__} is in eval mode (dropout off, batch norm frozen) during training; call module.train() before the run"
             )
@@ -78,7 +78,7 @@ class PlacedModule:
         self.call = step_accepting(module, "training_step", self.call, training=True)
 
     def for_evaluation(self) -> None:
-        """Bring the module to its device; a strategy whose forward pass has collectives wraps it."""
+        """Move the module to its device; wrap it if the strategy's forward pass has collectives."""
         if self._engine.strategy.matched_forward:
             self._distribute()
         else:
@@ -86,34 +86,34 @@ class PlacedModule:
         self._read_weights()
 
     def evaluation_step(self, name: str) -> Callable[..., Any]:
-        """The callable that runs the module's step of this name."""
+        """Return the function that runs the module's step ``name``, through the strategy's wrapper if there is one."""
         return getattr(self.module, name) if self._wrapper is None else partial(self._wrapper, step=name)
 
     def whole_state(self, everywhere: bool) -> dict[str, Any]:
-        """Full parameters and buffers by name, on the CPU; all ranks call this.
+        """Return full parameters and buffers by name, on the CPU; all ranks call this.
 
         Args:
-            everywhere: on every rank, rather than on the main process only (others get ``{}``).
+            everywhere: return them on every rank; otherwise on the main process only, and ``{}`` on the others.
         """
         module, engine = self.module, self._engine
         group = engine.group
         if not module.sharded_root:
-            with _complete(module):
+            with _with_complete_state(module):
                 return _on_cpu(own_state(module)) if group.is_main or everywhere else {}
-        self._distribute()  # with the strategy's objects of an earlier run, which the module kept
-        with _complete(module):
+        self._distribute()  # reuses the strategy's wrapper of an earlier run, which the module has kept
+        with _with_complete_state(module):
             state = engine.strategy.model_state(module)
         state = _on_cpu(state) if group.is_main else {}
-        return _shared(group, state) if everywhere and group.world_size > 1 else state
+        return _broadcast_state(group, state) if everywhere and group.world_size > 1 else state
 
     def release(self) -> None:
-        """Forget the wrapper."""
+        """Drop the reference to the strategy's wrapper."""
         self.call, self._wrapper = self.module.training_step, None
 
     def _distribute(self) -> None:
         """Let the strategy wrap the training step, and evaluation steps if their forward pass has collectives."""
         module, matched = self.module, self._engine.strategy.matched_forward
-        # A module stays sharded: a later run calls the same root.
+        # A sharded module stays sharded after its run, so a later run must use the same wrapper.
         step = module.sharded_root[0] if matched and module.sharded_root else TrainingStep(module)
         wrapped = self._engine.prepare_model(step, autocast=False)
         if matched or type(wrapped) is not TrainingStep:
@@ -123,18 +123,16 @@ class PlacedModule:
             self._wrapper = wrapped
 
     def _read_weights(self) -> None:
-        """Let a module with a method ``read_weights()`` read values for what it has built without them: each rank has its shards now.
-
-        :class:`engine.huggingface.HFModule` is one.
-        """
+        """Let a module with a method ``read_weights()``, as :class:`engine.huggingface.HFModule`, load values for parameters that it built without
+        memory, now that each rank has its shards."""
         read = getattr(self.module, "read_weights", None)
         if read is not None:
             read()
 
 
 @contextmanager
-def _complete(module: nn.Module) -> Iterator[None]:
-    """A module whose ``state_dict`` leaves out what need not be in checkpoints gives everything while its ``complete_state`` is true."""
+def _with_complete_state(module: nn.Module) -> Iterator[None]:
+    """Inside the block, the module's ``state_dict`` returns everything, even if it usually leaves out what checkpoints need not store."""
     before = vars(module).get("complete_state", False)
     module.complete_state = True  # type: ignore[assignment]
     try:
@@ -144,46 +142,41 @@ def _complete(module: nn.Module) -> Iterator[None]:
 
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies with their own memory: DeepSpeed's parameters are views of one flat tensor, which safetensors refuses. Tied ones stay tied."""
+    """Move the tensors to the CPU, each with its own memory: DeepSpeed's are views of one flat tensor, which safetensors refuses. Tied tensors
+    stay tied."""
     copies: dict[Any, Tensor] = {}
-    whole: dict[str, Any] = {}
+    cpu_state: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
             key, copy = same_memory(value), value.detach().cpu()
-            part = copy.untyped_storage().nbytes() > copy.numel() * copy.element_size()
-            value = copies.setdefault(key, copy.clone() if part else copy)
-        whole[name] = value
-    return whole
+            is_view = copy.untyped_storage().nbytes() > copy.numel() * copy.element_size()
+            value = copies.setdefault(key, copy.clone() if is_view else copy)
+        cpu_state[name] = value
+    return cpu_state
 
 
-def _shared(group: Group, state: dict[str, Any]) -> dict[str, Any]:
-    """The main process's ``state`` on every rank; tied tensors stay tied."""
-    first: dict[Any, str] = {}
-    rows = []
+def _broadcast_state(group: Group, state: dict[str, Any]) -> dict[str, Any]:
+    """Broadcast the main process's ``state`` to every rank; tied tensors stay tied."""
+    first_names: dict[Any, str] = {}
+    descriptions = []
     for name, value in state.items():
         if isinstance(value, Tensor):
-            rows.append(
-                [
-                    name,
-                    first.setdefault(same_memory(value), name),
-                    list(value.shape),
-                    str(value.dtype).removeprefix("torch."),
-                ]
-            )
-    whole: dict[str, Any] = {}
-    for name, first_name, shape, dtype in gather_json(group, rows)[0]:
-        if first_name in whole:
-            whole[name] = whole[first_name]
+            first_name = first_names.setdefault(same_memory(value), name)
+            descriptions.append([name, first_name, list(value.shape), str(value.dtype).removeprefix("torch.")])
+    received: dict[str, Any] = {}
+    for name, first_name, shape, dtype in gather_json(group, descriptions)[0]:
+        if first_name in received:
+            received[name] = received[first_name]
         else:
-            whole[name] = broadcast(
+            received[name] = broadcast(
                 group, state[name] if group.is_main else torch.empty(shape, dtype=getattr(torch, dtype))
             )
-    return whole
+    return received
 
 
 @contextmanager
 def holding(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
-    """Inside the block the module has the tensors of ``state`` instead of its own; names that are missing keep their tensors."""
+    """Inside the block the module has the tensors of ``state`` instead of its own; tensors whose names ``state`` lacks stay."""
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     classes = [(inner, type(inner)) for inner in module.modules()] if state else []
     replacements: dict[int, nn.Parameter] = {}
@@ -196,13 +189,16 @@ def holding(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
                     if isinstance(tensor, nn.Parameter):
                         value = replacements.setdefault(id(tensor), nn.Parameter(value, tensor.requires_grad))
                     store[key] = value
-    for inner, sharded in classes:  # FSDP's class cannot be copied, and its hooks would gather what is whole
-        if any(_of_fsdp(part) for part in sharded.__bases__):
-            inner.__class__ = next(part for part in sharded.__bases__ if not _of_fsdp(part))
+    for (
+        inner,
+        sharded,
+    ) in classes:  # FSDP's class cannot be copied, and its hooks would gather tensors that are whole already
+        if any(_is_of_fsdp(part) for part in sharded.__bases__):
+            inner.__class__ = next(part for part in sharded.__bases__ if not _is_of_fsdp(part))
         for name, value in list(vars(inner).items()):
-            if name in _HOOKS and any(map(_of_fsdp, value.values())):
-                vars(inner)[name] = type(value)((key, hook) for key, hook in value.items() if not _of_fsdp(hook))
-            elif name.startswith(_OF_FSDP):
+            if name in _HOOK_ATTRIBUTES and any(map(_is_of_fsdp, value.values())):
+                vars(inner)[name] = type(value)((key, hook) for key, hook in value.items() if not _is_of_fsdp(hook))
+            elif name.startswith(_FSDP_ATTRIBUTES):
                 del vars(inner)[name]
             else:
                 continue
@@ -216,13 +212,15 @@ def holding(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
             store[key] = tensor
 
 
-_OF_FSDP = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
-_HOOKS = (
+_FSDP_ATTRIBUTES = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
+"""The beginnings of names of attributes that torch's FSDP sets on modules."""
+_HOOK_ATTRIBUTES = (
     *("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 
 
-def _of_fsdp(thing: Any) -> bool:
-    """Whether a class, or a hook of a module, is torch's FSDP's."""
-    return str(getattr(getattr(thing, "hook", thing), "__module__", "")).startswith("torch.distributed.fsdp")
+def _is_of_fsdp(class_or_hook: Any) -> bool:
+    """Whether a class, or a hook of a module, belongs to torch's FSDP."""
+    owner = getattr(class_or_hook, "hook", class_or_hook)
+    return str(getattr(owner, "__module__", "")).startswith("torch.distributed.fsdp")

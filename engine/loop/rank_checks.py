@@ -1,4 +1,4 @@
-"""``check=True``: before the first step compare what must be the same on all ranks; later, differences give wrong results or hangs."""
+"""``check=True``: compares, before the first step, what must be the same on all ranks, because later a difference gives wrong results or a hang."""
 
 from __future__ import annotations
 
@@ -20,49 +20,51 @@ from engine.utils.errors import CheckError
 from engine.utils.parameters import is_sharded
 from engine.utils.tree import leaves
 
-MOST = 10
-"""The number of differences that an error lists."""
+MAX_LISTED = 10
+"""The maximum number of differences that an error lists."""
 
 
 def compare_models(run: Run) -> None:
-    """Compare versions, and names, dtypes and shapes of the parameters that each rank built, before rank 0's are broadcast.
+    """Compare versions, and names, dtypes and shapes of the parameters that each rank built, before rank 0's values are broadcast.
 
     Raises:
-        CheckError: they differ; raised on all ranks, with what and where.
+        CheckError: ranks differ; raised on all ranks, with the differences.
     """
     group, strategy = run.engine.group, run.engine.strategy
     versions = {"python": platform.python_version(), "torch": torch.__version__, "engine and callbacks": _sources()}
-    _agree(group, "versions", versions)
-    _agree(group, "models", {name: _parameter_form(strategy, p) for name, p in run.module.named_parameters()})
+    _check_equal(group, "versions", versions)
+    _check_equal(group, "models", {name: _parameter_form(strategy, p) for name, p in run.module.named_parameters()})
 
 
 def compare(run: Run) -> None:
     """Compare parameters, optimizers' settings and loaders over all ranks with an equal part of the model.
 
     Raises:
-        CheckError: they differ; raised on all ranks, with what and where.
+        CheckError: ranks differ; raised on all ranks, with the differences.
     """
     group, strategy = run.engine.data_group, run.engine.strategy
     parameters = run.module.named_parameters()
-    _agree(group, "parameters", {name: _parameter_fingerprint(strategy, p) for name, p in parameters})
-    _agree(
+    _check_equal(group, "parameters", {name: _parameter_fingerprint(strategy, p) for name, p in parameters})
+    _check_equal(
         group,
         "optimizers",
         {
-            f"optimizer {i}, group {j}": _plain(g)
+            f"optimizer {i}, group {j}": _comparable(g)
             for i, o in enumerate(run.optimizers)
             for j, g in enumerate(o.param_groups)
         },
     )
     loaders = {"training": run.train_loader} | {f"validation {i}": loader for i, loader in enumerate(run.val_loaders)}
-    _agree(group, "loaders", {name: _size(loader) for name, loader in loaders.items() if loader is not None})
+    _check_equal(
+        group, "loaders", {name: _loader_facts(loader) for name, loader in loaders.items() if loader is not None}
+    )
 
 
 def checked(run: Run, batches: Iterator[Any]) -> Iterator[Any]:
-    """``batches``; the first one is compared over the ranks and sent around the ranks before it is used.
+    """Yield ``batches``. Before the first one, compare its structure over the ranks, and check that gathering its tensors returns them unchanged.
 
     Raises:
-        CheckError: its structure differs between the ranks, or it came back changed.
+        CheckError: the structure differs between the ranks, or a tensor came back changed.
     """
     for batch in batches:
         group = run.engine.data_group
@@ -71,7 +73,7 @@ def checked(run: Run, batches: Iterator[Any]) -> Iterator[Any]:
             f"tensor {i}": f"{t.dtype}, [batch{''.join(f', {n}' for n in t.shape[1:])}], {t.device.type}"
             for i, t in enumerate(tensors)
         }
-        _agree(group, "first batches", {"structure": type(batch).__name__, "tensors": len(tensors)} | forms)
+        _check_equal(group, "first batches", {"structure": type(batch).__name__, "tensors": len(tensors)} | forms)
         for index, tensor in enumerate(tensors):
             _round_trip(group, index, tensor)
         yield batch
@@ -80,24 +82,25 @@ def checked(run: Run, batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _round_trip(group: Group, index: int, tensor: Tensor) -> None:
-    rows = torch.tensor([len(tensor) if tensor.ndim else 1])
-    sizes = gather(group, rows).tolist()
-    mine = gather(group, tensor).split(sizes)[group.rank]
-    whole = gather_json(group, fingerprint(mine.reshape(tensor.shape)) == fingerprint(tensor))
-    if not all(whole):
+    """Gather ``tensor`` over the ranks, and check that each rank's part came back unchanged; ``index``: in the batch."""
+    length = torch.tensor([len(tensor) if tensor.ndim else 1])
+    lengths = gather(group, length).tolist()
+    received = gather(group, tensor).split(lengths)[group.rank]
+    is_unchanged = gather_json(group, fingerprint(received.reshape(tensor.shape)) == fingerprint(tensor))
+    if not all(is_unchanged):
         raise CheckError(
-            f"check=True: tensor {index} of the first batch did not come back unchanged from rank {whole.index(False)}"
+            f"check=True: tensor {index} of the first batch did not come back unchanged from rank {is_unchanged.index(False)}"
         )
 
 
 def fingerprint(value: Tensor) -> str:
-    """dtype, shape and the checksum of all bits."""
+    """The dtype, the shape and a checksum of all bits, as text."""
     bits = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return f"{value.dtype}, {list(value.shape)}, checksum {zlib.crc32(bits):08x}"
 
 
 def _sources() -> str:
-    """The checksum of this library's files: ranks with different ones call different collectives."""
+    """A checksum of this library's source files: ranks with different versions may call different collectives."""
     checksum, root = 0, Path(__file__).parents[2]
     for path in sorted(path for package in ("engine", "callbacks") for path in (root / package).rglob("*.py")):
         checksum = zlib.crc32(path.read_bytes(), checksum)
@@ -105,19 +108,19 @@ def _sources() -> str:
 
 
 def _parameter_form(strategy: Strategy, parameter: Tensor) -> str:
-    """dtype and whole shape."""
+    """The dtype and the full shape, as text."""
     is_lazy = isinstance(parameter, nn.UninitializedParameter)
     return f"{parameter.dtype}, {'not known yet' if is_lazy else list(strategy.whole_shape(parameter))}"
 
 
 def _parameter_fingerprint(strategy: Strategy, parameter: Tensor) -> str:
-    """dtype, whole shape and, where this rank has all values, their checksum."""
+    """The dtype, the full shape and, if this rank has all values, a checksum of them, as text."""
     if is_sharded(parameter) or isinstance(parameter, nn.UninitializedParameter) or parameter.is_meta:
         return _parameter_form(strategy, parameter)
     return fingerprint(parameter)
 
 
-def _size(loader: PreparedLoader) -> dict[str, Any]:
+def _loader_facts(loader: PreparedLoader) -> dict[str, Any]:
     data: Any = getattr(loader.loader, "dataset", None)
     return {
         "batches of a rank": loader.length,
@@ -126,7 +129,8 @@ def _size(loader: PreparedLoader) -> dict[str, Any]:
     }
 
 
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
+def _comparable(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of an optimizer's parameter group that are plain values, and so can be compared over ranks."""
     return {
         name: value
         for name, value in group.items()
@@ -134,17 +138,19 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _agree(group: Group, what: str, mine: dict[str, Any]) -> None:
-    """Raise unless ``mine`` is equal on all ranks of ``group``."""
-    everyone = gather_json(group, {name: str(value) for name, value in mine.items()})
-    first, differences = everyone[0], []
-    for rank, row in enumerate(everyone):
-        for name in dict.fromkeys([*first, *row]):
-            if row.get(name) != first.get(name):
+def _check_equal(group: Group, what: str, facts: dict[str, Any]) -> None:
+    """Raise a ``CheckError`` unless ``facts`` are the same on all ranks of ``group``; ``what``: the compared objects, for the message."""
+    facts_by_rank = gather_json(group, {name: str(value) for name, value in facts.items()})
+    first, differences = facts_by_rank[0], []
+    for rank, rank_facts in enumerate(facts_by_rank):
+        for name in dict.fromkeys([*first, *rank_facts]):
+            if rank_facts.get(name) != first.get(name):
                 differences.append(
-                    f"  {name}: rank 0 has {first.get(name, 'none of that name')}, rank {rank} has {row.get(name, 'none')}"
+                    f"  {name}: rank 0 has {first.get(name, 'none of that name')}, rank {rank} has {rank_facts.get(name, 'none')}"
                 )
     if differences:
-        more = f"\n  and {len(differences) - MOST} more" if len(differences) > MOST else ""
-        listed = "\n".join(differences[:MOST]) + more
-        raise CheckError(f"check=True: the {what} differ between the ranks:\n{listed}\nAll ranks must build the same.")
+        more = f"\n  and {len(differences) - MAX_LISTED} more" if len(differences) > MAX_LISTED else ""
+        listed = "\n".join(differences[:MAX_LISTED]) + more
+        raise CheckError(
+            f"check=True: the {what} differ between the ranks:\n{listed}\nAll ranks must build the same objects."
+        )

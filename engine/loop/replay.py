@@ -1,4 +1,4 @@
-"""Running one step of a training again: where it can start, what is watched, and what it shows."""
+"""Repeats one step of an earlier training: the checkpoint to start from, the callback that observes the step, and its result."""
 
 from __future__ import annotations
 
@@ -22,39 +22,40 @@ from engine.utils.tree import full_tensor, leaves
 
 @dataclass(slots=True)
 class ReplayedStep:
-    """One optimizer step, run again from a checkpoint before it. ``str()`` gives it as text."""
+    """The observations in one optimizer step that was repeated from an earlier checkpoint. ``str()`` gives them as text."""
 
     step: int
-    """The step's number: the optimizer steps done after it."""
+    """The number of the step, from 1: the number of optimizer steps done once it is complete."""
     epoch: int
     checkpoint: str
-    """The checkpoint that the run was repeated from; empty: from its start."""
+    """The checkpoint that the replay started from; empty: it started at the start of the training."""
     ranks: int
-    """Processes that ran it now."""
+    """The number of processes of the replay."""
     recorded_ranks: int
-    """Processes of the run."""
+    """The number of processes of the original run."""
     samples: list[int] | None = None
-    """Indices of its samples in the dataset, in order (of ready batches: their numbers); ``None`` for a stream."""
+    """The step's samples in order, as indices in the dataset (for data of ready batches: the batches' indices); ``None`` for a stream."""
     losses: list[list[float]] = field(default_factory=list)
-    """The loss of each micro-batch, by rank; of a :class:`engine.Loss` sum / count."""
+    """By rank, the loss of each micro-batch; sum / count for an :class:`engine.Loss`."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Values that the step logged, over all ranks."""
     grad_norm: float | None = None
-    """The 2-norm of its gradients before clipping; ``None`` if the strategy keeps them to itself."""
+    """The 2-norm of the gradients before clipping; ``None`` if the strategy does not show gradients."""
     grad_norms: dict[str, float] = field(default_factory=dict)
     """The 2-norm of each parameter's gradient before clipping."""
     recorded: dict[str, float] | None = None
-    """The values of :attr:`metrics` that the run itself has logged at this step; ``None``: nobody looked for them."""
+    """The values that the original run logged at this step, to compare with :attr:`metrics`; ``None``: they were not looked up."""
     nonfinite: str | None = None
-    """The first place where a number was not finite, in the order of the computation; ``None``: all were finite."""
+    """The first place, in the order of the computation, where a number was not finite; ``None``: all were finite."""
 
     def __str__(self) -> str:
         return self.text(per_layer=False)
 
     def text(self, per_layer: bool) -> str:
-        """Lines for people. ``per_layer``: with the norm of each parameter's gradient."""
-        of = f"{self.recorded_ranks} rank(s)" + ("" if self.ranks == self.recorded_ranks else f", now on {self.ranks}")
-        lines = [f"step {self.step} (epoch {self.epoch}) from {self.checkpoint or 'the start'}, {of}"]
+        """The step as text, in several lines. ``per_layer``: include the norm of each parameter's gradient."""
+        now_on = "" if self.ranks == self.recorded_ranks else f", now on {self.ranks}"
+        ranks = f"{self.recorded_ranks} rank(s){now_on}"
+        lines = [f"step {self.step} (epoch {self.epoch}) from {self.checkpoint or 'the start'}, {ranks}"]
         samples = "a stream: not known" if self.samples is None else ", ".join(map(str, self.samples))
         lines.append(f"samples: {samples}")
         for rank, losses in enumerate(self.losses):
@@ -79,54 +80,55 @@ class ReplayedStep:
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """Where a run's step can be repeated from, and what the run was like at that step."""
+    """The checkpoint from which a run's step can be repeated, and the one that describes the run at that step."""
 
     checkpoint: str
-    """The newest complete checkpoint from before the step."""
+    """The newest complete checkpoint before the step."""
     described_by: str
-    """The checkpoint whose process ran the step: the first one from the step on, or the newest. A resumed run may have other settings and another
-    number of ranks than :attr:`checkpoint`, from which it was resumed."""
+    """The first checkpoint at or after the step, else the newest: saved by the processes that ran the step. If they were resumed from
+    :attr:`checkpoint`, their settings and their number may differ from those there."""
     manifest: dict[str, Any]
     """The manifest of :attr:`described_by`."""
 
 
 def starting_point(run: str | Path, step: int) -> StartingPoint:
-    """The checkpoints for a replay of ``step``.
+    """Find the checkpoints for a replay of ``step``.
 
     Args:
-        run: a run's folder, its folder of checkpoints, or one of these; a directory or a URL.
+        run: a run's folder, its checkpoint folder, or one of its checkpoints; a local path or a URL.
         step: the number of the step, from 1.
 
     Raises:
-        ValueError: ``step`` is not above 0.
-        FileNotFoundError: the run has no checkpoint from before it.
-        DamagedCheckpoint: it has only incomplete ones.
+        ValueError: ``step`` is not an int of at least 1.
+        FileNotFoundError: the run has no checkpoint from before the step.
+        DamagedCheckpoint: the run has only incomplete checkpoints.
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
         raise ValueError(f"replay(step={step!r}): steps are numbered from 1")
     storage, names = find(run)
     manifests = storage.manifests()
-    steps = {name: at for name, manifest in manifests.items() if (at := _step(manifest)) is not None}
-    before = [name for name, at in steps.items() if name in names and at < step]
-    if not before:
-        has = ", ".join(str(at) for name, at in steps.items() if name in names) or "none"
+    steps = {name: saved for name, manifest in manifests.items() if (saved := _saved_step(manifest)) is not None}
+    earlier = [name for name, saved in steps.items() if name in names and saved < step]
+    if not earlier:
+        available = ", ".join(str(saved) for name, saved in steps.items() if name in names) or "none"
         raise FileNotFoundError(
-            f"{run} has no checkpoint from before step {step} (it has those of steps: {has}): save more of them with ModelCheckpoint"
+            f"{run} has no checkpoint from before step {step} (it has those of steps: {available}): save more of them with ModelCheckpoint"
         )
-    later = [name for name, at in steps.items() if at >= step]
+    later = [name for name, saved in steps.items() if saved >= step]
     described_by = min(later, key=steps.__getitem__) if later else max(steps, key=steps.__getitem__)
-    checkpoint = max(before, key=steps.__getitem__)
+    checkpoint = max(earlier, key=steps.__getitem__)
     return StartingPoint(str(storage.path(checkpoint)), str(storage.path(described_by)), manifests[described_by])
 
 
-def _step(manifest: dict[str, Any]) -> int | None:
+def _saved_step(manifest: dict[str, Any]) -> int | None:
+    """The step at which a run saved the checkpoint; ``None``: the manifest does not say."""
     counters = manifest.get("counters")
     step = counters.get("step") if isinstance(counters, dict) else None
     return step if type(step) is int else None
 
 
 class LeftOut(Callback):
-    """Stands for a callback that a replay leaves out: a checkpoint's state of it has a receiver, which drops it."""
+    """Takes the place of a callback that a replay leaves out: it accepts the callback's saved state and drops it, so that nothing warns of it."""
 
     def __init__(self, state_key: str) -> None:
         self._state_key = state_key
@@ -137,7 +139,7 @@ class LeftOut(Callback):
 
 
 class StepWatch(Callback):
-    """Fills a :class:`ReplayedStep` while the step runs; on all ranks."""
+    """Observes a replayed step and fills a :class:`ReplayedStep`, on all ranks."""
 
     def __init__(self, step: ReplayedStep, *, detect_anomaly: bool) -> None:
         self.step, self.detect_anomaly = step, detect_anomaly
@@ -156,7 +158,7 @@ class StepWatch(Callback):
             raise ValueError(
                 f"replay on {step.ranks} ranks of a run on {step.recorded_ranks}: give a number of ranks that divides it, 1 for example"
             )
-        # As many micro-batches more: the window has the same samples.
+        # Fewer ranks take proportionally more micro-batches, so that the step has the same samples.
         run.loaders.window_factor = step.recorded_ranks // step.ranks
 
     def on_train_batch_start(self, run: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
@@ -174,35 +176,36 @@ class StepWatch(Callback):
             self._losses.append(number)
 
     def _gradients(self, run: Run, module: nn.Module, optimizer: Any) -> None:
+        """Record the norms of gradients; a hook of ``on_before_optimizer_step`` that exists only in the observed step."""
         try:
             norms = run.engine.grad_norms(module, optimizer=optimizer)
-        except ValueError:  # the strategy keeps them to itself
+        except ValueError:  # the strategy does not show gradients
             return
         for name, norm in norms.items():
             self.step.grad_norms[name] = float(norm)
             self._check(f"the gradient of {name}", norm)
-        every = torch.tensor(list(self.step.grad_norms.values()), dtype=torch.float64)
-        self.step.grad_norm = float(torch.linalg.vector_norm(every))
+        all_norms = torch.tensor(list(self.step.grad_norms.values()), dtype=torch.float64)
+        self.step.grad_norm = float(torch.linalg.vector_norm(all_norms))
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self._handles:
             return
         self._micro_batches += 1
         if len(self._losses) < self._micro_batches and (loss := loss_in(outputs, type(module).__name__)) is not None:
-            self.on_before_backward(
-                run, module, loss
-            )  # a pipeline has no backward pass of its own for each micro-batch
+            # A pipeline does not call on_before_backward.
+            self.on_before_backward(run, module, loss)
         run.engine.settle()
         if run.step != self.step.step - 1:
             self._end(run)
-            run.control.reason = f"step {self.step.step} was replayed"  # on all ranks now: nothing to agree on
+            # Set directly instead of run.stop(): all ranks get here at the same step, so there is nothing to agree on.
+            run.control.reason = f"step {self.step.step} was replayed"
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         if self.seen and step == self.step.step and not self.step.metrics:
             self.step.metrics.update(metrics)
 
     def on_train_end(self, run: Run, module: nn.Module) -> None:
-        if self._handles:  # the step was left out
+        if self._handles:  # the step was skipped
             self._end(run)
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
@@ -210,6 +213,7 @@ class StepWatch(Callback):
             self._unwatch()
 
     def _begin(self, run: Run, module: nn.Module) -> None:
+        """Start observing: the step begins with this micro-batch."""
         self.seen = True
         step, state = self.step, run.state
         step.epoch = state.epoch
@@ -217,7 +221,7 @@ class StepWatch(Callback):
         step.samples = run.train_loader.units(state.position, run.loaders.stride)
         self._handles = [inner.register_forward_hook(self._hook(name)) for name, inner in module.named_modules()]
         self._outer_anomaly = torch.is_anomaly_enabled()
-        # Not before: reading gradients rounds them differently from a step that nobody watches.
+        # Only in the step to observe: reading gradients unscales them separately, which rounds differently than in the original run.
         run.hooks.add("on_before_optimizer_step", f"[Callback]{self.state_key}", self._gradients)
         if self.detect_anomaly:
             torch.autograd.set_detect_anomaly(True)
@@ -229,6 +233,7 @@ class StepWatch(Callback):
         torch.autograd.set_detect_anomaly(self._outer_anomaly)
 
     def _end(self, run: Run) -> None:
+        """Stop observing, and exchange the losses and the first place that is not finite over the ranks."""
         self._unwatch()
         rows = gather_json(run.engine.group, [list(map(repr, self._losses)), self.step.nonfinite])
         self.step.losses = [list(map(float, losses)) for losses, _ in rows]
@@ -244,7 +249,7 @@ class StepWatch(Callback):
         return hook
 
     def _check(self, where: str, tree: Any) -> None:
-        """Note the first place where a number is not finite."""
+        """Record ``where`` if ``tree`` is the first that has a number that is not finite."""
         if self.step.nonfinite is None:
             flags: list[bool] = []
             for tensor in leaves(tree):

@@ -55,23 +55,23 @@ from engine.utils.text import terminal_text
 
 @completed
 class Run:
-    """The run as callbacks see it. Plain attributes are read-only by convention.
+    """The run as callbacks see it. Treat plain attributes as read-only.
 
-    :class:`engine.Fit` builds it from its ``settings``, the ``engine``, the ``module``, the ``callbacks``, the ``stage``, the user's ``data``, the
-    ``origins`` of the settings, the ``sections`` of ``fit run``, and the ``start_log`` of an attached terminal.
+    :class:`engine.Fit` creates a run from its ``settings``, the ``engine``, the ``module``, the ``callbacks``, the ``stage``, the user's ``data``,
+    the ``origins`` of the settings, the ``sections`` of ``fit run``, and the ``start_log`` of an attached terminal.
     """
 
     stage: str
-    """``"fit"`` (validation in it included), ``"sanity"`` (the check before training), ``"validate"``, ``"test"``, ``"predict"``."""
+    """``"fit"`` (including its validation), ``"sanity"`` (the check before training), ``"validate"``, ``"test"`` or ``"predict"``."""
     pulse = 0
-    """Progress besides training batches, for the watchdog: evaluation batches and saves."""
+    """The number of evaluation batches and saves so far, which the watchdog counts as progress like training batches."""
     over = False
-    """The training has ended."""
+    """Whether the training has ended."""
     optimization: Optimization | None = None
-    """The object that processes each micro-batch and each window; in trainings only."""
+    """The object that processes each micro-batch and each accumulation window; in trainings only."""
     exception: BaseException | None = None
     evaluating = False
-    """A validation, test or prediction is under way, in a training too."""
+    """Whether a validation, test or prediction is in progress, also within a training."""
 
     def __init__(
         self,
@@ -89,13 +89,13 @@ class Run:
         self.callbacks, self.stage, self.datamodule = callbacks, stage, data.datamodule
         self._origins, self._sections, self.start_log = origins, sections, start_log
         self.state = TrainState()
-        """The counters: one object for the whole run, which resuming fills in place."""
+        """The counters of the training; resuming changes this object in place."""
         if stage != "fit":
             self.state.step, self.state.epoch, self.state.samples = module._reached
         self.control = StopControl(settings, self.state, engine.group)
         self.intervals = Intervals(settings)
         self.times, self.items = Times(), Tally()
-        """Where the time went; the counts of the :class:`engine.Loss` objects, over all ranks."""
+        """``times``: where the time was spent; ``items``: the sum of the counts of all :class:`engine.Loss` objects, over all ranks."""
         self.garbage, self.phases = Collector(), Phases()
         self.loaders = RunLoaders(engine, settings, module, data, stage)
         self.placed = PlacedModule(engine, module)
@@ -118,32 +118,34 @@ class Run:
             intervals=self.intervals,
         )
         self.warned: set[str] = set()
-        """The warnings that this run has given: ``"nan"``, ``"endless"``."""
+        """The warnings that this run has given already: ``"nan"``, ``"endless"``."""
         self.logs_itself = not any(callback.shows_progress for callback in callbacks)
-        """Whether no progress bar shows the steps."""
-        self.logbook.record_to(self.logbook.training)  # last: a module whose run could not be made logs nowhere
+        """Whether the run logs metrics itself, because no callback shows progress."""
+        # Last, so that an error above leaves the module without a recorder.
+        self.logbook.record_to(self.logbook.training)
 
     @property
     def loggers(self) -> list[Any]:
-        """The callbacks that are loggers, in their order."""
+        """The callbacks that are loggers, in the order of the callbacks."""
         return [callback for callback in self.callbacks if callback.is_logger]
 
     @cached_property
     def trainer(self) -> Any:
-        """The run as an installed extension shows it, or what was set instead: with ``engine.interop`` under the names of Lightning's ``Trainer``."""
+        """The run as an installed extension shows it (``engine.interop``: with the names of Lightning's ``Trainer``), or an object in its place."""
         return attribute(self, "trainer")
 
     @property
     def total_steps(self) -> int | None:
-        """The optimizer steps of the whole training, by ``max_epochs`` and ``max_steps``, for schedules: exact, from ``setup`` on (where all ranks
-        read it together); with ``automatic_optimization = False`` one a batch. ``None``: only a time ends it, or its loader has no length."""
+        """The number of optimizer steps in the whole training, for schedules: exact, by ``max_epochs`` and ``max_steps``; with
+        ``automatic_optimization = False`` one per batch. Available from ``setup`` on, where all ranks read it together. ``None``: only ``max_time``
+        ends the training, or the loader has no length."""
         if self.stage not in ("fit", "sanity"):
             return None
         return self.loaders.total_steps(self.control.max_epochs, self.control.max_steps)
 
     @cached_property
     def config(self) -> Config:
-        """The settings as plain JSON values, for loggers and checkpoints: name -> ``value`` and ``origin``, secrets as ``"***"``."""
+        """The settings as plain JSON values, for loggers and checkpoints: by name, ``value`` and ``origin``; secrets are ``"***"``."""
         engine = self.engine
         objects = strategies.describe_requested(self.settings, engine.precision, engine.strategy)
         settings = with_origins(self.settings, self._origins, objects)
@@ -163,7 +165,7 @@ class Run:
 
     @property
     def train_loader(self) -> PreparedLoader | None:
-        """The training loader, once it is made."""
+        """The training loader; ``None`` before it is prepared, and in other runs."""
         return self.loaders.train
 
     @property
@@ -173,47 +175,47 @@ class Run:
 
     @property
     def num_train_batches(self) -> int | None:
-        """Micro-batches of this rank in an epoch; ``None`` when the loader has no length."""
+        """The number of this rank's micro-batches in a training epoch; ``None`` when the loader has no length."""
         return self.loaders.train_batches
 
     @property
     def num_eval_batches(self) -> list[int | None]:
-        """Micro-batches of this rank in each loader of the evaluation, or of the training's validation."""
+        """By loader of the evaluation, or of the training's validation, the number of this rank's micro-batches."""
         return self.loaders.eval_batches
 
     def window_at(self, epoch: int) -> int:
-        """Micro-batches in a window of this ``epoch``."""
+        """The number of micro-batches in an accumulation window of this ``epoch``."""
         return self.loaders.window_at(epoch)
 
     @property
     def val_every(self) -> Every:
-        """When validation is due. A callback may replace it, in ``setup``."""
+        """When validation is due. A callback may replace this in ``setup``."""
         return self.intervals.validation
 
     @val_every.setter
     def val_every(self, every: Every) -> None:
         self.intervals.validation = every
 
-    # -- where am I -------------------------------------------------------------------------------------------------------------
+    # -- progress and ranks -----------------------------------------------------------------------------------------------------
 
     @property
     def id(self) -> str:
-        """The run's id. It does not change when the run is resumed or evaluated; known from ``setup`` on."""
+        """The run's id, which a resumed run and evaluations of the run keep; available from ``setup`` on."""
         return self.checkpoints.run_folder.id
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far."""
+        """The number of optimizer steps so far."""
         return self.state.step
 
     @property
     def epoch(self) -> int:
-        """The current epoch, from 0; after the training, the number of epochs that were started."""
+        """The index of the current epoch, from 0; after the training, the number of epochs that were started."""
         return self.state.epoch + (self.over and (self.state.epoch_done or self.state.batch_idx > 0))
 
     @property
     def epochs(self) -> Fraction | None:
-        """Epochs done so far, as a fraction counted in steps; ``None`` when the loader has no length."""
+        """The epochs trained so far, as a fraction counted in steps; ``None`` when the loader has no length."""
         if not self.num_train_batches:
             return None
         window = self.window_at(self.epoch)
@@ -222,24 +224,24 @@ class Run:
 
     @property
     def samples(self) -> int:
-        """Samples trained on, over all ranks and epochs; in complete windows."""
+        """The number of samples trained on, over all ranks and epochs; those of complete windows."""
         return self.state.samples
 
     @property
     def tokens(self) -> float | None:
-        """The sum of ``count`` of each :class:`engine.Loss`, over all ranks, as :attr:`samples`; ``None`` for scalar losses. If several optimizers
-        step by themselves, of the first one's losses. Waits for the device if the counts are tensors."""
+        """The sum of ``count`` over all :class:`engine.Loss` objects in complete windows, on all ranks; ``None`` for scalar losses. If several
+        optimizers step by themselves, only losses of the first one count. Waits for the device if the counts are tensors."""
         return self.items.total()
 
     @property
     def example_batch(self) -> Any:
-        """The first batch of the training, or of an evaluation's first loader, on the device, which is still to come; ``None`` for a stream.
-        All ranks read it first together, in ``on_fit_start`` or at an evaluation's start."""
+        """The first batch of the training, or of an evaluation's first loader, on the device; ``None`` for a stream. Reading it takes nothing from
+        the run's data. All ranks read it together the first time, in ``on_fit_start`` or at an evaluation's start."""
         return self.loaders.first_batch()
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Hyperparameters that the module and the data module have saved for loggers (``save_hyperparameters``), as JSON values without secrets."""
+        """The hyperparameters that module and data module have saved for loggers (``save_hyperparameters``), as JSON values without secrets."""
         values: dict[str, Any] = without_secrets(
             plain_value(as_data({**for_loggers(self.datamodule), **for_loggers(self.module)}))
         )
@@ -247,17 +249,17 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """This process's number in the job."""
+        """This process's rank."""
         return self.engine.process_index
 
     @property
     def local_rank(self) -> int:
-        """This process's number on its machine."""
+        """This process's rank among the processes of its machine."""
         return self.engine.local_process_index
 
     @property
     def world_size(self) -> int:
-        """Processes of the job."""
+        """The number of processes of the job."""
         return self.engine.num_processes
 
     @property
@@ -272,12 +274,12 @@ class Run:
 
     @property
     def validated_step(self) -> int:
-        """The step at which validation ran last, or -1."""
+        """The step at which validation ran last; -1: it has not run."""
         return self.state.validated_step
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training, including the time before a resume; with several ranks, the value they last agreed on."""
+        """Seconds of training, including those before a resume; with several ranks, the value on which they agreed last."""
         return self.control.elapsed_s
 
     @contextmanager
@@ -286,111 +288,111 @@ class Run:
         self.stage = "sanity"
         try:
             yield
-        finally:  # the teardown gets the stage that the setup got
+        finally:  # also after an error: setup and teardown must get the same stage
             self.stage = "fit"
 
     # -- stopping ---------------------------------------------------------------------------------------------------------------
 
     def stop(self, reason: str = "asked to stop", level: int = STOP) -> None:
-        """End the training after this step, but not before ``min_epochs`` and ``min_steps``; with several ranks, at the next step where they agree
-        (about 0.5 s).
+        """Stop the training after this step, but not before ``min_epochs`` and ``min_steps``. Several ranks stop at the next step at which they
+        agree (about 0.5 s later).
 
         Args:
-            reason: stands in ``Result.stop_reason``.
-            level: how urgent it is; signals end a training before its minimum.
+            reason: the text for ``Result.stop_reason``.
+            level: the urgency of the request; those of signals stop a training before its minimum.
         """
         self.control.ask(reason, level)
 
     @property
     def may_stop(self) -> bool:
-        """True once ``min_epochs`` and ``min_steps`` are reached."""
+        """Whether ``min_epochs`` and ``min_steps`` are reached."""
         return self.control.may_stop
 
     @property
     def stopping(self) -> bool:
-        """True from a request to stop on."""
+        """Whether the training is going to stop, or this rank has asked to stop."""
         return bool(self.control.reason) or self.control.request is not None
 
     @property
     def stop_request(self) -> str | None:
-        """The reason for which this rank wants to stop; the ranks agree on it."""
+        """The reason for which this rank has asked to stop, on which the ranks then agree; ``None``: it has not asked."""
         return self.control.request
 
     @property
     def stop_reason(self) -> str:
-        """The cause of the training's end, in words; empty while it goes on."""
+        """The reason why the training ended or is about to end, as text; empty while it goes on."""
         return self.control.reason
 
     @property
     def max_steps(self) -> int | None:
-        """The training's end in optimizer steps; ``None``: no such limit."""
+        """The number of optimizer steps at which the training ends; ``None``: no such limit."""
         return self.control.max_steps
 
     @property
     def max_epochs(self) -> int | None:
-        """The training's end in epochs; ``None``: no such limit."""
+        """The number of epochs at which the training ends; ``None``: no such limit."""
         return self.control.max_epochs
 
     def set_limit(self, name: str, value: int | None) -> None:
-        """Let the training end at ``value``, the limit of this ``name`` (``"max_epochs"``, ``"max_steps"``); ``None``: none. All ranks call this."""
+        """Set the limit ``name`` of the training (``"max_epochs"`` or ``"max_steps"``) to ``value``; ``None``: no limit. All ranks call this."""
         self.control.set_limit(name, value)
 
     @property
     def interrupted(self) -> bool:
-        """Ctrl-C has reached some rank."""
+        """Whether Ctrl-C was pressed, on any rank."""
         return self.control.interrupted
 
     @property
     def terminated(self) -> bool:
-        """SIGTERM has reached some rank."""
+        """Whether any rank has got SIGTERM."""
         return self.control.terminated
 
     @property
     def preempted(self) -> bool:
-        """The ranks have agreed to end early, by Ctrl-C or SIGTERM."""
+        """Whether the ranks have agreed to end early because of Ctrl-C or SIGTERM."""
         return self.control.preempted
 
     # -- steps ------------------------------------------------------------------------------------------------------------------
 
     @property
     def training_step(self) -> Callable[..., Any]:
-        """The module's own ``training_step``, for a batch and its number."""
+        """The module's own ``training_step``; call it with a batch and the batch's index."""
         return self.placed.training_step
 
     @property
     def call(self) -> Callable[..., Any]:
-        """:attr:`training_step`, through the strategy's wrapper if it has one."""
+        """:attr:`training_step`, called through the strategy's wrapper if there is one."""
         return self.placed.call
 
     @property
     def stepping(self) -> bool:
-        """True inside an optimizer step: the state is not consistent and cannot be saved."""
+        """Whether an optimizer step is in progress, so that the state is not consistent and cannot be saved."""
         return self.optimization is not None and self.optimization.stepping
 
     @property
     def optimizers(self) -> list[Any]:
-        """The prepared optimizers, from the training's setup on."""
+        """The prepared optimizers; empty before the training's setup."""
         return self.optimizer_set.optimizers
 
     @property
     def schedulers(self) -> list[Schedule]:
-        """The learning rate schedulers, each with its interval."""
+        """The learning rate schedulers, each with its interval, frequency and monitor."""
         return self.optimizer_set.schedules
 
     def set_optimizers(self, optimizers: list[Any], schedules: list[Schedule], automatic: bool) -> None:
-        """The prepared ``optimizers`` and ``schedules``. Without ``automatic`` optimization the module steps the schedulers."""
+        """Use these prepared ``optimizers`` and ``schedules``. Without ``automatic`` optimization the module steps the schedulers."""
         self.optimizer_set.fill(optimizers, schedules, automatic)
 
     # -- logging ----------------------------------------------------------------------------------------------------------------
 
     @property
     def recorder(self) -> Recorder:
-        """The recorder that the module logs to now."""
+        """The recorder that the module currently logs to."""
         return self.logbook.recorder
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The latest value of every logged name. A name logged ``on_step`` and ``on_epoch`` has an entry without a suffix, too: the epoch's value."""
+        """The latest value of every logged name; a name logged ``on_step`` and ``on_epoch`` also has its epoch value without a suffix."""
         return self.logbook.metrics
 
     @property
@@ -400,7 +402,7 @@ class Run:
 
     @property
     def withheld(self) -> frozenset[str]:
-        """Names of the values that were logged with ``logger=False``: callbacks get them in ``on_log``, loggers do not."""
+        """Names logged with ``logger=False`` among the latest values: callbacks get them in ``on_log``, loggers do not."""
         return self.logbook.withheld
 
     def record_to(self, recorder: Recorder) -> None:
@@ -408,27 +410,27 @@ class Run:
         self.logbook.record_to(recorder)
 
     def latest_metrics(self) -> dict[str, float]:
-        """:attr:`metrics` with each training value of the latest step that logged it, over all ranks, also between log boundaries; one logged
-        ``on_step`` and ``on_epoch`` without a suffix too. A collective; waits for the device."""
+        """:attr:`metrics`, updated with each training value of the latest step that logged it, over all ranks, also between log boundaries. A name
+        logged ``on_step`` and ``on_epoch`` also has its step value without a suffix. A collective; waits for the device."""
         return self.logbook.latest()
 
     def begin(self) -> None:
-        """The training starts or resumes here: intervals continue, and the last step is not reported again."""
-        if not self.logs_itself:  # a progress bar has the terminal now
+        """Start or resume the training: intervals continue, and the values of the last step are not published again."""
+        if not self.logs_itself:  # from here on a progress bar uses the terminal
             self.start_log.close()
         self.logbook.begin(self.step)
         self.control.below_min_steps = self.step < (self.settings.min_steps or 0)
         self.intervals.start(self.step, self.epochs)
 
     def publish_due(self) -> bool:
-        """Publish the values of the step, when they are due."""
+        """Publish the values of the latest step if they are due; return whether they were."""
         due = self.logbook.due(self.state.step)
         if due:
             self._publish_step(self.logbook.training.window)
         return due
 
     def publish_last(self) -> None:
-        """Publish the values of the step that ended the training, unless they were."""
+        """Publish the values of the step that ended the training, unless they were published already."""
         self._publish_step(self.logbook.training.window - 1)
 
     def _publish_step(self, window: int) -> None:
@@ -438,7 +440,10 @@ class Run:
             self.publish(logbook.training.step_values(window), logbook.training, window)
 
     def publish(self, values: dict[str, float], recorder: Recorder, window: int | None = None) -> None:
-        """Give the reduced values of ``recorder`` to the callbacks, the progress bar and ``metrics``; ``window``: of the step that they are of."""
+        """Pass the reduced ``values`` of ``recorder`` to the callbacks, the progress bar and :attr:`metrics`.
+
+        ``window``: the window of the step that the values belong to; ``None``: they are an epoch's or an evaluation's.
+        """
         logbook = self.logbook
         logbook.note(values, window)
         for hook in self.hooks.on_before_log:
@@ -464,7 +469,7 @@ class Run:
 
     @property
     def best_checkpoint(self) -> Path | str | None:
-        """The best checkpoint by a score, as a callback has set it."""
+        """The checkpoint with the best score, as set by a callback."""
         return self.checkpoints.best
 
     @best_checkpoint.setter
@@ -473,7 +478,7 @@ class Run:
 
     @property
     def last_checkpoint(self) -> Path | str | None:
-        """The checkpoint that was saved or resumed from last, as a callback has set it."""
+        """The latest saved checkpoint, as set by a callback, or the one that the run resumed from."""
         return self.checkpoints.last
 
     @last_checkpoint.setter
@@ -482,7 +487,7 @@ class Run:
 
     @property
     def loaded_from(self) -> Path | str | None:
-        """The checkpoint that this run resumed from, or took its weights from."""
+        """The checkpoint that this run resumed from or loaded weights from."""
         return self.checkpoints.loaded_from
 
     @property
@@ -491,12 +496,12 @@ class Run:
         return self.engine.checkpoint_writer
 
     def checkpoints_at(self, root: str | Path | None, max_failures: int = 1) -> None:
-        """Keep checkpoints in ``root``, a directory or a URL that fsspec knows (in a numbered folder of it, when another run has ``root``), rather
-        than in ``checkpoints`` of the run's folder. All ranks call this together, in ``setup``.
+        """Save checkpoints in ``root``, a directory or a URL that fsspec supports, instead of the folder ``checkpoints`` of the run. If another run
+        uses ``root``, they go to a numbered folder in it. All ranks call this together, in ``setup``.
 
         Args:
-            root: the callback's ``checkpoints_in``.
-            max_failures: this many consecutive failures of asynchronous saves are an error.
+            root: the ``checkpoints_in`` of the calling callback.
+            max_failures: the number of consecutive failures of asynchronous saves that is an error.
 
         Raises:
             ValueError: another directory was chosen already.
@@ -504,16 +509,16 @@ class Run:
         self.checkpoints.choose(root, max_failures)
 
     def checkpoint_path(self, name: str) -> Path | str:
-        """The path of the checkpoint of this name."""
+        """The path of the checkpoint called ``name``."""
         return self.checkpoints.path(name)
 
     @property
     def continues_in_place(self) -> bool:
-        """Whether the run continues from a checkpoint in its own folder."""
+        """Whether the run has resumed from a checkpoint in its own checkpoint folder."""
         return self.checkpoints.continue_in_place
 
     def checkpoint_names(self) -> set[str]:
-        """The complete checkpoints of this run's folder, as rank 0 sees them; all ranks call this together."""
+        """The names of the complete checkpoints in the run's checkpoint folder, as rank 0 sees them; all ranks call this together."""
         return self.checkpoints.names()
 
     def save_checkpoint(
@@ -525,36 +530,37 @@ class Run:
         tolerant: bool = False,
         remove: Sequence[str] = (),
     ) -> Path | str:
-        """Save everything that the run needs to continue; all ranks call this together. A saved position is not saved again.
+        """Save everything that the run needs to continue; all ranks call this together. If the current position was saved already, save nothing.
 
         Args:
-            name: of its directory; by default ``step=00000120``.
+            name: the name of the checkpoint folder; by default ``step=00000120``.
             score: ``{"monitor": name, "mode": "min", "value": number}``: what ``resume="best"`` compares.
             asynchronous: return as soon as the training may continue; see :meth:`wait_for_checkpoint`.
-            tolerant: log a failed write, unless it is the last of ``max_failures`` in a row (:meth:`checkpoints_at`).
+            tolerant: only log a failed write, unless it is the last of ``max_failures`` in a row (:meth:`checkpoints_at`).
             remove: names of checkpoints to delete when this one is complete.
 
         Returns:
-            Its path.
+            The path of the checkpoint.
 
         Raises:
             TypeError: a value cannot be stored; the message says where in the state it is.
-            OSError: it cannot be written (and neither ``asynchronous`` nor ``tolerant``).
+            OSError: the checkpoint cannot be written (and neither ``asynchronous`` nor ``tolerant``).
         """
         with checkpoint_phase(self.phases, self.times):
             checkpoints, state = self.checkpoints, self.state
             checkpoints.run_folder.announce()
             if checkpoints.training_began:
-                self.finish_checkpoints()  # this save may remove a checkpoint whose event is still to come
+                self.finish_checkpoints()  # on_checkpoint_saved must come before this save may remove that checkpoint
             self.engine.settle()
             if not state.in_window and self.logbook.published_step >= 0 and not (self.over or self.exception):
-                self.publish_due()  # a run that resumes here does not report this step again
+                self.publish_due()  # a run that resumes here will not publish this step again
             if (saved_name := checkpoints.saved_as(state, name)) is not None:
                 checkpoints.folder.remove_later(remove)
                 return checkpoints.path(saved_name)
             with self.optimizer_set.modes.evaluating():
                 content = self.checkpoint_content(score)
-                content.shared["postponed"] += remove  # if the job is killed before it removes them, the next one does
+                # If this run is killed before it removes them, the run that resumes from here does.
+                content.shared["postponed"] += remove
                 path = checkpoints.save(
                     name,
                     content,
@@ -571,7 +577,7 @@ class Run:
             return path
 
     def checkpoint_content(self, score: Mapping[str, Any] | None = None) -> Content:
-        """This rank's content of a checkpoint at this moment, with what hooks add to it; ``score``: as in :meth:`save_checkpoint`."""
+        """Collect what this rank contributes to a checkpoint now, including what hooks add; ``score``: as in :meth:`save_checkpoint`."""
         shared = self.snapshot.shared()
         shared["postponed"] = list(self.checkpoints.folder.to_remove)
         if self.hooks.on_save_checkpoint:
@@ -582,10 +588,10 @@ class Run:
         return self.snapshot.complete(shared, self.other_weights(), score, self.config)
 
     def other_weights(self) -> dict[str, dict[str, Any]]:
-        """Weights besides the trained ones that callbacks keep, by name.
+        """By name, the weights that callbacks keep in addition to the parameters; see :meth:`engine.Callback.other_weights`.
 
         Raises:
-            ValueError: two callbacks use one name, or a name is not usable.
+            ValueError: two callbacks use the same name, or a name is not allowed.
         """
         collected: dict[str, dict[str, Any]] = {}
         for callback in self.callbacks:
@@ -596,7 +602,7 @@ class Run:
                         if name in collected
                         else "a name is text without '/'"
                     )
-                    why = "the weights that are trained are called so" if name == TRAINED else why
+                    why = "this is the name of the trained weights" if name == TRAINED else why
                     raise ValueError(
                         f"{type(callback).__name__} has the weights {name!r}: {why}; give them another name"
                     )
@@ -604,14 +610,14 @@ class Run:
         return collected
 
     def _only_steps_change_weights(self) -> bool:
-        """Whether nothing but an optimizer step changes parameters and optimizer states, which a save may then copy later."""
+        """Whether only optimizer steps change parameters and optimizer states, so that a save may copy them until the next step."""
         return self.module.automatic_optimization and not self.optimizer_set.modes.switched
 
     def wait_for_checkpoint(self) -> set[str]:
-        """Wait until the checkpoint on its way is complete; all ranks call this together.
+        """Wait until the checkpoint in progress is complete; all ranks call this together.
 
         Returns:
-            The names of those that could not be written.
+            The names of the checkpoints that could not be written.
 
         Raises:
             RuntimeError: too many consecutive writes failed.
@@ -622,8 +628,8 @@ class Run:
             return lost
 
     def announce_checkpoints(self) -> None:
-        """Call the events of checkpoints that are complete, or gone, as the main process has seen; all ranks call this together."""
-        for event, path, score in self.checkpoints.news():
+        """Call the hooks for checkpoints that the main process has completed or deleted since the last call; all ranks call this together."""
+        for event, path, score in self.checkpoints.take_events():
             if event == "saved":
                 for hook in self.hooks.on_checkpoint_saved:
                     hook(self, self.module, path, score)
@@ -632,20 +638,20 @@ class Run:
                     hook(self, self.module, path)
 
     def finish_checkpoints(self) -> None:
-        """Wait for the checkpoint in progress and call its events, if anybody wants them; all ranks call this together."""
+        """If any hook of checkpoint events exists, wait for the checkpoint in progress and call the hooks; all ranks call this together."""
         if self.checkpoints.have_listeners:
             self.wait_for_checkpoint()
             self.announce_checkpoints()
 
     def save_checkpoint_at(self, where: Path | str, *, one_file: bool = False) -> Path | str:
-        """:meth:`save_checkpoint` at ``where``, a path or a URL: also outside of the run's folder, where nothing else of the run looks for it. A name
-        alone, or a path in the run's folder of checkpoints, is one of the run's own.
+        """Save a checkpoint at ``where``, a path or a URL. A mere name, or a path in the run's checkpoint folder, makes it one of the run's
+        checkpoints, as :meth:`save_checkpoint` does; elsewhere the run does not resume from it or delete it by itself.
 
         Args:
-            one_file: as one file at a local path, a zip of the folder, from which everything that takes a checkpoint reads it.
+            one_file: write one file, a zip of the folder, at a local path. Everything that takes a checkpoint can read it.
 
         Raises:
-            ValueError: one file at a URL.
+            ValueError: ``one_file`` at a URL.
         """
         if one_file:
             check_local(where)
@@ -660,11 +666,12 @@ class Run:
             return self.checkpoints.save_at(where, content, one_file=one_file, only_steps_change=only_steps_change)
 
     def remove_checkpoint(self, path: Path | str) -> None:
-        """Delete the checkpoint at ``path``; every rank may call this, the main process does it."""
+        """Delete the checkpoint at ``path``. Any rank may call this; only the main process deletes."""
         self.checkpoints.folder.remove([name_of(path)])
 
     def roll_back(self, path: Path | str) -> None:
-        """Take weights, optimizers and schedulers of the checkpoint at ``path``, in a training; counters, data and random numbers continue."""
+        """Restore weights, optimizers and schedulers from the checkpoint at ``path`` during a training; counters, data position and random number
+        states stay as they are."""
         with opening(self.engine.group, *self.checkpoints.run_folder.source(str(path)), FOLDERS) as loaded:
             self.snapshot.restore_weights(loaded, strict=True)
             self.snapshot.restore_optimizers(loaded, Resume(path))
@@ -672,7 +679,7 @@ class Run:
     # -- the end ----------------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Release loaders (their worker processes end) and the model's wrapper; wait for a checkpoint in progress."""
+        """Wait for a checkpoint in progress, then release the loaders with their worker processes, the engine and the model's wrapper."""
         try:
             self.checkpoints.close(self.exception is not None)
         finally:
@@ -683,7 +690,7 @@ class Run:
         self.engine.release()
         self.placed.release()
         self.loaders.close()
-        # The rest of what refers back to the run: without cycles, weights and optimizer states are freed with their last reference.
+        # The last object that refers back to the run: without cycles, weights and optimizer states are freed with their last reference.
         vars(self).pop("optimization", None)
 
     # -- manual optimization ----------------------------------------------------------------------------------------------------
@@ -698,10 +705,10 @@ class Run:
             hook(self, self.module)
 
     def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
-        """Implements ``module.clip_gradients`` of ``optimizer`` with ``value`` and ``algorithm``; ``None``: the settings'.
+        """Implements ``module.clip_gradients`` of ``optimizer`` with ``value`` and ``algorithm``; ``None``: as in the settings.
 
         Raises:
-            ValueError: an unknown algorithm.
+            ValueError: ``algorithm`` is unknown.
         """
         value = self.settings.gradient_clip_val if value is None else value
         algorithm = self.settings.gradient_clip_algorithm if algorithm is None else algorithm
@@ -719,38 +726,36 @@ class Run:
     # -- other calls of the module ----------------------------------------------------------------------------------------------
 
     def log_media(self, kind: str, name: str, value: Any, **options: Any) -> None:
-        """Give the image, artifact or other of :data:`engine.metrics.media.KINDS` to each callback that takes this ``kind``, on the main process, by
-        its ``name``.
-
-        ``options``: the keywords of the module's ``log_<kind>``.
+        """Implements the module's ``log_<kind>(name, value, **options)``, for a ``kind`` of :data:`engine.metrics.media.KINDS`: pass ``value`` to
+        each callback that takes this kind, on the main process.
 
         Raises:
-            TypeError, ValueError: a value that is not of this kind; on every rank.
+            TypeError, ValueError: ``value`` is not of this kind; raised on every rank.
         """
         medium = media.checked(kind, name, value, **options)
         if not any(kind in callback.takes for callback in self.callbacks):
             warn_once(f"log_{kind}: no logger of this run takes it; {name!r} and others of this kind are left out")
-        elif self.is_main_process and self.stage != "sanity":  # whose numbers are not logged either
+        elif self.is_main_process and self.stage != "sanity":  # a sanity check logs no numbers either
             for hook in self.hooks.on_media:
                 hook(self, self.module, kind, name, medium, options)
 
     def all_gather(self, data: Any, group: ProcessGroup | None = None, sync_grads: bool = False) -> Any:
-        """Implements ``module.all_gather``: the tensors in ``data``, and its numbers as tensors, of all ranks; ``sync_grads``: with their graph.
+        """Implements ``module.all_gather``: stack the tensors and numbers in ``data`` over all ranks; ``sync_grads``: keep the autograd graph.
 
         Raises:
-            ValueError: a ``group`` of some ranks only.
+            ValueError: ``group`` has only some of the ranks.
         """
         if group is not None and group.size() != self.world_size:
             raise ValueError(
                 f"all_gather(group=...) is a group of {group.size()} rank(s), but values are gathered over all {self.world_size}: leave it out, "
                 "or call torch.distributed.all_gather with it"
             )
-        return stack(self.engine.group, _with_tensors(data, self.device), sync_grads)
+        return stack(self.engine.group, _numbers_as_tensors(data, self.device), sync_grads)
 
     # -- the end ----------------------------------------------------------------------------------------------------------------
 
     def result(self, best_weights: str | None = None) -> Result:
-        """The result that ``Fit.run`` returns. ``best_weights``: as in :class:`engine.Result`."""
+        """Create the result that ``Fit.run`` returns. ``best_weights``: see :attr:`engine.Result.best_weights`."""
         status, epochs = status_of(self.stop_reason), self.state.finished_epochs
         end, times, metrics = "interrupted" if self.interrupted else status, self.times, dict(self.logbook.metrics)
         times.other = max(0.0, self.control.stopwatch.seconds_here() - times.compute - times.apart)
@@ -758,10 +763,10 @@ class Run:
         return Result(end, self.stop_reason, epochs, self.step, metrics, best, last, times, folder, best_weights)
 
 
-def _with_tensors(tree: Any, device: torch.device) -> Any:
-    """``tree`` with its numbers as tensors."""
+def _numbers_as_tensors(tree: Any, device: torch.device) -> Any:
+    """Return ``tree`` with its numbers replaced by tensors."""
     if isinstance(tree, (bool, int, float)):
         return torch.tensor(tree, device=device)
     if type(tree) in (list, tuple):
-        return type(tree)(_with_tensors(item, device) for item in tree)
-    return {key: _with_tensors(item, device) for key, item in tree.items()} if type(tree) is dict else tree
+        return type(tree)(_numbers_as_tensors(item, device) for item in tree)
+    return {key: _numbers_as_tensors(item, device) for key, item in tree.items()} if type(tree) is dict else tree

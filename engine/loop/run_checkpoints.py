@@ -1,4 +1,4 @@
-"""The checkpoints of one run: where they are kept, which were saved, and what is to be told about them."""
+"""The checkpoints of one run: their folder, which were saved, and the events that hooks have yet to get."""
 
 from __future__ import annotations
 
@@ -23,53 +23,53 @@ from engine.loop.state import TrainState
 
 
 class RunCheckpoints:
-    """The checkpoints of one run. It calls no hooks: :class:`engine.Run` does, and the loops.
+    """The checkpoints of one run. This class calls no hooks; :class:`engine.Run` and the loops do.
 
     Args:
-        writer: writes them; the engine's.
-        agreement: notified of events, if hooks want them (:attr:`have_listeners`).
+        writer: the engine's writer, which writes the checkpoints.
+        agreement: is notified of events, if there are hooks for them (:attr:`have_listeners`).
     """
 
     run_folder: RunFolder
-    """The run's folder, locked while it runs."""
+    """The run's folder, locked while the run is in progress."""
     best: Path | str | None = None
     last: Path | str | None = None
     loaded_from: Path | str | None = None
-    """The checkpoint that the run resumed from, or took its weights from."""
+    """The checkpoint that the run resumed from or loaded weights from."""
     have_listeners = False
-    """Hooks want the events of checkpoints."""
+    """Whether hooks want the events of checkpoints."""
     training_began = False
-    """Saves call the events of earlier checkpoints first, which they may remove."""
+    """Whether the training has begun. From then on a save first calls the hooks for earlier checkpoints, because it may remove these."""
     saved: tuple[tuple[int, int, int, int], str] | None = None
-    """Position (step, epoch, batch, validated step) and name of the checkpoint that was saved last."""
+    """The position (step, epoch, batch, validated step) and the name of the latest saved checkpoint."""
 
     def __init__(self, writer: CheckpointWriter, agreement: Agreement) -> None:
         self._writer, self._group, self._agreement = writer, writer.group, agreement
         self._folder: CheckpointFolder | None = None
         self._chosen: str | None = None
         self.scores: dict[str, float | None] = {}
-        """Name of a checkpoint whose event is still to come -> its score."""
+        """By name, the scores of the checkpoints for which the hooks have not been called yet."""
 
-    # -- where they are -------------------------------------------------------------------------------------------------------------------
+    # -- the checkpoint folder ------------------------------------------------------------------------------------------------------------
 
     @property
     def folder(self) -> CheckpointFolder:
-        """The folder that they are in.
+        """The folder of the run's checkpoints.
 
         Raises:
             RuntimeError: the run has none yet.
         """
         if self._folder is None:
-            raise RuntimeError("the run has no folder of checkpoints yet: ask from setup on")
+            raise RuntimeError("the run has no checkpoint folder yet: it has one from setup on")
         return self._folder
 
     def live_in(self, run_folder: RunFolder) -> None:
-        """Keep them in the run's folder from now on, or where it says."""
+        """Save checkpoints from now on in the checkpoint folder of ``run_folder``."""
         self.run_folder = run_folder
         self.keep_in(run_folder.checkpoints)
 
     def keep_in(self, location: Path | str) -> None:
-        """Keep them at ``location``, a folder or a URL, from now on."""
+        """Save checkpoints from now on in ``location``, a folder or a URL."""
         agreement = self._agreement if self.have_listeners else None
         self._folder = CheckpointFolder(self._group, storage_of(location), agreement)
 
@@ -78,18 +78,18 @@ class RunCheckpoints:
         location = self.run_folder.choose_root(root)
         if self._chosen is not None and str(location) != self._chosen:
             raise ValueError(
-                f"checkpoints are to be kept in {self._chosen} and in {location}: give one dirpath to all ModelCheckpoints of a run"
+                f"callbacks ask to save checkpoints in {self._chosen} and in {location}: give one dirpath to all ModelCheckpoints of a run"
             )
         if str(location) != self.folder.storage.root:
             self.keep_in(location)
         self._chosen, self.folder.max_failures = str(location), max_failures
 
     def path(self, name: str) -> Path | str:
-        """The path of the checkpoint of this name."""
+        """The path of the checkpoint called ``name``."""
         return self.folder.storage.path(name)
 
     def names(self) -> set[str]:
-        """The complete ones, as rank 0 sees them; all ranks call this together."""
+        """The names of the complete checkpoints, as rank 0 sees them; all ranks call this together."""
         names: list[str] = gather_json(
             self._group, list(self.folder.storage.manifests()) if self._group.is_main else None
         )[0]
@@ -97,13 +97,13 @@ class RunCheckpoints:
 
     @property
     def continue_in_place(self) -> bool:
-        """True if the run continues from a checkpoint in its own folder."""
+        """Whether the run has resumed from a checkpoint in its own checkpoint folder."""
         return self.last is not None and split_path(self.last)[0].is_same(self.folder.storage)
 
     def best_weights(self) -> str | None:
-        """The weights that the best one's score was measured with, as its manifest names them; all ranks call this together.
+        """The name of the weights with which the best checkpoint's score was measured, from its manifest; all ranks call this together.
 
-        ``None``: no checkpoint has a score, or the best cannot be read.
+        ``None``: no checkpoint has a score, or the best one cannot be read.
         """
         if self.best is None:
             return None
@@ -118,7 +118,7 @@ class RunCheckpoints:
     # -- saving ---------------------------------------------------------------------------------------------------------------------------
 
     def saved_as(self, state: TrainState, name: str | None) -> str | None:
-        """The name under which this position was saved already, unless that was lost or another ``name`` is asked for."""
+        """The name of the checkpoint that already has this position; ``None``: there is none, it was lost, or another ``name`` is asked for."""
         if self.saved is None:
             return None
         position, saved_name = self.saved
@@ -141,8 +141,8 @@ class RunCheckpoints:
         remove: Sequence[str],
         only_steps_change: bool,
     ) -> Path | str:
-        """Write ``content``, of the position ``state``; arguments and errors as in :meth:`engine.Run.save_checkpoint`, and
-        ``only_steps_change`` as in :meth:`engine.checkpoint.writer.CheckpointWriter.save`."""
+        """Write ``content``, collected at the position ``state``. Other arguments and errors: see :meth:`engine.Run.save_checkpoint`, for
+        ``only_steps_change`` :meth:`engine.checkpoint.writer.CheckpointWriter.save`."""
         path = self._writer.save(
             self.folder,
             f"step={state.step:08d}" if name is None else name,
@@ -158,10 +158,10 @@ class RunCheckpoints:
         return path
 
     def save_at(self, where: Path | str, content: Content, *, one_file: bool, only_steps_change: bool) -> Path | str:
-        """Write ``content`` at ``where``, a path or a URL, or as ``one_file`` at a path; all ranks call this together.
+        """Write ``content`` to ``where``: a folder at a path or a URL, or with ``one_file`` a file at a path; all ranks call this together.
 
         Raises:
-            ValueError: one file at a URL.
+            ValueError: ``one_file`` at a URL.
         """
         if not one_file:
             return self._save_folder(where, content, only_steps_change)
@@ -182,7 +182,7 @@ class RunCheckpoints:
         return self._writer.save(folder, name, content, only_steps_change=only_steps_change)
 
     def wait(self) -> set[str]:
-        """Wait for the checkpoint in progress; returns the names of those that could not be written.
+        """Wait for the checkpoint in progress; return the names of the checkpoints that could not be written.
 
         Raises:
             RuntimeError: too many consecutive writes failed.
@@ -191,17 +191,17 @@ class RunCheckpoints:
         return self.folder.lost
 
     def close(self, failed: bool) -> None:
-        """Wait for the checkpoint in progress, and free the writer's buffers; briefly if the run has ``failed``."""
+        """Wait for the checkpoint in progress (only briefly if the run has ``failed``), and free the writer's buffers."""
         if self._folder is not None:
             self._writer.close(self._folder, failed)
 
     # -- events ---------------------------------------------------------------------------------------------------------------------------
 
-    def news(self) -> Iterator[tuple[str, Path | str, float | None]]:
-        """``"saved"`` or ``"removed"``, path and score of checkpoints that are complete, or gone, since the last call, as the main process has seen
-        it; all ranks call this together."""
+    def take_events(self) -> Iterator[tuple[str, Path | str, float | None]]:
+        """Yield ``"saved"`` or ``"removed"``, path and score of each checkpoint that the main process has completed or deleted since the last call;
+        all ranks call this together."""
         self._agreement.news = False
         events = deque() if self._folder is None else self._folder.events
-        seen_here = [events.popleft() for _ in range(len(events))]
-        for event, name in gather_json(self._group, seen_here)[0]:
+        events_of_rank = [events.popleft() for _ in range(len(events))]
+        for event, name in gather_json(self._group, events_of_rank)[0]:
             yield event, self.path(name), self.scores.pop(name, None) if event == "saved" else None

@@ -1,4 +1,4 @@
-"""A run's resume: which pieces of a checkpoint the run takes back, and the hooks in between.
+"""Resumes a run: loads the parts of a checkpoint that the run asks for, and calls the hooks in between.
 
 :mod:`engine.checkpoint.resume` chooses and opens the checkpoint.
 """
@@ -16,16 +16,16 @@ from engine.utils.text import terminal_text
 
 
 def resume_run(run: Run, checkpoint: str | Path | Resume) -> None:
-    """Resume from a checkpoint: parameters, optimizers, schedulers, counters, data position, random numbers, callbacks.
+    """Resume from a checkpoint: parameters, optimizers, schedulers, counters, data position, random number states, callbacks.
 
     Raises:
-        FileNotFoundError: there is none (except with ``"auto"``).
-        DamagedCheckpoint: it cannot be used, or (for a name such as ``"auto"``) none of the existing ones can.
-        ValueError: it does not fit the module or its optimizers.
+        FileNotFoundError: there is no such checkpoint (except with ``"auto"``).
+        DamagedCheckpoint: the checkpoint cannot be used, or (for ``"auto"``, ``"last"``, ...) none of the existing ones can.
+        ValueError: the checkpoint does not fit the module or its optimizers.
     """
     how, checkpoints = checkpoint if isinstance(checkpoint, Resume) else Resume(checkpoint), run.checkpoints
     where, what = checkpoints.run_folder.source(str(how.path))
-    checkpoints.run_folder.named = checkpoints.folder.storage.root  # from now on
+    checkpoints.run_folder.named = checkpoints.folder.storage.root
     folders = ("model", *weights_folder(how.weights)) if how.weights_only else (*FOLDERS, WEIGHTS)
     try:
         with opening(run.engine.group, where, what, folders) as loaded:
@@ -42,18 +42,19 @@ def resume_run(run: Run, checkpoint: str | Path | Resume) -> None:
 
 
 def _continue(run: Run, loaded: Loaded, how: Resume) -> None:
+    """Restore the whole state of the run, with the hooks at their place in the order."""
     run.checkpoints.folder.take_over(loaded.shared.get("postponed", []), loaded.path)
     with run.snapshot.restoring(loaded, how):
-        if loaded.saved_by_run:  # and not by a loop with Engine
+        if loaded.saved_by_run:  # a checkpoint of a loop with Engine has neither entries nor other weights
             _load_entries(run, loaded)
-            for name, tensors in run.other_weights().items():  # hooks may have added parameters
+            for name, tensors in run.other_weights().items():  # after the hooks, which may have added parameters
                 loaded.source.others.read_into(name, tensors)
     if run.engine.is_main_process:
         logger.info("resumed from %s: epoch %d, step %d", loaded.path, run.state.epoch, run.state.step)
 
 
 def _load_entries(run: Run, loaded: Loaded) -> None:
-    """Give hooks the entries that they have saved."""
+    """Call ``on_load_checkpoint`` with the entries that ``on_save_checkpoint`` has added; warn if no hook reads them."""
     user_entries, hooks = loaded.shared["user"], run.hooks.on_load_checkpoint
     entries = run.snapshot.entries(user_entries)
     for hook in hooks:
@@ -68,10 +69,10 @@ def _load_entries(run: Run, loaded: Loaded) -> None:
 
 
 def load_weights(run: Run, checkpoint: str | Path | None, weights: str | None = None) -> None:
-    """Take only the parameters and buffers of a checkpoint, and its step, epoch and samples, at which an evaluation is logged.
+    """Load only the parameters and buffers of a checkpoint, and its step, epoch and samples, with which an evaluation's values are logged.
 
     Args:
-        weights: ``"trained"``, or the name of others; ``None``: those that its score was measured with.
+        weights: ``"trained"``, or the name of other weights; ``None``: those that the checkpoint's score was measured with.
     """
     if checkpoint is None and weights is not None:
         raise ValueError(f"weights={weights!r} are those of a checkpoint: give it with checkpoint=...")
@@ -91,7 +92,7 @@ def load_weights(run: Run, checkpoint: str | Path | None, weights: str | None = 
 
 
 def reload_best(run: Run) -> None:
-    """Load the weights of the best checkpoint after the training, if that was asked for; all ranks call this together."""
+    """Load the weights of the best checkpoint after the training, if ``reload_best`` is set; all ranks call this together."""
     best = run.checkpoints.best
     if not run.settings.reload_best or run.settings.fast_dev_run or run.preempted:
         return

@@ -1,4 +1,4 @@
-"""The content of a run's checkpoint, and how each piece of it is taken back; :mod:`engine.loop.run_resume` calls the hooks in between."""
+"""Collects the content of a run's checkpoint, and restores each part of it; :mod:`engine.loop.run_resume` calls the hooks in between."""
 
 from __future__ import annotations
 
@@ -36,9 +36,13 @@ from engine.module import TrainModule
 from engine.step.optimizers import OptimizerSet
 from engine.utils.log import logger
 
+MAX_TEXT = 200
+"""The maximum length of a hyperparameter in a manifest that is no plain value."""
+
 
 class RunSnapshot(EngineSnapshot):
-    """The content of a run's checkpoint: what its engine has prepared, and its counters, logged values, callbacks and hyperparameters."""
+    """Collects and restores the content of a run's checkpoint: the state of the engine's prepared objects, and the run's counters, logged values,
+    callbacks and hyperparameters."""
 
     def __init__(
         self,
@@ -81,20 +85,20 @@ class RunSnapshot(EngineSnapshot):
         score: Mapping[str, Any] | None,
         config: Config,
     ) -> Content:
-        """This rank's content of a checkpoint at this moment.
+        """Collect what this rank contributes to a checkpoint now.
 
         Args:
-            shared: the result of :meth:`shared`, with what hooks have added.
-            weights: other weights that callbacks keep.
-            score: the checkpoint's score, as in :meth:`engine.Run.save_checkpoint`.
-            config: the settings, in the form of :attr:`engine.Run.config`.
+            shared: the result of :meth:`shared`, with the entries that hooks have added.
+            weights: the weights that callbacks keep in addition to the parameters.
+            score: the checkpoint's score; see :meth:`engine.Run.save_checkpoint`.
+            config: the settings; see :attr:`engine.Run.config`.
         """
         shared["callbacks"] = states(self._callbacks)
         facts = {
             "counters": {name: getattr(self._state, name) for name in ("epoch", "step", "batch_idx", "samples")},
             "metrics": dict(self._logbook.metrics),
             "module": f"{type(self._module).__module__}:{type(self._module).__qualname__}",
-            "hparams": without_secrets(_readable(self._module.hparams)),
+            "hparams": without_secrets(_as_json(self._module.hparams)),
             "config": config,
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
         }
@@ -105,18 +109,18 @@ class RunSnapshot(EngineSnapshot):
         return replace(self._collected(self._module, shared, facts), other_weights=weights)
 
     def scored_with(self, weights: Mapping[str, Any], score: Mapping[str, Any] | None) -> str:
-        """The name of the ``weights`` that a ``score`` is measured with: those of validation, unless the metric was logged in training."""
+        """The name of the ``weights`` with which ``score`` was measured: those used in validation, unless the metric was logged in training."""
         if score is not None and score["monitor"] in self._logbook.from_training:
             return TRAINED
         return next((c.validates_with for c in self._callbacks if c.validates_with in weights), None) or TRAINED
 
     def entries(self, user_entries: Mapping[str, Any]) -> Entries:
-        """The dict that hooks of checkpoints get, with the entries that they have saved."""
+        """Create the dict that ``on_save_checkpoint`` and ``on_load_checkpoint`` get, with the entries that hooks have saved (``user_entries``)."""
         counters = {"epoch": self._state.epoch, "global_step": self._state.step}
         return Entries(user_entries, {**counters, "hyper_parameters": dict(self._module.hparams)})
 
     def shared(self) -> dict[str, Any]:
-        """The state that all ranks share, without what hooks and callbacks add."""
+        """The state that is the same on all ranks, without the entries of hooks and the states of callbacks."""
         return {
             **super().shared(),
             "state": asdict(self._state),
@@ -133,7 +137,7 @@ class RunSnapshot(EngineSnapshot):
         }
 
     def positions(self) -> list[dict[str, Any]]:
-        """The training loader's position in its data."""
+        """The training loader's position in its data, in a list as for an engine's loaders."""
         state, train = self._state, self._loaders.train
         samples, order = (None, None) if train is None else (train.samples, train.order)
         position = 0 if state.epoch_done else state.position
@@ -141,14 +145,14 @@ class RunSnapshot(EngineSnapshot):
         return [loader if order is None else {**loader, "order": order}]
 
     def streams(self) -> list[Any]:
-        """The state of training data for which a position is not enough; ``None`` for other data."""
+        """The state that the training loader needs in addition to its position, as streams do, in a list; ``None``: the position is enough."""
         state, train = self._state, self._loaders.train
         if train is None:
             return [None]
         return [train.carried() if state.epoch_done else train.state(state.position)]
 
     def of_rank(self) -> dict[str, Any]:
-        """The state that belongs to this rank alone, with its logged values."""
+        """The state that belongs to this rank alone, including its logged values."""
         return {
             **super().of_rank(),
             "recorder": self._logbook.recorder.state_dict(),
@@ -159,7 +163,7 @@ class RunSnapshot(EngineSnapshot):
     # -- restoring ------------------------------------------------------------------------------------------------------------------------
 
     def load_weights(self, loaded: Loaded, strict: bool, weights: str | None) -> None:
-        """Load parameters and buffers. ``weights``: ``"trained"``, or the name of others; ``None``: those that the score was measured with."""
+        """Load parameters and buffers. ``weights``: ``"trained"`` or another name; ``None``: the weights that the score was measured with."""
         source = loaded.source if weights == TRAINED else Source(loaded.opened, weights)
         if source.weights != TRAINED and self._engine.is_main_process:
             logger.info("%s: its weights %r are loaded", loaded.path, source.weights)
@@ -168,18 +172,18 @@ class RunSnapshot(EngineSnapshot):
             logger.warning("%s fits in part: %s", loaded.path, report)
 
     def restore_weights(self, loaded: Loaded, strict: bool, left_out: Sequence[nn.Module] = ()) -> None:
-        """Load the trained weights of the run's whole module."""
+        """Load the trained weights of the run's module."""
         self.load_weights(loaded, strict, TRAINED)
 
     def restore_seed(self, loaded: Loaded) -> None:
-        """Restore the seed and the kind of the data order, also that of the training loader, which exists already."""
+        """Restore the seed and the kind of the data order, also in the training loader, which was prepared before."""
         super().restore_seed(loaded)
         seed, loaders = loaded.shared["seed"], loaded.shared["loaders"]
         if seed is not None and self._loaders.train is not None:
             self._loaders.train.reseed(seed, loaders[0].get("order") if loaders else None)
 
     def restore_shared(self, loaded: Loaded) -> None:
-        """Restore also the counters, logged values, intervals, data module and callbacks."""
+        """Restore what :class:`EngineSnapshot` does, and the counters, logged values, intervals, data module and callbacks."""
         super().restore_shared(loaded)
         shared = loaded.shared
         if not loaded.saved_by_run:
@@ -197,15 +201,15 @@ class RunSnapshot(EngineSnapshot):
         loaded.load_into("the callbacks", partial(load_states, self._callbacks, loaded), shared["callbacks"])
 
     def _state_of_loop(self, loaded: Loaded) -> TrainState:
-        """The counters for a checkpoint of ``Engine.save_state``; without ``facts={"step": n}`` each window counts as one step.
+        """Derive the counters from a checkpoint of ``Engine.save_state``; without ``facts={"step": n}`` each window counts as one step.
 
         Raises:
             ValueError: the position in the data, or the number of steps, is unknown.
         """
-        only = "load only its weights with Resume(path, weights_only=True)"
+        advice = "load only its weights with Resume(path, weights_only=True)"
         if not loaded.shared["loaders"]:
             raise ValueError(
-                f"{loaded.path} was saved by a loop that prepared no loader, so its position in the data is unknown: {only}"
+                f"{loaded.path} was saved by a loop that prepared no loader, so its position in the data is unknown: {advice}"
             )
         saved, loaders, train = loaded.shared["loaders"][0], self._loaders, self._loaders.train
         assert train is not None
@@ -216,17 +220,17 @@ class RunSnapshot(EngineSnapshot):
             if epoch and batches is None:
                 raise ValueError(
                     f"{loaded.path} was saved by a loop over data without a length, so its number of steps is unknown: save it with "
-                    f'save_state(path, facts={{"step": n}}), or {only}'
+                    f'save_state(path, facts={{"step": n}}), or {advice}'
                 )
             step = sum(-(-(batches or 0) // loaders.window_at(past)) for past in range(epoch)) + -(-index // window)
         samples = epoch * (saved["samples"] or 0) + position
         return TrainState(epoch, step, index, epoch * (batches or 0) + index, position, index, samples=samples)
 
     def check_counts(self, loaded: Loaded) -> None:
-        """Nothing is counted yet: hooks may add to a run's optimizers."""
+        """Check nothing: hooks may still add optimizers and schedulers, and :meth:`check` comes after them."""
 
     def check(self, loaded: Loaded, how: Resume) -> None:
-        """Check that the data, the optimizers and the schedulers match the checkpoint."""
+        """Check that the data, the optimizers and the schedulers match the checkpoint's."""
         state, train, loaders = self._state, self._loaders.train, loaded.shared["loaders"]
         if train is not None and state.position and not state.epoch_done and loaders:
             check_samples(loaded.path, loaders[0].get("samples"), train.samples, state.position, how.strict)
@@ -234,16 +238,17 @@ class RunSnapshot(EngineSnapshot):
             check_optimizers(loaded, self.optimizers, self.schedulers)
 
     def restore_optimizers(self, loaded: Loaded, how: Resume) -> None:
-        """Restore optimizers and schedulers; torch does not warn of a scheduler that steps first, at an epoch's end."""
+        """Restore optimizers and schedulers."""
         super().restore_optimizers(loaded, how)
         for optimizer in self.optimizers:
+            # A run resumed at an epoch's end steps its schedulers first, of which torch would warn.
             optimizer._opt_called = self._state.step > 0
 
     def restore_place(self, loaded: Loaded, same_place: Fields | None) -> None:
-        """Restore each rank's logged values and stream. If the number of ranks, or their parts of the model, differ, the saved ranks' values are
-        redistributed, and random numbers are those of a new run."""
+        """Restore this rank's logged values and stream. If the ranks are not the same as before (``same_place`` is ``None``), rank 0 takes the logged
+        values of all saved ranks, and streams continue from the state of rank 0."""
         rank_state, recorder = same_place or loaded.of_rank(0), self._logbook.recorder
-        if rank_state is not None and "recorder" not in rank_state:  # from a loop with Engine
+        if rank_state is not None and "recorder" not in rank_state:  # saved by a loop with Engine
             rows = []
         elif same_place is not None:
             rows = [same_place]
@@ -253,8 +258,8 @@ class RunSnapshot(EngineSnapshot):
             rows = []
         loaded.load_into("the logged values", recorder.load_state_dicts, [row["recorder"] for row in rows])
         loaded.load_into("the metrics", partial(load_metric_states, self._module), [row["metrics"] for row in rows])
-        if rank_state is not None:  # a converted checkpoint has none
-            # Under a pipeline only ranks of the last stage have logged metrics; the last rank is one of them.
+        if rank_state is not None:  # a converted checkpoint has no rank's state
+            # Under a pipeline only ranks of the last stage have logged metrics; the last rank is one of these.
             last = loaded.of_rank(loaded.manifest["world_size"] - 1)
             if last is not None and "logged" in last:
                 logged = [row["logged"] for row in rows] or [named(last["logged"])]
@@ -263,7 +268,7 @@ class RunSnapshot(EngineSnapshot):
 
 
 def _storable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters that a checkpoint can hold; a network or a function must be given again when the module is created."""
+    """The hyperparameters that a checkpoint can store. Others, such as networks or functions, must be passed again when the module is created."""
     storable: dict[str, Any] = {}
     for name, value in values.items():
         with suppress(TypeError):
@@ -273,7 +278,7 @@ def _storable(values: Mapping[str, Any]) -> dict[str, Any]:
     return storable
 
 
-def _readable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` as JSON; what JSON cannot hold becomes text."""
+def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert ``values`` to JSON values; those that are not plain become text, cut off after :data:`MAX_TEXT` characters."""
     plain = (str, int, float, bool, type(None))
-    return {str(k): v if isinstance(v, plain) else repr(v)[:200] for k, v in values.items()}
+    return {str(k): v if isinstance(v, plain) else repr(v)[:MAX_TEXT] for k, v in values.items()}

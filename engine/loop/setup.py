@@ -1,7 +1,4 @@
-"""Prepare a run from what the user passed: loaders, model, optimizers, checkpoint.
-
-Wrong input is an error here, before the first step.
-"""
+"""Sets a run up from what the user passed: loaders, model, optimizers. Wrong input is an error here, before the first step."""
 
 from __future__ import annotations
 
@@ -20,35 +17,35 @@ from engine.utils.overrides import overridden_methods
 
 
 def _warn(run: Run, message: str) -> None:
-    """Warn, on the main process alone: what the message says holds on all ranks."""
+    """Warn once, on the main process only, because the message is the same on all ranks."""
     if run.is_main_process:
         warn_once(message)
 
 
 def training(run: Run) -> None:
-    """Prepare a training: model, loaders, optimizers. The model is compiled and distributed before the optimizers are created."""
+    """Set up a training: loaders, model, optimizers. The model is compiled and distributed before the optimizers are created."""
     module = run.module
     check_best(run)
     if getattr(module.training_step, "__func__", None) is TrainModule.training_step:
         raise TypeError(f"{type(module).__name__} must define training_step(self, batch, batch_idx)")
     run.placed.accept_training_step()
     manual_checks(run)
-    late = run.loaders.asks_for_training and module.starts_before_data and not run.engine.strategy.fused
-    if not late:
+    loaders_come_last = run.loaders.asks_for_training and module.starts_before_data and not run.engine.strategy.fused
+    if not loaders_come_last:
         training_loaders(run)
     run.placed.for_training()
     optimizers(run)
-    if late:
+    if loaders_come_last:
         module.on_fit_start()
         run.hooks.leave_out("on_fit_start")
         training_loaders(run)
 
 
 def check_best(run: Run) -> None:
-    """Check that something finds the best checkpoint, if it is to be loaded after the training.
+    """Check that a callback finds the best checkpoint, if ``reload_best`` asks for it.
 
     Raises:
-        ValueError: nothing does.
+        ValueError: no callback does.
     """
     if run.settings.reload_best and not run.settings.fast_dev_run and not any(c.finds_best for c in run.callbacks):
         raise ValueError(
@@ -57,7 +54,7 @@ def check_best(run: Run) -> None:
 
 
 def training_loaders(run: Run) -> None:
-    """Make the loaders of training and validation, and what depends on them."""
+    """Prepare the loaders of training and validation, and what depends on them."""
     run.loaders.training()
     run.loaders.for_validation()
     joined(run.module, run.engine.group, run.engine.data_group)
@@ -65,7 +62,7 @@ def training_loaders(run: Run) -> None:
 
 
 def minimum(run: Run) -> None:
-    """Refuse a ``min_steps`` that the epochs cannot reach, if the steps per epoch are known."""
+    """Refuse a ``min_steps`` that ``max_epochs`` cannot reach, if the number of steps per epoch is known."""
     settings, loaders = run.settings, run.loaders
     if (
         settings.min_steps is None
@@ -95,7 +92,7 @@ def manual_checks(run: Run) -> None:
 
 
 def optimizers(run: Run) -> None:
-    """The prepared result of ``configure_optimizers``."""
+    """Call ``configure_optimizers``, prepare its optimizers and schedulers, and choose the run's optimization."""
     module, engine = run.module, run.engine
     overridden = overrides(module, "configure_optimizers")
     configuration = module.configure_optimizers() if overridden else None
@@ -121,7 +118,7 @@ def optimizers(run: Run) -> None:
 
 
 def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Optimization:
-    """Choose how micro-batches and windows are processed, for this module, its optimizers and the strategy."""
+    """Choose how micro-batches and accumulation windows are processed, by the module, its optimizers and the strategy."""
     module, engine = run.module, run.engine
     methods = overridden_methods(module, ("lr_scheduler_step", *STEP_METHODS), TrainModule)
     if not module.automatic_optimization:
@@ -134,13 +131,13 @@ def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Optimization:
         return ManualOptimization(run, prepared)
     if methods.intersection(STEP_METHODS) or any(needs_closure(optimizer.optimizer) for optimizer in prepared):
         return ClosureOptimization(run, prepared)
-    # The loop steps whole windows with engine.step and needs no wrapper; a module that steps by itself does.
+    # The loop steps with Engine.step, which takes torch's own optimizers; only modules that step by themselves need the prepared ones.
     kind = PipelinedOptimization if engine.strategy.pipelined else AutomaticOptimization
     return kind(run, [optimizer.optimizer for optimizer in prepared])
 
 
 def evaluation(run: Run, kind: str) -> list[PreparedLoader]:
-    """Prepare a run of ``"validation"``, ``"test"`` or ``"predict"`` and return its loaders; none: the limit of its batches is 0."""
+    """Set up a run of ``"validation"``, ``"test"`` or ``"predict"`` (``kind``); return its loaders, ``[]`` if the limit of batches is 0."""
     module = run.module
     if kind != "predict" and not overrides(module, f"{kind}_step"):
         raise TypeError(f"{type(module).__name__} must define {kind}_step(self, batch, batch_idx)")

@@ -1,4 +1,4 @@
-"""A training in numbers: its counters, where its time was spent, how it ended, and sums that stay on their device."""
+"""A training in numbers: its counters, where its time was spent, how it ended, and a sum of values that stay on their device."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ class TrainState:
     """The counters of a training; they fully describe its position."""
 
     epoch: int = 0
-    """Index of the current epoch, or of the next one."""
+    """The index of the current epoch, or between epochs of the next one."""
     step: int = 0
-    """Optimizer steps that happened."""
+    """The number of optimizer steps that were applied."""
     batch_idx: int = 0
-    """Micro-batches of this rank in this epoch."""
+    """The number of micro-batches that this rank has done in this epoch."""
     batches: int = 0
-    """Micro-batches of this rank in total."""
+    """The number of micro-batches that this rank has done in all epochs."""
     position: int = 0
-    """How much of the epoch's data is consumed, in samples; for data of ready batches, in batches over all ranks."""
+    """How much of the epoch's data was used, over all ranks: in samples; for data of ready batches, in batches."""
     whole_batches: int = 0
-    """``batch_idx`` at the last window's end: where a resumed run starts."""
+    """``batch_idx`` at the end of the last complete window, where a resumed run starts."""
     epoch_done: bool = False
-    """The epoch is over and its schedulers have stepped; only the counter is not increased yet."""
+    """Whether the epoch is over and its schedulers have stepped, while :attr:`epoch` still has its index."""
     validated_step: int = -1
-    """The step at which validation ran last."""
+    """The step at which validation ran last; -1: it has not run."""
     samples: int = 0
-    """Samples in the windows done, over all ranks and epochs."""
+    """The number of samples in complete windows, over all ranks and epochs."""
 
     @property
     def finished_epochs(self) -> int:
-        """Epochs that are over."""
+        """The number of finished epochs."""
         return self.epoch + self.epoch_done
 
     @property
     def in_window(self) -> bool:
-        """True inside a window: its optimizer step is still to come."""
+        """Whether an accumulation window has begun and its optimizer step has not been done."""
         return self.batch_idx != self.whole_batches
 
     def resume_point(self) -> tuple[int, int, int, int]:
-        """The point at which a run resumes from a checkpoint saved now: step, epoch, batch, validated step. Equal ones need not be saved twice.
+        """The position from which a checkpoint saved now would resume: step, epoch, batch, validated step. Equal positions need only one checkpoint.
 
-        The end of an epoch and the start of the next are one point. Inside a window it is that of the window's start.
+        The end of an epoch is the same position as the start of the next. Inside a window, the position is the window's start.
         """
         return self.step, self.finished_epochs, 0 if self.epoch_done else self.whole_batches, self.validated_step
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take saved counters, in place; :func:`engine.loop.train.begin_epoch` starts the data at their position.
+        """Take over saved counters; :func:`engine.loop.train.begin_epoch` sets the data to their position.
 
-        A window that was interrupted is run again from its start.
+        A window that was interrupted will run again from its start.
 
         Raises:
-            TypeError: one of them is unknown.
+            TypeError: ``saved`` has an unknown counter.
         """
         values = TrainState(**saved)
         for counter in fields(self):
@@ -80,17 +80,17 @@ class Times:
     """Where a run's time was spent on this rank, in seconds."""
 
     data: float = 0.0
-    """Waiting for the loader."""
+    """Time spent waiting for the loader."""
     compute: float = 0.0
-    """Training steps, optimizer steps and callbacks."""
+    """Time of training steps, optimizer steps and callbacks."""
     validation: float = 0.0
     checkpoint: float = 0.0
     other: float = 0.0
-    """Setup and teardown."""
+    """Time of setup and teardown."""
 
     @property
     def apart(self) -> float:
-        """The times measured inside the training loop."""
+        """Time that does not count as :attr:`compute` although it passes within epochs: data, validation and checkpoints."""
         return self.data + self.validation + self.checkpoint
 
 
@@ -99,29 +99,29 @@ class Result:
     """How a run ended."""
 
     status: str
-    """``"completed"`` (``max_epochs`` or ``max_steps`` reached), ``"stopped"`` (asked to, or ``max_time``), ``"interrupted"`` (Ctrl-C)."""
+    """``"completed"`` (``max_epochs`` or ``max_steps`` reached), ``"stopped"`` (by a request or ``max_time``) or ``"interrupted"`` (Ctrl-C)."""
     stop_reason: str
-    """Reason for the end of the run, as text: ``"max_epochs=3 reached"``."""
+    """The reason why the run ended, as text: ``"max_epochs=3 reached"``."""
     epoch: int
-    """Finished epochs: a count, while epochs are numbered from 0."""
+    """The number of finished epochs."""
     step: int
-    """Optimizer steps."""
+    """The number of optimizer steps."""
     metrics: dict[str, float]
-    """The latest value of everything logged."""
+    """The latest value of every logged name."""
     best_checkpoint: Path | str | None = None
-    """The best by ``ModelCheckpoint(monitor=)``; a directory or a URL."""
+    """The best checkpoint by ``ModelCheckpoint(monitor=)``: a path or a URL."""
     last_checkpoint: Path | str | None = None
-    """The newest."""
+    """The newest checkpoint: a path or a URL."""
     times: Times = field(default_factory=Times)
-    """Where the seconds of the training went."""
+    """Where the time of the run was spent."""
     folder: Path | None = None
-    """The run's own folder, in ``root_dir``. It exists if something was written."""
+    """The run's folder, in ``root_dir``. It exists if something was written."""
     best_weights: str | None = None
-    """The weights that ``best_checkpoint`` was scored with: ``"trained"``, or those of a callback that validates with others, such as ``"ema"``.
-    ``test(module, checkpoint="best")`` and ``load_from_checkpoint`` load them."""
+    """The name of the weights that ``best_checkpoint`` was scored with: ``"trained"``, or that of a callback's weights such as ``"ema"``.
+    ``test(module, checkpoint="best")`` and ``load_from_checkpoint`` load these weights."""
 
     def __str__(self) -> str:
-        """A few lines for people: how the run ended, a line for each metric, and where its checkpoints are."""
+        """The result as text: how the run ended, a line for each metric, and the paths of its checkpoints."""
         reason = f" ({self.stop_reason})" if self.stop_reason else ""
         counts = (
             f"{count} {unit}{'' if count == 1 else 's'}" for count, unit in ((self.epoch, "epoch"), (self.step, "step"))
@@ -135,17 +135,17 @@ class Result:
 
 
 def status_of(stop_reason: str) -> str:
-    """The :attr:`Result.status` of a run that was not interrupted."""
-    planned = stop_reason.startswith(("max_epochs", "max_steps", "limit_train_batches"))
-    return "completed" if planned or not stop_reason else "stopped"
+    """The :attr:`Result.status` of a run that was not interrupted and ended for this reason."""
+    is_limit = stop_reason.startswith(("max_epochs", "max_steps", "limit_train_batches"))
+    return "completed" if is_limit or not stop_reason else "stopped"
 
 
 MANY = 256
-"""Tensors are added up when this many wait."""
+"""How many tensors a :class:`Tally` collects before it adds them up."""
 
 
 class Tally:
-    """A running sum; adding to it computes nothing on a device, except once in :data:`MANY` times."""
+    """A running sum of numbers and tensors. Tensors are collected; only every :data:`MANY`-th call of :meth:`add` computes on the device."""
 
     __slots__ = ("_sum", "_waiting")
 
@@ -154,11 +154,11 @@ class Tally:
         self._waiting: list[Tensor] = []
 
     def restore(self, total: float | None) -> None:
-        """Continue with the sum of an earlier run; ``None``: nothing was ever added."""
+        """Continue from the sum ``total`` of an earlier run; ``None``: nothing was added there."""
         self._sum, self._waiting = total, []
 
     def add(self, number: Tensor | float) -> None:
-        """Add a number; a tensor has one element and is not changed afterwards."""
+        """Add a number, or a tensor with one element, which must not be changed afterwards."""
         if isinstance(number, Tensor):
             self._waiting.append(number.detach())
             if len(self._waiting) < MANY:
@@ -168,7 +168,7 @@ class Tally:
             self._sum = (self._sum or 0) + number
 
     def total(self) -> float | None:
-        """The sum; ``None``: nothing was ever added. Waits for the device if tensors were added since the last call."""
+        """The sum; ``None``: nothing was added. Waits for the device if tensors were added since the last call."""
         if self._waiting:
             self._sum = (self._sum or 0) + _total(self._waiting).item()
             self._waiting = []

@@ -1,4 +1,4 @@
-"""Three kinds of optimization: automatic, in chunks of a pipeline, and by the module's own hand."""
+"""The kinds of optimization: automatic, automatic under a pipeline, and manual, where the module steps its optimizers itself."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from engine.utils.log import warn_once
 
 
 class AutomaticOptimization(Optimization):
-    """Forward and backward pass of each micro-batch; at a window's end all optimizers step as one."""
+    """Runs the forward and backward pass of each micro-batch; at the end of a window all optimizers step together."""
 
     call: Callable[..., Any]
-    """:meth:`engine.Run.call` under autocast, which :meth:`begin` sets."""
+    """:attr:`engine.Run.call` under autocast; set by :meth:`begin`."""
 
     def __init__(self, run: Run, optimizers: Sequence[Any]) -> None:
         super().__init__(run.state, run.optimizer_set, run.logbook)
@@ -36,17 +36,17 @@ class AutomaticOptimization(Optimization):
         settings = run.settings
         self.max_norm = settings.gradient_clip_val if settings.gradient_clip_algorithm == "norm" else None
         self.max_value = settings.gradient_clip_val if settings.gradient_clip_algorithm == "value" else None
-        self._parameters = _named(run)
+        self._parameters = _replaceable_parameters(run)
 
     def begin(self) -> None:
         run = self.run
-        before, self._parameters = self._parameters, _named(run)
+        before, self._parameters = self._parameters, _replaceable_parameters(run)
         check_held(before, self._parameters, self.optimizers)
         self.call = in_context(run.engine.autocast(), self.forward())
         self.strategy, self.models = run.engine.strategy, run.engine.models
 
     def forward(self) -> Callable[..., Any]:
-        """The function to call for each micro-batch, under autocast."""
+        """Return the function to call for each micro-batch; :meth:`begin` wraps it in autocast."""
         return self.run.call
 
     def micro(self, batch: Any, index: int, share: Share) -> Any:
@@ -59,7 +59,7 @@ class AutomaticOptimization(Optimization):
         return outputs
 
     def backward_from(self, outputs: Any) -> None:
-        """Run the backward pass from what ``training_step`` returned."""
+        """Run the backward pass from ``outputs``, which ``training_step`` has returned."""
         run, loss = self.run, outputs
         if type(loss) is not Tensor and not isinstance(loss, (Tensor, Loss)):
             loss = loss_in(outputs, type(run.module).__name__)
@@ -106,7 +106,7 @@ class AutomaticOptimization(Optimization):
 
 
 class PipelinedOptimization(AutomaticOptimization):
-    """The strategy runs forward and backward passes together, on chunks of the micro-batch."""
+    """Lets the strategy run forward and backward passes together, on chunks of the micro-batch."""
 
     def forward(self) -> Callable[..., Any]:
         return partial(in_chunks, self.run)
@@ -120,7 +120,7 @@ class PipelinedOptimization(AutomaticOptimization):
 
 
 class ManualOptimizer(PreparedOptimizer):
-    """A step averages the gradients over the ranks, unscales them, checks them and counts."""
+    """An optimizer for manual optimization: its step averages the gradients over the ranks, unscales and checks them, and is counted."""
 
     def __init__(self, prepared: PreparedOptimizer, optimization: ManualOptimization) -> None:
         super().__init__(prepared.optimizer, prepared._stepper, prepared._window)
@@ -132,13 +132,13 @@ class ManualOptimizer(PreparedOptimizer):
         self._run.engine.unscale_gradients(self)
 
     def _average(self) -> None:
-        gathered = self._window.state_of(self.optimizer)
-        if not gathered.averaged:
+        window_state = self._window.state_of(self.optimizer)
+        if not window_state.averaged:
             self._run.engine.average_gradients(self)
-            gathered.averaged = True
+            window_state.averaged = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; the value of ``closure`` when one is given (one process only: it computes gradients inside the step)."""
+        """Step. With a ``closure``, which computes gradients inside the step (on one process only), return its value."""
         run = self._run
         if closure is not None:
             if run.world_size > 1:
@@ -165,7 +165,7 @@ class ManualOptimizer(PreparedOptimizer):
 
 
 class ManualOptimization(AutomaticOptimization):
-    """``automatic_optimization = False``: the module steps its optimizers inside ``training_step``."""
+    """The optimization for ``automatic_optimization = False``: the module steps its optimizers inside ``training_step``."""
 
     accumulates = False
 
@@ -181,35 +181,35 @@ class ManualOptimization(AutomaticOptimization):
         return call(batch, index) if share.size else run_for_matching(self.run, call, batch, index)
 
     def step(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: ``training_step`` has stepped the optimizers."""
 
 
 def _backward_of_module(engine: Engine, module: TrainModule, loss: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """The module's overridden ``backward``, from a scalar with the micro-batch's weight."""
+    """Run the module's overridden ``backward``, from a scalar that has the micro-batch's weight."""
     return engine.backward_by(loss, lambda root: module.backward(root, *args, **kwargs))
 
 
-def _named(run: Run) -> dict[str, Tensor]:
-    """The module's parameters, if only the user can replace them."""
+def _replaceable_parameters(run: Run) -> dict[str, Tensor]:
+    """The module's parameters by name, on one process, where only the user's code can have replaced one; otherwise ``{}``."""
     strategy = run.engine.strategy
-    alone = strategy.group.world_size == 1 and not strategy.fused
-    return dict(run.module.named_parameters(remove_duplicate=False)) if alone else {}
+    only_user_replaces = strategy.group.world_size == 1 and not strategy.fused
+    return dict(run.module.named_parameters(remove_duplicate=False)) if only_user_replaces else {}
 
 
 def in_context(context: AbstractContextManager[Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, called in ``context``; without a context itself, so that a step has two calls less."""
+    """Wrap ``function``, so that it runs in ``context``; return ``function`` itself for a null context, which saves two calls per step."""
     if isinstance(context, nullcontext):
         return function
 
-    def inside(batch: Any, index: int) -> Any:
+    def function_in_context(batch: Any, index: int) -> Any:
         with context:
             return function(batch, index)
 
-    return inside
+    return function_in_context
 
 
 def in_chunks(run: Run, batch: Any, index: int) -> Any:
-    """``training_step`` and its backward pass on chunks of a micro-batch; returns the loss of all."""
+    """Run ``training_step`` and its backward pass on chunks of a micro-batch; return the loss of the whole micro-batch."""
     module, recorder = run.module, run.logbook.recorder
     size = recorder.size
 
@@ -224,13 +224,13 @@ def in_chunks(run: Run, batch: Any, index: int) -> Any:
 
 
 def run_for_matching(run: Run, call: Callable[..., Any], batch: Any, index: int) -> Any:
-    """A training step that only keeps the ranks matched: its samples were trained on before."""
+    """Run a training step on a repeated micro-batch, only because the other ranks' steps have collectives; metrics do not see it."""
     with unchanged(run.module, run.logbook.recorder.metrics):
         return call(batch, index)
 
 
 def warn_without_loss(run: Run) -> None:
-    """Warn when nothing has been trained so far because ``training_step`` returned no loss."""
+    """Warn if nothing has been trained so far, because ``training_step`` has returned no loss yet."""
     if run.state.step == 0:
         warn_once(
             f"{type(run.module).__name__}.training_step returned None for every batch so far: nothing is trained. "

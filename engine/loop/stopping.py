@@ -1,4 +1,4 @@
-"""The end of a training: limits, requests, Ctrl-C and SIGTERM, and what the ranks agree on."""
+"""How a training ends: limits, requests to stop, Ctrl-C and SIGTERM, and the agreement of the ranks."""
 
 from __future__ import annotations
 
@@ -18,66 +18,66 @@ from engine.utils.log import logger
 
 
 class Preempted(Exception):
-    """Ctrl-C or SIGTERM during an evaluation: all ranks leave it at the same batch, without results."""
+    """Raised by Ctrl-C or SIGTERM during an evaluation: all ranks leave the evaluation at the same batch, without results."""
 
 
 class StopControl:
-    """Decides when a run ends: its limits, requests to stop, and what the ranks have agreed on.
+    """Decides when a run ends, by its limits and by requests to stop on which the ranks agree.
 
     Args:
-        settings: the run's.
-        state: its counters, the one object for the whole run.
-        group: its ranks.
+        settings: the settings of the run.
+        state: the run's counters, the same object throughout the run.
+        group: the ranks of the run.
     """
 
     def __init__(self, settings: Settings, state: TrainState, group: Group) -> None:
         self._settings, self._state, self._group = settings, state, group
         self.reason = ""
-        """The cause of the training's end, in words; empty while it goes on."""
+        """The reason why the training ended or is about to end, as text; empty while it goes on."""
         self.request: str | None = None
-        """The reason for which this rank wants to stop; the ranks agree on it."""
+        """The reason for which this rank has asked to stop, on which the ranks then agree; ``None``: it has not asked."""
         self.urgency = 0
-        """The urgency of :attr:`request`: ``STOP``, ``HURRY`` or ``TERMINATE`` of :mod:`engine.distributed.stop_agreement`."""
+        """The urgency of :attr:`request`: ``STOP``, ``HURRY`` or ``TERMINATE`` of :mod:`engine.distributed.stop_agreement`; 0: no request."""
         self.interrupted = False
-        """Ctrl-C has reached some rank."""
+        """Whether Ctrl-C was pressed, on any rank."""
         self.terminated = False
-        """SIGTERM has reached some rank."""
+        """Whether any rank has got SIGTERM."""
         self.preempted = False
-        """The ranks have agreed to end early, by Ctrl-C or SIGTERM."""
+        """Whether the ranks have agreed to end early because of Ctrl-C or SIGTERM."""
         self.max_epochs: int | None = settings.max_epochs
         self.max_steps: int | None = settings.max_steps
         self.stopwatch = Stopwatch()
         self.agreement = Agreement(group, self.stopwatch)
         self.first_step_done = False
-        """A step is done: from now on ``timeout`` applies instead of ``start_timeout``."""
+        """Whether the first step is done, so that ``timeout`` applies instead of ``start_timeout``."""
         self.due_step = 0
-        """The next step after which a limit, or something besides the step, may be due."""
+        """The next step after which something may be due: a limit, validation, publishing, garbage collection."""
         self.below_min_steps = False
-        """``min_steps`` is not reached yet, on all ranks."""
+        """Whether ``min_steps`` is not reached yet; the same on all ranks."""
         self._postponed: str | None = None
         """The reason to stop once ``min_epochs`` and ``min_steps`` are reached."""
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training, including the time before a resume; with several ranks, the value they last agreed on."""
+        """Seconds of training, including those before a resume; with several ranks, the value on which they agreed last."""
         return self.agreement.elapsed_s if self._group.world_size > 1 else self.stopwatch.seconds()
 
     @property
     def may_stop(self) -> bool:
-        """True once ``min_epochs`` and ``min_steps`` are reached."""
+        """Whether ``min_epochs`` and ``min_steps`` are reached."""
         settings, state = self._settings, self._state
         return state.finished_epochs >= (settings.min_epochs or 0) and state.step >= (settings.min_steps or 0)
 
     def set_limit(self, name: str, value: int | None) -> None:
-        """Let the training end at ``value``, the limit of this ``name`` (``"max_epochs"``, ``"max_steps"``); ``None``: none. All ranks call this."""
+        """Set the limit ``name`` of the training (``"max_epochs"`` or ``"max_steps"``) to ``value``; ``None``: no limit. All ranks call this."""
         setattr(self, name, value)
-        self.due_step = 0  # looked at after the step under way
+        self.due_step = 0  # checks the new limit after the current step
 
     def ask(self, reason: str, urgency: int = STOP) -> None:
-        """Ask for the end of the training after this step.
+        """Ask to stop the training after this step.
 
-        A request of ``STOP`` waits until ``min_epochs`` and ``min_steps`` are reached; one of a signal does not. With several ranks the training
-        ends at the next step at which they agree (about 0.5 s later).
+        A request with the urgency ``STOP`` waits until ``min_epochs`` and ``min_steps`` are reached; the request of a signal does not. Several ranks
+        stop at the next step at which they agree (about 0.5 s later).
         """
         if urgency == STOP and not self.may_stop:
             if self._postponed is None:
@@ -90,35 +90,35 @@ class StopControl:
             self.request, self.urgency = reason, max(urgency, self.urgency)
 
     def ask_postponed(self) -> None:
-        """Ask now, if the end was requested before the minimum was reached."""
+        """Make a request that came before ``min_epochs`` and ``min_steps``, once these are reached."""
         if self._postponed is not None and self.may_stop:
             self.ask(self._postponed)
             self._postponed = None
 
     def agree_now(self) -> bool:
-        """Find out now if some rank asks for the end, and accept it. A collective: every rank calls it at the same place."""
+        """Find out whether any rank has asked to stop, and if so stop; return whether. A collective: every rank calls this at the same place."""
         if not self.agreement.agree_now(self.urgency):
             return False
         self.accept()
         return True
 
     def accept(self) -> None:
-        """All ranks have agreed to stop."""
+        """Record that all ranks have agreed to stop."""
         level = self.agreement.level
         self.preempted, self.terminated = self.preempted or level >= HURRY, self.terminated or level >= TERMINATE
         self.interrupted = self.interrupted or level == HURRY
         if not self.reason:
-            elsewhere = {
+            reasons_elsewhere = {
                 HURRY: "interrupted (Ctrl-C on another rank)",
                 TERMINATE: "terminated (SIGTERM on another rank)",
             }
-            self.reason = self.request or elsewhere.get(level, "another rank asked to stop")
+            self.reason = self.request or reasons_elsewhere.get(level, "another rank asked to stop")
 
     def limit_reached(self, epoch_batches: int | None) -> bool:
-        """Find out if the training ends here, by a limit or because the ranks agreed, and set :attr:`reason`.
+        """Return whether the training ends here, by a limit or because the ranks have agreed to stop; a limit sets :attr:`reason`.
 
         Args:
-            epoch_batches: this rank's micro-batches of an epoch; ``None``: not known.
+            epoch_batches: the number of this rank's micro-batches in an epoch; ``None``: unknown.
         """
         if self.reason:
             return True
@@ -136,15 +136,15 @@ class StopControl:
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Inside the block, Ctrl-C and SIGTERM end the run after the step; a second Ctrl-C at once. The user's own handlers stay in place."""
-        owner, main = os.getpid(), threading.current_thread() is threading.main_thread()
-        pressed = False  # here; `interrupted` is true on all ranks after a Ctrl-C on one
+        owner, is_main_thread = os.getpid(), threading.current_thread() is threading.main_thread()
+        pressed = False  # on this rank; `interrupted` is true on all ranks after a Ctrl-C on one
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             nonlocal pressed
             if pressed:
                 raise KeyboardInterrupt
             pressed = True
-            if os.getpid() != owner:  # a data worker: the run still reads from it until the step ends
+            if os.getpid() != owner:  # a data worker must go on, since the run reads from it until the step ends
                 return
             self.interrupted = True
             self.ask("interrupted (Ctrl-C)", HURRY)
@@ -152,9 +152,9 @@ class StopControl:
                 logger.warning("Ctrl-C: the run ends after this step; press it again to end at once")
 
         def terminate(number: int, frame: FrameType | None) -> None:
-            if os.getpid() != owner:  # a fork of this process, which runs no loop
+            if os.getpid() != owner:  # a fork of this process runs no loop that could end after a step
                 os._exit(TERMINATED)
-            if self.urgency < TERMINATE:  # a launcher and a scheduler may both send one
+            if self.urgency < TERMINATE:  # a launcher and a scheduler may both send SIGTERM
                 self.terminated = True
                 self.ask("terminated (SIGTERM)", TERMINATE)
                 logger.warning("SIGTERM: the run ends after this step, with exit code %d", TERMINATED)
@@ -163,7 +163,7 @@ class StopControl:
         replaced = [
             (number, before, handler)
             for number, before, handler in handlers
-            if main and signal.getsignal(number) is before
+            if is_main_thread and signal.getsignal(number) is before
         ]
         for number, _, handler in replaced:
             signal.signal(number, handler)

@@ -1,6 +1,6 @@
-"""The phases of a run, by name, for profilers; its intervals; and the times of a training epoch.
+"""The phases of a run for profilers, the intervals at which something is due, and the times of a training epoch.
 
-Names: ``data``, ``forward``, ``backward``, ``optimizer``, ``validation``, ``checkpoint`` and others.
+Phases are called ``data``, ``forward``, ``backward``, ``optimizer``, ``validation``, ``checkpoint``, ...
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ from engine.config.settings import Settings
 from engine.loop.state import Times
 
 Timer = Callable[[str, float], None]
-"""Called at the end of each phase with its name and how long it was (s): methods of :class:`callbacks.SimpleProfiler`, ``ThroughputMonitor`` and
-``StragglerMonitor``, or a user's."""
+"""A function that is called at the end of each phase with its name and its duration in seconds: a method of :class:`callbacks.SimpleProfiler`,
+``ThroughputMonitor`` or ``StragglerMonitor``, or a user's function."""
 
 
 class Phases:
-    """Tells profilers which phase of a run is under way: torch's, as ranges with these names, and ``timers``.
+    """Reports the phases of a run: to torch's profiler, as ranges with the phases' names, and to ``timers``.
 
-    The loop asks before each phase whether anybody listens (``profiler._is_profiler_enabled or phases.timers``: two attribute reads, 30 ns),
-    and runs it through :meth:`named` only then. Any torch profiler sees the ranges, also one that the user started around ``fit.run``.
+    The loop checks before each phase whether there is a profiler or a timer (``profiler._is_profiler_enabled or phases.timers``: two attribute
+    reads, 30 ns), and only then runs the phase through :meth:`named`. Any torch profiler sees the ranges, also one that the user started around
+    ``fit.run``.
     """
 
     __slots__ = ("timers",)
 
     def __init__(self) -> None:
         self.timers: tuple[Timer, ...] = ()
-        """Add one with ``phases.timers += (timer,)``. Times are those of the host: a device may still compute when a phase ends."""
+        """The timers; add one with ``phases.timers += (timer,)``. They get times of the host: a device may still compute when a phase ends."""
 
     def timed(self, name: str) -> Phase:
-        """The phase ``name``, as a context."""
+        """Return a context that is the phase ``name``."""
         return Phase(name, self)
 
     def named(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` as the phase ``name``; ``function`` itself while nobody listens."""
+        """Wrap ``function``, so that it runs as the phase ``name``; return ``function`` itself if there is no profiler and no timer."""
         if not (profiler._is_profiler_enabled or self.timers):
             return function
         return partial(self._call, name, function)
@@ -52,14 +53,14 @@ class Phases:
                 return function(*args, **kwargs)
         began = time.perf_counter()
         result = function(*args, **kwargs)
-        took = time.perf_counter() - began
+        elapsed_s = time.perf_counter() - began
         for timer in self.timers:
-            timer(name, took)
+            timer(name, elapsed_s)
         return result
 
 
 class Phase:
-    """One phase, from ``with`` to its end."""
+    """A context that reports its block as a phase."""
 
     __slots__ = ("_began", "_name", "_phases", "_range")
 
@@ -73,16 +74,16 @@ class Phase:
         self._began = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
-        took = time.perf_counter() - self._began
+        elapsed_s = time.perf_counter() - self._began
         if self._range is not None:
             self._range.__exit__(None, None, None)
         for timer in self._phases.timers:
-            timer(self._name, took)
+            timer(self._name, elapsed_s)
 
 
 @contextmanager
 def checkpoint_phase(phases: Phases, times: Times) -> Iterator[None]:
-    """The phase ``checkpoint``, whose time is added to the run's."""
+    """Inside the block, the phase is ``checkpoint``; its time is added to ``times.checkpoint``."""
     began = time.perf_counter()
     with phases.timed("checkpoint"):
         yield
@@ -93,7 +94,7 @@ Batch = TypeVar("Batch")
 
 
 class Intervals:
-    """When validation, publishing and garbage collection are due, as the settings say."""
+    """The intervals at which validation, publishing and garbage collection are due, from the settings."""
 
     def __init__(self, settings: Settings) -> None:
         self.validation = Every(settings.val_every)
@@ -101,14 +102,14 @@ class Intervals:
         self.garbage = Every(settings.gc_every_n_steps or None)
 
     def start(self, step: int, epochs: Fraction | None) -> None:
-        """Start, or continue, at ``step``, when ``epochs`` are done."""
+        """Start or continue the intervals at ``step``, after this number of ``epochs``."""
         self.validation.start(step, epochs)
         self.publishing.start(step)
         self.garbage.start(step)
 
 
 class EpochClock:
-    """Divides an epoch into waiting for data and computing. Validation and checkpoints are measured separately."""
+    """Divides the time of an epoch into waiting for data and computing. Validation and checkpoints are measured elsewhere, and subtracted."""
 
     __slots__ = ("_apart", "_entered", "_phases", "_times", "previous_s")
 
@@ -116,40 +117,40 @@ class EpochClock:
         self._times, self._apart, self._phases = times, times.apart, phases
         self._entered = time.perf_counter()
         self.previous_s = 0.0
-        """Seconds from the batch before the current one until the next was asked for; 0 with the first."""
+        """Seconds that the loop took for the batch before the current one, without waiting for data; 0 at the first batch."""
 
     def waits_for(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches, and count the time until each one as waiting, the phase ``data``."""
+        """Yield the batches, and count the time until each arrives as waiting for data (the phase ``data``)."""
         clock, times, phases = time.perf_counter, self._times, self._phases
-        started, marked = clock(), _marked()
+        requested, data_range = clock(), _data_range()
         for batch in batches:
-            if marked is not None:
-                marked.__exit__(None, None, None)
-            came = clock()
-            times.data += came - started
+            if data_range is not None:
+                data_range.__exit__(None, None, None)
+            arrived = clock()
+            times.data += arrived - requested
             for timer in phases.timers:
-                timer("data", came - started)
+                timer("data", arrived - requested)
             yield batch
-            del batch  # the next one takes its memory
-            started, marked = clock(), _marked() if profiler._is_profiler_enabled else None
-            self.previous_s = started - came
-        if marked is not None:
-            marked.__exit__(None, None, None)
-        waited = clock() - started  # until the end of the data
+            del batch  # frees its memory for the next batch
+            requested, data_range = clock(), _data_range() if profiler._is_profiler_enabled else None
+            self.previous_s = requested - arrived
+        if data_range is not None:
+            data_range.__exit__(None, None, None)
+        waited = clock() - requested  # for the end of the data
         times.data += waited
         for timer in phases.timers:
             timer("data", waited)
 
     def stop(self) -> None:
-        """End the epoch."""
+        """End the epoch: count its time that was not measured elsewhere as computing."""
         times = self._times
         times.compute += time.perf_counter() - self._entered - (times.apart - self._apart)
 
 
-def _marked() -> profiler.record_function | None:
-    """A range ``data`` from now on, if a profiler runs."""
+def _data_range() -> profiler.record_function | None:
+    """Open a range ``data`` for torch's profiler, if one is active."""
     if not profiler._is_profiler_enabled:
         return None
-    marked = profiler.record_function("data")
-    marked.__enter__()
-    return marked
+    data_range = profiler.record_function("data")
+    data_range.__enter__()
+    return data_range

@@ -16,15 +16,15 @@ from engine.utils.log import logger
 
 
 def train(run: Run) -> None:
-    """Train until a limit is reached or someone asks to stop::
+    """Train until a limit is reached, or a callback, a signal or another rank asks to stop::
 
     while no limit is reached:
         on_train_epoch_start
         for each micro-batch:
             on_train_batch_start; training_step; backward
-            at its window's end: finish gradients; optimizer step; zero_grad; step schedulers
+            at the end of an accumulation window: finish gradients; optimizer step; zero_grad; step schedulers
             on_train_batch_end
-            at a step's end, when due: log, validate, stop
+            at the end of a step, when due: log, validate, stop
         validate when due; on_train_epoch_end; log; epoch schedulers
     """
     state, control, loaders = run.state, run.control, run.loaders
@@ -38,8 +38,8 @@ def train(run: Run) -> None:
         and run.loaders.validation
         and run.intervals.validation.due(state.step, None, control.elapsed_s, run.epochs)
     ):
-        validate(run)  # the run was killed after this step was saved and before its validation
-    control.agree_now()  # requested before the first step
+        validate(run)  # the run that saved this step was killed before its validation
+    control.agree_now()  # a callback may have asked to stop before the first step
     while not control.limit_reached(loaders.train_batches):
         train_epoch(run)
         if not state.epoch_done:
@@ -51,7 +51,7 @@ def train(run: Run) -> None:
 
 
 def train_epoch(run: Run) -> None:
-    """One pass over the training data, or what is left of it."""
+    """Train on one pass over the training data, or on the rest of a pass that was interrupted."""
     window, module, state, hooks, recorder = run.engine.window, run.module, run.state, run.hooks, run.logbook.training
     optimization, loaders = run.optimization, run.loaders
     assert optimization is not None
@@ -59,12 +59,12 @@ def train_epoch(run: Run) -> None:
     batches = begin_epoch(run)
     optimization.begin()
     window.accumulating = accumulates
-    clock, closes = EpochClock(run.times, run.phases), True
+    clock, ends_window = EpochClock(run.times, run.phases), True
     for batch in clock.waits_for(batches):
         index = state.batch_idx
         share = window.share
         recorder.size, recorder.batch = share.size, batch
-        # A list: all of them are called.
+        # A list, not a generator: all hooks are called, even after one returned -1.
         if hooks.on_train_batch_start and -1 in [
             hook(run, module, batch, index) for hook in hooks.on_train_batch_start
         ]:
@@ -72,8 +72,8 @@ def train_epoch(run: Run) -> None:
         outputs = micro(batch, index, share)
         state.batch_idx = index + 1
         state.batches += 1
-        closes = share.last or not accumulates
-        if closes:
+        ends_window = share.last or not accumulates
+        if ends_window:
             optimization.stepping = True
             optimization.step()
             state.position += loaders.stride
@@ -85,15 +85,15 @@ def train_epoch(run: Run) -> None:
             optimization.stepping = False
         for hook in hooks.on_train_batch_end:
             hook(run, module, outputs, batch, index)
-        if closes:
-            leave = end_step(run, clock.previous_s, outputs)
+        if ends_window:
+            epoch_ends = end_step(run, clock.previous_s, outputs)
             recorder.window += 1
-            if leave:
+            if epoch_ends:
                 break
-        batch = outputs = recorder.batch = None  # before the next one is copied to the device
+        batch = outputs = recorder.batch = None  # frees its memory before the next batch is copied to the device
     window.accumulating = False
     recorder.batch = None
-    if not closes:
+    if not ends_window:
         optimization.cut()
     clock.stop()
     end_epoch(run)
@@ -103,8 +103,8 @@ def end_step(run: Run, seconds: float, outputs: Any) -> bool:
     """Do what is due after an optimizer step; return whether the epoch ends here.
 
     Args:
-        seconds: how long steps take.
-        outputs: of the step's last ``training_step``.
+        seconds: the duration of the micro-batch measured last. Ranks exchange requests to stop less often when steps are fast.
+        outputs: what the step's last ``training_step`` returned.
     """
     control = run.control
     if control.agreement.poll(control.urgency, seconds):
@@ -118,7 +118,7 @@ def end_step(run: Run, seconds: float, outputs: Any) -> bool:
 
 
 def do_what_is_due(run: Run, outputs: Any) -> None:
-    """Log, validate and check whether a limit is reached. ``outputs``: as in :func:`end_step`."""
+    """Log, validate, collect garbage and check whether a limit is reached, each if due. ``outputs``: as in :func:`end_step`."""
     run.engine.settle()
     control, step = run.control, run.state.step
     first = not control.first_step_done
@@ -146,7 +146,7 @@ def do_what_is_due(run: Run, outputs: Any) -> None:
 
 
 def shorten_timeout(run: Run) -> None:
-    """The first step is done, and so are slow starts (connecting, compiling): a longer wait from here on means a hang."""
+    """After the first step, set the timeout of collectives to ``timeout``: connecting and compiling are over, so a longer wait means a hang."""
     control = run.control
     control.first_step_done = True
     if run.is_main_process and run.logs_itself:
@@ -158,20 +158,20 @@ def shorten_timeout(run: Run) -> None:
 
 
 def find_next_due_step(run: Run) -> None:
-    """Find the next step after which something is due, so that the steps before it need one comparison."""
+    """Find the next step after which something is due, so that the steps before it need only one comparison."""
     step, settings, control = run.state.step, run.settings, run.control
-    marks = [mark for mark in (control.max_steps, settings.min_steps) if mark is not None and mark > step]
+    due_steps = [limit for limit in (control.max_steps, settings.min_steps) if limit is not None and limit > step]
     if run.loaders.validation:
-        marks.append(run.intervals.validation.next_step(step))
+        due_steps.append(run.intervals.validation.next_step(step))
     intervals = [settings.log_every_n_steps, settings.gc_every_n_steps]
     if not control.first_step_done or settings.max_time is not None:
         intervals.append(1)
-    marks += [(step // n + 1) * n for n in intervals if n]
-    control.due_step = min(marks, default=NEVER)
+    due_steps += [(step // n + 1) * n for n in intervals if n]
+    control.due_step = min(due_steps, default=NEVER)
 
 
 def begin_epoch(run: Run) -> Iterator[Any]:
-    """Set the window and the loader to the epoch's position."""
+    """Set the window and the loader to the position in the epoch, call ``on_train_epoch_start`` and return the iterator over batches."""
     state, loaders = run.state, run.loaders
     loaders.locate(state)
     loader = loaders.training()
@@ -182,7 +182,7 @@ def begin_epoch(run: Run) -> Iterator[Any]:
 
 
 def call_epoch_hooks(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:
-    """Call hooks outside of steps: what they log belongs to the epoch."""
+    """Call hooks outside of steps, where logged values belong to the epoch by default."""
     recorder = run.logbook.recorder
     recorder.size, recorder.on_step, recorder.on_epoch = 1, False, True
     for hook in hooks:
@@ -191,26 +191,27 @@ def call_epoch_hooks(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:
 
 
 def end_epoch(run: Run) -> None:
-    """Validation when due, then hooks, values, schedulers. An epoch that ends early keeps its position and its values."""
+    """Validate when due, call hooks, publish the epoch's values and step schedulers. An epoch that ends early keeps its position and its values, and
+    its schedulers do not step."""
     run.engine.settle()
     state, module, control = run.state, run.module, run.control
     exhausted = run.loaders.train_batches is not None and state.batch_idx >= run.loaders.train_batches
-    whole = exhausted or not control.reason
+    epoch_complete = exhausted or not control.reason
     if control.reason or (control.max_epochs is not None and state.epoch + 1 >= control.max_epochs):
         run.publish_last()
     run.logbook.take_unpublished()
     if (
-        whole
+        epoch_complete
         and run.loaders.validation
         and run.intervals.validation.due(state.step, state.epoch + 1, control.elapsed_s, run.epochs)
     ):
         validate(run)
-        # Otherwise Ctrl-C or SIGTERM has cut it off: the resumed run validates, then ends the epoch.
-        whole = state.validated_step == state.step
+        # If Ctrl-C or SIGTERM has interrupted the validation, the epoch is not complete: a resumed run validates, then ends it.
+        epoch_complete = state.validated_step == state.step
     call_epoch_hooks(run, run.hooks.on_train_epoch_end)
     training = run.logbook.training
-    run.publish(training.epoch_values(clear=whole), training)
-    if whole:
+    run.publish(training.epoch_values(clear=epoch_complete), training)
+    if epoch_complete:
         for schedule in run.optimizer_set.schedules:
             if (
                 schedule.interval == "epoch"

@@ -1,4 +1,4 @@
-"""The options of ``log``: what they mean, and which of them contradict what logging does."""
+"""The options of ``log``: resolving them, and refusing those that logging cannot honour."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 _FUNCTIONS = {"mean": "mean", "sum": "sum", "min": "min", "amin": "min", "max": "max", "amax": "max"}
-"""The reductions by the names of torch's functions, which only somebody has who has imported torch: ``fit migrate`` reads options without it."""
+"""The reductions by the names of torch's functions. Names rather than functions, because ``fit migrate`` reads options without importing torch."""
 
 
 class Options(NamedTuple):
-    """Options of a logged name. Checkpoints have their values in this order; older checkpoints only the first four."""
+    """The options of a logged name. Checkpoints store the values in this order; older checkpoints have only the first four."""
 
     on_step: bool
     on_epoch: bool
@@ -29,7 +29,7 @@ class Options(NamedTuple):
 
 
 class LogArguments(NamedTuple):
-    """Options as a call of ``log`` passes them, with their defaults not yet resolved."""
+    """The options as passed to ``log``, before ``None`` is resolved to a default."""
 
     prog_bar: bool
     logger: bool | None
@@ -45,13 +45,13 @@ class LogArguments(NamedTuple):
 
 
 def options_of(name: str, arguments: LogArguments, on_step: bool, on_epoch: bool, world_size: int) -> Options:
-    """The options that a call of ``log`` asks for.
+    """Resolve the options of a call of ``log``.
 
     Args:
         on_step, on_epoch: the defaults at this moment of the run.
 
     Raises:
-        ValueError: one cannot be honoured; the message names it.
+        ValueError: an option cannot be honoured; the message names it.
     """
     if arguments.enable_graph:
         raise ValueError(
@@ -75,13 +75,17 @@ def options_of(name: str, arguments: LogArguments, on_step: bool, on_epoch: bool
 
 
 def _reduction(name: str, arguments: LogArguments) -> str:
-    """The reduction that ``reduce_fx`` or ``reduce`` names."""
+    """The name of the reduction that ``reduce_fx`` or ``reduce`` asks for.
+
+    Raises:
+        ValueError: the reduction is unknown, or the two ask for different ones.
+    """
     keyword, requested = (
         ("reduce_fx", arguments.reduce_fx) if arguments.reduce is None else ("reduce", arguments.reduce)
     )
     if arguments.reduce is not None and arguments.reduce_fx not in ("mean", arguments.reduce):
         raise ValueError(
-            f"log({name!r}) got reduce_fx={arguments.reduce_fx!r} and reduce={arguments.reduce!r}, which are one option: give one of them"
+            f"log({name!r}) got reduce_fx={arguments.reduce_fx!r} and reduce={arguments.reduce!r}, two names of one option: give one of them"
         )
     if isinstance(requested, str):
         reduction = "mean" if requested.lower() == "avg" else requested.lower()
@@ -101,10 +105,10 @@ def _reduction(name: str, arguments: LogArguments) -> str:
 
 
 def no_steps(name: str, on_epoch: bool) -> None:
-    """``on_step=True`` was given outside a step.
+    """Refuse ``on_step=True`` outside of steps; with ``on_epoch``, which still reports a value, warn instead.
 
     Raises:
-        ValueError: and the epoch's value is not asked for.
+        ValueError: ``on_epoch`` is false.
     """
     what = f"log({name!r}, on_step=True) in an evaluation or at an epoch's start or end, where values belong to no step"
     if not on_epoch:
@@ -113,10 +117,10 @@ def no_steps(name: str, on_epoch: bool) -> None:
 
 
 def check_metric(name: str, arguments: LogArguments, metric: Any, module: nn.Module | None, world_size: int) -> None:
-    """Check the options that only a torchmetrics object can contradict.
+    """Check the options that do not go with a torchmetrics object.
 
     Raises:
-        ValueError: ``metric_attribute`` is another object's name, or one rank's value is asked for.
+        ValueError: ``metric_attribute`` is not the name of ``metric``, or ``rank_zero_only`` is set on several ranks.
     """
     if arguments.rank_zero_only and world_size > 1:
         raise ValueError(
@@ -135,5 +139,6 @@ def check_metric(name: str, arguments: LogArguments, metric: Any, module: nn.Mod
         ) from None
     if all(part is not metric for part in attribute.modules()):
         raise ValueError(
-            f"log({name!r}, metric_attribute={path!r}) got another object than {type(module).__name__}.{path}: give that one, or leave it out"
+            f"log({name!r}, metric_attribute={path!r}) got another object than {type(module).__name__}.{path}: log that object, or leave "
+            "metric_attribute out"
         )

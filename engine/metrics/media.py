@@ -1,4 +1,4 @@
-"""Media that a module logs besides numbers: images, histograms, text, audio, figures, tables and files."""
+"""Checks the media that a module can log in addition to numbers: images, histograms, text, audio, figures, tables and files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.utils.tree import full_tensor
 
 
 def checked(kind: str, name: str, value: Any, **options: Any) -> Any:
-    """``value`` in the form in which callbacks get it; a tensor is a copy, on its device.
+    """Check a medium that was logged, and return ``value`` in the form that callbacks get; a tensor is copied, on its device.
 
     ======================  =======================================================================================================
     ``image``               a tensor [height, width], [1 or 3 or 4, height, width] or several as [n, channels, height, width]; uint8, or
@@ -24,13 +24,13 @@ def checked(kind: str, name: str, value: Any, **options: Any) -> Any:
     ``text``                a str
     ``audio``               a tensor [samples] or [channels, samples] of floats from -1 to 1
     ``figure``              an object with ``savefig(file, format=...)``, as matplotlib's
-    ``table``               ``(columns, rows)``: the names, and as many values in each row
-    ``artifact``            a ``Path`` that exists: a file or a directory
+    ``table``               ``(columns, rows)``: the names of the columns, and lists with one value per column
+    ``artifact``            a ``Path`` of an existing file or directory
     ======================  =======================================================================================================
 
     Raises:
-        ValueError: an unknown kind, a wrong shape, a file that does not exist.
-        TypeError: of another type.
+        ValueError: the kind is unknown, the shape is wrong, or the file does not exist.
+        TypeError: the value has another type.
     """
     if kind not in KINDS:
         raise ValueError(
@@ -42,6 +42,7 @@ def checked(kind: str, name: str, value: Any, **options: Any) -> Any:
 
 
 def _tensor(who: str, value: Any) -> Tensor:
+    """Convert ``value`` to a real tensor, copied and whole; ``who``: the call of ``log_<kind>``, for errors."""
     if not isinstance(value, Tensor):
         try:
             value = torch.as_tensor(_array(value))
@@ -53,7 +54,7 @@ def _tensor(who: str, value: Any) -> Tensor:
 
 
 def _array(value: Any) -> Any:
-    """Pixels of a PIL image as an array; other values, which ``torch.as_tensor`` understands, unchanged."""
+    """Convert a PIL image to an array of its pixels; return other values unchanged, for ``torch.as_tensor``."""
     if not hasattr(value, "getdata") or not hasattr(value, "mode"):
         return value
     import numpy
@@ -131,4 +132,4 @@ KINDS: dict[str, Callable[[str, Any], Any]] = {
     "table": _table,
     "artifact": _artifact,
 }
-"""How a value of each kind is checked."""
+"""By kind, the function that checks and converts a value."""

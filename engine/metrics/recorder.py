@@ -1,4 +1,4 @@
-"""Logged values: kept on their device, and reduced over micro-batches and ranks when they are read."""
+"""``Recorder``: keeps logged values on their device, and reduces them over micro-batches and ranks when they are read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.utils.tree import full_tensor
 
 
 class Recorder:
-    """Stores the values of ``self.log``: one for training, one for each loader of an evaluation."""
+    """Stores the values that a module logs. A run has one recorder for training, and one for each loader of an evaluation."""
 
     def __init__(
         self,
@@ -34,24 +34,25 @@ class Recorder:
         suffix: str = "",
     ) -> None:
         self.group, self.suffix = group, suffix
-        """Values are reduced over ``group``; a rank that does not count is left out, because another one has the same data."""
+        """``group``: the ranks over which values are reduced; ranks that see the same data count once. ``suffix``: appended to all names."""
         self.data_group = data_group or group
         """The ranks over which torchmetrics objects are computed."""
         self.on_step, self.on_epoch = on_step, on_epoch
-        """The default for names logged without this option."""
+        """The defaults for names logged without these options."""
         self.module: nn.Module | None = None
-        """The module whose metrics are known by name."""
+        """The module in which torchmetrics objects are looked up by name."""
         self.slots: dict[str, Slot] = {}
         self.taken: dict[str, Recorder] | None = None
-        """Maps a metric's name without the loader's number to the recorder that logged it; all loaders of an evaluation share it."""
+        """Names logged without the loader's index, and the recorder that logged each; shared by the recorders of all loaders of an evaluation."""
         self._logged: dict[int, Logged] = {}
         self._watches: dict[int, Watch] = {}
         self._exchange = RankExchange(group, speaks)
         self.window = 0
-        """The step that the values belong to."""
+        """The index of the accumulation window that values of a step belong to."""
         self.size: int = 1
-        """Samples in the current micro-batch: the weight of its values; 0: they do not count; -1: see ``batch``."""
+        """The samples in the current micro-batch, which are the weight of its values; 0: its values do not count; -1: to be found from ``batch``."""
         self.batch: Any = None
+        """The current micro-batch; ``None`` between micro-batches."""
 
     def record(
         self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, on_step: bool | None = None,
@@ -59,13 +60,13 @@ class Recorder:
         sync_dist_group: Any = None, add_dataloader_idx: bool = True, batch_size: Any = None,
         metric_attribute: str | None = None, rank_zero_only: bool = False, reduce: Any = None,
     ) -> None:  # fmt: skip
-        """Store one value, without computing anything or waiting for a device.
+        """Store one value, without computing anything or waiting for a device. Arguments: see :meth:`engine.TrainModule.log`.
 
         Raises:
-            TypeError: not a number, a one-element tensor or a torchmetrics object.
-            ValueError: several elements, or a name that was logged with other options before.
+            TypeError: the value is not a number, a one-element tensor or a torchmetrics object.
+            ValueError: the value has several elements, or the name was logged with other options before.
         """
-        # sync_dist is not looked at: values are over all ranks either way.
+        # sync_dist is ignored: values are reduced over all ranks either way.
         arguments = (
             prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist_group,
             add_dataloader_idx, metric_attribute, rank_zero_only, reduce,
@@ -73,17 +74,18 @@ class Recorder:
         if name not in self.slots or (slot := self.slots[name]).value_arguments != arguments:
             slot = self._slot(name, arguments, value)
         if type(value) is Tensor and value.shape == ():  # the usual case: called in every step
-            # A view keeps the whole of what it is a part of and changes with it; so may a buffer, and what has changed before (see unzipped).
-            lasts = value._base is None and value.grad_fn is not None and not value._version
-            value = value.detach() if lasts else value.detach().clone()
+            # Clone a view, which would keep its whole base alive and change with it, a leaf, which may be a buffer that changes, and a tensor
+            # that was changed in place, since unzipped() takes a version above 0 for a later change.
+            stays_the_same = value._base is None and value.grad_fn is not None and not value._version
+            value = value.detach() if stays_the_same else value.detach().clone()
         elif isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(
                     f"log({name!r}) got a tensor of shape {tuple(value.shape)}: log one number, for example its .mean()"
                 )
-            value = full_tensor(value.detach()).clone()  # a parameter, or a part of something, as often as not
+            value = full_tensor(value.detach()).clone()  # often a parameter or a view
         elif not isinstance(value, (int, float)):
-            value = self._other(slot, value)
+            value = self._other_value(slot, value)
             if value is None:
                 return
         if not self.size or slot.silent:
@@ -103,24 +105,24 @@ class Recorder:
                 slot.fold()
 
     def samples(self) -> int:
-        """Samples in the current micro-batch."""
+        """The number of samples in the current micro-batch."""
         if self.size < 0:
             self.size = samples(self.batch) or 1
         return self.size
 
     def _slot(self, name: str, arguments: tuple[Any, ...], value: Any) -> Slot:
-        """The slot of a name that is new, that has a torchmetrics object, or whose options are passed differently than before."""
+        """Find or create the slot of a name that is new, has a torchmetrics object, or whose options are passed differently than before."""
         if not isinstance(name, str):
             raise TypeError(f"log() takes a name (str) first, got {name!r}")
-        slot, computes = self.slots.get(name), _computes(value)
+        slot, computes = self.slots.get(name), _is_metric_like(value)
         if slot is None or slot.arguments != arguments:
             log_arguments = LogArguments(*arguments)
             options = options_of(name, log_arguments, self.on_step, self.on_epoch, self.group.world_size)
             if slot is None:
                 if log_arguments.on_step and not self.on_step:
                     no_steps(name, options.on_epoch)
-                self._reserve(name, options)
-                slot = self._new(name, options)
+                self._reserve_name(name, options)
+                slot = self._new_slot(name, options)
             elif slot.options != options:
                 slot.refuse(options)
             if computes:
@@ -132,12 +134,12 @@ class Recorder:
             raise ValueError(f"log({name!r}) got a number, and a torchmetrics object before: give each its own name")
         return slot
 
-    def _new(self, name: str, options: Options) -> Slot:
+    def _new_slot(self, name: str, options: Options) -> Slot:
         slot = self.slots[name] = Slot(name, options, options.rank_zero_only and self.data_group.rank > 0)
         return slot
 
-    def _reserve(self, name: str, options: Options) -> None:
-        """Note a new name that has no loader's number; two loaders may not share it."""
+    def _reserve_name(self, name: str, options: Options) -> None:
+        """Reserve a new name without the loader's index for this recorder; two loaders may not share such a name."""
         if self.taken is None or (self.suffix and options.add_dataloader_idx):
             return
         if self.taken.setdefault(name, self) is not self:
@@ -146,11 +148,12 @@ class Recorder:
                 "or leave add_dataloader_idx out"
             )
 
-    def _other(self, slot: Slot, value: Any) -> Any:
-        """A torchmetrics object (kept and read later: returns ``None``), or another kind of number (numpy's)."""
-        if _computes(value):
+    def _other_value(self, slot: Slot, value: Any) -> Any:
+        """Handle a value that is no Python number or tensor: keep a torchmetrics object, to be read later, and return ``None``; convert another
+        library's number to a float."""
+        if _is_metric_like(value):
             if slot.metric is None or slot.metric.metric is not value:
-                self._attach(slot, value)
+                self._attach_metric(slot, value)
             assert slot.metric is not None
             slot.window = self.window
             slot.metric.end_micro_batch()
@@ -161,8 +164,8 @@ class Recorder:
             )
         return slot.number(value)
 
-    def _attach(self, slot: Slot, metric: Any) -> None:
-        """Note a torchmetrics object that is logged for the first time."""
+    def _attach_metric(self, slot: Slot, metric: Any) -> None:
+        """Check a torchmetrics object that is logged for the first time, and attach it to its slot."""
         name = slot.name
         if callable(getattr(metric, "items", None)):
             raise TypeError(f"log({name!r}) got a MetricCollection: use log_dict(collection)")
@@ -173,7 +176,7 @@ class Recorder:
         slot.value_arguments, slot.metric = None, self._record_of(metric)
         logged = slot.metric
         if not self.size and logged.path is None:
-            metric.reset()  # it has only seen a repeated micro-batch
+            metric.reset()  # so far it was updated only with a repeated micro-batch
         for part in logged.parts:
             limit(part, self.group, self.data_group)
         if slot.on_step:
@@ -183,7 +186,7 @@ class Recorder:
         slot.pending = []
 
     def _record_of(self, metric: Any) -> Logged:
-        """The one record of a metric, which may have several names."""
+        """The record of a metric; the same one for all names under which the metric is logged."""
         if id(metric) not in self._logged:
             modules = () if self.module is None else self.module.named_modules()
             self._logged[id(metric)] = Logged(
@@ -192,7 +195,7 @@ class Recorder:
         return self._logged[id(metric)]
 
     def _watch(self, part: Any) -> Watch:
-        """The object that separates the steps of a metric. In the run's first step all that it has seen belongs to the step."""
+        """The object that separates a metric's updates by step. In the run's first step, earlier updates of the metric belong to that step."""
         source = leader(part, self.module)
         if id(source) not in self._watches:
             self._watches[id(source)] = Watch(source, lambda: self.window, begins=not self.window and bool(self.size))
@@ -201,27 +204,28 @@ class Recorder:
     # -- reading ----------------------------------------------------------------------------------------------------------------
 
     def step_values(self, window: int | None = None) -> dict[str, float]:
-        """The values of a step (by default the current one), over its micro-batches and all ranks. A collective; waits for the device once."""
+        """The values of the step ``window`` (by default the current one), over its micro-batches and all ranks. A collective; waits for the device
+        once."""
         window = self.window if window is None else window
         return self._step_values(slot for slot in self.slots.values() if slot.on_step and slot.window == window)
 
     def latest_values(self, superseded: Mapping[str, int]) -> tuple[dict[str, float], list[str]]:
-        """Each name's value of the latest step in which some rank logged it, and the names that have an epoch's value too. A collective; waits
+        """By name, the value of the latest step in which any rank logged it; and the names that are logged for the epoch as well. A collective; waits
         for the device once.
 
         Args:
-            superseded: by name, the last step that does not count any more; the same on all ranks.
+            superseded: by name, the window up to which values are outdated; the same on all ranks.
         """
-        mine = {name: (slot.window, slot.on_epoch) for name, slot in self.slots.items() if slot.on_step}
+        windows_here = {name: (slot.window, slot.on_epoch) for name, slot in self.slots.items() if slot.on_step}
         latest: dict[str, tuple[int, bool]] = {}
-        for name, (window, on_epoch) in (item for row in gather_json(self.group, mine) for item in row.items()):
+        for name, (window, on_epoch) in (item for row in gather_json(self.group, windows_here) for item in row.items()):
             if window > superseded.get(name, -1):
                 latest[name] = max(latest.get(name, (-1, on_epoch)), (window, on_epoch))
-        slots = (self.slots[name] for name, (window, _) in mine.items() if latest.get(name, (-1,))[0] == window)
+        slots = (self.slots[name] for name, (window, _) in windows_here.items() if latest.get(name, (-1,))[0] == window)
         return self._step_values(slots), [name for name, (_, on_epoch) in latest.items() if on_epoch]
 
     def _step_values(self, slots: Iterable[Slot]) -> dict[str, float]:
-        """The values of the steps in which ``slots`` were logged last."""
+        """The values of ``slots``, of the step in which each was logged last."""
         columns: dict[str, Column] = {}
         objects: dict[str, Object] = {}
         for slot in slots:
@@ -233,7 +237,7 @@ class Recorder:
         return self._over_ranks(columns, objects, adopt=False)
 
     def epoch_values(self, clear: bool = True) -> dict[str, float]:
-        """The epoch's values over all micro-batches and ranks; then a new epoch starts. A collective; waits for the device once."""
+        """Return the epoch's values over all micro-batches and ranks; ``clear``: start a new epoch. A collective; waits for the device once."""
         columns: dict[str, Column] = {}
         objects: dict[str, Object] = {}
         for slot in self.slots.values():
@@ -256,9 +260,9 @@ class Recorder:
             logged.reset()
 
     def set_aside(self) -> None:
-        """End a loader: keep what torchmetrics objects have seen for it, and reset them for the next one. A collective."""
+        """At the end of a loader, set the states of torchmetrics objects aside, and reset the objects for the next loader. A collective."""
         offers = {slot.name: self._offer(slot) for slot in self.slots.values() if slot.metric is not None}
-        self._adopt(agree(self.data_group, offers)[0])
+        self._adopt_metrics(agree(self.data_group, offers)[0])
         for logged in self._logged.values():
             logged.set_aside()
 
@@ -273,7 +277,7 @@ class Recorder:
         return [part for logged in self._logged.values() for part in logged.parts]
 
     def close(self) -> None:
-        """Restore torchmetrics objects."""
+        """Discard all values, and restore the ``update`` methods of torchmetrics objects."""
         for watch in self._watches.values():
             watch.end()
         self._watches.clear()
@@ -281,21 +285,23 @@ class Recorder:
         self.slots.clear()
 
     def _epoch_name(self, slot: Slot) -> str:
+        """The name under which the slot's epoch value is reported."""
         ending = "_epoch" if slot.on_step else ""
         return slot.name + ending + (self.suffix if slot.options.add_dataloader_idx else "")
 
     def _offer(self, slot: Slot) -> list[Any]:
+        """Describe the slot's torchmetrics object for the other ranks; see :data:`engine.metrics.torchmetrics_values.Offer`."""
         assert slot.metric is not None
         return [slot.metric.path, slot.name, list(slot.options)]
 
-    def _adopt(self, offers: Offer) -> None:
-        """Add the module's metrics that only other ranks have logged: what they have seen here counts too."""
+    def _adopt_metrics(self, offers: Offer) -> None:
+        """Add metrics of the module that only other ranks have logged, because their updates on this rank count too."""
         for path, name, options in offers.values():
             if path is not None and name not in self.slots and self.module is not None:
                 self.restore_metric(name, self.module.get_submodule(path), Options(*options))
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the epoch so far (for torchmetrics objects see :mod:`engine.metrics.torchmetrics_states`)."""
+        """This rank's values of the epoch so far (for torchmetrics objects see :mod:`engine.metrics.torchmetrics_states`)."""
         state = {}
         for name, slot in self.slots.items():
             slot.to_one_pair()
@@ -304,11 +310,11 @@ class Recorder:
         return state
 
     def load_state_dicts(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Continue from :meth:`state_dict` of this rank, or of several ranks that it replaces."""
+        """Continue from the :meth:`state_dict` of this rank, or of several saved ranks whose values this rank takes over."""
         for name, saved in ((name, saved) for state in states for name, saved in state.items()):
             slot = self.slots.get(name)
             if slot is None or slot.total is None:
-                slot = self._new(name, Options(*saved["options"]))
+                slot = self._new_slot(name, Options(*saved["options"]))
                 slot.total, slot.weight = saved["total"], saved["weight"]
             elif slot.reduce in ("mean", "sum"):
                 slot.total, slot.weight = slot.total + saved["total"], slot.weight + saved["weight"]
@@ -317,7 +323,7 @@ class Recorder:
                 slot.weight = slot.weight + saved["weight"]
 
     def logged_metrics(self) -> dict[str, Any]:
-        """The torchmetrics objects that were logged, with names and options; for those that are not in the module, also what they have seen."""
+        """By name, the logged torchmetrics objects with their options; for objects outside of the module, with their states."""
         saved = {}
         for name, slot in self.slots.items():
             if slot.metric is not None:
@@ -326,35 +332,36 @@ class Recorder:
         return saved
 
     def load_logged_metrics(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from :meth:`logged_metrics` of this rank, or of several ranks that it replaces: an epoch that is resumed at its end
-        logs nothing more, but still has values."""
+        """Continue from the :meth:`logged_metrics` of this rank, or of several saved ranks that this rank takes over: an epoch that is resumed at its
+        end logs nothing more, but must still report values."""
         paths = {path for path, _ in self.module.named_modules()} if self.module is not None else set()
         for name, saved in ((name, saved) for state in states for name, saved in state.items()):
             if saved["metric"] is None:
-                slot = self.slots.get(name) or self._new(name, Options(*saved["options"]))
+                slot = self.slots.get(name) or self._new_slot(name, Options(*saved["options"]))
                 parts = [[(state, updates) for state, updates in part] for part in saved["parts"]]
                 slot.pending = [[*a, *b] for a, b in itertools.zip_longest(slot.pending, parts, fillvalue=())]
             elif saved["metric"] in paths and self.module is not None:
                 self.restore_metric(name, self.module.get_submodule(saved["metric"]), Options(*saved["options"]))
 
     def restore_metric(self, name: str, metric: Any, options: Options) -> None:
-        """Add a torchmetrics object with the name and the options that it was logged with before."""
-        window, self.window = self.window, -2  # what it has seen so far belongs to no later step
-        self._other(self.slots.get(name) or self._new(name, options), metric)
+        """Add a torchmetrics object under a ``name`` and with ``options`` as if it were logged now."""
+        window, self.window = self.window, -2  # a window that never comes: earlier updates belong to no later step
+        self._other_value(self.slots.get(name) or self._new_slot(name, options), metric)
         self.window = window
 
     def progress_names(self) -> frozenset[str]:
-        """The names to show in a progress bar, in each of their forms."""
+        """The names to show in a progress bar, as reported for steps and for epochs."""
         return self._names(slot for slot in self.slots.values() if slot.options.prog_bar)
 
     def withheld_names(self) -> frozenset[str]:
-        """The names that loggers do not get, in each of their forms."""
+        """The names that loggers do not get, as reported for steps and for epochs."""
         return self._names(slot for slot in self.slots.values() if not slot.options.logger)
 
     def _names(self, slots: Iterable[Slot]) -> frozenset[str]:
         return frozenset(name for slot in slots for name in (_step_name(slot), self._epoch_name(slot)))
 
     def _over_ranks(self, columns: dict[str, Column], objects: dict[str, Object], adopt: bool) -> dict[str, float]:
+        """Reduce columns and torchmetrics objects over all ranks; ``adopt``: include objects of the module that only other ranks have logged."""
         floats = iter(on_host([item for _, values, weights in columns.values() for item in (*values, *weights)]))
         numbers: list[float] = []
         for op, values, weights in columns.values():
@@ -378,56 +385,59 @@ class Recorder:
         }
 
     def _computed(self, objects: dict[str, Object], adopt: bool) -> dict[str, float]:
-        """The values of torchmetrics objects over all ranks. All ranks that know an object compute it, the first of them reports it."""
-        offers, knows = agree(self.data_group, {name: self._offer(slot) for name, (slot, _) in objects.items()})
+        """The values of torchmetrics objects over all ranks. Every rank that knows an object computes it, and the first of these reports it."""
+        offers, reporting_ranks = agree(
+            self.data_group, {name: self._offer(slot) for name, (slot, _) in objects.items()}
+        )
         if adopt:
-            self._adopt(offers)
+            self._adopt_metrics(offers)
             for name, (_, slot_name, _) in offers.items():
                 slot = self.slots.get(slot_name)
                 if name not in objects and slot is not None and slot.metric is not None:
                     objects[name] = (slot, slot.metric.all())
-        every = exchange(self.data_group, {name: seen for name, (_, seen) in objects.items()})
+        states = exchange(self.data_group, {name: seen for name, (_, seen) in objects.items()})
         values = {}
         for name in offers:
             if name in objects:
                 slot, _ = objects[name]
                 assert slot.metric is not None
-                value = slot.metric.value(slot.name, every[name])
-                if self.data_group.rank == knows[name]:
+                value = slot.metric.value(slot.name, states[name])
+                if self.data_group.rank == reporting_ranks[name]:
                     values[name] = value
         return values
 
 
 class ClosedRecorder:
-    """Stands for a :class:`Recorder` where nothing is reported any more: each name that is logged is a warning, once.
+    """Takes the place of a :class:`Recorder` when logged values are not reported: drops them, and warns once for each name.
 
     Args:
-        when: nothing is reported, in words; empty: what is logged is dropped without a word.
-        instead: what to do.
+        when: the time at which values are not reported, as text for the warning; empty: no warnings.
+        instead: what to do instead, as text for the warning.
     """
 
     def __init__(self, when: str = "", instead: str = "") -> None:
         self._when, self._instead = when, instead
 
     def record(self, name: str, *arguments: Any) -> None:
-        """Drop the value and the options of ``name``."""
+        """Drop a logged value and its options."""
         if self._when:
             warn_once(f"log({name!r}) {self._when} is not reported: {self._instead}")
 
 
 Object = tuple[Slot, list[list[Entry]]]
-"""A name's torchmetrics object, and its states of the requested step or epoch."""
+"""The slot of a torchmetrics object, and the object's states of the requested step or epoch."""
 
 
 def _step_name(slot: Slot) -> str:
+    """The name under which the slot's step value is reported."""
     return f"{slot.name}_step" if slot.on_epoch else slot.name
 
 
 def named(logged: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of :meth:`Recorder.logged_metrics` that does not depend on one rank's samples."""
+    """The entries of :meth:`Recorder.logged_metrics` for metrics of the module, which do not contain a rank's states."""
     return {name: saved for name, saved in logged.items() if saved["metric"] is not None}
 
 
-def _computes(value: Any) -> bool:
-    """Whether ``value`` is a torchmetrics object, or similar to one."""
+def _is_metric_like(value: Any) -> bool:
+    """Whether ``value`` is a torchmetrics object, or has the methods of one."""
     return callable(getattr(value, "compute", None)) and callable(getattr(value, "reset", None))

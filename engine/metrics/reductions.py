@@ -1,4 +1,4 @@
-"""Sums, means and extremes of logged values: on the device over micro-batches, on the host over ranks."""
+"""Sums, means, minima and maxima of logged values: over micro-batches on the device, over ranks on the host."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from engine.metrics.torchmetrics_values import Logged
 from engine.utils import accelerator
 
 FOLD = 256
-"""Values kept before they are reduced to one: bounds memory, and costs 1/256 of a reduction per value."""
+"""How many values are kept before they are reduced to one: this bounds memory, and costs 1/256 of a reduction per value."""
 
 
+FEW = 8
+"""Up to this many tensors on the CPU are read one by one, which is faster than stacking them first."""
 Weighted = tuple[Any, Any]
 """A value and its weight."""
 Column = tuple[str, list[Any], list[Any]]
-"""Values and weights to reduce to one number."""
+"""A reduction, and the values and weights to reduce to one number."""
 
 
 def on_host(items: list[Any]) -> list[float]:
-    """Numbers and one-element tensors as floats: one copy for each device and dtype, however many tensors there are."""
+    """Convert numbers and one-element tensors to floats, with one copy from the device for each dtype, however many tensors there are."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, item in enumerate(items):
         if isinstance(item, Tensor):
             groups.setdefault((item.device, item.dtype), []).append(index)
     numbers = list(items)
     for (device, _), indices in groups.items():
-        if device.type == "cpu" and len(indices) <= 8:  # reading them one by one is faster than three more operations
+        if device.type == "cpu" and len(indices) <= FEW:
             for index in indices:
                 numbers[index] = items[index].item()
             continue
@@ -43,7 +45,7 @@ def on_host(items: list[Any]) -> list[float]:
 
 
 class Slot:
-    """All values of one name: those of the current step, and those of the epoch."""
+    """The values logged under one name: those of the current step, and those of the epoch."""
 
     __slots__ = (
         "arguments", "metric", "name", "on_epoch", "on_step", "options", "pending", "reduce", "silent", "total", "value_arguments",
@@ -54,16 +56,17 @@ class Slot:
         self.name, self.options, self.reduce = name, options, options.reduce_fx
         self.on_step, self.on_epoch = options.on_step, options.on_epoch
         self.silent = silent
-        """Whether this rank's values do not count, because only rank 0's were asked for."""
+        """Whether this rank's values are dropped, because the name is logged with ``rank_zero_only``."""
         self.arguments: Any = None
-        """Arguments of the latest call of ``log``."""
+        """The options passed in the latest call of ``log``."""
         self.value_arguments: Any = None
-        """Arguments of the latest call with a number: one comparison checks the next call. ``None`` for a torchmetrics object."""
+        """The options passed in the latest call with a number, so that one comparison checks the next call. ``None`` for a torchmetrics object."""
         self.metric: Logged | None = None
-        """The torchmetrics object that is logged under this name; such a name has no values."""
+        """The torchmetrics object that is logged under this name; the name has no values then."""
         self.pending: list[list[Entry]] = []
-        """State of a torchmetrics object in the checkpoint, until the object is logged again."""
+        """The state of a torchmetrics object from a checkpoint, until the object is logged again."""
         self.window = -1
+        """The accumulation window that :attr:`window_values` belong to."""
         self.window_values: list[Weighted] = []
         self.clear()
 
@@ -74,7 +77,7 @@ class Slot:
         self.weight: Any = 0.0
 
     def refuse(self, options: Options) -> None:
-        """Raise: a call of ``log`` has other options than those before it."""
+        """Raise a ``ValueError``: a call of ``log`` has other options than earlier calls."""
         pairs = zip(options._fields, self.options, options, strict=True)
         differ = [f"{name}={new!r} (before: {old!r})" for name, old, new in pairs if old != new]
         raise ValueError(
@@ -83,10 +86,10 @@ class Slot:
         )
 
     def number(self, value: Any) -> float:
-        """A number of another library.
+        """Convert a number of another library, such as NumPy's, to a float.
 
         Raises:
-            TypeError: it is not a number.
+            TypeError: ``value`` is not a number.
         """
         try:
             return float(value)
@@ -97,26 +100,27 @@ class Slot:
             ) from None
 
     def fold(self) -> None:
-        """Reduce the epoch's values so far to one pair (value, weight), on the device; without float64 there, to a few such pairs."""
-        narrow = self.reduce in ("mean", "sum") and _narrow(self.values)
-        if narrow:
-            if self.total is not None:  # of a checkpoint
-                before = [(self.total, 1.0), (0.0, self.weight - 1.0)] if self.reduce == "mean" else [(self.total, 1.0)]
-                self.values, self.total, self.weight = [*before, *self.values], None, 0.0
-            self.values = float32_pairs.folded(*unzipped(self.values, self.name), self.reduce, narrow)
+        """Reduce the epoch's values so far to one (value, weight) pair on the device; to a few such pairs if the device has no float64."""
+        device_without_float64 = self.reduce in ("mean", "sum") and _device_without_float64(self.values)
+        if device_without_float64:
+            if self.total is not None:  # from a checkpoint
+                # A mean's total is a weighted sum: it has weight 1 here, and a value of 0 has the rest of the weight.
+                saved = [(self.total, 1.0), (0.0, self.weight - 1.0)] if self.reduce == "mean" else [(self.total, 1.0)]
+                self.values, self.total, self.weight = [*saved, *self.values], None, 0.0
+            self.values = float32_pairs.folded(*unzipped(self.values, self.name), self.reduce, device_without_float64)
         elif self.values:
             total, weight = reduced(*unzipped(self.values, self.name), self.reduce)
             if self.total is not None:
-                totals, weights = [total, self.total], [self.weight, weight]  # a checkpoint's total is on the CPU
                 if self.reduce == "mean":  # totals are weighted sums already
                     total, weight = self.total + total, self.weight + weight
                 else:
-                    total, weight = reduced(totals, [1.0, 1.0], self.reduce)[0], weights[0] + weights[1]
+                    # ``total`` first: it says on which device to reduce, while a checkpoint's total is on the CPU.
+                    total, weight = reduced([total, self.total], [1.0, 1.0], self.reduce)[0], self.weight + weight
             self.total, self.weight = total, weight
             self.values = []
 
     def to_one_pair(self) -> None:
-        """Reduce the epoch's values to one (value, weight) pair. Waits for the device if it has no float64."""
+        """Reduce the epoch's values to exactly one (value, weight) pair. Waits for the device if that has no float64."""
         self.fold()
         if self.values:
             values, weights = (on_host(items) for items in unzipped(self.values, self.name))
@@ -124,7 +128,7 @@ class Slot:
             self.values = []
 
     def column(self) -> Column:
-        """The epoch so far, still to be reduced."""
+        """The epoch's values so far, for the final reduction."""
         if self.total is None:
             return self.reduce, *unzipped(self.values, self.name)
         self.fold()
@@ -140,13 +144,13 @@ class Slot:
 
 
 def unzipped(pairs: list[Weighted], name: str) -> tuple[list[Any], list[Any]]:
-    """The values that were logged under ``name``, and their weights.
+    """Split the pairs logged under ``name`` into values and weights.
 
     Raises:
-        ValueError: a tensor was changed in place after it was logged; what it was is lost.
+        ValueError: a tensor was changed in place after it was logged, so that the logged value is lost.
     """
     for value, _ in pairs:
-        # What is kept was never changed before it was logged (Recorder.record), so its version is 0.
+        # Recorder.record keeps only tensors of version 0, and clones others: a higher version means a later change.
         if isinstance(value, Tensor) and not value.is_inference() and value._version:
             raise ValueError(
                 f"log({name!r}) got a tensor that was changed in place afterwards (as by `loss += penalty`): "
@@ -156,9 +160,9 @@ def unzipped(pairs: list[Weighted], name: str) -> tuple[list[Any], list[Any]]:
 
 
 def reduced(values: list[Any], weights: list[Any], reduce: str) -> tuple[Any, Any]:
-    """``(sum of value * weight, sum of weights)`` for ``"mean"``, else ``(reduced value, number of values)``; float64, no wait for a device."""
-    plain = not any(isinstance(v, Tensor) for v in values)
-    if plain and not any(isinstance(w, Tensor) for w in weights):
+    """Return ``(sum of value * weight, sum of weights)`` for ``"mean"``, else ``(reduced value, number of values)``; in float64, without waiting for
+    a device."""
+    if not any(isinstance(item, Tensor) for item in (*values, *weights)):
         if reduce == "mean":
             return total_of([v * w for v, w in zip(values, weights, strict=True)]), math.fsum(weights)
         return (total_of(values) if reduce == "sum" else min(values) if reduce == "min" else max(values)), float(
@@ -174,14 +178,15 @@ def reduced(values: list[Any], weights: list[Any], reduce: str) -> tuple[Any, An
     return (stacked * column).sum(), column.sum()
 
 
-def _narrow(pairs: list[Weighted]) -> torch.device | None:
-    """The device without float64 on which some of the values or weights are; ``None``: there is none."""
-    every = (item.device for pair in pairs for item in pair if isinstance(item, Tensor) and item.device.type != "cpu")
-    return next((device for device in every if accelerator.wide(device) != torch.float64), None)
+def _device_without_float64(pairs: list[Weighted]) -> torch.device | None:
+    """The device of the first value or weight that is on a device without float64; ``None``: there is none."""
+    devices = (item.device for pair in pairs for item in pair if isinstance(item, Tensor) and item.device.type != "cpu")
+    return next((device for device in devices if accelerator.wide(device) != torch.float64), None)
 
 
 def _column(items: list[Any], device: torch.device) -> Tensor:
-    """The items as one column, float64 where the device has it: without it, extremes of float32 are exact, and sums are pairs' matter."""
+    """Stack the items to a column on the device, in float64 if the device has it. Otherwise float32 is enough for minima and maxima, while
+    :mod:`engine.metrics.float32_pairs` computes sums and means."""
     wide = accelerator.wide(device)
     if all(isinstance(item, Tensor) for item in items):
         return torch.stack(
@@ -200,22 +205,22 @@ def _column(items: list[Any], device: torch.device) -> Tensor:
     return column
 
 
-def combined(every: list[tuple[list[str], list[str], list[float]]]) -> dict[str, float]:
-    """One value for each name out of the ranks' (total, weight) pairs; a name without any weight is left out."""
+def combined(rows: list[tuple[list[str], list[str], list[float]]]) -> dict[str, float]:
+    """Reduce the ranks' rows to one value for each name; names without any weight are left out."""
     merged: dict[str, tuple[str, list[float], list[float]]] = {}
-    for names, ops, numbers in every:
+    for names, ops, numbers in rows:
         for index, (name, op) in enumerate(zip(names, ops, strict=True)):
             if numbers[2 * index + 1]:
                 _, totals, weights = merged.setdefault(name, (op, [], []))
                 totals.append(numbers[2 * index])
                 weights.append(numbers[2 * index + 1])
-    how = {
-        "mean": lambda t, w: total_of(t) / total_of(w),
-        "sum": lambda t, w: total_of(t),
-        "min": lambda t, w: min(t),
-        "max": lambda t, w: max(t),
+    reductions = {
+        "mean": lambda totals, weights: total_of(totals) / total_of(weights),
+        "sum": lambda totals, weights: total_of(totals),
+        "min": lambda totals, weights: min(totals),
+        "max": lambda totals, weights: max(totals),
     }
-    return {name: float(how[op](totals, weights)) for name, (op, totals, weights) in merged.items()}
+    return {name: float(reductions[op](totals, weights)) for name, (op, totals, weights) in merged.items()}
 
 
 def total_of(numbers: list[float]) -> float:

@@ -1,4 +1,4 @@
-"""States of torchmetrics objects: saving, loading, and merging those of several ranks, loaders or micro-batches."""
+"""The states of torchmetrics objects: saves and loads them, and merges those of several ranks, loaders or micro-batches."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from torch import nn
 from engine.utils.tree import map_tensors
 
 Entry = tuple[Mapping[str, Any], int]
-"""A metric's states by name, and how many updates made them."""
+"""A metric's states by name, and the number of updates that they include."""
 
 
 def is_metric(value: Any) -> bool:
     """Whether ``value`` is a torchmetrics ``Metric``."""
-    torchmetrics = sys.modules.get("torchmetrics")  # without it there are none
+    torchmetrics = sys.modules.get("torchmetrics")  # before torchmetrics is imported, no object can be a metric
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
 def entry(metric: Any) -> Entry:
-    """The states of ``metric`` itself. Its tensors are shared; its lists are copied, because ``reset`` empties them in place."""
+    """The states of ``metric``, without its submetrics'. Tensors are shared; lists are copied, because ``reset`` empties them in place."""
     return {
         name: [*value] if isinstance(value, list) else value.detach() for name, value in metric.metric_state.items()
     }, metric.update_count
 
 
 def copied(state_and_updates: Entry) -> Entry:
-    """A copy with its own tensors: metrics add to their states in place."""
+    """Copy an entry with its tensors, because metrics change their states in place."""
     state, updates = state_and_updates
     return map_tensors(torch.clone, dict(state)), updates
 
 
 def install(metric: Any, state: Mapping[str, Any], updates: int) -> None:
-    """Load states into ``metric``."""
+    """Set the states of ``metric``, and the number of updates that they include."""
     for name, value in state.items():
         setattr(metric, name, [*value] if isinstance(value, list) else value)
     metric._update_count, metric._computed = updates, None
@@ -52,9 +52,9 @@ def fresh(metric: Any) -> dict[str, Any]:
 
 
 def merged(metric: Any, entries: Sequence[Entry]) -> Entry | None:
-    """Merge several entries with torchmetrics' reductions over ranks; ``None`` when none has an update.
+    """Merge several entries with torchmetrics' reductions over ranks; ``None`` if no entry includes an update.
 
-    Entries without an update do not count. A mean is weighted by the updates. States without a reduction are stacked, ``[entries, ...]``.
+    Entries without an update are ignored. A mean is weighted by the number of updates. States without a reduction are stacked, ``[entries, ...]``.
     """
     from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
 
@@ -71,7 +71,7 @@ def merged(metric: Any, entries: Sequence[Entry]) -> Entry | None:
             state[name] = torch.cat(values)
         elif reduction is dim_zero_mean:
             state[name] = sum(value * count for value, count in zip(values, updates, strict=True)) / sum(updates)
-        elif reduction is None:  # compute() wants to see each of them
+        elif reduction is None:  # such a metric's compute() expects the states of all ranks
             state[name] = torch.stack(values)
         else:
             state[name] = reduction(torch.stack(values))
@@ -79,7 +79,7 @@ def merged(metric: Any, entries: Sequence[Entry]) -> Entry | None:
 
 
 def metric_states(module: nn.Module) -> dict[str, Any]:
-    """States by the metrics' names in ``module``; metrics without updates are left out."""
+    """By the names of metrics in ``module``, their states and numbers of updates; metrics without updates are left out."""
     return {
         name: {"state": dict(m.metric_state), "updates": m.update_count}
         for name, m in _metrics(module)
@@ -88,10 +88,10 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
 
 
 def load_metric_states(module: nn.Module, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Load results of :func:`metric_states` from one or several ranks.
+    """Load the results of :func:`metric_states` of one or several ranks (``rows``).
 
     Raises:
-        ValueError: states of several ranks cannot be merged.
+        ValueError: the states of several ranks cannot be merged.
     """
     for name, metric in _metrics(module):
         metric.reset()
@@ -99,10 +99,10 @@ def load_metric_states(module: nn.Module, rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def add(name: str, metric: Any, entries: Iterable[Entry]) -> None:
-    """Merge the states ``entries`` into ``metric``.
+    """Merge the states in ``entries`` into ``metric``, which is called ``name`` in errors.
 
     Raises:
-        ValueError: the states cannot be merged into one.
+        ValueError: the states cannot be merged.
     """
     all_entries = [
         entry(metric),
@@ -111,7 +111,7 @@ def add(name: str, metric: Any, entries: Iterable[Entry]) -> None:
     if sum(1 for _, updates in all_entries if updates) > 1 and not can_add(metric):
         raise ValueError(
             f"the states that {type(metric).__name__} ({name!r}) had on several ranks cannot be merged: resume with as many ranks as "
-            "it was saved with, or from a checkpoint of an epoch's end"
+            "the checkpoint was saved with, or from a checkpoint of an epoch's end"
         )
     total = merged(metric, all_entries)
     if total is not None:
@@ -119,7 +119,7 @@ def add(name: str, metric: Any, entries: Iterable[Entry]) -> None:
 
 
 def can_add(metric: Any) -> bool:
-    """Whether states of a metric can be merged into one that has their form."""
+    """Whether several states of a metric can be merged into one that the metric can continue to update."""
     return all(
         reduction is not None or isinstance(metric._defaults[name], list)
         for name, reduction in metric._reductions.items()
@@ -127,16 +127,18 @@ def can_add(metric: Any) -> bool:
 
 
 def repeated() -> bool:
-    """Whether updates of metrics will be discarded, inside :func:`unchanged`."""
+    """Whether a block of :func:`unchanged` is running, so that updates of metrics will be discarded."""
     return bool(_repeats)
 
 
 _repeats: list[bool] = []
+"""An item for each running block of :func:`unchanged`."""
 
 
 @contextmanager
 def unchanged(module: nn.Module, more_metrics: Iterable[Any] = ()) -> Iterator[None]:
-    """Discard what metrics of ``module``, and ``more_metrics``, see in the block: a repeated micro-batch that only keeps the ranks matched."""
+    """After the block, undo its updates of the metrics of ``module`` and of ``more_metrics``: for a repeated micro-batch, which a rank computes only
+    because the other ranks' passes have collectives."""
     metrics = {id(m): m for m in (*(m for _, m in _metrics(module)), *more_metrics)}.values()
     before = [(m, *copied(entry(m))) for m in metrics]
     _repeats.append(True)

@@ -1,4 +1,4 @@
-"""Logged torchmetrics objects: what each has seen in a step, a loader and an epoch, and its value over all ranks."""
+"""Logged torchmetrics objects: their states in a step, a loader and an epoch, and their values over all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from engine.metrics.torchmetrics_states import (
 )
 
 Seen = list[list[Entry]]
-"""Entries that make up the state of a metric, for each of its submetrics."""
+"""For each part of a metric (itself and its submetrics), the entries that together are its state."""
 
 
 class Logged:
@@ -34,26 +34,26 @@ class Logged:
 
     def __init__(self, metric: Any, path: str | None) -> None:
         self.metric, self.path = metric, path
-        """``path``: its name in the module; ``None`` when it is not in the module, and then only the ranks that log it know it."""
+        """``path``: the metric's name in the module; ``None``: it is not in the module, so that only ranks that log it know it."""
         self.parts: list[Any] = [m for m in metric.modules() if is_metric(m)] if isinstance(metric, nn.Module) else []
-        """The metric and its parts: a composition ``a + b`` has no states itself."""
+        """The metric and its submetrics: a composition ``a + b`` has no states itself."""
         self.aside: Seen = [[] for _ in self.parts]
         """States from earlier loaders of this evaluation."""
         self.watches: dict[int, Watch] = {}
-        """By submetric with states: the object that separates steps; empty when no step's value is needed."""
+        """By id of each part with states, the object that separates its updates by step; empty if no step values are needed."""
 
     def watch(self, watcher: Callable[[Any], Watch]) -> None:
-        """Separate steps from now on."""
+        """Separate updates by step from now on; ``watcher`` creates the object that does so for a part."""
         if not self.watches:
             self.watches = {id(part): watcher(part) for part in self.parts if part._defaults}
 
     def end_micro_batch(self) -> None:
-        """End the updates of this micro-batch."""
+        """Assign the updates so far to the current micro-batch."""
         for watch in self.watches.values():
             watch.finish_update()
 
     def step(self, window: int) -> Seen | None:
-        """States of the step ``window``; ``None`` if the metric has seen nothing in it."""
+        """The states of the step ``window`` alone; ``None`` if the metric had no update in that step."""
         self.end_micro_batch()
         entries = {
             part: watch.entries for part, watch in self.watches.items() if watch.window == window and watch.entries
@@ -63,21 +63,21 @@ class Logged:
         )
 
     def all(self) -> Seen:
-        """States of everything since the metric's reset; of all loaders so far, once a loader has ended."""
+        """The states since the metric's reset, or those set aside at the end of a loader."""
         return self.aside if any(self.aside) else [[entry(part)] for part in self.parts]
 
     def set_aside(self) -> None:
-        """Keep the states of a loader, and reset the metric for the next."""
+        """Keep the states at the end of a loader, and reset the metric for the next loader."""
         self.aside = [[entry(part)] for part in self.parts]
         self.metric.reset()
 
     def reset(self) -> None:
-        """Discard everything."""
+        """Discard all states."""
         self.metric.reset()
         self.aside = [[] for _ in self.parts]
 
     def value(self, name: str, seen: Seen) -> float:
-        """``metric.compute()`` on what was seen, here and on other ranks; the metric is not changed.
+        """Return ``metric.compute()`` for the states ``seen`` on all ranks; the metric itself stays unchanged.
 
         Raises:
             ValueError: the result is not one number.
@@ -86,7 +86,7 @@ class Logged:
         try:
             for part, entries in zip(self.parts, seen, strict=True):
                 install(part, *(merged(part, entries) or (fresh(part), 0)))
-                part.distributed_available_fn = _never
+                part.distributed_available_fn = _no_other_ranks
             value = self.metric.compute()
         finally:
             for part, state, computed, available in before:
@@ -100,23 +100,25 @@ class Logged:
 
 
 class Watch:
-    """Records what one metric sees in each step, through its ``forward`` or ``update``."""
+    """Records the states of one metric by step, by replacing its ``update`` method, which its ``forward`` calls too."""
 
     def __init__(self, metric: Any, current_step: Callable[[], int], begins: bool) -> None:
         self.metric, self.current_step = metric, current_step
-        """``current_step`` returns the number of the window that updates belong to."""
+        """``current_step`` returns the index of the window that updates belong to."""
+        # ``begins``: earlier updates of the metric belong to the current step.
         self.window, self.entries = current_step(), [copied(entry(metric))] if begins else []
         self.update = metric.update
         self.last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        metric.update = self.updated  # copies and pickles of a metric make their own ``update``
+        """The arguments of the latest ``update`` whose micro-batch's own state has not been computed."""
+        metric.update = self.updated  # copies and pickles of a metric create their own ``update``
 
     def updated(self, *args: Any, **kwargs: Any) -> None:
-        """Call ``metric.update``, and keep the state of this micro-batch alone."""
+        """Call ``metric.update``; record the state of this micro-batch alone, or keep the arguments to compute that state later."""
         metric = self.metric
         if repeated():
             self.update(*args, **kwargs)
             return
-        if metric._enable_grad:  # forward's pass over this micro-batch alone
+        if metric._enable_grad:  # the metric's forward computes the state of this micro-batch alone
             self.last = None
             self.update(*args, **kwargs)
             self._append_state()
@@ -126,7 +128,7 @@ class Watch:
         self.last = args, kwargs
 
     def finish_update(self) -> None:
-        """Compute the latest micro-batch's own state, unless ``forward`` has done that."""
+        """Compute the state of the latest micro-batch alone, unless ``forward`` has done that."""
         if self.last is None:
             return
         (args, kwargs), self.last = self.last, None
@@ -147,12 +149,12 @@ class Watch:
         self.entries.append(entry(self.metric))
 
     def end(self) -> None:
-        """Restore the metric."""
+        """Restore the metric's ``update`` method."""
         self.metric.update = self.update
 
 
 def leader(metric: Any, module: nn.Module | None) -> Any:
-    """The metric whose ``update`` is called for ``metric``: in a ``MetricCollection`` one of those with equal states represents all."""
+    """The metric whose ``update`` is called for ``metric``: a ``MetricCollection`` updates only the first of several metrics with equal states."""
     for collection in module.modules() if module is not None else ():
         groups = getattr(collection, "compute_groups", None)
         if isinstance(groups, dict):
@@ -164,16 +166,16 @@ def leader(metric: Any, module: nn.Module | None) -> Any:
 
 
 def check(name: str, metric: Any, group: Group, on_step: bool) -> None:
-    """Refuse settings that a logged metric's value cannot honour.
+    """Refuse a metric whose settings do not go with logging.
 
     Raises:
-        ValueError: a setting of the metric contradicts a value over all ranks, or a step's value cannot be separated.
-        TypeError: a metric of another library on several ranks.
+        ValueError: a setting of the metric contradicts a value over all ranks, or updates cannot be separated by step (``on_step``).
+        TypeError: it is a metric of another library, and there are several ranks.
     """
     kind, parts = type(metric).__name__, [m for m in metric.modules() if is_metric(m)] if is_metric(metric) else []
     if on_step and (not parts or any(part._defaults and any(is_metric(m) for m in part.children()) for part in parts)):
         raise ValueError(
-            f"log({name!r}): what {kind} sees in one step cannot be separated; give on_step=False, on_epoch=True, or log a number"
+            f"log({name!r}): the updates of {kind} cannot be separated by step; give on_step=False, on_epoch=True, or log a number"
         )
     if group.world_size == 1:
         return
@@ -190,10 +192,10 @@ def check(name: str, metric: Any, group: Group, on_step: bool) -> None:
 
 
 def joined(module: nn.Module, group: Group, data_group: Group) -> None:
-    """Before a run: let the metrics of ``module`` compute over the ranks that see different data.
+    """Before a run, let the metrics of ``module`` compute over the ranks that see different data.
 
     Raises:
-        ValueError: one would synchronise with the other ranks at each batch.
+        ValueError: a metric would synchronise with the other ranks at each batch.
     """
     for name, metric in module.named_modules():
         if is_metric(metric) and group.world_size > 1:
@@ -202,15 +204,15 @@ def joined(module: nn.Module, group: Group, data_group: Group) -> None:
 
 
 def limit(metric: Any, group: Group, data_group: Group) -> None:
-    """Let ``metric`` count the data of ranks that hold parts of one model once: they see equal batches."""
+    """Let ``metric`` compute over ``data_group`` only, so that data that several ranks see, because they hold parts of one model, counts once."""
     if data_group is not group and metric.process_group is None:
         metric.process_group = data_group.wide or data_group.cpu
         if data_group.cpu is None:
-            metric.distributed_available_fn = _never
+            metric.distributed_available_fn = _no_other_ranks
 
 
 def refuse(who: str, metric: Any, neutral: Mapping[str, Any]) -> None:
-    """Raise a ``ValueError`` when a setting of ``metric`` is not as ``neutral`` says."""
+    """Raise a ``ValueError`` if a setting of ``metric`` differs from its value in ``neutral``; ``who``: the metric's name in the message."""
     for setting, value in neutral.items():
         if getattr(metric, setting) != value:
             raise ValueError(
@@ -220,7 +222,7 @@ def refuse(who: str, metric: Any, neutral: Mapping[str, Any]) -> None:
 
 
 def put_back(logged_metrics: Iterable[Logged]) -> None:
-    """After several loaders merge what each metric has seen for all of them. One whose states cannot be merged keeps the last loader's."""
+    """Merge the states that each metric has set aside for several loaders. A metric whose states cannot be merged keeps those of the last loader."""
     for logged in logged_metrics:
         for part, entries in zip(logged.parts, logged.aside, strict=True):
             if can_add(part):
@@ -228,29 +230,30 @@ def put_back(logged_metrics: Iterable[Logged]) -> None:
 
 
 Offer = dict[str, list[Any]]
-"""By name: the path of the metric in the module, the slot's name, the slot's options."""
+"""By logged name, the metrics of a rank: their path in the module, the name of their slot, and the slot's options."""
 
 
-def agree(group: Group, mine: Offer) -> tuple[Offer, dict[str, int]]:
-    """All metrics that some rank has logged, and the first rank that knows each; a collective."""
-    every: Offer = {}
-    knows: dict[str, int] = {}
-    for rank, offer in enumerate(gather_json(group, mine)):
-        for name, description in offer.items():
-            every.setdefault(name, description)
-            knows.setdefault(name, 0 if description[0] is not None else rank)
-    return every, knows
+def agree(group: Group, offer: Offer) -> tuple[Offer, dict[str, int]]:
+    """Return the metrics that any rank has logged, and for each the first rank that has the metric; ``offer``: this rank's. A collective."""
+    all_offers: Offer = {}
+    first_ranks: dict[str, int] = {}
+    for rank, offer_of_rank in enumerate(gather_json(group, offer)):
+        for name, description in offer_of_rank.items():
+            all_offers.setdefault(name, description)
+            # All ranks have a metric of the module; one outside of it is known only to ranks that have logged it.
+            first_ranks.setdefault(name, 0 if description[0] is not None else rank)
+    return all_offers, first_ranks
 
 
-def exchange(group: Group, mine: Mapping[str, Seen]) -> dict[str, Seen]:
-    """States of all ranks' metrics by name, in the order of ranks; a collective.
+def exchange(group: Group, states: Mapping[str, Seen]) -> dict[str, Seen]:
+    """Gather the states of metrics from all ranks: by name, in the order of ranks; ``states``: this rank's. A collective.
 
-    States are sent in one tensor per dtype and device, over the backend of their device; a rank without any sends an empty one.
+    States are sent in one tensor per dtype and device, over the backend of their device; a rank without any sends an empty tensor.
     """
-    tree, tensors = pack(dict(mine))
+    tree, tensors = pack(dict(states))
     forms = {name: [str(t.dtype).removeprefix("torch."), t.device.type, list(t.shape)] for name, t in tensors.items()}
-    every = gather_json(group, [tree, forms])
-    kinds = sorted({(dtype, device) for _, shapes in every for dtype, device, _ in shapes.values()})
+    by_rank = gather_json(group, [tree, forms])
+    kinds = sorted({(dtype, device) for _, shapes in by_rank for dtype, device, _ in shapes.values()})
     flat = []
     for kind in kinds:
         parts = [tensors[name].reshape(-1) for name, (dtype, device, _) in forms.items() if (dtype, device) == kind]
@@ -259,7 +262,7 @@ def exchange(group: Group, mine: Mapping[str, Seen]) -> dict[str, Seen]:
         )
     columns = dict(zip(kinds, gather(group, flat), strict=True))
     result: dict[str, Seen] = {}
-    for packed, shapes in every:
+    for packed, shapes in by_rank:
         filled = {}
         for name, (dtype, device, shape) in shapes.items():
             column = columns[dtype, device]
@@ -276,5 +279,6 @@ def _device(kind: str, group: Group) -> torch.device:
     return group.device if kind == group.device.type else torch.device(kind)
 
 
-def _never() -> bool:
+def _no_other_ranks() -> bool:
+    """Tell torchmetrics that there are no other ranks to synchronise with."""
     return False

@@ -159,7 +159,7 @@ def test_weights_of_ones_own_cover_a_part_of_the_model(tmp_path: Path) -> None:
     assert json.loads((path / "weights" / "weights.json").read_text()) == {"seven": {"aliases": {}}}
     with pytest.raises(ValueError, match="Own has the weights 'a/b': a name is text without '/'"):
         linear_fit(tmp_path / "b", Own("a/b"), ModelCheckpoint(), max_epochs=1).run(Linear(), LINEAR_BATCHES)
-    with pytest.raises(ValueError, match="Own has the weights 'trained': the weights that are trained are called so"):
+    with pytest.raises(ValueError, match="Own has the weights 'trained': this is the name of the trained weights"):
         linear_fit(tmp_path / "d", Own("trained"), ModelCheckpoint(), max_epochs=1).run(Linear(), LINEAR_BATCHES)
     with pytest.raises(ValueError, match="Own has the weights 'ema': another callback has weights of this name"):
         linear_fit(tmp_path / "c", EMA(), Own("ema"), ModelCheckpoint(), max_epochs=1).run(Linear(), LINEAR_BATCHES)

@@ -88,8 +88,8 @@ def test_a_state_that_nobody_takes_is_a_warning(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.WARNING, "engine"):
         resumed(tmp_path, [Keyed(1), Keyed(10)], [other, Keyed(10)])
     assert other.count == 14
-    assert "has the state of Keyed[by=1], which no callback has" in caplog.text
-    assert "those here: Keyed[by=10], Keyed[by=7]" in caplog.text
+    assert "has the state of Keyed[by=1], which no callback of this run matches" in caplog.text
+    assert "the keys of this run: Keyed[by=10], Keyed[by=7]" in caplog.text
 
 
 def test_names_out_of_a_checkpoint_do_nothing_to_a_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -176,7 +176,7 @@ def test_checkpoints_with_another_interval_keep_their_scores(tmp_path: Path, cap
         fit(tmp_path, max_epochs=2, callbacks=[best, after]).run(Weight(), ones(2), ones(1), resume="last")
     assert sorted(after.scores) == [1, 2, 4]
     assert sorted(best.scores) == [2, 4]  # the epoch that was saved before its end is validated now
-    assert not [record for record in caplog.records if "which no callback has" in record.getMessage()]
+    assert not [record for record in caplog.records if "which no callback of this run matches" in record.getMessage()]
 
 
 def test_checkpoints_of_versions_that_numbered_callbacks_are_read(

@@ -61,7 +61,7 @@ def test_the_error_names_the_command_and_nothing_is_planned(tmp_path: Path) -> N
         fit_of_one_step(tmp_path).run(TooLarge(), [torch.zeros(2, 8)])
     assert str(caught.value) == CUDA.format("79.10 GiB"), "it is the same error"
     assert caught.value.__notes__ == [
-        "To see which settings fit, run in a process of its own: fit plan TARGET --search --world-size 1 --memory-limit 79.10GiB"
+        "To see which settings fit, run in a new process: fit plan TARGET --search --world-size 1 --memory-limit 79.10GiB"
     ]
     assert {name for name in sys.modules if name.startswith("engine.planning.")} == imported
 

@@ -34,7 +34,7 @@ class NoFloat64(TorchDispatchMode):
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "wide", lambda device: torch.float32)
-    monkeypatch.setattr(reductions, "_narrow", lambda pairs: CPU if any(_tensors(pairs)) else None)
+    monkeypatch.setattr(reductions, "_device_without_float64", lambda pairs: CPU if any(_tensors(pairs)) else None)
 
 
 def _tensors(pairs: list[Any]) -> list[bool]:

@@ -82,7 +82,7 @@ def test_what_is_true_in_any_case_is_accepted(tmp_path: Path) -> None:
         ({"enable_graph": True}, r"log\('x', enable_graph=True\): a logged value is detached"),
         ({"reduce_fx": torch.median}, r"log\('x', reduce_fx=.*is not possible: .*mean, sum, min, max"),
         ({"reduce_fx": "median"}, r"log\('x', reduce_fx='median'\) is unknown; .*possible: mean, sum, min, max"),
-        ({"reduce_fx": "sum", "reduce": "max"}, r"reduce_fx='sum' and reduce='max', which are one option"),
+        ({"reduce_fx": "sum", "reduce": "max"}, r"reduce_fx='sum' and reduce='max', two names of one option"),
     ],
 )
 def test_what_contradicts_is_an_error(options: Any, message: str, tmp_path: Path) -> None:

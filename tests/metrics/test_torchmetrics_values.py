@@ -379,7 +379,8 @@ def test_on_one_process_they_hold() -> None:
 @pytest.mark.parametrize("metric", [Foreign(), torchmetrics.wrappers.Running(torchmetrics.SumMetric(), window=2)])
 def test_objects_whose_steps_cannot_be_told_apart(metric: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"log\('x'\): what (Foreign|Running) sees in one step cannot be separated; give on_step=False"
+        ValueError,
+        match=r"log\('x'\): the updates of (Foreign|Running) cannot be separated by step; give on_step=False",
     ):
         rows(Refused(metric), data([1.0, 2.0]))
 

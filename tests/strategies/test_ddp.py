@@ -360,7 +360,7 @@ def test_data_parallel_and_compiled_modules_are_refused_alone_too() -> None:
     ):
         Engine(accelerator="cpu").prepare(nn.DataParallel(Net()))
     with pytest.raises(
-        TypeError, match=r"OptimizedModule has wrapped: give the module itself; Fit\(compile=True\) compiles"
+        TypeError, match=r"wrapped by OptimizedModule: give the module itself; Fit\(compile=True\) compiles"
     ):
         Fit(accelerator="cpu").run(
             torch.compile(Half(lambda module, out, i, batch: out.mean()), backend="eager"), [torch.ones(2, 1)]
