@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from engine.step.optimizer_step import Guard, Stepper
 from engine.step.precision import Precision
 from engine.step.window import GradientState, Window
+from engine.utils.torch_private import without_dynamo
 from engine.utils.tree import map_tensors
 
 
@@ -151,11 +152,11 @@ class AutocastForward:
         module.register_forward_pre_hook(self.enter_uncompiled if compiled else self.enter)
         module.register_forward_hook(self.leave_uncompiled if compiled else self.leave, always_call=True)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @without_dynamo
     def enter_uncompiled(self, module: nn.Module, args: Any) -> None:
         self.enter(module, args)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @without_dynamo
     def leave_uncompiled(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self.leave(module, args, output)
 
