@@ -17,7 +17,7 @@ from engine.data.prefetch import SideStream, ahead
 from engine.data.stream import StreamFeed
 from engine.data.user_loaders import altered
 from engine.distributed.group import Group
-from engine.step.window import ALONE, Share, Window
+from engine.step.window import NOT_FROM_LOADER, Share, Window
 from engine.utils import accelerator
 from engine.utils.log import warn_once
 from engine.utils.seed import isolated
@@ -55,7 +55,7 @@ class Pass:
     """Micro-batches in a full window."""
     yielded: int = 0
     """Micro-batches of this rank so far."""
-    share: Share = ALONE
+    share: Share = NOT_FROM_LOADER
     """The share of the latest micro-batch in its window."""
     over: bool = False
     """True if the data is exhausted."""
