@@ -146,14 +146,14 @@ def gather_low(module: nn.Module, ignored: Collection[Tensor]) -> None:
 
 
 class Scales:
-    """The scales of all weights that are gathered in fp8, computed in one reduction in the first forward pass after a change.
+    """Computes the scales of all weights that are gathered in fp8, by one reduction in the first forward pass after they have changed.
 
-    As a hook of the sharded root it runs before the first gathering. Besides optimizers' steps (fused ones do not change version
-    counters) it detects other writes to weights, so that a loaded checkpoint is never used with old scales, which would clip it.
+    As a hook of the sharded root this runs before the first weights are gathered. It detects optimizers' steps by counting them (fused ones do
+    not change version counters), and other writes to weights, so that old scales never clip the values of a loaded checkpoint.
     """
 
     steps = 0
-    """Steps of all optimizers of this process."""
+    """The number of steps that all optimizers of this process have made."""
 
     def __init__(self, root: nn.Module, fp8: FP8) -> None:
         low = _layer_class()
@@ -170,6 +170,7 @@ class Scales:
             root.register_forward_pre_hook(self.renew, prepend=True)
 
     def renew(self, root: nn.Module, args: Any) -> None:
+        """Compute the scales again if weights have changed; a forward pre-hook."""
         seen = (Scales.steps, sum(weight._version for weight in self.weights))
         if seen != self.seen:
             _torchao().precompute_float8_dynamic_scale_for_fsdp(root)
@@ -178,6 +179,8 @@ class Scales:
 
 @cache
 def _count_steps() -> None:
+    """Count the steps of all optimizers from now on, in ``Scales.steps``."""
+
     def count(optimizer: Any, args: Any, kwargs: Any) -> None:
         Scales.steps += 1
 
@@ -196,6 +199,7 @@ def _torchao() -> Any:
 
 
 def _emulated(fp8: FP8, group: Group) -> bool:
+    """Whether to emulate fp8; ``ValueError`` if the device has no fp8 and emulation is forbidden."""
     capable = group.kind.has_fp8
     if fp8.emulate is False and not capable:
         raise ValueError(
