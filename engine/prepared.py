@@ -20,7 +20,7 @@ from engine.utils.parameters import uncompiled
 
 @dataclass
 class Prepared:
-    """The models, optimizers, schedulers and loaders of one engine, each in the order in which it was prepared, and its registered objects."""
+    """An engine's models, optimizers, schedulers and loaders, in the order in which they were prepared, and its registered objects."""
 
     strategy: Strategy
     stepper: Stepper
@@ -31,36 +31,36 @@ class Prepared:
     schedulers: list[PreparedScheduler] = field(default_factory=list)
     loaders: list[PreparedLoader] = field(default_factory=list)
     registered: list[Any] = field(default_factory=list)
-    """Objects with ``state_dict`` and ``load_state_dict`` that checkpoints keep too."""
+    """Other objects whose state checkpoints contain, by ``state_dict`` and ``load_state_dict``."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers, as the user made them."""
+        """The user's optimizers, without their wrappers."""
         return self.stepper.optimizers
 
     @property
     def window(self) -> Window:
-        """The engine's window."""
+        """The engine's accumulation window."""
         return self.stepper.window
 
     @property
     def group(self) -> Group:
-        """All ranks."""
+        """All processes of the job."""
         return self.strategy.group
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The user's own module of a prepared one."""
+        """The user's original module inside a prepared one."""
         return uncompiled(self.strategy.unwrap(model))
 
     def form_of(self, model: nn.Module) -> nn.Module | None:
-        """The prepared form of ``model`` (which may be that itself), if there is one."""
+        """The prepared model whose original module is ``model``, or ``model`` itself if it is a prepared one; else ``None``."""
         return next((prepared for prepared in self.models if model is prepared or model is self.unwrap(prepared)), None)
 
     def whole_module(self) -> nn.Module:
-        """The user's model; several as submodules of one module.
+        """The user's model; if there are several, a module that contains them.
 
         Raises:
-            ValueError: there are several, and the strategy takes one.
+            ValueError: there are several models, but the strategy takes one.
         """
         models = [self.unwrap(model) for model in self.models]
         if len(models) == 1:
@@ -72,15 +72,15 @@ class Prepared:
         return nn.ModuleList(models)
 
     def without(self, left_out: Sequence[nn.Module]) -> nn.Module:
-        """:meth:`whole_module` without some models; the others keep their names."""
+        """:meth:`whole_module` without the models in ``left_out``; remaining ones keep their names."""
         module = self.whole_module()
         if not left_out:
             return module
-        users = {id(self.unwrap(model)) for model in left_out}
+        left_out_ids = {id(self.unwrap(model)) for model in left_out}
         remaining = nn.Module()
-        if id(module) not in users:
+        if id(module) not in left_out_ids:
             for name, child in module.named_children():
-                if id(child) not in users:
+                if id(child) not in left_out_ids:
                     remaining.add_module(name, child)
         return remaining
 

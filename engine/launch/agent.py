@@ -282,9 +282,7 @@ class Agent:
     def _pass_on(self, number: signal.Signals) -> None:
         """Pass SIGTERM or Ctrl-C on to the ranks, and give them time to save."""
         hurry = threading.Event()
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # other threads neither get signals nor may handle them
+        if threading.current_thread() is threading.main_thread():  # other threads do not get signals
             signal.signal(signal.SIGINT, lambda *_: hurry.set())
             for later_signal in HANDLED[1:]:  # a launcher and a scheduler may both send a signal
                 signal.signal(later_signal, lambda *_: None)

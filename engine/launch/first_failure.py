@@ -141,9 +141,7 @@ def traceback_in(text: str) -> str:
 
 def _is_consequence(rank: Rank, tail: str) -> bool:
     """Whether a rank failed only because another rank was gone."""
-    if (
-        rank.exit_code == TERMINATED
-    ):  # when one rank gets SIGTERM all save and end; if one fails meanwhile, that is the cause
+    if rank.exit_code == TERMINATED:  # after a SIGTERM all ranks save and end; a rank that fails is the cause
         return True
     text, _, is_consequence = failures.read(rank.error_file)
     last = (text.rstrip() or traceback_in(tail)).splitlines()[-1:]

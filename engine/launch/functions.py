@@ -116,9 +116,7 @@ class _Call:
 
     def run(self, variables: Mapping[str, str], error_file: Path, result_file: Path) -> None:
         """Call the function in this process, which is a rank. Write a failure to ``error_file``, the return value to ``result_file``."""
-        os.setpgid(
-            0, 0
-        )  # in the parent's process group, Ctrl-C would arrive twice: from the terminal and from the parent
+        os.setpgid(0, 0)  # out of the terminal's reach: the parent passes Ctrl-C on, once
         child.die_with_parent(self.parent)
         # A fork has the parent's signal handlers, and Fit replaces only Python's default ones.
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -225,9 +225,7 @@ class Output:
         try:
             target.write(text.encode(target.encoding, "replace").decode(target.encoding))
             target.flush()
-        except (
-            OSError
-        ):  # the reader of our output is gone ("| head"); the ranks continue, and their files have everything
+        except OSError:  # our reader is gone ("| head"); the ranks continue, and their files have everything
             self._mute.add(target)
 
     def _log(self, file: BinaryIO, data: bytes) -> None:

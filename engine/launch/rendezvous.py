@@ -282,9 +282,8 @@ class Machines(Meeting):
                 self._answered = time.monotonic()
                 broken_since = 0.0
                 if failed and not over.is_set():
-                    self._cause = store.get(
-                        CAUSE
-                    ).decode()  # read at once, because the store ends with the agent that serves it
+                    # Read at once, because the store ends with the agent that serves it.
+                    self._cause = store.get(CAUSE).decode()
                 if not over.is_set():
                     self.machines_waiting, self.failed_elsewhere = waiting, failed
             except Exception as error:

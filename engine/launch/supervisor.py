@@ -156,8 +156,5 @@ class Supervisor:
 
     def _wait_for(self, rank: Rank) -> None:
         code = rank.wait()
-        rank.ended_at, rank.exit_code = (
-            time.time(),
-            code,
-        )  # in this order, because readers take the code as a sign of the end
+        rank.ended_at, rank.exit_code = time.time(), code  # in this order: the code is the sign that a rank has ended
         self.changed.set()

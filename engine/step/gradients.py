@@ -97,7 +97,7 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-    """A list of one tensor or of several, both of which torch's clipping functions accept."""
+    """The tensors as a list. Like torch's clipping functions, this accepts a single tensor or an iterable."""
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 

@@ -347,7 +347,7 @@ class Stepper:
         while self._pending:
             host, event, callbacks = self._pending.pop(0)
             event.synchronize()
-            flags = host.reshape(-1).tolist()  # [was the step skipped], with a guard [..., did the guard leave it out]
+            flags = host.reshape(-1).tolist()  # [was the step skipped, with a guard: did the guard skip it]
             applied, guarded = not flags[0], len(flags) > 1 and bool(flags[1])
             if not applied and not guarded and self.on_nonfinite == "raise" and self.scaler is None:
                 self._fail()
@@ -361,7 +361,7 @@ class Stepper:
             then(not self.skipped)
 
     def _decide(self, applied: bool, callbacks: list[Then], guarded: bool = False) -> None:
-        """Record the verdict on a step, and tell those that wait for it."""
+        """Record the verdict on a step, and call the functions that wait for it."""
         self.skipped = not applied
         for then in callbacks:
             then(applied)

@@ -149,8 +149,8 @@ class Scaler(torch.amp.GradScaler):
         super().__init__(device=device.type)
         self._step_flags: list[Tensor] = []
         """A flag (1.0: not finite) of each step since the scale was last adjusted."""
-        self._stepped: dict[int, tuple[weakref.ref[Tensor], int] | None] = {}
-        """By id of the optimizer: the first gradient that it has stepped with, and that gradient's version."""
+        self._used_gradients: dict[int, tuple[weakref.ref[Tensor], int] | None] = {}
+        """By id of the optimizer: its first gradient in its latest step, and that gradient's version."""
 
     def seed(self, seed: Tensor) -> Tensor:
         """The scaled gradient of the loss itself, for ``loss.backward(seed)``. Shape ``()``."""
@@ -186,7 +186,7 @@ class Scaler(torch.amp.GradScaler):
             stepped_ids.add(id(optimizer))
             self._step_flags.append(nonfinite)
             grad = _first_grad(optimizer)
-            self._stepped[id(optimizer)] = None if grad is None else (weakref.ref(grad), grad._version)
+            self._used_gradients[id(optimizer)] = None if grad is None else (weakref.ref(grad), grad._version)
         if any(self._has_unused_gradients(other) for other in all_optimizers if id(other) not in stepped_ids):
             return
         scale, tracker = self._check_scale_growth_tracker("update")
@@ -216,8 +216,8 @@ class Scaler(torch.amp.GradScaler):
     def _has_unused_gradients(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has gradients that it has not stepped with (loops that call ``zero_grad`` first keep stepped ones till then)."""
         grad = _first_grad(optimizer)
-        stepped = self._stepped.get(id(optimizer))
-        return grad is not None and (stepped is None or stepped[0]() is not grad or stepped[1] != grad._version)
+        used = self._used_gradients.get(id(optimizer))
+        return grad is not None and (used is None or used[0]() is not grad or used[1] != grad._version)
 
 
 @torch.no_grad()

@@ -155,6 +155,8 @@ class Window:
     """
 
     __slots__ = (
+        "_before_backward",
+        "_before_last",
         "_entered",
         "_joined",
         "_newest",
@@ -162,8 +164,6 @@ class Window:
         "_reference_agreed",
         "_released",
         "_seeds",
-        "_before_backward",
-        "_before_last",
         "_unit",
         "_unit_count",
         "accumulating",
@@ -517,7 +517,7 @@ class Window:
         group.kind = WEIGHTED if weighted else SCALAR if any_scalar else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What later windows depend on; the same on all ranks between two windows."""
+        """The state on which later windows depend; between two windows it is the same on all ranks."""
         return {"scalars": self.scalars, "reference": self.reference}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

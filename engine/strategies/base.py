@@ -54,7 +54,7 @@ class Strategy(GradientSync):
     matched_backward: bool = field(default=False, init=False, repr=False)
     """Whether every backward pass contains collectives, not only a window's last one."""
     fused: str | None = field(default=None, init=False, repr=False)
-    """What one indivisible call of the strategy does, to complete "a strategy which ..." in an error; ``None``: there is no such call."""
+    """Ends "a strategy which ..." in an error: the work that the strategy does in one call that cannot be divided; ``None``: there is none."""
     group: Group = field(init=False, repr=False)
     data_group: Group = field(init=False, repr=False)
     owns_weights: bool = field(default=False, init=False, repr=False)

@@ -70,9 +70,7 @@ def materialise(
                     continue
                 if tensor.is_meta and tensor not in replacements:
                     replacements[tensor], got_memory = _with_memory(tensor, device), True
-                elif (
-                    initialise is not None
-                ):  # has values already, perhaps from a module that shares it: they are restored below
+                elif initialise is not None:  # it has values, which are restored after `initialise`
                     real = replacements.get(tensor, tensor)
                     initialized[real] = real.detach().clone()
                 store[key] = replacements.get(tensor, tensor)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The optimizer step of strategies that do it by themselves, as DeepSpeed does."""
+"""The optimizer step of strategies that do it by themselves."""
 
 from __future__ import annotations
 

@@ -180,9 +180,8 @@ class Pipeline:
                 f"pipeline parallel: random numbers were drawn before the model was called (from {' and '.join(drawn)}). The rank with the "
                 "inputs and the one with the loss would draw different ones: do it in the dataset, the collate function or on_after_batch_transfer"
             )
-        return tuple(
-            t.contiguous() for t in inputs
-        )  # some versions of torch compare their strides with those of example inputs
+        # Some versions of torch compare the inputs' strides with those of example inputs.
+        return tuple(t.contiguous() for t in inputs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in for the model's ``forward``: capture its inputs, return its output to a step, or evaluate the model."""

@@ -91,9 +91,8 @@ class StageParameters:
         for stage in self.pipeline.modules.values():
             for stage_parameter in stage.parameters():
                 if last and dtensors.is_sharded(stage_parameter):
-                    dtensors.to_parameter_layout(
-                        stage_parameter
-                    )  # schedules that split backward do not call the hook that does this
+                    # Schedules that split backward do not call the hook that does this.
+                    dtensors.to_parameter_layout(stage_parameter)
         for index, (parameter, group, _) in enumerate(self.tied):
             if last and parameter.grad is not None:
                 dist.all_reduce(dtensors.local([parameter.grad])[0], group=group)

@@ -107,7 +107,7 @@ class ReachedParameters:
         self._without: set[int] | None = None
         """Parameters (by id) that had no gradient when the window started; ``None``: no window has started."""
         self._reached: set[int] = set()
-        """Those of them (by id) that a sample has reached."""
+        """Parameters (by id) without gradient at the window's start that a sample has reached."""
         self._over = False
 
     def watch(self, parameters: Iterable[Tensor], repeated: bool) -> None:

@@ -151,7 +151,7 @@ class RecomputedBuffers:
 
 
 class FirstPass:
-    """What a block's second pass starts from. A context for the second pass, which is entered again if the graph is retained."""
+    """A record of a block's state before its first pass. As a context, it restores that state for the second pass (for each, if it is repeated)."""
 
     def __init__(self, block: nn.Module, modes: list[tuple[nn.Module, bool]], start: State, seen: Seen) -> None:
         self.block, self.modes, self.start, self.seen = block, modes, start, seen

@@ -213,9 +213,7 @@ def _returns_true(attempt: Callable[[], Any]) -> bool:
         warnings.simplefilter("ignore")  # autocast only warns about dtypes that it does not support
         try:
             return bool(attempt())
-        except (
-            torch.OutOfMemoryError
-        ) as error:  # says nothing about the device's capability, so the answer must not be cached
+        except torch.OutOfMemoryError as error:  # not an answer about the device, so it must not be cached
             raise MemoryError(f"no memory is left to try what the device can do: {error}") from error
     return False
 

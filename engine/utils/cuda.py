@@ -1,4 +1,4 @@
-"""What only CUDA devices have, and ROCm's, which torch also calls CUDA. For all else there is :mod:`engine.utils.accelerator`."""
+"""Settings that only CUDA devices have (and ROCm's, which torch also calls CUDA); for all others see :mod:`engine.utils.accelerator`."""
 
 from __future__ import annotations
 

@@ -38,9 +38,7 @@ class TerminalSafe(logging.Filter):
             record.msg, record.args = safe, None
         if record.exc_info and record.exc_text is None:
             text = "".join(traceback.format_exception(*record.exc_info)).removesuffix("\n")
-            if (
-                safe := terminal_text(text)
-            ) != text:  # the user's own formatter may write safe tracebacks in another way
+            if (safe := terminal_text(text)) != text:  # safe tracebacks are left to the user's formatter
                 record.exc_text = safe
         return True
 
@@ -80,9 +78,8 @@ class StartLog:
     def __enter__(self) -> StartLog:
         if self._is_main and has_terminal() and logger.level == logging.NOTSET and not logger.hasHandlers():
             self._handler = logging.StreamHandler()
-            self._handler.addFilter(
-                lambda record: not logging.getLogger().handlers
-            )  # silent once the program configures logging
+            # Silent once the program configures logging.
+            self._handler.addFilter(lambda record: not logging.getLogger().handlers)
             logger.addHandler(self._handler)
             logger.setLevel(logging.INFO)
         return self

@@ -118,7 +118,7 @@ class RequiredValue:
 
     value: Any
     by: str
-    """What requires the value, for messages: ``"accumulate_grad_batches=4 (code)"``."""
+    """The setting that requires the value, for messages: ``"accumulate_grad_batches=4 (code)"``."""
 
 
 def read(config: Any) -> tuple[dict[str, Any], str]:
