@@ -104,8 +104,8 @@ def _run(agent: Agent, job: Job, meeting: Meeting, output: Output) -> int:
         output.write_line(f"{agent.report}\n{reason}".strip())
         return 1
     except (RendezvousError, dist.DistError) as error:
-        what = "the machine that serves the rendezvous is gone" if meeting.has_met else "the machines could not meet"
-        output.write_line(f"{agent.report}\n{what}: {error}".strip())
+        problem = "the machine that serves the rendezvous is gone" if meeting.has_met else "the machines could not meet"
+        output.write_line(f"{agent.report}\n{problem}: {error}".strip())
         return 1
     meeting.close()
     if not succeeded:
@@ -131,15 +131,15 @@ def signals_raised() -> Iterator[None]:
     def handle(number: int, frame: object) -> None:
         raise SignalReceived(number)
 
-    before = {number: signal.getsignal(number) for number in HANDLED}
+    previous_handlers = {number: signal.getsignal(number) for number in HANDLED}
     for number in HANDLED:
         # Under nohup SIGHUP stays ignored. A script's background jobs ignore SIGINT, too, but one that is sent to them is meant for them.
-        if number != signal.SIGHUP or before[number] != signal.SIG_IGN:
+        if number != signal.SIGHUP or previous_handlers[number] != signal.SIG_IGN:
             signal.signal(number, handle)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
@@ -288,9 +288,9 @@ class Agent:
                 signal.signal(later_signal, lambda *_: None)
         if self._supervisor.running():
             interrupted = number == signal.SIGINT
-            again = "; press it again to kill them" if interrupted else ""
+            hint = "; press it again to kill them" if interrupted else ""
             self._output.write_line(
-                f"{'Ctrl-C' if interrupted else number.name}: the ranks finish their step and save{again}"
+                f"{'Ctrl-C' if interrupted else number.name}: the ranks finish their step and save{hint}"
             )
             self._supervisor.end(signal.SIGINT if interrupted else signal.SIGTERM, self._job.grace_s, hurry)
         self._output.drain()
@@ -312,9 +312,9 @@ class Agent:
             raise SignalReceived(signal.SIGTERM)
         return self._start_uncounted("the ranks were told to end on another machine")
 
-    def _start_uncounted(self, why: str) -> _Outcome:
+    def _start_uncounted(self, reason: str) -> _Outcome:
         """Start again without counting a restart."""
-        self._output.write_line(f"{why}; starting again with the remaining machines")
+        self._output.write_line(f"{reason}; starting again with the remaining machines")
         return _Outcome.AGAIN
 
     def _failed(self) -> _Outcome:

@@ -73,13 +73,13 @@ def was_interrupted(ranks: Iterable[Rank]) -> bool:
 def report(rank: Rank, tail: str = "") -> str:
     """The report on a rank's end: which rank ended, where and how, and its traceback."""
     code = rank.exit_code or 0
-    how = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+    ending = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
     if code == -signal.SIGKILL:
-        how += " (the system may have run out of memory)"
+        ending += " (the system may have run out of memory)"
     if code == 0:
-        how = "ended early (exit code 0) while others still needed it: all ranks must make the same calls"
+        ending = "ended early (exit code 0) while others still needed it: all ranks must make the same calls"
     where = f" on {rank.host} (process {rank.pid})" if rank.host else ""
-    head = f"rank {rank.rank}{where} {how}"
+    head = f"rank {rank.rank}{where} {ending}"
     if rank.log is not None:
         head += f"; its output: {rank.log}"
     if code == 0:
@@ -102,14 +102,14 @@ def lines_of_others(ranks: Iterable[Rank], first: Rank | None, tails: Mapping[in
         code, (text, _, is_consequence) = rank.exit_code or 0, failures.read(rank.error_file)
         text = text or traceback_in(tails.get(rank.rank, ""))
         if is_consequence:
-            how = failures.LOST
+            ending = failures.LOST
         elif text:
-            how = summary(text)
+            ending = summary(text)
         elif rank.ended_by_launcher or not code:
-            how = "was ended because of it"
+            ending = "was ended because of it"
         else:
-            how = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
-        lines.append(f"rank {rank.rank}: {how}")
+            ending = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+        lines.append(f"rank {rank.rank}: {ending}")
     return "\n".join(lines)
 
 
@@ -125,18 +125,20 @@ def traceback_in(text: str) -> str:
     starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last):")]
     if not starts:
         return ""
-    first = starts[-1]
-    for earlier in reversed(starts[:-1]):  # chained causes belong to it: "The above exception was the direct cause ..."
+    start = starts[-1]
+    for earlier_start in reversed(starts[:-1]):  # chained causes belong to the traceback
         between = [
-            line for line in lines[earlier:first] if line.startswith(("The above exception", "During handling of"))
+            line
+            for line in lines[earlier_start:start]
+            if line.startswith(("The above exception", "During handling of"))
         ]
         if not between:
             break
-        first = earlier
+        start = earlier_start
     end = starts[-1] + 1
     while end < len(lines) and (lines[end].startswith(" ") or not lines[end]):
         end += 1
-    return "\n".join(lines[first : end + 1])
+    return "\n".join(lines[start : end + 1])
 
 
 def _is_consequence(rank: Rank, tail: str) -> bool:

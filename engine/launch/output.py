@@ -275,12 +275,12 @@ def torch_log(path: Path) -> Iterator[None]:
     logger = logging.getLogger("torch.distributed.elastic")
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    before = logger.propagate
+    propagated = logger.propagate
     logger.addHandler(handler)
     logger.propagate = False
     try:
         yield
     finally:
-        logger.propagate = before
+        logger.propagate = propagated
         logger.removeHandler(handler)
         handler.close()

@@ -163,10 +163,10 @@ def _size(job: RayJob, resources: Mapping[str, float]) -> tuple[int, bool]:
         )
     wants_gpu = job.accelerator in ("cuda", "gpu") or job.nproc == "gpu" or (job.accelerator == "auto" and gpus > 0)
     workers = int(job.nproc) if job.nproc.isdigit() else gpus if wants_gpu else 1
-    available, what = (gpus, "GPU(s)") if wants_gpu else (cores, "core(s)")
+    available, resource = (gpus, "GPU(s)") if wants_gpu else (cores, "core(s)")
     if workers > available or workers == 0:
         raise LaunchError(
-            f"--nproc {job.nproc}: Ray's cluster has {available} {what} for the ranks, and each needs one. Ask for fewer, add machines"
+            f"--nproc {job.nproc}: Ray's cluster has {available} {resource} for the ranks, and each needs one. Ask for fewer, add machines"
             f"{', or train on the CPU (FIT_ACCELERATOR=cpu)' if wants_gpu else ''}"
         )
     return workers, wants_gpu

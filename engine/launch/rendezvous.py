@@ -326,14 +326,14 @@ class Machines(Meeting):
 def _addresses_in_every_round() -> Iterator[None]:
     """Let torch publish an address in every round. None is used, but by default torch does so once, and machines that join later wait for it."""
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    before = os.environ.get(name)
+    previous_value = os.environ.get(name)
     os.environ[name] = "1"
     try:
         yield
     finally:
         os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
+        if previous_value is not None:
+            os.environ[name] = previous_value
 
 
 def meeting_of(job: Job, output: Output | Terminal) -> Meeting:
@@ -431,8 +431,8 @@ def _reached(job: Job, host: str, port: int) -> dist.Store:
     return store
 
 
-def _busy(where: str, why: str) -> str:
-    return f"--rdzv {where}: the port is busy: {why}. Choose another port (the same on all machines), or leave --rdzv out on a single machine"
+def _busy(where: str, reason: str) -> str:
+    return f"--rdzv {where}: the port is busy: {reason}. Choose another port (the same on all machines), or leave --rdzv out on a single machine"
 
 
 def _dynamic(job: Job, store: dist.Store, local: str) -> DynamicRendezvousHandler:

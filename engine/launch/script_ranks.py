@@ -474,10 +474,14 @@ def without_tool(arguments: Sequence[str], script: Sequence[str]) -> list[str] |
     Returns:
         ``["train.py", "--lr", "1"]``; ``None`` if a tool's arguments cannot be distinguished from the script's.
     """
-    first = 0
-    while first < len(arguments) and arguments[first].startswith("-") and not arguments[first].startswith(("-m", "-c")):
-        first += 2 if arguments[first] in _OPTIONS_WITH_VALUE else 1
-    options, command = list(arguments[:first]), list(arguments[first:])
+    option_count = 0
+    while (
+        option_count < len(arguments)
+        and arguments[option_count].startswith("-")
+        and not arguments[option_count].startswith(("-m", "-c"))
+    ):
+        option_count += 2 if arguments[option_count] in _OPTIONS_WITH_VALUE else 1
+    options, command = list(arguments[:option_count]), list(arguments[option_count:])
     if _program(command) not in TOOLS:
         return list(arguments)
     start = len(command) - len(script)

@@ -269,10 +269,12 @@ class Stepper:
     ) -> Tensor | None:
         """Run all passes over the gradients; return a flag (1.0: some gradient is not finite) if one is needed."""
         nonfinite: Tensor | None = None
-        ready = [self.window.state_of(o).ready for o in optimizers]
-        if self.scaler is not None or any(id(o) in done for o, done in zip(optimizers, ready, strict=True)):
+        flags_by_group = [self.window.state_of(o).ready for o in optimizers]
+        if self.scaler is not None or any(id(o) in ready for o, ready in zip(optimizers, flags_by_group, strict=True)):
             self.prepare(optimizers)
-            flags = [f for f in (done[id(o)] for o, done in zip(optimizers, ready, strict=True)) if f is not None]
+            flags = [
+                f for f in (ready[id(o)] for o, ready in zip(optimizers, flags_by_group, strict=True)) if f is not None
+            ]
             nonfinite, divisor = (torch.stack(flags).max() if flags else None), None
         grads = gradients.gradients(parameters_of(optimizers))
         parts = self.gradient_sync.local(grads)

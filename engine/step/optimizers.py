@@ -65,17 +65,17 @@ class Schedule:
         Raises:
             ValueError: the scheduler's ``step`` needs arguments that a run does not know, or counts in another unit than ``interval``.
         """
-        who, needed = type(self.scheduler).__name__, _needed(self.scheduler.step)
+        class_name, needed = type(self.scheduler).__name__, _needed(self.scheduler.step)
         if self.numbered:
             unit = "epoch" if getattr(self.scheduler, "t_in_epochs", self.interval == "epoch") else "step"
             if unit != self.interval:
                 raise ValueError(
-                    f"{who} counts in {'epochs' if unit == 'epoch' else 'steps'} (t_in_epochs={unit == 'epoch'}), and its interval is "
+                    f"{class_name} counts in {'epochs' if unit == 'epoch' else 'steps'} (t_in_epochs={unit == 'epoch'}), and its interval is "
                     f'{self.interval!r}, so it would have no effect: return {{"scheduler": ..., "interval": "{unit}"}} for it'
                 )
         elif needed and not (self.reduce_on_plateau and len(needed) == 1):
             raise ValueError(
-                f"{who}.step() needs {', '.join(needed)}, which a run does not know: give a scheduler whose step() needs nothing, or override "
+                f"{class_name}.step() needs {', '.join(needed)}, which a run does not know: give a scheduler whose step() needs nothing, or override "
                 "lr_scheduler_step in the module"
             )
 
@@ -140,12 +140,12 @@ class Modes:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Use the evaluation weights inside the block, and the previous weights after it."""
-        before = self._training
+        was_training = self._training
         self._eval()
         try:
             yield
         finally:
-            if before:
+            if was_training:
                 self._train()
 
     @torch.no_grad()

@@ -428,8 +428,8 @@ class Window:
 
     def reached(self, before: Sequence[list[Any]]) -> list[int]:
         """The indices of the groups whose gradients have changed since the traces ``before`` were taken."""
-        now = [self.gradient_sync.traces(group.optimizers, self.models) for group in self.groups]
-        pairs = [zip(old, new, strict=True) for old, new in zip(before, now, strict=True)]
+        traces = [self.gradient_sync.traces(group.optimizers, self.models) for group in self.groups]
+        pairs = [zip(old, new, strict=True) for old, new in zip(before, traces, strict=True)]
         return [i for i, pair in enumerate(pairs) if any(a[0] is not b[0] or a[1] != b[1] for a, b in pair)]
 
     def attribute(self) -> None:

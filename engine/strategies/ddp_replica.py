@@ -135,12 +135,12 @@ class Replica(DistributedDataParallel):
     def _forward_unreduced(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run a forward pass of a fully frozen module, after which no reducer may wait for gradients. Buffers are broadcast as before any pass."""
         attributes = vars(self)
-        before = {name: attributes[name] for name in (*_UNREDUCED, "require_forward_param_sync")}
+        previous = {name: attributes[name] for name in (*_UNREDUCED, "require_forward_param_sync")}
         attributes.update(_UNREDUCED)
         try:
             return super().forward(*inputs, **kwargs)
         finally:
-            attributes.update(before)
+            attributes.update(previous)
 
     # -- changes of the model -----------------------------------------------------------------------------------------------------
 
@@ -159,21 +159,21 @@ class Replica(DistributedDataParallel):
 
     def _notice(self, used: bool) -> None:
         """Record the module's present submodules and parameters. ``used``: a forward pass has already computed with them."""
-        before, self._seen = self._seen, TrainedParameters(self.module, self.parameters_to_ignore)
-        now = self._seen
-        check_held(before.named, now.named, self._optimizers)
-        self._idle = not now.trained
+        old, self._seen = self._seen, TrainedParameters(self.module, self.parameters_to_ignore)
+        new = self._seen
+        check_held(old.named, new.named, self._optimizers)
+        self._idle = not new.trained
         if self._open:
-            self._trained_before += before.trained
-        differs = self._searches_once or self._open or not _same(now.trained, self._reduced)
+            self._trained_before += old.trained
+        differs = self._searches_once or self._open or not _same(new.trained, self._reduced)
         self._outdated = differs and (used or not self._idle)
-        new = now.newer_than(before)
-        if new:
-            self._agree("now has these parameters", list(dict.fromkeys(now.named.values())), used)
+        added = new.newer_than(old)
+        if added:
+            self._agree("now has these parameters", list(dict.fromkeys(new.named.values())), used)
             if used:  # too late to broadcast rank 0's values
-                self._compare([t for t in new if isinstance(t, nn.Parameter)])
+                self._compare([t for t in added if isinstance(t, nn.Parameter)])
             else:
-                broadcast_from_rank_0(self._ranks, [t.detach() for t in new])
+                broadcast_from_rank_0(self._ranks, [t.detach() for t in added])
 
     def _follow(self, inside: bool) -> None:
         """Reduce the parameters that are trained now, from this pass on. ``inside``: its forward pass is over, and may not have used new ones."""

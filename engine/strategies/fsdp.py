@@ -105,12 +105,17 @@ class FSDP(Strategy):
         Raises:
             ValueError: the product of the sizes differs from that number.
         """
-        who, keep = type(self).__name__, self.reshard_after_forward
+        who, kept_over = type(self).__name__, self.reshard_after_forward
         sizes = degrees(self._axes(), world_size, who)
         shard = sizes["dp_shard"]
-        if shard > 1 and keep is not None and not isinstance(keep, bool) and (shard % keep if keep else True):
+        if (
+            shard > 1
+            and kept_over is not None
+            and not isinstance(kept_over, bool)
+            and (shard % kept_over if kept_over else True)
+        ):
             raise ValueError(
-                f"{who}(reshard_after_forward={keep}) must divide the {shard} ranks that share one copy of the model"
+                f"{who}(reshard_after_forward={kept_over}) must divide the {shard} ranks that share one copy of the model"
             )
         return sizes
 
@@ -202,7 +207,7 @@ class FSDP(Strategy):
 
     def _fully_shard(self, module: nn.Module, ignored: set[Any], inputs: bool) -> None:
         self._replacements.materialise(module)
-        before = dict(module.named_parameters(remove_duplicate=False))
+        previous = dict(module.named_parameters(remove_duplicate=False))
         half, fp8 = self.precision.autocast, self.precision.fp8
         if fp8 is not None and fp8.gathers:
             float8.gather_low(module, ignored)
@@ -219,7 +224,7 @@ class FSDP(Strategy):
             else OffloadPolicy(),
             ignored_params=ignored,
         )
-        self._replacements.record(module, before)
+        self._replacements.record(module, previous)
 
     def _is_complex(self, module: nn.Module, ignored: set[Any]) -> bool:
         """Whether the trained parameters of a block are complex.

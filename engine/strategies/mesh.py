@@ -30,9 +30,10 @@ def degrees(sizes: Mapping[str, int], world_size: int, who: str) -> dict[str, in
     product = prod(size for size in sizes.values() if size != -1)
     inferred, remainder = divmod(world_size, product)
     if remainder or (not open_axes and inferred != 1):
-        what = f"a multiple of {product}" if open_axes else f"{product}"
+        required = f"a multiple of {product}" if open_axes else f"{product}"
         raise ValueError(
-            f"{who}({sizes_text}) needs {what} processes, this job has {world_size}: the product of the sizes must equal it; one may be -1 (inferred)"
+            f"{who}({sizes_text}) needs {required} processes, this job has {world_size}: "
+            "the product of the sizes must equal it; one may be -1 (inferred)"
         )
     return {name: inferred if size == -1 else size for name, size in sizes.items()}
 

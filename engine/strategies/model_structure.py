@@ -59,10 +59,10 @@ class TrainedParameters:
 
     def names(self, parameters: Sequence[Tensor]) -> list[str]:
         """The names of these parameters in the user's module; of several names the first."""
-        first: dict[int, str] = {}
+        name_by_id: dict[int, str] = {}
         for name, parameter in self.named.items():
-            first.setdefault(id(parameter), name.removeprefix(self._prefix))
-        return [first.get(id(p), "one that the model no longer has") for p in parameters]
+            name_by_id.setdefault(id(parameter), name.removeprefix(self._prefix))
+        return [name_by_id.get(id(p), "one that the model no longer has") for p in parameters]
 
 
 class ShardedStructure:

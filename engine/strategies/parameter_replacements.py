@@ -46,10 +46,10 @@ class ParameterReplacements:
 
     def record(self, module: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
         """Record that the module's parameters have replaced ``before``, and free the memory of those: an optimizer may still refer to them."""
-        after = dict(module.named_parameters(remove_duplicate=False))
+        replacements = dict(module.named_parameters(remove_duplicate=False))
         for name, old in before.items():
-            if after[name] is not old:
-                self._newer[old] = after[name]
+            if replacements[name] is not old:
+                self._newer[old] = replacements[name]
                 if not dtensors.is_sharded(old):
                     old.data = old.data.new_empty(0)
 

@@ -161,7 +161,7 @@ class Pipeline:
 
     def _captured(self, step: Step, batch: Any) -> tuple[Tensor, ...]:
         """The model's inputs, which are found by running ``step`` as far as its call of the model."""
-        before = _generator_states(self.device)
+        states_before = _generator_states(self.device)
         self._inputs = []
         try:
             with self.precision.context(self.device), torch.no_grad():
@@ -174,8 +174,8 @@ class Pipeline:
             raise ValueError(self._uncalled)
         finally:
             inputs, self._inputs = self._inputs, None
-        after = _generator_states(self.device)
-        if drawn := [name for name, state in after.items() if before.get(name) != state]:
+        states_after = _generator_states(self.device)
+        if drawn := [name for name, state in states_after.items() if states_before.get(name) != state]:
             raise ValueError(
                 f"pipeline parallel: random numbers were drawn before the model was called (from {' and '.join(drawn)}). The rank with the "
                 "inputs and the one with the loss would draw different ones: do it in the dataset, the collate function or on_after_batch_transfer"

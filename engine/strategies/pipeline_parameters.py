@@ -96,9 +96,9 @@ class StageParameters:
         for index, (parameter, group, _) in enumerate(self.tied):
             if last and parameter.grad is not None:
                 dist.all_reduce(dtensors.local([parameter.grad])[0], group=group)
-            before = set_aside[index]
-            if before is not None:
-                parameter.grad = before if parameter.grad is None else before + parameter.grad
+            earlier_grad = set_aside[index]
+            if earlier_grad is not None:
+                parameter.grad = earlier_grad if parameter.grad is None else earlier_grad + parameter.grad
             if last and parameter.grad is not None:
                 self._summed[index] = (weakref.ref(parameter.grad), parameter.grad._version)
         return Loss(totals[1], totals[2]) if self.pipeline.weighted else totals[1].float()

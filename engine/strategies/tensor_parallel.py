@@ -129,9 +129,9 @@ def shard(model: nn.Module, plan: Plan, mesh: DeviceMesh, replacements: Paramete
         _check_even(name, module, style, mesh.size())
         if not any(map(replacements.is_elsewhere, module.parameters())):
             replacements.materialise(module)
-            before = dict(module.named_parameters(remove_duplicate=False))
+            previous = dict(module.named_parameters(remove_duplicate=False))
             _shard_module(model, name, module, style, mesh)
-            replacements.record(module, before)
+            replacements.record(module, previous)
     _check_tied(model, plan)
 
 
@@ -144,7 +144,7 @@ def shard_copy(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
 
 def _shard_module(model: nn.Module, name: str, module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
-    before = dict(module.named_parameters(remove_duplicate=False))
+    previous = dict(module.named_parameters(remove_duplicate=False))
     try:
         parallelize_module(module, mesh, style, src_data_rank=None)
     except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -152,10 +152,10 @@ def _shard_module(model: nn.Module, name: str, module: nn.Module, style: Paralle
             f"tensor parallel: {type(style).__name__} cannot shard {name!r} ({type(module).__name__}): {error}"
         ) from error
     _free_full_tensors(module)
-    after = dict(module.named_parameters(remove_duplicate=False))
-    replaced = {id(old): after[key] for key, old in before.items() if after[key] is not old}
-    for key, old in before.items():
-        after[key].requires_grad_(old.requires_grad)  # torch's styles set requires_grad on every parameter
+    sharded = dict(module.named_parameters(remove_duplicate=False))
+    replaced = {id(old): sharded[key] for key, old in previous.items() if sharded[key] is not old}
+    for key, old in previous.items():
+        sharded[key].requires_grad_(old.requires_grad)  # torch's styles set requires_grad on every parameter
     for inner in model.modules():  # tied parameters stay tied
         for key, parameter in inner._parameters.items():
             if parameter is not None and id(parameter) in replaced:
@@ -190,14 +190,14 @@ def _check_even(name: str, module: nn.Module, style: ParallelStyle, ranks: int) 
         and style.use_local_output
         and all(p.is_shard() for p in style.output_layouts)
     ):
-        size, what = module.out_features, "outputs"
+        size, side = module.out_features, "outputs"
     elif isinstance(style, RowwiseParallel) and all(p.is_shard() for p in style.input_layouts):
-        size, what = module.in_features, "inputs"
+        size, side = module.in_features, "inputs"
     else:
         return
     if size % ranks:
         raise ValueError(
-            f"tensor parallel: {name!r} has {size} {what}, not divisible by tp={ranks}: change the layer, tp, or the plan"
+            f"tensor parallel: {name!r} has {size} {side}, not divisible by tp={ranks}: change the layer, tp, or the plan"
         )
 
 

@@ -100,8 +100,8 @@ class Layers:
         emulate, chosen = _emulated(fp8, self._group), _chosen(model, fp8)
         config = dataclasses.replace(torchao.Float8LinearConfig.from_recipe_name(fp8.recipe), emulate=emulate)
         for linear in chosen:
-            converted, before = torchao.convert_to_float8_training(linear, config=config), set(vars(linear))
-            added = [name for name in vars(converted) if name not in before]
+            converted, plain_names = torchao.convert_to_float8_training(linear, config=config), set(vars(linear))
+            added = [name for name in vars(converted) if name not in plain_names]
             vars(linear).update({name: vars(converted)[name] for name in added})
             linear.__class__ = _layer_class()
             self._changed.append((linear, added))

@@ -70,18 +70,22 @@ def _recomputed(block: nn.Module, selective: bool, buffers: RecomputedBuffers, *
             {"context_fn": partial(create_selective_checkpoint_contexts, _saved_operations())} if selective else {}
         )
         return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
-    first = buffers.before(block)
-    outputs = checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, first, selective), **kwargs)
-    buffers.after(first)
+    first_pass = buffers.before(block)
+    outputs = checkpoint(
+        forward, *args, use_reentrant=False, context_fn=partial(_contexts, first_pass, selective), **kwargs
+    )
+    buffers.after(first_pass)
     return outputs
 
 
-def _contexts(first: FirstPass, selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _contexts(
+    first_pass: FirstPass, selective: bool
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of a block's first pass and of its second."""
     if not selective:
-        return nullcontext(), first
-    recording, first.inner = create_selective_checkpoint_contexts(_saved_operations())
-    return _without_autocast_cache(recording), first
+        return nullcontext(), first_pass
+    recording, first_pass.inner = create_selective_checkpoint_contexts(_saved_operations())
+    return _without_autocast_cache(recording), first_pass
 
 
 @contextmanager
@@ -172,7 +176,7 @@ class FirstPass:
     @contextmanager
     def _as_before(self) -> Iterator[None]:
         """Set modes and buffers inside the block as they were when the first pass started."""
-        now = {module: dict(module._buffers) for module in self.start}
+        current_buffers = {module: dict(module._buffers) for module in self.start}
         modes = [(module, module.training) for module, _ in self.modes]
         for module, mode in self.modes:
             module.training = mode
@@ -181,9 +185,9 @@ class FirstPass:
         try:
             yield
         finally:
-            for module, before in now.items():
+            for module, buffers_now in current_buffers.items():
                 module._buffers.clear()
-                module._buffers.update(before)
+                module._buffers.update(buffers_now)
             for module, mode in modes:
                 module.training = mode
 
@@ -196,6 +200,6 @@ def _version(buffer: Tensor) -> int:
     return 0 if buffer.is_inference() else buffer._version
 
 
-def _differ(before: dict[str, Tensor | None], now: dict[str, Tensor]) -> bool:
+def _differ(before: dict[str, Tensor | None], after: dict[str, Tensor]) -> bool:
     # Some operations change a buffer but not its version, as batch_norm does with its running statistics.
-    return any(b is not None and not torch.equal(b, now[name]) for name, b in before.items())
+    return any(b is not None and not torch.equal(b, after[name]) for name, b in before.items())

@@ -324,8 +324,8 @@ def fused_skips(device: torch.device, optimizer: type[torch.optim.Optimizer]) ->
             if scale is not None:
                 stepper.found_inf, stepper.grad_scale = (torch.full((), x, device=device) for x in (found_inf, scale))
             stepper.step()
-        after: list[float] = weight.tolist()
-        return after
+        stepped: list[float] = weight.tolist()
+        return stepped
 
     def attempt() -> bool:
         # The scales differ, because Adam's weights do not depend on a constant scale.

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 def parameters_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     """The parameters of the optimizers, without duplicates."""
     if len(optimizers) == 1 and len(optimizers[0].param_groups) == 1:
-        first: list[Tensor] = optimizers[0].param_groups[0]["params"]
-        return first
+        parameters: list[Tensor] = optimizers[0].param_groups[0]["params"]
+        return parameters
     return list({id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}.values())
 
 

@@ -131,8 +131,8 @@ def move(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> A
             return NotImplemented
         kind: Any = type(item)
         item_to_move = copy.copy(item) if hasattr(item, "__copy__") else item
-        how = {"non_blocking": True} if not waits and _takes_non_blocking(kind) else {}
-        moved = item_to_move.to(device, **how)
+        options = {"non_blocking": True} if not waits and _takes_non_blocking(kind) else {}
+        moved = item_to_move.to(device, **options)
         return cast(item_to_move if moved is None else moved, dtype)  # some classes move in place and return nothing
 
     return map_tensors(to, tree, move_object)

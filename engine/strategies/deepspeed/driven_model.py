@@ -359,12 +359,12 @@ def _device_index(device: torch.device, local_rank: int) -> str:
 @contextmanager
 def variables(**values: str) -> Iterator[None]:
     """Set environment variables inside the block and restore them afterwards."""
-    before = {name: os.environ.get(name) for name in values}
+    previous_values = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous_values.items():
             if value is None:
                 os.environ.pop(name, None)
             else:

@@ -106,10 +106,10 @@ class Shards:
 
     def numbered_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups, with the numbers of their parameters."""
-        first, groups = 0, []
+        number, groups = 0, []
         for group, parameters in zip(self.optimizer.param_groups, self.groups, strict=True):
-            groups.append({**group, "params": list(range(first, first + len(parameters)))})
-            first += len(parameters)
+            groups.append({**group, "params": list(range(number, number + len(parameters)))})
+            number += len(parameters)
         return groups
 
     def load_state_dict(self, state: Mapping[str, Any], read: Callable[[Any], Any]) -> None:
