@@ -114,7 +114,7 @@ def _run(agent: Agent, job: Job, meeting: Meeting, output: Output) -> int:
 
 
 class SignalReceived(Exception):
-    """This process got a signal that is to end the job."""
+    """Raised when this process gets a signal that is to end the job."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")

@@ -22,7 +22,7 @@ TAIL = 64 * 1024
 LINE = 64 * 1024
 """Number of bytes after which an unfinished line is shown as a line."""
 HOLD_S = 10.0
-"""Longest time (s) that a traceback is held back: if the rank ends with it, the launcher shows it once, or one line of it."""
+"""Maximum time (s) for which a traceback is held back. If the rank ends meanwhile, only the launcher's report shows it, or one line of it."""
 _LAST_WORDS = ("Traceback (most recent call last):", "fit: error: ", failures.LOST)
 """Starts of lines with which a rank's last output may begin."""
 PIPE = 1 << 20
@@ -71,7 +71,7 @@ class Output:
         self._mute: set[object] = set()  # files and terminals that can no longer be written to
 
     def path(self, rank: int) -> Path:
-        """The file of a rank."""
+        """The file with a rank's output."""
         return self.directory / f"rank={rank}.log"
 
     def open(self, ranks: Sequence[int], world_size: int) -> list[Streams]:

@@ -17,7 +17,7 @@ from engine.utils import accelerator, torch_private
 from engine.utils.parameters import parameters_of, uncompiled
 
 Optimizers = Sequence[Any]
-"""Prepared optimizers or plain ones."""
+"""Optimizers, prepared or not."""
 Then = Callable[[bool], None]
 """A function that is called with whether a step was applied, once known: in a run :meth:`engine.loop.optimization.Optimization.applied`."""
 
@@ -63,11 +63,11 @@ class Stepper:
 
     @property
     def pending(self) -> int:
-        """Steps whose verdict is not known yet."""
+        """The number of steps whose verdict is not known yet."""
         return len(self._pending)
 
     def add(self, optimizer: Optimizer) -> None:
-        """Add an optimizer, once."""
+        """Add an optimizer, unless it was added before."""
         if not any(optimizer is stepped for stepped in self.optimizers):
             self.optimizers.append(optimizer)
             self.window.add(optimizer)
@@ -125,7 +125,7 @@ class Stepper:
     def named_norms(self, model: nn.Module, norm_type: float, optimizers: Sequence[Any]) -> dict[str, Tensor]:
         """The norm of each gradient of ``model``, divided and unscaled, by the parameter's name. Shapes ``()``, on the device.
 
-        ``optimizers``: norms of their parameters only; if empty, of all parameters.
+        ``optimizers``: those whose parameters to include; if empty, all parameters are included.
         """
         chosen = {id(p) for p in parameters_of(optimizers)}
         named = {

@@ -28,7 +28,7 @@ class Schedule:
     interval: str = "epoch"
     """``"epoch"``: at the end of epochs, after validation. ``"step"``: after optimizer steps that were applied."""
     frequency: int = 1
-    """Step every this many epochs or steps."""
+    """Step once in this many epochs or steps."""
     monitor: str | None = None
     """The metric that ``ReduceLROnPlateau`` follows."""
     strict: bool = True

@@ -47,12 +47,12 @@ class Precision:
         return self.name if self.fp8 in (None, FP8()) else f"{self.name} by {self.fp8}"
 
     def describe(self) -> str | dict[str, Any]:
-        """The name as written into a file, with the settings of fp8 if there are any."""
+        """The precision as written into a file: its name, or a dict with fp8's settings if any are set."""
         return self.name if self.fp8 in (None, FP8()) else fields_of(self.fp8, self.name)
 
     @classmethod
     def parse(cls, name: str | int | Mapping[str, Any] | NamedOptions | Precision | FP8) -> Precision:
-        """The precision of this name (Lightning's names, and Accelerate's ``no``, ``bf16``, ``fp16`` and ``fp8``).
+        """The precision of a name (Lightning's names, and Accelerate's ``no``, ``bf16``, ``fp16`` and ``fp8``).
 
         ``{"name": "fp8-mixed", "recipe": "rowwise"}`` has settings of :class:`engine.FP8`.
 

@@ -102,7 +102,7 @@ class GradientState:
         self.count: Tensor | float | None = None
         """Sum of the counts of this rank's ``Loss`` objects so far; ``None``: there was none."""
         self.scalars = False
-        """Whether there was a scalar loss."""
+        """Whether any loss was a scalar."""
         self.dropped = 0.0
         """The fraction of the window's samples whose micro-batches had no loss; known in a single process only."""
         self.closed = False
@@ -208,7 +208,7 @@ class Window:
         self.complete = False
         """Whether the latest backward pass was of a window's last micro-batch."""
         self.scalars = False
-        """Whether there was any scalar loss: on this rank, or on any rank when the ranks last agreed on it."""
+        """Whether any loss was a scalar: on this rank, or on any rank when the ranks last agreed on it."""
         self.items: Tensor | float | None = None
         """Total ``count`` of the latest finished window over all ranks, until it is taken; with several groups that of the first."""
         self.watching = False

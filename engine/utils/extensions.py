@@ -17,7 +17,7 @@ DISTRIBUTION = "fit-trainer"
 ADAPTERS, ATTRIBUTES, CHECKS, CLASSES, HINTS = (
     f"engine.{group}" for group in ("adapters", "attributes", "checks", "classes", "hints")
 )
-"""The groups of entry points."""
+"""The groups of entry points, one for each extension point."""
 
 
 def adapted(value: Any) -> Any:
