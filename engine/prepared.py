@@ -20,7 +20,7 @@ from engine.utils.parameters import uncompiled
 
 @dataclass
 class Prepared:
-    """The models, optimizers, schedulers and loaders of one engine, in the order of their preparation, and its registered objects."""
+    """An engine's models, optimizers, schedulers and loaders, in the order in which they were prepared, and its registered objects."""
 
     strategy: Strategy
     stepper: Stepper
@@ -31,11 +31,11 @@ class Prepared:
     schedulers: list[PreparedScheduler] = field(default_factory=list)
     loaders: list[PreparedLoader] = field(default_factory=list)
     registered: list[Any] = field(default_factory=list)
-    """Further objects whose state checkpoints have; they have ``state_dict`` and ``load_state_dict``."""
+    """Other objects whose state checkpoints contain, by ``state_dict`` and ``load_state_dict``."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers as the user created them."""
+        """The user's optimizers, without their wrappers."""
         return self.stepper.optimizers
 
     @property
@@ -45,7 +45,7 @@ class Prepared:
 
     @property
     def group(self) -> Group:
-        """The group of all ranks."""
+        """All processes of the job."""
         return self.strategy.group
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -53,14 +53,14 @@ class Prepared:
         return uncompiled(self.strategy.unwrap(model))
 
     def form_of(self, model: nn.Module) -> nn.Module | None:
-        """The prepared form of ``model``, which may be prepared itself; ``None`` if it was not prepared."""
+        """The prepared model whose original module is ``model``, or ``model`` itself if it is a prepared one; else ``None``."""
         return next((prepared for prepared in self.models if model is prepared or model is self.unwrap(prepared)), None)
 
     def whole_module(self) -> nn.Module:
-        """The user's model; several models as submodules of one module.
+        """The user's model; if there are several, a module that contains them.
 
         Raises:
-            ValueError: there are several models, and the strategy supports only one.
+            ValueError: there are several models, but the strategy takes one.
         """
         models = [self.unwrap(model) for model in self.models]
         if len(models) == 1:
@@ -72,7 +72,7 @@ class Prepared:
         return nn.ModuleList(models)
 
     def without(self, left_out: Sequence[nn.Module]) -> nn.Module:
-        """:meth:`whole_module` without the models in ``left_out``; the remaining ones keep their names."""
+        """:meth:`whole_module` without the models in ``left_out``; remaining ones keep their names."""
         module = self.whole_module()
         if not left_out:
             return module

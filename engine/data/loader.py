@@ -17,7 +17,7 @@ from engine.data.prefetch import SideStream, ahead
 from engine.data.stream import StreamFeed
 from engine.data.user_loaders import altered
 from engine.distributed.group import Group
-from engine.step.window import ALONE, Share, Window
+from engine.step.window import NOT_FROM_LOADER, Share, Window
 from engine.utils import accelerator
 from engine.utils.log import warn_once
 from engine.utils.seed import isolated
@@ -54,9 +54,9 @@ class Pass:
     window: int = 1
     """The number of micro-batches in a full window."""
     yielded: int = 0
-    """The number of micro-batches yielded on this rank so far."""
-    share: Share = ALONE
-    """The latest micro-batch's share of its window."""
+    """Micro-batches of this rank so far."""
+    share: Share = NOT_FROM_LOADER
+    """The share of the latest micro-batch in its window."""
     over: bool = False
     """True if the data is exhausted."""
 

@@ -13,6 +13,6 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:  # the command line reads its arguments without torch
+    if name in __all__:  # imported on use, because the command line reads its arguments without torch
         return getattr(importlib.import_module("engine.launch.functions"), name)
     raise AttributeError(f"module 'engine.launch' has no attribute {name!r}")

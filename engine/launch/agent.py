@@ -1,8 +1,8 @@
-"""The agent of a machine: starts its ranks, ends them together, starts them again, and meets the agents of other machines.
+"""The agent of a machine: it starts the machine's ranks, ends them together, restarts them, and meets the agents of other machines.
 
-A failure ends the other ranks within seconds, whereas after SIGTERM, Ctrl-C or when a machine joins, they get time to save; ranks that
-ended because they were told to did not fail; the first failure is found and reported last; a lost machine does not count as a restart;
-and no rank outlives its agent.
+A failure ends the other ranks within seconds; after SIGTERM or Ctrl-C, or when a machine joins, all ranks get time to save. A rank that
+ends because it was told to has not failed. The first failure is found, and reported last. The loss of a machine does not count as a
+restart. No rank outlives its agent.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from engine.utils.log import TERMINAL, has_terminal
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that reach the ranks through the agent."""
 POLL_S = 0.1
-"""How often the agent looks for what the other machines have reported (s)."""
+"""Interval (s) at which the agent looks for reports of other machines."""
 FREE_S = 60.0
-"""A lost machine does not count as a restart, unless another one was lost less than this time (s) before."""
+"""The loss of a machine does not count as a restart, unless another one was lost less than this time (s) before."""
 
 
 def run(job: Job) -> int:
     """Run this machine's ranks of ``job`` until they end.
 
     Returns:
-        0: all ranks succeeded; 1: one failed, or the machines could not connect; 128 + the number of a signal.
+        0: all ranks succeeded; 1: a rank failed, or the machines could not connect; 128 + n: signal n ended the job.
     """
     try:
         job.log_dir.mkdir(parents=True)
@@ -83,7 +83,7 @@ def run(job: Job) -> int:
             output.close()
             scratch.remove(errors)
     if meeting is not None and not meeting.reachable:
-        # The interpreter's exit would wait for threads that hang in torch's store.
+        # A normal exit of the interpreter would wait for threads that hang in torch's store.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -104,8 +104,8 @@ def _run(agent: Agent, job: Job, meeting: Meeting, output: Output) -> int:
         output.write_line(f"{agent.report}\n{reason}".strip())
         return 1
     except (RendezvousError, dist.DistError) as error:
-        what = "the machine that serves the rendezvous is gone" if meeting.has_met else "the machines could not meet"
-        output.write_line(f"{agent.report}\n{what}: {error}".strip())
+        problem = "the machine that serves the rendezvous is gone" if meeting.has_met else "the machines could not meet"
+        output.write_line(f"{agent.report}\n{problem}: {error}".strip())
         return 1
     meeting.close()
     if not succeeded:
@@ -114,7 +114,7 @@ def _run(agent: Agent, job: Job, meeting: Meeting, output: Output) -> int:
 
 
 class SignalReceived(Exception):
-    """This process got a signal that is to end the job."""
+    """Raised when this process gets a signal that is to end the job."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
@@ -123,7 +123,7 @@ class SignalReceived(Exception):
 
 @contextlib.contextmanager
 def signals_raised() -> Iterator[None]:
-    """Inside the block signals raise :class:`SignalReceived`; afterwards the previous handlers are restored."""
+    """Let signals raise :class:`SignalReceived` inside the block; restore the previous handlers afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -131,15 +131,15 @@ def signals_raised() -> Iterator[None]:
     def handle(number: int, frame: object) -> None:
         raise SignalReceived(number)
 
-    before = {number: signal.getsignal(number) for number in HANDLED}
+    previous_handlers = {number: signal.getsignal(number) for number in HANDLED}
     for number in HANDLED:
-        # nohup ignores SIGHUP. A script's background jobs ignore Ctrl-C, but if it is sent to them, it is meant.
-        if number != signal.SIGHUP or before[number] != signal.SIG_IGN:
+        # Under nohup SIGHUP stays ignored. A script's background jobs ignore SIGINT, too, but one that is sent to them is meant for them.
+        if number != signal.SIGHUP or previous_handlers[number] != signal.SIG_IGN:
             signal.signal(number, handle)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
@@ -154,7 +154,7 @@ class Program(ABC):
 
 
 class Command(Program):
-    """A command, run in processes without a terminal. The kernel kills them when this process ends."""
+    """A command that each rank runs, in a process without a terminal, which the kernel kills when this process ends."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = (sys.executable, "-I", "-S", child.__file__, str(os.getpid()), *command)
@@ -170,6 +170,8 @@ class Command(Program):
 
 
 class _Outcome(enum.Enum):
+    """How an attempt ended; ``AGAIN``: another attempt follows."""
+
     SUCCEEDED = enum.auto()
     FAILED = enum.auto()
     AGAIN = enum.auto()
@@ -190,18 +192,18 @@ class Agent:
             **({TERMINAL: "1"} if has_terminal() else {}),
         }
         self._supervisor = Supervisor([])
-        self._attempts = self._restarts = 0  # the second: those that count
+        self._attempts = self._restarts = 0  # restarts are attempts that count towards the job's maximum
         self._freed = float("-inf")
         self.report = ""
-        """The report of the last failure, that of the rank that failed first."""
+        """The report on the rank that failed first in the last failure."""
         self.other_failures = ""
-        """A line for each other rank of this machine."""
+        """A line for each other rank of this machine that failed, or was ended."""
 
     def run(self) -> bool:
         """Run the ranks until they end, and return whether all succeeded. No rank is left when this returns or raises.
 
         Raises:
-            SignalReceived: this process got a signal; the ranks had time to save.
+            SignalReceived: this process got a signal; the ranks were given time to save.
             RendezvousError, torch.distributed.DistError: the machines did not meet.
         """
         outcome = _Outcome.AGAIN
@@ -220,6 +222,7 @@ class Agent:
         return outcome is _Outcome.SUCCEEDED
 
     def _start(self, met: Round) -> None:
+        """Start this machine's ranks for a new attempt, as the machines have agreed in a round."""
         self._attempts += 1
         self._restarts = met.restarts
         if self._attempts > 1:
@@ -241,7 +244,7 @@ class Agent:
             self._output.write_line(f"started again: {len(ranks)} process(es) here, {met.world_size} in all")
 
     def _variables_of(self, met: Round, local_rank: int) -> dict[str, str]:
-        """A rank's environment variables: those of torchrun, and the job's."""
+        """A rank's environment variables: torchrun's, and those of the job."""
         rank, nproc = met.first_rank + local_rank, self._job.nproc
         return {
             **variables_of(
@@ -257,7 +260,7 @@ class Agent:
         }
 
     def _watch(self) -> _Outcome:
-        """Wait until this attempt is over."""
+        """Wait until this attempt is over; end its ranks if one fails, or if a machine waits to join."""
         ranks, alone = self._supervisor.ranks, self._job.max_nodes == 1
         while True:
             self._supervisor.changed.wait(None if alone else POLL_S)
@@ -277,17 +280,17 @@ class Agent:
                 return _Outcome.AGAIN
 
     def _pass_on(self, number: signal.Signals) -> None:
-        """SIGTERM, or Ctrl-C: pass it to the ranks, and give them time to save."""
+        """Pass SIGTERM or Ctrl-C on to the ranks, and give them time to save."""
         hurry = threading.Event()
-        if threading.current_thread() is threading.main_thread():  # no other one may handle signals, nor gets them
+        if threading.current_thread() is threading.main_thread():  # other threads do not get signals
             signal.signal(signal.SIGINT, lambda *_: hurry.set())
-            for later_signal in HANDLED[1:]:  # a launcher and a scheduler may both send one
+            for later_signal in HANDLED[1:]:  # a launcher and a scheduler may both send a signal
                 signal.signal(later_signal, lambda *_: None)
         if self._supervisor.running():
             interrupted = number == signal.SIGINT
-            again = "; press it again to kill them" if interrupted else ""
+            hint = "; press it again to kill them" if interrupted else ""
             self._output.write_line(
-                f"{'Ctrl-C' if interrupted else number.name}: the ranks finish their step and save{again}"
+                f"{'Ctrl-C' if interrupted else number.name}: the ranks finish their step and save{hint}"
             )
             self._supervisor.end(signal.SIGINT if interrupted else signal.SIGTERM, self._job.grace_s, hurry)
         self._output.drain()
@@ -299,22 +302,23 @@ class Agent:
                 break
 
     def _preempted(self) -> _Outcome:
-        """All ranks save and end because one received SIGTERM from a scheduler, or from another machine's agent."""
+        """Let all ranks save and end, because one of them got SIGTERM from a scheduler or from another machine's agent."""
         self._supervisor.end(signal.SIGTERM, self._job.grace_s)
         deadline = time.monotonic() + rendezvous.ELSEWHERE_S
-        while (
-            time.monotonic() < deadline and not self._meeting.machines_waiting
-        ):  # this machine may be about to get SIGTERM too
+        # Meanwhile this machine may get SIGTERM, too.
+        while time.monotonic() < deadline and not self._meeting.machines_waiting:
             time.sleep(POLL_S)
         if not self._job.elastic and not self._meeting.machines_waiting:
             raise SignalReceived(signal.SIGTERM)
-        return self._start_free("the ranks were told to end on another machine")
+        return self._start_uncounted("the ranks were told to end on another machine")
 
-    def _start_free(self, why: str) -> _Outcome:
-        self._output.write_line(f"{why}; starting again with the remaining machines")
+    def _start_uncounted(self, reason: str) -> _Outcome:
+        """Start again without counting a restart."""
+        self._output.write_line(f"{reason}; starting again with the remaining machines")
         return _Outcome.AGAIN
 
     def _failed(self) -> _Outcome:
+        """End all ranks after a failure, find the first one, and decide whether to start again."""
         ranks = self._supervisor.ranks
         self._supervisor.end(signal.SIGTERM, FAIL_S)
         self._output.drain()
@@ -326,7 +330,7 @@ class Agent:
         self.report = self._meeting.agree_on_cause(failure.report if failure else "", is_consequence)
         if is_consequence and self._job.elastic and time.monotonic() - self._freed > FREE_S:
             self._freed = time.monotonic()
-            return self._start_free(f"{self.report.split('; its output')[0]}: a rank of another machine is gone")
+            return self._start_uncounted(f"{self.report.split('; its output')[0]}: a rank of another machine is gone")
         if self._restarts >= self._job.max_restarts:
             return _Outcome.FAILED
         self._restarts += 1
@@ -337,10 +341,10 @@ class Agent:
 
 
 def _interface(job: Job, outward: str | None) -> dict[str, str]:
-    """The variable with gloo's network interface; empty: gloo listens at the address of the host's name.
+    """The environment variable that names gloo's network interface, or nothing if that is set or unknown.
 
-    That address may be unreachable, or public. So ranks on one machine use its loopback interface, and ranks on several machines the
-    interface that reaches the others."""
+    By default gloo listens at the address of the host's name, which may be unreachable, or public. So the ranks of one machine use its
+    loopback interface, and the ranks of several machines the interface that reaches the others."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
     if job.max_nodes == 1:

@@ -1,6 +1,6 @@
-"""The start of a rank: bind it to its agent's life, then replace it by the command. Run as ``python -I -S child.py AGENT_PID COMMAND ...``.
+"""Starts a rank that dies with its agent, and replaces itself by the rank's command. Run as ``python -I -S child.py AGENT_PID COMMAND ...``.
 
-It imports nothing of the package, so that a start costs milliseconds.
+This file imports nothing of the package, so that it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def die_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """Bind this process to the agent in ``sys.argv[1]``, and replace it by the command that follows."""
+    """Let this process die with the agent whose process id is ``sys.argv[1]``, and replace it by the command that follows."""
     die_with_parent(int(sys.argv[1]))
-    # A background job of a shell ignores Ctrl-C, and a rank would inherit that.
+    # A shell's background jobs ignore SIGINT, which a rank would inherit.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         os.execvp(sys.argv[2], sys.argv[2:])

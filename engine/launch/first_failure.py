@@ -1,4 +1,4 @@
-"""The rank that failed first, and the report of its end."""
+"""Finds the rank that failed first, and writes the report on its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.launch.supervisor import Rank
 from engine.utils.errors import INTERRUPTED, TERMINATED
 
 LAST_LINES = 15
-"""Lines of a rank's standard error that are shown when there is no traceback in it."""
+"""Number of lines of a rank's standard error that are shown if it contains no traceback."""
 NO_TAILS: Mapping[int, str] = MappingProxyType({})
 
 
@@ -22,11 +22,11 @@ class Failure:
 
     rank: Rank
     is_consequence: bool
-    """Whether the rank failed only because another rank was gone, one that :func:`first_failure` does not see."""
+    """Whether the rank failed only because of another rank's end, which was not among the ranks of :func:`first_failure`."""
     report: str
     """The rank's number, where and how it ended, and its traceback."""
     other_failures: str
-    """A line for each other rank that has failed as well, or is ended because of it."""
+    """A line for each other rank that has failed as well, or was ended because of this failure."""
 
 
 def first_failure(
@@ -34,11 +34,11 @@ def first_failure(
 ) -> Failure | None:
     """Find the failure among ``ranks`` that came first; ``None`` when none failed.
 
-    If all failures are only consequences, and a rank has ended with exit code 0 meanwhile, that rank is the first failure.
+    If all failures are only consequences, and a rank has ended with exit code 0, that rank counts as the first to fail.
 
     Args:
-        tails: the end of each rank's standard error, for ranks that have left no error file; none, if it is not kept.
-        still_needed: the job is not done, so an end with exit code 0 is a failure by itself.
+        tails: the end of each rank's standard error, for ranks that have left no error file; empty if it is not kept.
+        still_needed: whether the job is not done, so that an end with exit code 0 is a failure by itself.
     """
     failed = [
         (_is_consequence(rank, tails.get(rank.rank, "")), failures.read(rank.error_file)[1] or rank.ended_at, rank)
@@ -59,27 +59,27 @@ def first_failure(
 
 
 def was_preempted(ranks: Iterable[Rank]) -> bool:
-    """Check whether no rank failed, and some ended on SIGTERM from a scheduler, or from another machine's agent."""
+    """Whether no rank failed, and some ended because of a SIGTERM from a scheduler or from another machine's agent."""
     codes = {rank.exit_code for rank in ranks}
     return TERMINATED in codes and codes <= {None, 0, TERMINATED, -signal.SIGTERM}
 
 
 def was_interrupted(ranks: Iterable[Rank]) -> bool:
-    """Check whether no rank failed, and some ended on a Ctrl-C that the launcher did not get."""
+    """Whether no rank failed, and some ended because of a Ctrl-C that the launcher did not get."""
     codes = {rank.exit_code for rank in ranks}
     return INTERRUPTED in codes and codes <= {None, 0, INTERRUPTED, -signal.SIGINT}
 
 
 def report(rank: Rank, tail: str = "") -> str:
-    """The report of a rank's end: which rank, where and how, and finally its traceback."""
+    """The report on a rank's end: which rank ended, where and how, and its traceback."""
     code = rank.exit_code or 0
-    how = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+    ending = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
     if code == -signal.SIGKILL:
-        how += " (the system may have run out of memory)"
+        ending += " (the system may have run out of memory)"
     if code == 0:
-        how = "ended early (exit code 0) while others still needed it: all ranks must make the same calls"
+        ending = "ended early (exit code 0) while others still needed it: all ranks must make the same calls"
     where = f" on {rank.host} (process {rank.pid})" if rank.host else ""
-    head = f"rank {rank.rank}{where} {how}"
+    head = f"rank {rank.rank}{where} {ending}"
     if rank.log is not None:
         head += f"; its output: {rank.log}"
     if code == 0:
@@ -94,7 +94,7 @@ def report(rank: Rank, tail: str = "") -> str:
 
 
 def lines_of_others(ranks: Iterable[Rank], first: Rank | None, tails: Mapping[int, str] = NO_TAILS) -> str:
-    """A line for each rank but the ``first`` to fail that has failed as well, or was ended because of it."""
+    """A line for each rank that has failed, or was ended, apart from the ``first`` to fail."""
     lines = []
     for rank in ranks:
         if rank is first or rank.exit_code == 0:
@@ -102,14 +102,14 @@ def lines_of_others(ranks: Iterable[Rank], first: Rank | None, tails: Mapping[in
         code, (text, _, is_consequence) = rank.exit_code or 0, failures.read(rank.error_file)
         text = text or traceback_in(tails.get(rank.rank, ""))
         if is_consequence:
-            how = failures.LOST
+            ending = failures.LOST
         elif text:
-            how = summary(text)
+            ending = summary(text)
         elif rank.ended_by_launcher or not code:
-            how = "was ended because of it"
+            ending = "was ended because of it"
         else:
-            how = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
-        lines.append(f"rank {rank.rank}: {how}")
+            ending = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+        lines.append(f"rank {rank.rank}: {ending}")
     return "\n".join(lines)
 
 
@@ -125,33 +125,36 @@ def traceback_in(text: str) -> str:
     starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last):")]
     if not starts:
         return ""
-    first = starts[-1]
-    for earlier in reversed(starts[:-1]):  # "The above exception was the direct cause": the chain belongs together
+    start = starts[-1]
+    for earlier_start in reversed(starts[:-1]):  # chained causes belong to the traceback
         between = [
-            line for line in lines[earlier:first] if line.startswith(("The above exception", "During handling of"))
+            line
+            for line in lines[earlier_start:start]
+            if line.startswith(("The above exception", "During handling of"))
         ]
         if not between:
             break
-        first = earlier
+        start = earlier_start
     end = starts[-1] + 1
     while end < len(lines) and (lines[end].startswith(" ") or not lines[end]):
         end += 1
-    return "\n".join(lines[first : end + 1])
+    return "\n".join(lines[start : end + 1])
 
 
 def _is_consequence(rank: Rank, tail: str) -> bool:
-    if rank.exit_code == TERMINATED:  # all ranks save and end when one gets SIGTERM; another failure is the cause
+    """Whether a rank failed only because another rank was gone."""
+    if rank.exit_code == TERMINATED:  # after a SIGTERM all ranks save and end; a rank that fails is the cause
         return True
-    text, _, saw = failures.read(rank.error_file)
+    text, _, is_consequence = failures.read(rank.error_file)
     last = (text.rstrip() or traceback_in(tail)).splitlines()[-1:]
-    return saw or any(
+    return is_consequence or any(
         line.startswith(("RuntimeError", "torch.distributed.")) and failures.blames_peer(RuntimeError(line))
         for line in last
     )
 
 
 def signal_name(number: int) -> str:
-    """``"SIGKILL"`` for 9."""
+    """The name of a signal: ``"SIGKILL"`` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:

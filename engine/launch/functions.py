@@ -1,4 +1,4 @@
-"""Functions run as the ranks of a job on this machine: from a notebook, and in tests."""
+"""Running a function as the ranks of a job on this machine, from a notebook or in tests."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ T = TypeVar("T")
 def notebook(fn: Callable[..., T], *args: Any, num_processes: int | None = None) -> list[T]:
     """Run ``fn(*args)`` in ``num_processes`` processes, from a notebook's cell, an interpreter or a script, and wait for them.
 
-    The processes are forks of this one: ``fn`` may be defined in a cell and use objects of other cells. Inside, ``Fit`` and ``Engine`` find a
-    job of that many ranks. Their output appears here. On the CPU they compute with one thread each, because the threads of this process do
-    not exist in a fork.
+    The processes are forks of this one: ``fn`` may be defined in a cell and use objects of other cells. Inside ``fn``, ``Fit`` and ``Engine``
+    find a job of that many ranks. The ranks' output appears here. On the CPU each computes with one thread, because the threads of this
+    process do not exist in a fork.
 
     Args:
-        num_processes: default: one for each device of the accelerator, or one.
+        num_processes: number of ranks; by default one for each device of the accelerator, or one on the CPU.
 
     Returns:
         The ranks' return values in order; they must be picklable.
 
     Raises:
-        RankError: a rank failed; the message has the first one's traceback. The others are terminated.
+        RankError: a rank failed; the message has the traceback of the first to fail. The other ranks are terminated.
         RuntimeError: the GPU's driver was started in this process already, and forks cannot share it; or this process is a rank.
-        ValueError: more processes than GPUs, or fewer than one.
+        ValueError: ``num_processes`` is less than 1, or more than there are GPUs.
     """
     kind = os.environ.get("FIT_ACCELERATOR", "auto").lower()
     with warnings.catch_warnings():
@@ -66,19 +66,19 @@ def notebook(fn: Callable[..., T], *args: Any, num_processes: int | None = None)
 
 
 def debug(fn: Callable[..., T], *args: Any, num_processes: int = 2) -> list[T]:
-    """Run ``fn(*args)`` in ``num_processes`` new processes on the CPU, over gloo: a job of several ranks for tests and debugging.
+    """Run ``fn(*args)`` in ``num_processes`` new processes on the CPU, as ranks that communicate over gloo, for tests and debugging.
 
-    The processes import ``fn`` by its name: it must be a function at the top level of a module, or of a script whose main code is under
+    The processes import ``fn`` by name: it must be a function at the top level of a module, or of a script whose main code is under
     ``if __name__ == "__main__":``. They share the CPU's cores.
 
     Returns:
         The ranks' return values in order; they must be picklable.
 
     Raises:
-        RankError: a rank failed; the message has the first one's traceback. The others are terminated.
+        RankError: a rank failed; the message has the traceback of the first to fail. The other ranks are terminated.
         TypeError: ``fn`` or an argument cannot be pickled, or ``fn`` is defined in a notebook.
-        RuntimeError: this process is a rank, or is just being started.
-        ValueError: fewer than one process.
+        RuntimeError: this process is a rank, or a process spawned by multiprocessing that is re-importing the main script.
+        ValueError: ``num_processes`` is less than 1.
     """
     try:
         pickle.dumps((fn, args))
@@ -103,19 +103,22 @@ def debug(fn: Callable[..., T], *args: Any, num_processes: int = 2) -> list[T]:
 
 @dataclass(frozen=True)
 class _Call:
-    """The function of the ranks, as it arrives in their processes."""
+    """The call that each rank makes; it is sent to the ranks' processes."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     parent: int
+    """Process id of the process that starts the ranks."""
     threads: int
+    """Threads of each rank on the CPU."""
     cpu: bool
+    """Whether the accelerator is hidden from the ranks."""
 
     def run(self, variables: Mapping[str, str], error_file: Path, result_file: Path) -> None:
-        """Call the function in this process, as a rank. A failure is left in ``error_file``, the value in ``result_file``."""
-        os.setpgid(0, 0)  # the parent passes Ctrl-C on, once
+        """Call the function in this process, which is a rank. Write a failure to ``error_file``, the return value to ``result_file``."""
+        os.setpgid(0, 0)  # out of the terminal's reach: the parent passes Ctrl-C on, once
         child.die_with_parent(self.parent)
-        # A fork has the parent's handlers, and Fit replaces only Python's default ones.
+        # A fork has the parent's signal handlers, and Fit replaces only Python's default ones.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.environ.update(variables)
@@ -123,7 +126,7 @@ class _Call:
         if self.cpu:
             accelerator.show_only_cpu()
         try:
-            # Pickled by value: in torch's queues tensors are shared, and this process would have to wait for their reader.
+            # In a file, because torch's queues share tensors' memory, and this process would have to wait for their reader.
             result_file.write_bytes(pickle.dumps(self.fn(*self.args)))
         except KeyboardInterrupt:
             os._exit(INTERRUPTED)
@@ -133,7 +136,7 @@ class _Call:
 
 
 class FunctionRank(Rank):
-    """A rank that calls a function in a process of multiprocessing."""
+    """A rank that calls a function, in a process of the multiprocessing module."""
 
     def __init__(
         self, local_rank: int, rank: int, process: BaseProcess, pid: int, error_file: Path, result_file: Path
@@ -147,12 +150,12 @@ class FunctionRank(Rank):
         return code
 
     def result(self) -> Any:
-        """The function's value; ``None`` if the function has left the process (``sys.exit()``)."""
+        """The function's return value; ``None`` if the function has ended the process (``sys.exit()``)."""
         return pickle.loads(self._result_file.read_bytes()) if self._result_file.exists() else None
 
 
 class _Function(Program):
-    """A function, in forks of this process or in new ones."""
+    """A function that each rank calls, in a fork of this process or in a new one."""
 
     def __init__(self, call: _Call, context: ForkContext | SpawnContext) -> None:
         self._call, self._context = call, context

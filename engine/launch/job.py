@@ -1,4 +1,4 @@
-"""The job of ``fit launch``, from its options and torchrun's variables, checked before anything starts."""
+"""The job of ``fit launch``: it is read from the options and torchrun's variables, and checked before anything starts."""
 
 from __future__ import annotations
 
@@ -17,35 +17,39 @@ from engine.utils.errors import nearest
 
 
 class LaunchError(ValueError):
-    """The job cannot be started as requested. The message says what was asked, what was found and what to do."""
+    """The job cannot be started as requested. The message says what was requested, what was found and what to do."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job from the view of this machine's agent. Created by :func:`make_job`."""
+    """A job as this machine's agent sees it. Created by :func:`make_job`."""
 
     command: tuple[str, ...]
     """Program and arguments of each rank."""
     nproc: int = 1
-    """Ranks on this machine."""
+    """Number of ranks on this machine."""
     min_nodes: int = 1
     max_nodes: int = 1
     node_rank: int | None = None
-    """This machine's number; ``None``: the machines are ordered by their addresses."""
+    """This machine's number; ``None``: machines are numbered in the order of their addresses."""
     endpoint: tuple[str, int] | None = None
-    """Host and port of the rendezvous; ``None``: one machine, any free port."""
+    """Host and port of the rendezvous; ``None``: there is only one machine, which uses any free port."""
     run_id: str | None = None
     """The job's name, if one was given."""
     max_restarts: int = 0
     grace_s: float = 120.0
+    """Time (s) that ranks get to save after SIGTERM or Ctrl-C."""
     dead_after_s: int = 10
+    """Silence (s) after which a machine counts as lost."""
     join_wait_s: int = 5
+    """Time (s) that an elastic job with enough machines waits for more."""
     join_timeout_s: int = 600
+    """Time (s) within which enough machines must have joined."""
     log_dir: Path = Path("runs/logs")
     show: frozenset[int] | None = None
     """The ranks whose output is shown; ``None``: all."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of the ranks besides torchrun's."""
+    """Environment variables of the ranks, besides torchrun's."""
 
     @property
     def name(self) -> str:
@@ -54,15 +58,15 @@ class Job:
 
     @property
     def elastic(self) -> bool:
-        """Check whether the number of machines may change."""
+        """Whether the number of machines may change."""
         return self.min_nodes < self.max_nodes
 
 
 def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
-    """Create the job from ``options`` (of ``fit launch``) and torchrun's variables in ``environ``.
+    """Create the job from the ``options`` of ``fit launch`` and torchrun's variables in ``environ``.
 
     Raises:
-        LaunchError: an impossible value or combination, a missing script, a configuration that does not resolve, or more
+        LaunchError: a value or combination is invalid, the script is missing, the configuration is invalid, or there are more
             processes than GPUs.
     """
     read = _Reader(options, environ)
@@ -98,12 +102,12 @@ def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Reader:
-    """An option's value and its name in messages: the option, else torchrun's variable, else the default."""
+    """Reads options: returns the name for messages and the value of the option, or else of torchrun's variable, or else the default."""
 
     def __init__(self, options: argparse.Namespace, environ: Mapping[str, str]) -> None:
         self.options, self.environ = options, environ
@@ -126,10 +130,10 @@ def _whole_number(name: str, text: str, minimum: int) -> int:
 
 
 def nodes_of(name: str, text: str) -> tuple[int, int]:
-    """The smallest and the largest number of machines, from ``N`` or ``MIN:MAX``; ``name`` is the option's, for errors.
+    """The smallest and the largest number of machines, from ``N`` or ``MIN:MAX``; ``name``: the option's name in errors.
 
     Raises:
-        LaunchError: the text is neither, or MIN is larger than MAX.
+        LaunchError: ``text`` is neither, or MIN is larger than MAX.
     """
     low, colon, high = text.partition(":")
     min_nodes, max_nodes = _whole_number(name, low, 1), _whole_number(name, high if colon else low, 1)
@@ -160,11 +164,13 @@ def _rendezvous(read: _Reader, min_nodes: int, max_nodes: int) -> tuple[int | No
 
 
 def _option_or_variable(read: _Reader, option: str, variable: str, default: str) -> str:
+    """The setting as the user wrote it, for messages: ``--nnodes 2`` or ``PET_NNODES=2``."""
     name, text = read(option, variable, default)
     return f"{name}{' ' if name.startswith('-') else '='}{text}"
 
 
 def _endpoint(read: _Reader) -> tuple[str, int] | None:
+    """The address of the rendezvous, if one is given."""
     environ = read.environ
     address, port = environ.get("PET_MASTER_ADDR"), environ.get("PET_MASTER_PORT")
     name, text = read("rdzv", "PET_RDZV_ENDPOINT", "")
@@ -203,7 +209,7 @@ def _host_and_port(name: str, text: str) -> tuple[str, int]:
 
 
 def _processes(name: str, text: str, accelerator: str) -> int:
-    """Ranks on this machine."""
+    """The number of ranks on this machine."""
     if text == "cpu":
         return cores()
     if text not in ("auto", "gpu"):
@@ -223,7 +229,7 @@ def _processes(name: str, text: str, accelerator: str) -> int:
 
 
 def check_devices(name: str, nproc: int, devices: int, accelerator: str) -> int:
-    """Return ``nproc`` if ``devices`` GPUs are enough: each rank needs its own, unless ranks compute on the CPU or there is none."""
+    """Return ``nproc``, or raise ``LaunchError`` if there are GPUs, but too few: each rank needs its own, unless it computes on the CPU."""
     if devices and nproc > devices and accelerator != "cpu":
         raise LaunchError(
             f"{name} {nproc}: torch sees {devices} GPU(s) on this machine, and each process needs its own. Use --nproc gpu, or train on the CPU "
@@ -233,7 +239,7 @@ def check_devices(name: str, nproc: int, devices: int, accelerator: str) -> int:
 
 
 def gpus() -> int:
-    """Number of the accelerator's devices that torch sees. Does not initialise them."""
+    """The number of the accelerator's devices that torch sees; does not initialise them."""
     import torch
 
     return torch.accelerator.device_count()
@@ -247,7 +253,7 @@ def _accelerator(environ: Mapping[str, str]) -> str:
 
 
 def config_variables(path: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that names the configuration file to the ranks.
+    """The environment variable that tells the ranks the configuration file; nothing without one.
 
     Raises:
         LaunchError: the file does not exist.
@@ -260,7 +266,7 @@ def config_variables(path: Path | None, environ: Mapping[str, str]) -> dict[str,
 
 
 def command_of(options: argparse.Namespace) -> tuple[str, ...]:
-    """Program and arguments of each rank.
+    """The command line of each rank.
 
     Raises:
         LaunchError: the script does not exist.

@@ -1,4 +1,4 @@
-"""The ranks' output: each line goes to the terminal with its rank, and everything to one file per rank."""
+"""The ranks' output: each line goes to the terminal with the number of its rank, and everything to one file per rank."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from typing import BinaryIO, TextIO
 from engine.distributed import failures
 
 TAIL = 64 * 1024
-"""Bytes of a rank's standard error that are kept to search for a traceback."""
+"""Number of last bytes of a rank's standard error that are kept, to search them for a traceback."""
 LINE = 64 * 1024
-"""Maximum bytes of an unfinished line before it is shown as a line."""
+"""Number of bytes after which an unfinished line is shown as a line."""
 HOLD_S = 10.0
-"""Longest time (s) that a traceback is held back: if the rank ends with it, the launcher shows it once, or one line of it."""
+"""Maximum time (s) for which a traceback is held back. If the rank ends meanwhile, only the launcher's report shows it, or one line of it."""
 _LAST_WORDS = ("Traceback (most recent call last):", "fit: error: ", failures.LOST)
+"""Starts of lines with which a rank's last output may begin."""
 PIPE = 1 << 20
-"""Maximum capacity of a pipe (Linux, without privileges)."""
+"""Maximum capacity (bytes) of a pipe on Linux without privileges."""
 
 
 Streams = tuple[int | None, int | None]
@@ -34,21 +35,23 @@ Streams = tuple[int | None, int | None]
 
 @dataclass(eq=False)
 class _Stream:
+    """The pipe of a rank's standard output or error."""
+
     rank: int
     fd: int
     target: TextIO
     is_error: bool
     pending: bytes = b""
     held_lines: list[str] = field(default_factory=list)
-    """The lines from a traceback on, which may be the rank's last words."""
+    """Lines from the start of a traceback on, which are not shown yet because they may be the rank's last output."""
     held_since: float = 0.0
 
 
 class Output:
-    """Pipes from the ranks, read by one thread.
+    """Reads the ranks' output from pipes, in one thread, and shows and stores it.
 
     Args:
-        directory: gets ``rank=0.log`` and so on, with both streams of a rank in the order of arrival.
+        directory: the directory for ``rank=0.log`` and so on; a file has both streams of a rank in the order of arrival.
         show: the ranks whose lines are shown; ``None``: all.
     """
 
@@ -68,7 +71,7 @@ class Output:
         self._mute: set[object] = set()  # files and terminals that can no longer be written to
 
     def path(self, rank: int) -> Path:
-        """The file of a rank."""
+        """The file with a rank's output."""
         return self.directory / f"rank={rank}.log"
 
     def open(self, ranks: Sequence[int], world_size: int) -> list[Streams]:
@@ -91,13 +94,13 @@ class Output:
         return list(zip(self._writing[::2], self._writing[1::2], strict=True))
 
     def started(self) -> None:
-        """Close our copies of the pipes' ends that the ranks have opened."""
+        """Close this process's copies of the pipes' writing ends, after the ranks were started."""
         for fd in self._writing:
             os.close(fd)
         self._writing.clear()
 
     def drain(self) -> None:
-        """Read the rest after the ranks have ended, without waiting for processes that they left behind with an open pipe."""
+        """Read the rest of the output after the ranks have ended; does not wait for processes that they have left behind with an open pipe."""
         self.started()
         with self._lock:
             for stream in list(self._streams.values()):
@@ -107,7 +110,7 @@ class Output:
                 self._end(stream)
 
     def close(self) -> None:
-        """Drain, show what is held back, and end the thread."""
+        """Read and show the rest of the output, including lines that are held back, and end the thread."""
         self.drain()
         with self._lock:
             for stream in self._last_words:
@@ -121,7 +124,7 @@ class Output:
             self._files.clear()
 
     def forget_last_words(self) -> None:
-        """Do not show the tracebacks with which ranks have ended: the launcher tells how they failed."""
+        """Drop the tracebacks with which ranks have ended, because the launcher reports how the ranks failed."""
         with self._lock:
             self._last_words.clear()
 
@@ -142,6 +145,7 @@ class Output:
                 self._log(file, f"--- {text} ---\n".encode())
 
     def _work(self) -> None:
+        """Read the pipes until the output is closed; the thread's target."""
         while not self._over.is_set():
             if not self._streams:
                 time.sleep(0.05)
@@ -157,7 +161,7 @@ class Output:
                         self._release(stream)
 
     def _read(self, stream: _Stream) -> int:
-        """Read what is available: return the number of bytes, 0 at the end of the pipe, -1 when nothing is available now."""
+        """Read the available bytes. Return their number, 0 at the end of the pipe, or -1 if none are available now."""
         try:
             data = os.read(stream.fd, 1 << 16)
         except BlockingIOError:
@@ -165,7 +169,7 @@ class Output:
         if not data:
             return 0
         self._log(self._files[stream.rank], data)
-        # Once there is a process group, torch prefixes a traceback's lines with the rank, which the terminal's lines have already.
+        # In a process group torch prefixes a traceback's lines with the rank, which lines on the terminal already have.
         data = data.replace(f"[rank{stream.rank}]: ".encode(), b"")
         if stream.is_error:
             self._tails[stream.rank] = (self._tails[stream.rank] + data)[-TAIL:]
@@ -177,6 +181,7 @@ class Output:
         return len(data)
 
     def _end(self, stream: _Stream) -> None:
+        """Close a pipe whose output has been read."""
         if stream.pending:
             self._display(stream, [stream.pending])
         if stream.held_lines:
@@ -186,6 +191,7 @@ class Output:
         os.close(stream.fd)
 
     def _display(self, stream: _Stream, lines: Iterable[bytes]) -> None:
+        """Show lines on the terminal, or hold them back from the start of a traceback on."""
         if self._show is not None and stream.rank not in self._show:
             return
         # A progress bar rewrites itself after each carriage return; only its last state stays visible.
@@ -203,6 +209,7 @@ class Output:
             self._write(stream.target, "".join(f"{prefix}{line}\n" for line in lines))
 
     def _release(self, stream: _Stream) -> None:
+        """Show the lines that are held back."""
         lines, stream.held_lines = stream.held_lines, []
         self._show_lines(stream, lines)
 
@@ -218,7 +225,7 @@ class Output:
         try:
             target.write(text.encode(target.encoding, "replace").decode(target.encoding))
             target.flush()
-        except OSError:  # its reader is gone ("| head"): the ranks continue, and their files have everything
+        except OSError:  # our reader is gone ("| head"); the ranks continue, and their files have everything
             self._mute.add(target)
 
     def _log(self, file: BinaryIO, data: bytes) -> None:
@@ -232,26 +239,26 @@ class Output:
 
 
 class Terminal:
-    """Ranks that write to this process's streams: nothing is read or kept."""
+    """The output of ranks that write to this process's streams; nothing is read or kept."""
 
     def path(self, rank: int) -> None:
-        """There is no file."""
+        """Return ``None``: there is no file."""
 
     def open(self, ranks: Sequence[int], world_size: int) -> list[Streams]:
-        """This process's own streams."""
+        """Let the ranks use this process's streams."""
         return [(None, None) for _ in ranks]
 
     def started(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there are no pipes to close."""
 
     def drain(self) -> None:
-        """Nothing to read."""
+        """Do nothing: there is nothing to read."""
 
     def forget_last_words(self) -> None:
-        """Nothing to forget: the ranks' lines were shown as they came."""
+        """Do nothing: all lines were shown when they were written."""
 
     def tail(self, rank: int) -> str:
-        """Unknown."""
+        """Return nothing: no output is kept."""
         return ""
 
     def write_line(self, text: str) -> None:
@@ -259,21 +266,21 @@ class Terminal:
         print(text, file=sys.stderr, flush=True)
 
     def mark(self, text: str) -> None:
-        """There is no file."""
+        """Do nothing: there are no files."""
 
 
 @contextlib.contextmanager
 def torch_log(path: Path) -> Iterator[None]:
-    """Send the log of torch's rendezvous to a file: the terminal is for the ranks and our own messages."""
+    """Send the log of torch's rendezvous to a file inside the block; the terminal is for the ranks and for our messages."""
     logger = logging.getLogger("torch.distributed.elastic")
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    before = logger.propagate
+    propagated = logger.propagate
     logger.addHandler(handler)
     logger.propagate = False
     try:
         yield
     finally:
-        logger.propagate = before
+        logger.propagate = propagated
         logger.removeHandler(handler)
         handler.close()

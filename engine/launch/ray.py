@@ -1,4 +1,4 @@
-"""``fit launch --ray``: runs the script as the workers of a Ray Train job. Ray places, connects and restarts them."""
+"""``fit launch --ray``: runs the script as the workers of a Ray Train job, which Ray places, connects and restarts."""
 
 from __future__ import annotations
 
@@ -21,40 +21,42 @@ from engine.config.resolve import resolve
 from engine.launch.job import LaunchError, command_of, config_variables
 
 _PLACED = ("auto", "cpu", "gpu", "cuda")
-"""The accelerators that Ray gives to ranks here: what it calls a GPU is CUDA's, and its back end NCCL."""
+"""Values of ``accelerator`` that work with Ray: its GPUs are CUDA's, with NCCL as their back end."""
 
 
 @dataclass(frozen=True)
 class RayJob:
-    """The job that runs on the cluster."""
+    """A job for a Ray cluster."""
 
     script: str
-    """A path, or a module name."""
+    """The path of the script, or the name of a module."""
     arguments: tuple[str, ...]
     is_module: bool
     directory: str
-    """The current directory of the command: the script runs there on every machine."""
+    """The directory in which the script runs on every machine: the current one of the command."""
     nproc: str = "auto"
-    """Ranks on all machines together; ``"auto"`` and ``"gpu"``: one for each GPU of the cluster."""
+    """Number of ranks on all machines together; ``"auto"`` and ``"gpu"``: one for each GPU of the cluster."""
     accelerator: str = "auto"
     max_restarts: int = 0
     address: str | None = None
-    """The cluster's address; ``None``: a new cluster on this machine for this job."""
+    """The cluster's address; ``None``: start a cluster on this machine for this job."""
     storage: str = "runs/logs"
+    """The directory in which Ray stores its files of the job."""
     variables: Mapping[str, str] | None = None
+    """Environment variables of the ranks."""
 
 
 def main(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Run the job of ``fit launch``'s options until it ends.
+    """Run the job that the options of ``fit launch`` describe until it ends.
 
     Returns:
         0: all ranks succeeded; 1: one failed more often than it may be restarted, or the cluster is unreachable or too small;
         130: Ctrl-C; 143: SIGTERM.
 
     Raises:
-        LaunchError: Ray is not installed, or the options are wrong.
+        LaunchError: Ray is not installed, or an option is invalid.
     """
-    command_of(options)  # the script is there
+    command_of(options)  # checks that the script exists
     variables = {name: value for name, value in environ.items() if name.startswith("FIT_")} | config_variables(
         options.config, environ
     )
@@ -85,7 +87,7 @@ def main(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def run(job: RayJob) -> int:
-    """Run ``job`` on its cluster and return the exit status of :func:`main`. A cluster that was there before keeps running."""
+    """Run ``job`` on its cluster, and return the exit status as :func:`main` does. A cluster that existed before keeps running."""
     import ray
     import ray.exceptions
     from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
@@ -105,7 +107,7 @@ def run(job: RayJob) -> int:
         trainer = TorchTrainer(
             _rank,
             train_loop_config={"job": job},
-            # CPU tensors need gloo besides NCCL: for flags, and for scripts that compute on the CPU.
+            # CPU tensors need gloo beside NCCL: the library's flags, and scripts that compute on the CPU.
             torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpus else "gloo"),
             scaling_config=ScalingConfig(num_workers=workers, use_gpu=gpus),
             run_config=RunConfig(
@@ -116,14 +118,14 @@ def run(job: RayJob) -> int:
         )
         trainer.fit()
     except TrainingFailedError as error:
-        print(f"fit launch: {error}", file=sys.stderr)  # it has the tracebacks of the ranks that failed
+        print(f"fit launch: {error}", file=sys.stderr)  # the message has the tracebacks of the ranks that failed
         return 1
     except LaunchError as error:
         print(f"fit launch: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    except SystemExit:  # Ray replaces it by one with status 1
+    except SystemExit:  # `end` raised it, but Ray may have replaced it by one with status 1
         if not signals:
             raise
         return 128 + signals[0]
@@ -133,6 +135,7 @@ def run(job: RayJob) -> int:
 
 
 def _connect(job: RayJob) -> None:
+    """Connect to the job's cluster, or start one on this machine."""
     import ray
 
     # Ray's own processes report their progress at INFO and WARNING; the ranks restore their level.
@@ -152,7 +155,7 @@ def _connect(job: RayJob) -> None:
 
 
 def _size(job: RayJob, resources: Mapping[str, float]) -> tuple[int, bool]:
-    """The number of ranks, and whether each has a GPU."""
+    """The number of ranks on a cluster with these resources, and whether each rank has a GPU."""
     cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
     if job.accelerator not in _PLACED:
         raise LaunchError(
@@ -160,17 +163,17 @@ def _size(job: RayJob, resources: Mapping[str, float]) -> tuple[int, bool]:
         )
     wants_gpu = job.accelerator in ("cuda", "gpu") or job.nproc == "gpu" or (job.accelerator == "auto" and gpus > 0)
     workers = int(job.nproc) if job.nproc.isdigit() else gpus if wants_gpu else 1
-    available, what = (gpus, "GPU(s)") if wants_gpu else (cores, "core(s)")
+    available, resource = (gpus, "GPU(s)") if wants_gpu else (cores, "core(s)")
     if workers > available or workers == 0:
         raise LaunchError(
-            f"--nproc {job.nproc}: Ray's cluster has {available} {what} for the ranks, and each needs one. Ask for fewer, add machines"
+            f"--nproc {job.nproc}: Ray's cluster has {available} {resource} for the ranks, and each needs one. Ask for fewer, add machines"
             f"{', or train on the CPU (FIT_ACCELERATOR=cpu)' if wants_gpu else ''}"
         )
     return workers, wants_gpu
 
 
 def _rank(config: dict[str, Any]) -> None:
-    """Run the script from its first line as one worker, in the process group that Ray has made."""
+    """Run the script from its first line as one worker, in the process group that Ray has created."""
     job: RayJob = config["job"]
     logging.getLogger().setLevel(logging.WARNING)
     if not Path(job.directory).is_dir():

@@ -1,4 +1,4 @@
-"""The rendezvous of a job's agents: torch's, over a TCP store, with calls that cannot hang when the network does."""
+"""The rendezvous of a job's agents. It is torch's, over a TCP store, with calls that cannot hang when the network does."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from engine.launch.output import Output, Terminal
 STORE_S = 10.0
 """Timeout (s) of one exchange with the store after the rendezvous."""
 PROBE_S = 3.0
-"""How long a program on a busy port may take to answer like a store (s)."""
+"""Time (s) that a program on a busy port may take to answer like a store."""
 WATCH_S = 0.5
-"""How often an agent checks whether machines wait to join, or ranks have failed elsewhere (s)."""
+"""Interval (s) at which an agent checks whether machines wait to join, or ranks have failed on other machines."""
 
 SILENT_S = 4.0
-"""Silence of a store (s) after which the end of a job no longer waits for it."""
+"""Time (s) without an answer of the store after which the end of a job no longer waits for one."""
 ELSEWHERE_S = 2.0
-"""How long to wait for the cause of a failure from another machine (s)."""
+"""Time (s) to wait for the cause of a failure from another machine."""
 END_S = 310.0
-"""How long a machine whose ranks have ended waits for other machines (s)."""
+"""Time (s) that a machine whose ranks have ended waits for other machines."""
 CAUSE = "cause"
 """The key in a round's store under which an agent reports a failure."""
 
@@ -45,79 +45,79 @@ T = TypeVar("T")
 
 
 def bounded(call: Callable[[], T], limit_s: float, what: str) -> T:
-    """The result of ``call``, run in a separate thread: over a dead link torch's store can hang where no signal reaches it.
+    """Return ``call()``, called in another thread, because over a dead link torch's store can hang where no signal reaches it.
 
     Raises:
         RendezvousTimeoutError: the call took longer than ``limit_s``.
     """
-    done: list[T] = []
-    failed: list[BaseException] = []
+    results: list[T] = []
+    errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            done.append(call())
+            results.append(call())
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=work, name="fit-rendezvous", daemon=True)
     thread.start()
     deadline = time.monotonic() + limit_s
     while thread.is_alive() and time.monotonic() < deadline:
-        thread.join(0.05)  # in slices: a signal is handled between them
-    if failed:
-        raise failed[0]
-    if not done:
+        thread.join(0.05)  # signals are handled between these short waits
+    if errors:
+        raise errors[0]
+    if not results:
         raise RendezvousTimeoutError(f"{what} did not end within {limit_s:g} s")
-    return done[0]
+    return results[0]
 
 
 @dataclass(frozen=True)
 class Round:
-    """One meeting of the job's machines, for one attempt of its ranks."""
+    """The outcome of one meeting of the job's machines, for one attempt of its ranks."""
 
     machine: int
     """This machine's number."""
     machines: int
+    """The number of machines."""
     first_rank: int
     """This machine's first rank."""
     world_size: int
-    """The ranks of all machines."""
+    """The number of ranks on all machines."""
     restarts: int
-    """The largest of the machines' counts of restarts, equal on all machines: a machine that has just joined has counted none."""
+    """The number of restarts so far, the same on all machines: the largest that a machine knows, since one that has just joined knows none."""
     master: tuple[str, int]
-    """Address and port of the ranks' store, a new one in each round: a script that calls ``init_process_group()`` itself would otherwise find
-    the keys of the ranks before."""
+    """Address and port of the ranks' store. Each round has a new one, because a script that calls ``init_process_group()`` itself would
+    otherwise find the keys of the previous ranks."""
 
 
 class Meeting(ABC):
-    """The place where the agents of a job's machines meet in rounds, and learn of each other's failures: :class:`OneMachine` or
-    :class:`Machines`."""
+    """Where the agents of a job's machines meet in rounds and learn of each other's failures: :class:`OneMachine` or :class:`Machines`."""
 
     run_id: str
     """The job's name."""
     local = LOOPBACK
-    """This machine's name for the other machines."""
+    """The name by which other machines reach this one."""
     address: str | None = LOOPBACK
-    """This machine's address towards the other machines."""
+    """The address of this machine's interface towards the other machines."""
     machines_waiting = 0
-    """How many machines waited to join at the last check."""
+    """The number of machines that waited to join at the last check."""
     failed_elsewhere = False
     """Whether the agent of another machine has reported that one of its ranks failed in this round."""
     has_met = False
-    """Whether at least one round was complete."""
+    """Whether at least one round has been completed."""
 
     @property
     def reachable(self) -> bool:
-        """Check whether the other machines have answered recently."""
+        """Whether the other machines have answered recently."""
         return True
 
     @abstractmethod
     def next_round(self, nproc: int, restarts: int) -> Round:
-        """Meet the other agents.
+        """Meet the other agents for the next attempt.
 
         Args:
-            nproc: this machine's ranks.
-            restarts: this machine's count of restarts.
+            nproc: the number of this machine's ranks.
+            restarts: the number of restarts that this machine has counted.
 
         Raises:
             RendezvousError, torch.distributed.DistError: the machines did not meet.
@@ -125,7 +125,7 @@ class Meeting(ABC):
 
     @abstractmethod
     def agree_on_cause(self, report: str, is_consequence: bool) -> str:
-        """Agree with the other agents on the report of the failure: this machine's, unless its failure is only the consequence of another one."""
+        """Send the other agents the report on a failure here; if that is only a consequence, receive theirs. Return the report on the cause."""
 
     @abstractmethod
     def await_others(self) -> None:
@@ -133,14 +133,14 @@ class Meeting(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Tell the other agents that the job is over."""
+        """End the rendezvous, so that other agents learn that the job is over."""
 
 
 class OneMachine(Meeting):
-    """One machine without a rendezvous. Its ranks connect through a store that only this machine reaches, and nothing in it is unpickled.
+    """A single machine, which needs no rendezvous. Its ranks connect through a store that only this machine reaches; nothing in it is unpickled.
 
     Args:
-        port: port of the first round's store; 0: any free port. Later rounds use any free port.
+        port: port of the first round's store, or 0 for any free port, which later rounds use in any case.
         run_id: the job's name; random by default, so that other users of this machine cannot guess it.
     """
 
@@ -165,14 +165,14 @@ class OneMachine(Meeting):
 
 
 class Machines(Meeting):
-    """Several machines: torch's rendezvous, and a thread that polls it, because an agent must notice its ranks' ends even if the network hangs.
+    """Several machines, which meet by torch's rendezvous. A thread polls it, so that an agent notices its ranks' ends even if the network hangs.
 
     Args:
         handler: torch's rendezvous.
-        limit_s: how long the rendezvous may take (s).
-        local: this machine's name for the other machines.
-        address: this machine's address towards the other machines.
-        shared: the address of a store that all rounds share, if they do. The first round's ranks use it as well: the user has chosen its port.
+        limit_s: time (s) that the rendezvous may take.
+        local: the name by which other machines reach this one.
+        address: the address of this machine's interface towards the other machines.
+        shared: the address of the store that all rounds share, if there is one. The first round's ranks use it, too: the user chose its port.
     """
 
     def __init__(
@@ -187,10 +187,10 @@ class Machines(Meeting):
         self._handler, self._limit_s, self._shared = handler, limit_s, shared
         self._rounds = 0
         self._round: Round | None = None
-        self._store: dist.Store | None = None  # the agents', in this round
+        self._store: dist.Store | None = None  # the agents' store in this round
         self._ranks_store: dist.TCPStore | None = None
-        self._cause = ""
-        self._answered = 0.0
+        self._cause = ""  # another agent's report on a failure in this round
+        self._answered = 0.0  # when the agents' store last answered
         self._over = threading.Event()
 
     def next_round(self, nproc: int, restarts: int) -> Round:
@@ -209,7 +209,7 @@ class Machines(Meeting):
 
     @property
     def reachable(self) -> bool:
-        """Check whether the agents' store has answered recently."""
+        """Whether the agents' store has answered recently."""
         return time.monotonic() - self._answered < SILENT_S
 
     def agree_on_cause(self, report: str, is_consequence: bool) -> str:
@@ -259,6 +259,7 @@ class Machines(Meeting):
         )
 
     def _serve_ranks(self) -> tuple[str, int]:
+        """Serve the store of this round's ranks; return its address."""
         if self._shared and self._rounds == 1:
             return self._shared
         self._ranks_store = dist.TCPStore(self.local, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
@@ -269,18 +270,20 @@ class Machines(Meeting):
         self.machines_waiting, self.failed_elsewhere, self._cause = 0, False, ""
 
     def _watch(self, over: threading.Event) -> None:
+        """Poll the rendezvous and the agents' store until the round is ``over``; the thread's target."""
         assert self._store is not None
         store, broken_since = self._store, 0.0
         while not over.wait(WATCH_S):
-            # An unreachable store says nothing about the ranks: keep monitoring them, and a restart will show. A connection closed by
-            # the other side is different: the agent that served it has ended, and its ranks with it.
+            # A store that does not answer says nothing about the ranks: they go on, until a restart shows whether it is gone. A connection
+            # that the other side closes is different: the agent that served the store has ended, and its ranks with it.
             try:
                 waiting = self._handler.num_nodes_waiting()
                 failed = store.check([CAUSE])
                 self._answered = time.monotonic()
                 broken_since = 0.0
                 if failed and not over.is_set():
-                    self._cause = store.get(CAUSE).decode()  # now: the store may end with the agent that serves it
+                    # Read at once, because the store ends with the agent that serves it.
+                    self._cause = store.get(CAUSE).decode()
                 if not over.is_set():
                     self.machines_waiting, self.failed_elsewhere = waiting, failed
             except Exception as error:
@@ -290,12 +293,14 @@ class Machines(Meeting):
                         self.failed_elsewhere = True
 
     def _publish(self, report: str) -> str:
+        """Send other agents the report on a failure here."""
         assert self._store is not None
         self._store.set(CAUSE, report)
-        time.sleep(2 * WATCH_S)  # the store may be served here: give the others time to read it
+        time.sleep(2 * WATCH_S)  # this agent may serve the store, and ends soon: give others time to read the report
         return report
 
     def _await_cause(self, report: str) -> str:
+        """Wait for another agent's report on the cause of a failure here; return it, or ``report`` with a note."""
         assert self._store is not None
         deadline = time.monotonic() + ELSEWHERE_S
         while time.monotonic() < deadline:
@@ -307,7 +312,8 @@ class Machines(Meeting):
         )
 
     def _count_until_all(self) -> None:
-        # Counted again and again: a wait would keep the connection, and heartbeats with it.
+        """Count this machine as ended, and wait until all are."""
+        # The count is polled, because a blocking wait would occupy the connection, which heartbeats need.
         assert self._store is not None
         assert self._round is not None
         ended = self._store.add("ended", 1)
@@ -318,20 +324,20 @@ class Machines(Meeting):
 
 @contextlib.contextmanager
 def _addresses_in_every_round() -> Iterator[None]:
-    """Let torch publish an address in every round, though none of them is used: it would do so once, and a machine that joins later waits for it."""
+    """Let torch publish an address in every round. None is used, but by default torch does so once, and machines that join later wait for it."""
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    before = os.environ.get(name)
+    previous_value = os.environ.get(name)
     os.environ[name] = "1"
     try:
         yield
     finally:
         os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
+        if previous_value is not None:
+            os.environ[name] = previous_value
 
 
 def meeting_of(job: Job, output: Output | Terminal) -> Meeting:
-    """The meeting of ``job``'s machines, served from this one if the address is this machine's (and no other agent serves it yet).
+    """Create the meeting of ``job``'s machines; this machine serves it if the address is its own and no other agent serves it yet.
 
     Raises:
         LaunchError: the port is busy, or the address cannot be reached.
@@ -349,7 +355,7 @@ def meeting_of(job: Job, output: Output | Terminal) -> Meeting:
     local = _towards(job, host, port, output)
     outward: str | None = local
     if addresses.is_loopback(local) and not addresses.is_loopback(host):
-        # Many machines resolve their own name to a loopback address; the others resolve it to the real one.
+        # Many machines resolve their own name to a loopback address, while other machines resolve it to the real one.
         outward, local = addresses.default_address(), host
     if job.node_rank is None:
         store = _served(job, host, port) if addresses.is_own(host) else _reached(job, host, port)
@@ -361,7 +367,7 @@ def meeting_of(job: Job, output: Output | Terminal) -> Meeting:
 
 
 def _towards(job: Job, host: str, port: int, output: Output | Terminal) -> str:
-    """This machine's address towards the rendezvous, whose name may become resolvable only some time after this machine's start."""
+    """This machine's address towards the rendezvous; waits, because a host name may become resolvable only some time after the start."""
     deadline, announced = time.monotonic() + job.join_timeout_s, False
     while True:
         try:
@@ -381,7 +387,7 @@ def _towards(job: Job, host: str, port: int, output: Output | Terminal) -> str:
 
 
 def _served(job: Job, host: str, port: int) -> dist.Store:
-    """The store at an address of this machine: this agent's, or that of another agent of the same job."""
+    """The store at an address of this machine, which this agent serves, or another agent of the same job."""
     if addresses.is_free(port):
         with contextlib.suppress(dist.DistError):  # another agent was faster
             return dist.TCPStore(
@@ -409,6 +415,8 @@ def _served(job: Job, host: str, port: int) -> dist.Store:
 
 
 def _reached(job: Job, host: str, port: int) -> dist.Store:
+    """The store that another machine serves."""
+
     def connect() -> dist.TCPStore:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_seconds(job.join_timeout_s))
 
@@ -423,12 +431,13 @@ def _reached(job: Job, host: str, port: int) -> dist.Store:
     return store
 
 
-def _busy(where: str, why: str) -> str:
-    return f"--rdzv {where}: the port is busy: {why}. Choose another port (the same on all machines), or leave --rdzv out on a single machine"
+def _busy(where: str, reason: str) -> str:
+    return f"--rdzv {where}: the port is busy: {reason}. Choose another port (the same on all machines), or leave --rdzv out on a single machine"
 
 
 def _dynamic(job: Job, store: dist.Store, local: str) -> DynamicRendezvousHandler:
-    # The total time of silence: several heartbeats may be late.
+    """torch's rendezvous of machines without fixed numbers."""
+    # Several heartbeats may be late before `dead_after_s` has passed.
     interval = max(1, job.dead_after_s // 5)
     times: dict[str, Any] = {"join": _seconds(job.join_timeout_s), "last_call": _seconds(job.join_wait_s)}
     dynamic: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(

@@ -1,10 +1,9 @@
-"""The processes that a run needs: those that a launcher has started, or for ``Fit(devices=n)`` in a plain script those that rank 0 starts itself.
+"""The processes of a run: a launcher has started them, or for ``Fit(devices=n)`` in a plain script rank 0 starts the others itself.
 
-It does so by repeating its own command line, and supervises them.
-
-Ranks 1 to n-1 are the same program with torchrun's variables in their environment; they run the script from its first line and connect
-to rank 0 where it joins the group. Rank 0's own environment is not changed. While rank 0 trains, a rank that ends for any reason ends all:
-the others are terminated and rank 0 raises a ``RankError`` with the first traceback. When rank 0 ends, the others end.
+Rank 0 starts ranks 1 to n-1 by repeating its own command line with torchrun's variables in their environment, and supervises them. They run
+the script from its first line, and connect to rank 0 where it joins the group. Rank 0's own environment is not changed. While rank 0 trains, a
+rank that ends for any reason ends all: the other ranks are terminated, and rank 0 raises a ``RankError`` with the first traceback. When rank 0
+ends, all ranks end.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ from engine.utils.errors import TERMINATED, RankError
 from engine.utils.log import logger, warn_once
 
 PATIENCE_S = 10.0
-"""Time (s) after which rank 0, when it is done, logs that it waits for other ranks."""
+"""Time (s) after which rank 0, once it is done, logs that it waits for other ranks."""
 INTERRUPT_S = 2.5
-"""After a failure a ``RankError`` interrupts rank 0's thread after this time (s), unless a collective has raised by then."""
+"""Time (s) after a failure at which a ``RankError`` interrupts rank 0's thread, unless a collective has raised by then."""
 GIVE_UP_S = 5.0
-"""After a failure rank 0's process is ended after this time (s), if its thread has not reacted: it hangs in native code."""
+"""Time (s) after a failure at which rank 0's process is ended if its thread has not reacted, because it hangs in native code."""
 
 TOOLS = (
     "pdb",
@@ -63,26 +62,27 @@ TOOLS = (
     "scalene",
     "viztracer",
 )
-"""Programs that run another one, for rank 0 only: they need a terminal, serve a port or write one file."""
-_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
+"""Programs that run a script and are left out for other ranks than 0, because they need a terminal, serve a port or write one file."""
+_OPTIONS_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
+"""The interpreter's options that take a value."""
 
 
-_BESIDE = {"PYTHONBREAKPOINT": f"{__name__}.pass_breakpoint"}
+_DEFAULTS = {"PYTHONBREAKPOINT": f"{__name__}.pass_breakpoint"}
 """Environment variables of the started ranks, unless the environment sets them already."""
 
 
 @contextlib.contextmanager
 def joined(settings: Settings, environment: Environment | None = None) -> Iterator[Group]:
-    """Join all processes of this job within the block. An error that only says that another rank is gone is replaced by that rank's error.
+    """Join the processes of this job for the block. An error that only says that another rank is gone is replaced by that rank's error.
 
-    ``environment``: this process's, if the caller has read it.
+    ``environment``: this process's environment, if the caller has read it already.
     """
     kind = accelerator.device_type(settings.accelerator)
     timeout = timedelta(seconds=settings.start_timeout.value)
     environment = environment or detect(os.environ)
     started: ScriptRanks | None = None
     if environment.world_size == 1 and environment.name == "single":
-        strategies.get(settings.strategy, 1)  # an unknown name is said before processes are started
+        strategies.get(settings.strategy, 1)  # raises for an unknown name before processes are started
         started = _start_for(kind, settings)
         environment = started.environment if started else environment
     else:
@@ -99,6 +99,7 @@ def joined(settings: Settings, environment: Environment | None = None) -> Iterat
 
 
 def _start_for(kind: str, settings: Settings) -> ScriptRanks | None:
+    """Start the other ranks that ``settings`` ask for; ``None`` if this process is the only one."""
     devices = settings.devices
     count = len(devices) if isinstance(devices, tuple) else accelerator.count(kind, devices)
     if settings.num_nodes > 1:
@@ -128,6 +129,7 @@ def _start_for(kind: str, settings: Settings) -> ScriptRanks | None:
 
 
 def _check_started(environment: Environment, settings: Settings) -> None:
+    """Check that a launcher has started as many processes as ``settings`` ask for."""
     devices = len(settings.devices) if isinstance(settings.devices, tuple) else settings.devices
     if devices not in ("auto", -1, environment.local_world_size):
         raise ValueError(
@@ -146,7 +148,7 @@ def _read_from(environment: Environment) -> str:
 
 
 class ScriptRanks(StartedRanks):
-    """The ranks that this process, rank 0, has started. Created by :func:`start`.
+    """The other ranks, which this process, rank 0, has started. Created by :func:`start`.
 
     ``environment`` describes rank 0 and ``store`` is the store of the rendezvous:
     ``join(started.environment, device, timeout=..., store=started.store, check=started.check)``.
@@ -158,24 +160,23 @@ class ScriptRanks(StartedRanks):
         self._directory = directory
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._failed = threading.Event()  # _report is set, once and for all
+        self._failed = threading.Event()  # set once _report is final
         self._report = ""
         self._reported = False
-        self._interrupt = Interrupt(
-            RankError
-        )  # forbidden: rank 0's thread no longer needs the others, or has seen the failure
-        self._broken = False  # the last training ended with an error: the others may wait forever
-        self._preempted = False
+        # Forbidden when rank 0's thread does not need other ranks, or knows of the failure.
+        self._interrupt = Interrupt(RankError)
+        self._broken = False  # whether the last training ended with an error, so that other ranks may wait forever
+        self._preempted = False  # whether the last training was ended by SIGTERM
         self._supervisor = Supervisor(ranks)
         self._threads: list[threading.Thread] = []
-        self._run_beside(self._monitor, "fit-ranks")
+        self._run_in_thread(self._monitor, "fit-ranks")
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """A context for everything that needs all ranks (joining, ``Fit.run``): inside, any exit of another rank is a failure.
+        """A context for all that needs the other ranks (joining, ``Fit.run``): inside the block any end of another rank is a failure.
 
-        From :func:`start` to the first use the ranks also count as needed. Raises the errors of :meth:`check`, at the start and instead of a
-        collective's error.
+        The ranks are needed between :func:`start` and the first such block, too. Raises the errors of :meth:`check`, at the block's start and
+        in place of a collective's error.
         """
         self._interrupt.allow()
         self._has_failure()
@@ -196,11 +197,11 @@ class ScriptRanks(StartedRanks):
         """Raise if another rank has failed.
 
         Args:
-            error: rank 0's own exception, if any. If it only says that others are gone (``failures.blames_peer``), wait up to
-                ``wait_s`` seconds for the cause. Any other error is rank 0's own: nothing is raised.
+            error: rank 0's exception, if there is one. If it only says that other ranks are gone (``failures.blames_peer``), wait up to
+                ``wait_s`` seconds for the cause. For any other error nothing is raised, because it is rank 0's own.
 
         Raises:
-            RankError: from ``error``; names the rank that failed first, its exit code or signal, and its traceback.
+            RankError: another rank failed; the message has the first failure's rank, exit code or signal, and traceback.
         """
         if error is not None and (not failures.blames_peer(error) or (isinstance(error, RankError) and str(error))):
             self._interrupt.forbid()
@@ -221,37 +222,38 @@ class ScriptRanks(StartedRanks):
             )
 
     def end_with_process(self) -> None:
-        """Wait for the other ranks, or end them if rank 0 ends with an error. Called by the interpreter's exit."""
+        """Wait for the other ranks, or end them if rank 0 ends with an error. The interpreter calls this at its exit."""
         if os.getpid() != self._pid:  # a fork of rank 0
             return
         self._interrupt.forbid()
-        # Set by the interpreter when it prints an uncaught exception.
+        # The interpreter sets these when it prints an uncaught exception.
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         with contextlib.suppress(KeyboardInterrupt):
             if isinstance(error, Exception):
                 self._supervisor.await_other_failures()
-            elif self._broken or error is not None:  # the others also got Ctrl-C, and may be saving
+            elif self._broken or error is not None:  # after Ctrl-C, which other ranks got, too, they may be saving
                 self._supervisor.await_end(FAIL_S, until=self._failed)
             else:
                 self._await_others()
         failed = not isinstance(error, KeyboardInterrupt) and self._has_failure()
         self._supervisor.end(signal.SIGTERM, FAIL_S)
-        if isinstance(error, Exception) and not self._reported:  # rank 0's own, which was shown
+        if isinstance(error, Exception) and not self._reported:  # rank 0's own error, whose traceback was printed
             print(self._after(error), end="", file=sys.stderr, flush=True)
         elif failed and not self._reported:
             logging.shutdown()
             self._exit_with(f"RankError: {self._report}")
         scratch.remove(self._directory)
         self._supervisor.close()
-        for thread in self._threads:  # as the supervisor's
+        for thread in self._threads:  # for the reason given in Supervisor.close
             thread.join(1.0)
 
-    def _run_beside(self, target: Callable[[], None], name: str) -> None:
+    def _run_in_thread(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def _monitor(self) -> None:
+        """Watch the other ranks until all have ended, or one has failed; a thread's target."""
         running = True
         while running:
             self._supervisor.changed.wait()
@@ -265,12 +267,12 @@ class ScriptRanks(StartedRanks):
             self._end_all()
 
     def _needed(self) -> bool:
-        """Check whether rank 0 needs the other ranks now: before the first training, and in each training."""
+        """Whether rank 0 needs the other ranks now, as it does before the first training and in each training."""
         return not self._interrupt.forbidden.is_set()
 
     def _lost(self, needed: bool) -> list[Rank]:
-        """The ranks whose end is a failure: any as long as they are needed."""
-        fine = (0, TERMINATED) if self._preempted else (0,)  # all ranks exit like this after a SIGTERM
+        """The ended ranks whose end is a failure, which any end is while the ranks are needed."""
+        fine = (0, TERMINATED) if self._preempted else (0,)  # after a SIGTERM all ranks end with this exit code
         return [
             rank
             for rank in self._supervisor.ranks
@@ -278,7 +280,7 @@ class ScriptRanks(StartedRanks):
         ]
 
     def _has_failure(self) -> bool:
-        """Check whether a rank has failed; the first time, store its report."""
+        """Whether a rank has failed; on the first failure, write the report."""
         with self._lock:
             needed = self._needed()
             if not self._failed.is_set() and (lost := self._lost(needed)):
@@ -290,23 +292,25 @@ class ScriptRanks(StartedRanks):
         return self._failed.is_set()
 
     def _end_all(self) -> None:
-        self._run_beside(functools.partial(self._supervisor.end, signal.SIGTERM, FAIL_S), "fit-terminate")
+        """End the other ranks after a failure, interrupt rank 0, and end rank 0's process if it does not react."""
+        self._run_in_thread(functools.partial(self._supervisor.end, signal.SIGTERM, FAIL_S), "fit-terminate")
         if self._interrupt.forbidden.wait(INTERRUPT_S):
             return
-        self._interrupt.interrupt()  # for Python code outside collectives; ``check`` adds the message
+        self._interrupt.interrupt()  # reaches Python code outside collectives; ``check`` adds the message
         if self._interrupt.forbidden.wait(GIVE_UP_S - INTERRUPT_S):
             return
         self._supervisor.end(signal.SIGTERM, 0.0)
         self._exit_with(f"RankError: {self._report}\n\nrank 0 did not react within {GIVE_UP_S:g} s and is terminated.")
 
     def _await_others(self) -> None:
+        """Wait until all other ranks have ended or one has failed; log it if that takes long."""
         if not self._supervisor.await_end(PATIENCE_S, until=self._failed) and not self._failed.is_set():
             waiting = (f"rank {rank.rank} (process {rank.pid})" for rank in self._supervisor.running())
             logger.warning("rank 0 is done and waits for %s", ", ".join(waiting))
             self._supervisor.await_end(float("inf"), until=self._failed)
 
     def _after(self, error: Exception) -> str:
-        """The lines after rank 0's own ``error``: a line for each other rank, and the traceback of one that failed in another way."""
+        """The text to print after rank 0's own ``error``: a line for each other rank, and the report on one that failed in another way."""
         ranks = self._supervisor.ranks
         texts = {rank: failures.read(rank.error_file) for rank in ranks}
         unrelated = [
@@ -318,7 +322,8 @@ class ScriptRanks(StartedRanks):
         return "".join(f"{part}\n" for part in parts if part)
 
     def _exit_with(self, text: str) -> None:
-        # The only way to a non-zero exit code from another thread or from an exit handler.
+        """Print ``text`` and end the process with exit code 1."""
+        # os._exit is the only way to a non-zero exit code from another thread, or from an exit handler.
         with contextlib.suppress(Exception):
             print(text, file=sys.stderr)
             scratch.remove(self._directory)
@@ -328,7 +333,7 @@ class ScriptRanks(StartedRanks):
 
 
 def current() -> ScriptRanks | None:
-    """The result of :func:`start` in this process; ``None`` before it, in the other ranks, and in forks."""
+    """The ranks that :func:`start` has started in this process; ``None`` if it was not called, in the other ranks, and in forks."""
     started = own_process.started
     return started if isinstance(started, ScriptRanks) else None
 
@@ -336,12 +341,12 @@ def current() -> ScriptRanks | None:
 def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> ScriptRanks:
     """Start ranks 1 to ``world_size`` - 1 by repeating this process's command line; this process is rank 0.
 
-    They run until this process ends, which waits for them: further calls return the same object. Unless OMP_NUM_THREADS is
-    set, the ranks, including this one, share the CPU's threads. ``timeout`` is the store's.
+    The ranks run until this process ends, which waits for them; further calls return the same object. Unless OMP_NUM_THREADS is
+    set, all ranks, including this one, share the CPU's cores. ``timeout``: of the store through which the ranks connect.
 
     Raises:
-        RuntimeError: the command line cannot be repeated (interactive, notebook, pytest, script from standard input, a worker
-            process), another number of ranks was started before, or an earlier run used one process.
+        RuntimeError: the command line cannot be repeated (see :func:`repeatable`), another number of ranks was started before, or an
+            earlier run used one process.
         ValueError: ``world_size`` is less than 2.
     """
     if world_size < 2:
@@ -364,7 +369,7 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Scr
         if name not in os.environ:
             os.putenv(name, value)  # for gloo in this process; os.environ belongs to the script
     directory = scratch.make_directory("fit-ranks-")
-    other_ranks = _start_others(command, world_size, store.port, directory, {**threads, **_BESIDE, **interface})
+    other_ranks = _start_others(command, world_size, store.port, directory, {**threads, **_DEFAULTS, **interface})
     environment = Environment("relaunch", 0, world_size, 0, world_size, 1, "127.0.0.1", store.port, agent_store=True)
     ranks = ScriptRanks(environment, store, other_ranks, directory)
     own_process.started = ranks
@@ -376,7 +381,7 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Scr
 def _start_others(
     command: Sequence[str], world_size: int, port: int, directory: Path, defaults: Mapping[str, str]
 ) -> list[CommandRank]:
-    """Start the other ranks. ``defaults``: variables that the environment may replace; ``directory``: for their error files."""
+    """Start the other ranks. ``defaults``: variables that the environment may override; ``directory``: the place of the error files."""
     ranks: list[CommandRank] = []
     try:
         for rank in range(1, world_size):
@@ -403,20 +408,21 @@ def _start_others(
 
 
 def pass_breakpoint(*args: object, **kwargs: object) -> None:
-    """Replaces ``breakpoint()`` in the other ranks, which have no terminal: they continue, with a message."""
+    """Stand in for ``breakpoint()`` in the other ranks, which have no terminal: print a message and continue."""
     caller = sys._getframe(1)
     where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-    if where not in _passed:
-        _passed.add(where)
+    if where not in _reported_places:
+        _reported_places.add(where)
         sys.stderr.write(
             f"rank {os.environ.get('RANK')} does not stop at breakpoint() in {where}: only rank 0 has the terminal\n"
         )
 
 
-_passed: set[str] = set()
+_reported_places: set[str] = set()
 
 
 def _share_threads(world_size: int) -> dict[str, str]:
+    """Limit this process to its share of the cores; return the variable that limits the other ranks."""
     if "OMP_NUM_THREADS" in os.environ:
         return {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -427,12 +433,12 @@ def _share_threads(world_size: int) -> dict[str, str]:
 
 
 def repeatable(world_size: int) -> list[str]:
-    """The command that starts this program again: its interpreter with its options, its script or module, its arguments.
+    """The command that starts this program again: the interpreter with its options, the script or module, and its arguments.
 
     A debugger or profiler that runs the program (one of ``TOOLS``) is left out.
 
     Raises:
-        RuntimeError: it cannot be repeated (interactive, notebook, pytest, script from standard input, a worker process).
+        RuntimeError: the command cannot be repeated (interactive, notebook, pytest, script from standard input, a worker process).
     """
     main = sys.modules.get("__main__")
     ipython = sys.modules.get("IPython")
@@ -459,19 +465,23 @@ def repeatable(world_size: int) -> list[str]:
 
 
 def without_tool(arguments: Sequence[str], script: Sequence[str]) -> list[str] | None:
-    """The interpreter's arguments without a tool that runs the script.
+    """The interpreter's arguments, without a tool of ``TOOLS`` that runs the script.
 
     Args:
-        arguments: all those of the interpreter: ``["-m", "pdb", "train.py", "--lr", "1"]``.
-        script: ``sys.argv`` as the tool leaves it to the script: its file and its arguments.
+        arguments: all arguments of the interpreter: ``["-m", "pdb", "train.py", "--lr", "1"]``.
+        script: ``sys.argv`` as the script sees it: its file and its arguments.
 
     Returns:
-        ``["train.py", "--lr", "1"]``; ``None`` when a tool's arguments cannot be distinguished from the script's.
+        ``["train.py", "--lr", "1"]``; ``None`` if a tool's arguments cannot be distinguished from the script's.
     """
-    first = 0
-    while first < len(arguments) and arguments[first].startswith("-") and not arguments[first].startswith(("-m", "-c")):
-        first += 2 if arguments[first] in _WITH_VALUE else 1
-    options, command = list(arguments[:first]), list(arguments[first:])
+    option_count = 0
+    while (
+        option_count < len(arguments)
+        and arguments[option_count].startswith("-")
+        and not arguments[option_count].startswith(("-m", "-c"))
+    ):
+        option_count += 2 if arguments[option_count] in _OPTIONS_WITH_VALUE else 1
+    options, command = list(arguments[:option_count]), list(arguments[option_count:])
     if _program(command) not in TOOLS:
         return list(arguments)
     start = len(command) - len(script)
@@ -483,7 +493,7 @@ def without_tool(arguments: Sequence[str], script: Sequence[str]) -> list[str] |
 
 
 def _program(command: Sequence[str]) -> str:
-    """The module or the command that the interpreter runs; ``""`` for a script, whatever its name."""
+    """The name of the module or command that the interpreter runs; ``""`` for a script."""
     if not command or command[0].endswith(".py"):
         return ""
     if command[0].startswith("-m"):
@@ -492,7 +502,7 @@ def _program(command: Sequence[str]) -> str:
 
 
 def _first_directory() -> str | None:
-    """The directory of the command line, if it names the script by a relative path: the script may have changed directory since."""
+    """The directory in which this program was started, if its script has a relative path: the script may have changed directory since."""
     file = str(getattr(sys.modules.get("__main__"), "__file__", None) or "")
     for argument in sys.orig_argv[1:]:
         if argument and not os.path.isabs(argument) and file.endswith(os.sep + argument):

@@ -1,14 +1,14 @@
-"""``fit launch --slurm``: an sbatch script that runs the ranks as tasks of a job step, and its submission.
+"""``fit launch --slurm``: writes and submits an sbatch script that runs the ranks as tasks of a job step.
 
-What the script does::
+The script does this::
 
     until the ranks succeed, get SIGTERM, or have no restarts left:
         srun the ranks: each is a task, and the first one that fails ends the others
     after SIGTERM (the time limit is near, or the job is preempted; the ranks save and exit with 143):
         requeue the job
 
-srun returns the largest exit status of all tasks, and sends SIGTERM itself when a task fails. To distinguish the two cases, a task that
-exits with 143 counts as successful, and the first rank's task leaves a mark on its machine, where the script runs.
+srun returns the largest exit status of all tasks, and sends SIGTERM itself when a task fails. To tell that from a SIGTERM of SLURM's, a task
+that exits with 143 counts as successful, and the first rank's task creates a file on its machine, where the script runs, too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pathlib import Path
 from engine.launch.job import LaunchError, command_of, config_variables, nodes_of
 
 EARLY_S = 60
-"""SLURM may send a signal this much earlier than requested (s)."""
-_OURS = {
+"""Time (s) by which SLURM may send a signal earlier than requested."""
+_SET_BY_SCRIPT = {
     "nodes": "--nnodes",
     "ntasks-per-node": "--nproc",
     "ntasks": "--nproc and --nnodes",
@@ -39,12 +39,12 @@ _OURS = {
         for name in ("job-name", "time", "signal", "output", "no-requeue", "cpus-per-task", "gpus-per-node")
     },
 }
-"""sbatch's options that the script sets itself, and the options of fit launch for them."""
+"""sbatch's options that the script sets itself -> the option of ``fit launch`` for each."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The options of an sbatch script. The fields are named like sbatch's options; SLURM decides empty ones."""
+    """The options of an sbatch script. Fields have the names of sbatch's options; SLURM decides those that are empty."""
 
     command: tuple[str, ...]
     """Program and arguments of each rank."""
@@ -60,15 +60,15 @@ class Batch:
     qos: str = ""
     output: str = "runs/logs/%x-%j.out"
     grace_s: int = 120
-    """Seconds before the time limit at which the ranks get SIGTERM."""
+    """Time (s) before the time limit at which the ranks get SIGTERM."""
     requeue: bool = True
     """Whether to requeue the job after SIGTERM, and after the loss of a node."""
     max_restarts: int = 0
-    """How often the ranks are restarted within the job when one fails."""
+    """Maximum number of restarts of the ranks within the job after a rank has failed."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the ranks."""
     further: tuple[str, ...] = ()
-    """Any other options of sbatch: ``"key=value"`` or ``"key"``."""
+    """Other options of sbatch, as ``"key=value"`` or ``"key"``."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -97,17 +97,17 @@ class Batch:
             )
         for option in self.further:
             name = option.lstrip("-").partition("=")[0]
-            # A one-letter option may be one of ours.
+            # One-letter options are refused, because one may stand for an option that the script sets.
             if not re.fullmatch(r"[A-Za-z][\w-]+(=[^\n]*)?", option.lstrip("-")):
                 raise LaunchError(
                     f"--slurm-option {option!r}: give the long name of an sbatch option, as KEY=VALUE or KEY"
                 )
-            if name in _OURS:
-                raise LaunchError(f"--slurm-option {option}: give it as {_OURS[name]}")
+            if name in _SET_BY_SCRIPT:
+                raise LaunchError(f"--slurm-option {option}: give it as {_SET_BY_SCRIPT[name]}")
 
 
 def time_limit(text: str) -> int | None:
-    """Seconds of a time in one of sbatch's forms (``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S``); ``None``: no limit.
+    """The seconds of a time limit in sbatch's forms (``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S``); ``None``: no limit.
 
     Raises:
         LaunchError: ``text`` has none of these forms.
@@ -127,7 +127,7 @@ def time_limit(text: str) -> int | None:
 
 
 def script(batch: Batch) -> str:
-    """The text for sbatch."""
+    """The text of the sbatch script."""
     options = {
         "job-name": batch.job_name,
         "nodes": batch.nodes,
@@ -144,7 +144,7 @@ def script(batch: Batch) -> str:
     lines = [shlex.quote(f"--{name}={value}") for name, value in options.items() if value]
     lines += ["--open-mode=append", f"--signal=TERM@{batch.grace_s}", "--requeue" if batch.requeue else "--no-requeue"]
     lines += [shlex.quote(f"--{option.lstrip('-')}") for option in batch.further]
-    # From SLURM 22.05 on srun does not take this from sbatch.
+    # Since SLURM 22.05 srun does not inherit this option from sbatch.
     cores = f" --cpus-per-task={batch.cpus_per_task}" if batch.cpus_per_task else ""
     ranks = f'srun --kill-on-bad-exit=1 --label{cores} bash -c {shlex.quote(_TASK)} "$told" {shlex.join(batch.command)}'
     return "\n".join(
@@ -177,7 +177,7 @@ def script(batch: Batch) -> str:
 
 
 _TASK = 'trap : TERM; "$@"; status=$?; if [ $status -eq 143 ]; then [ $SLURM_PROCID -ne 0 ] || : > "$0"; exit 0; fi; exit $status'
-"""Shell commands of each task around its rank: SIGTERM is for the rank."""
+"""Shell commands of each task, which run its rank; they leave SIGTERM to the rank."""
 _REQUEUE = (
     "    # After scancel this script ends, too, and does not get here.",
     '    echo "fit launch: the job is requeued, to continue from its last checkpoint" >&2',
@@ -186,17 +186,17 @@ _REQUEUE = (
 
 
 def submit(text: str, environ: Mapping[str, str]) -> str:
-    """Hand a script to sbatch.
+    """Submit a script by sbatch.
 
     Args:
         text: the script, as :func:`script` returns it.
-        environ: for sbatch and the job; variables of a surrounding job step are removed.
+        environ: environment variables for sbatch and the job; those of a surrounding job step are left out.
 
     Returns:
         The job's number.
 
     Raises:
-        LaunchError: there is no sbatch, or it refuses the job; with its message.
+        LaunchError: there is no sbatch, or it refuses the job; the message has sbatch's.
     """
     if shutil.which("sbatch", path=environ.get("PATH")) is None:
         raise LaunchError(
@@ -205,21 +205,21 @@ def submit(text: str, environ: Mapping[str, str]) -> str:
     variables = {
         name: value for name, value in environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"
     }
-    done = subprocess.run(
+    sbatch = subprocess.run(
         ["sbatch", "--parsable"], input=text, env=variables, capture_output=True, text=True, check=False
     )
-    if done.returncode:
+    if sbatch.returncode:
         raise LaunchError(
-            f"sbatch refuses the job (exit status {done.returncode}):\n{(done.stderr or done.stdout).rstrip()}"
+            f"sbatch refuses the job (exit status {sbatch.returncode}):\n{(sbatch.stderr or sbatch.stdout).rstrip()}"
         )
-    return done.stdout.strip().partition(";")[0]
+    return sbatch.stdout.strip().partition(";")[0]
 
 
 def batch_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Batch:
     """The job that the options of ``fit launch`` describe.
 
     Raises:
-        LaunchError: an impossible value or combination.
+        LaunchError: an option, or a combination of options, is invalid.
     """
     min_nodes, max_nodes = nodes_of("--nnodes", options.nnodes or "1")
     command = command_of(options)
@@ -249,6 +249,7 @@ def _whole_number(name: str, text: str) -> int:
 
 
 def _tasks(options: argparse.Namespace) -> int:
+    """The number of ranks on each machine."""
     gpus = re.fullmatch(r"(?:[\w.-]+:)?(\d+)", options.gpus_per_node or "")
     if options.nproc in (None, "auto"):
         return int(gpus[1]) if gpus else 1
@@ -262,6 +263,7 @@ def _tasks(options: argparse.Namespace) -> int:
 
 
 def _grace(options: argparse.Namespace) -> int:
+    """The time (s) before the time limit at which the ranks get SIGTERM."""
     if options.signal is None:
         return round(options.grace)
     match = re.fullmatch(r"(?:SIG)?TERM(?:@(\d+))?|15(?:@(\d+))?", options.signal)
@@ -276,10 +278,10 @@ def main(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
     """Submit, or with ``--dry-run`` print, the job that the options of ``fit launch`` describe.
 
     Returns:
-        0, or 1 when sbatch does not exist or refuses the job.
+        0; 1 if sbatch does not exist or refuses the job.
 
     Raises:
-        LaunchError: as :func:`batch_of`.
+        LaunchError: for the reasons given at :func:`batch_of`.
     """
     batch = batch_of(options, environ)
     text = script(batch)
@@ -288,7 +290,7 @@ def main(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
         return 0
     folder = Path(batch.output).parent
     if "%" not in str(folder):
-        folder.mkdir(parents=True, exist_ok=True)  # without it a job ends at once, without any message
+        folder.mkdir(parents=True, exist_ok=True)  # without this folder a job ends at once, without any message
     try:
         number = submit(text, environ)
     except LaunchError as error:

@@ -1,4 +1,4 @@
-"""The processes of a job that this process has started, and the supervisor that watches them until one fails or all have ended."""
+"""The ranks that this process has started, and the supervisor that watches them until one fails or all have ended."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SETTLE_S = 0.5
-"""After a failure: time (s) for ranks that fail of the same cause to write their tracebacks, so that the first can be found."""
+"""Time (s) after a failure in which ranks that fail for the same reason can write their tracebacks, so that the first can be found."""
 FAIL_S = 4.0
-"""After a failure: time (s) between SIGTERM and SIGKILL for the other ranks, which may hang in a collective."""
+"""Time (s) between SIGTERM and SIGKILL for the other ranks after a failure; they may hang in a collective."""
 
 
 @dataclass(eq=False)
 class Rank(ABC):
-    """A process of the job that this process has started. A supervisor waits for it, and notes its end in it."""
+    """A rank that this process has started. A supervisor waits for its end, and records that here."""
 
     local_rank: int
     rank: int
@@ -29,42 +29,42 @@ class Rank(ABC):
     error_file: Path
     """The file in which the rank leaves its traceback, in Torch Elastic's JSON form."""
     host: str = ""
-    """The machine of the rank, if the job's ranks may be on several."""
+    """The rank's machine, if the job's ranks may be on several."""
     log: Path | None = None
     """The file of the rank's output, if there is one."""
     exit_code: int | None = None
-    """Exit code of the process; minus the signal's number if a signal has ended it, ``None`` while it runs."""
+    """Exit code of the process; the negative number of the signal that ended it, if one did; ``None`` while it runs."""
     ended_at: float = 0.0
-    """Time of the end, in seconds since 1970."""
+    """Time at which the process ended, in seconds since 1970."""
     ended_by_launcher: bool = False
-    """Whether the launcher has told the rank to end: then it has not failed."""
+    """Whether the launcher has told the rank to end, so that its end is not a failure."""
 
     @property
     def failed(self) -> bool:
-        """Check whether the rank has failed on its own."""
+        """Whether the rank has failed on its own."""
         return not self.ended_by_launcher and self.exit_code not in (None, 0)
 
     @abstractmethod
     def wait(self) -> int:
-        """Block until the process ends, and return its exit code. Only the supervisor waits.
+        """Block until the process ends, and return its exit code. Only the supervisor calls this.
 
         Implemented by :class:`CommandRank` and ``FunctionRank`` (``notebook()``).
         """
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to this process alone: its data workers would die in the middle of its step."""
+        """Send a signal to this process, but not to its data workers, which would die in the middle of its step."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def kill_with_descendants(self) -> None:
-        """Send SIGKILL to this process, and to all of its process group if it leads one."""
+        """Send SIGKILL to this process, and to its whole process group if it leads one."""
         self.send(signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
 
 class CommandRank(Rank):
-    """A rank that runs a command: one of ``fit launch``, or this process's own once more."""
+    """A rank that runs a command: that of ``fit launch``, or this process's own command line once more."""
 
     def __init__(self, local_rank: int, rank: int, process: subprocess.Popen[bytes], error_file: Path) -> None:
         super().__init__(local_rank, rank, process.pid, error_file)
@@ -84,7 +84,7 @@ def variables_of(
     master: tuple[str, int],
     attempt: int,
 ) -> dict[str, str]:
-    """torchrun's variables for a rank that meets the job's ranks in a store of its launcher."""
+    """torchrun's environment variables for a rank that connects to the others through its launcher's store."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -100,13 +100,13 @@ def variables_of(
 
 
 class Supervisor:
-    """Watches the ranks of one attempt on this machine, and ends them together; ``first_failure`` says which was the cause.
+    """Watches the ranks of one attempt on this machine, and ends them together; ``first_failure`` finds which failed first.
 
     Used by ``Agent`` (``fit launch``, ``notebook``, ``debug``), which waits for its ranks, and by ``ScriptRanks`` (``Fit(devices=n)``), whose
     process trains as rank 0 meanwhile. A thread for each rank blocks until that rank ends, so nothing is polled while a training runs.
 
     Args:
-        ranks: all ranks, started already: a fork beside a waiting thread might inherit a lock that is held.
+        ranks: all ranks. They must have been started before, because a fork beside a waiting thread might inherit a lock that is held.
     """
 
     def __init__(self, ranks: Sequence[Rank]) -> None:
@@ -125,14 +125,14 @@ class Supervisor:
         return [rank for rank in self.ranks if rank.exit_code is None]
 
     def await_other_failures(self) -> None:
-        """Give ranks that fail of one cause time to do so: the first failure that is seen need not be the first that happened."""
+        """Give other ranks time to fail for the same reason, because the first failure to be seen need not be the first that happened."""
         self.await_end(SETTLE_S)
 
     def end(self, number: signal.Signals, grace_s: float, hurry: threading.Event | None = None) -> None:
         """Send the ranks a signal. After ``grace_s`` seconds kill the ranks that still run, with all processes that they have started.
 
         Args:
-            hurry: kill at once when this is set (a second Ctrl-C).
+            hurry: when this is set (by a second Ctrl-C), kill the ranks at once.
         """
         for rank in self.running():
             rank.ended_by_launcher = True
@@ -143,18 +143,18 @@ class Supervisor:
         self.await_end(FAIL_S)
 
     def await_end(self, limit_s: float, until: threading.Event | None = None) -> bool:
-        """Wait until all ranks have ended, at most ``limit_s`` seconds or until the event is set; returns whether they have ended."""
+        """Wait until all ranks have ended, ``limit_s`` seconds have passed or ``until`` is set; return whether all have ended."""
         deadline = time.monotonic() + limit_s
         while self.running() and time.monotonic() < deadline and not (until is not None and until.is_set()):
             time.sleep(0.02)
         return not self.running()
 
     def close(self) -> None:
-        """End the threads, after the ranks: one that wakes up while the interpreter shuts down would abort the process."""
+        """End the threads after the ranks have ended, because a thread that wakes up while the interpreter shuts down aborts the process."""
         for thread in self._waiting:
             thread.join(1.0)
 
     def _wait_for(self, rank: Rank) -> None:
         code = rank.wait()
-        rank.ended_at, rank.exit_code = time.time(), code  # in this order: the code says that the rank has ended
+        rank.ended_at, rank.exit_code = time.time(), code  # in this order: the code is the sign that a rank has ended
         self.changed.set()

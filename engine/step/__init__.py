@@ -1,1 +1,1 @@
-"""A step: what losses weigh, when a window ends, how gradients are finished and optimizers step."""
+"""The optimizer step: how losses are weighted, when an accumulation window ends, how gradients are finished and applied."""

@@ -1,4 +1,4 @@
-"""The ranks' shares of gradients, as windows and optimizer steps need them. The base class is the single process."""
+"""How ranks combine their gradients, as windows and optimizer steps need it. The base class is for a single process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.step.gradients import traces
 
 
 class GradientSync:
-    """Says how ranks share gradients; :class:`engine.Strategy` overrides what differs from one process.
+    """How ranks combine their gradients. This class serves one process; :class:`engine.Strategy` overrides what differs with several.
 
     A table in ``engine/strategies/README.md`` lists the methods that each strategy overrides.
     """
@@ -29,22 +29,22 @@ class GradientSync:
         return model
 
     def traces(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[tuple[Any, int]]:
-        """Objects (``None``: no gradient yet) and versions that change when a backward pass reaches these optimizers' parameters."""
+        """For each gradient of these optimizers an object (``None``: no gradient yet) and a version; a backward pass that reaches it changes them."""
         return traces(optimizers)
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """The maximum of each of the ``values`` over all ranks. Waits for them."""
+        """The elementwise maximum of ``values`` over all ranks. Waits for all ranks."""
         return list(values)
 
     def drop_repeated(self, parameters: Sequence[Tensor]) -> None:
-        """Clear gradients that only repeated micro-batches reach, at the end of a window in which some rank repeats one. All ranks call this."""
+        """Clear gradients that come from repeated micro-batches only, at the end of a window in which some rank repeats one. All ranks call this."""
 
     def sum(self, value: Tensor | float) -> Tensor | float:
         """The sum of a scalar over all ranks that saw different data."""
         return value
 
     def local(self, grads: list[Tensor]) -> list[Tensor]:
-        """This rank's shards of ``grads`` (or of parameters), sharing their memory, to scale and clamp in place."""
+        """This rank's shards of these gradients or parameters; they share memory with them, so they can be scaled and clamped in place."""
         return grads
 
     def norm(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -58,5 +58,5 @@ class GradientSync:
         return {name: torch.nn.utils.get_total_norm([grad], norm_type) for name, grad in grads.items()}
 
     def agree(self, flag: Tensor) -> Tensor:
-        """The maximum over all ranks of a flag (1.0: a gradient is not finite)."""
+        """The maximum of a flag over all ranks, for example 1.0 where a gradient is not finite and else 0.0."""
         return flag

@@ -1,4 +1,4 @@
-"""Losses with a weight, and the passes that finish gradients before a step."""
+"""``Loss`` objects, and the passes over gradients before a step: dividing, scaling, clipping, checking."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from engine.utils.tree import full_tensor
 class Loss:
     """A loss as a sum over ``count`` items, for means over unequal numbers of items (the tokens of a language model).
 
-    The step's gradient is that of (sum over the window and all ranks of ``sum``) / (the same sum of ``count``).
+    The step's gradient is that of (total ``sum``) / (total ``count``); totals are over the window's micro-batches and all ranks.
     A step without any item has zero gradients.
     """
 
     sum: Tensor
-    """Scalar with a graph."""
+    """Scalar tensor with an autograd graph."""
     count: Tensor | float
-    """Items summed over; a tensor stays on its device."""
+    """Number of items summed over; a tensor stays on its device."""
 
 
 # FSDP looks for tensors in what a step returns, to gather the model again before their backward pass; torch 2.11 does not look into dataclasses.
@@ -36,14 +36,14 @@ register_dataclass(Loss)
 
 
 def nonzero(count: Tensor | float) -> Tensor | float:
-    """``count``, or 1 where it is 0: a sum over nothing divided by it gives 0."""
+    """``count``, or 1 if it is 0, so that an empty sum divided by it is 0."""
     if isinstance(count, Tensor):
         return torch.where(count == 0, torch.ones_like(count), count)
     return count or 1.0
 
 
 def scalar(loss: Any) -> Tensor:
-    """The loss as a tensor of shape ``()``; of a sharded tensor, the full one.
+    """The loss as a tensor of shape ``()``; a sharded tensor is gathered.
 
     Raises:
         TypeError: not a tensor.
@@ -83,7 +83,7 @@ def loss_in(outputs: Any, who: str) -> Any:
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients, to read and change in place; for a sparse one its coalesced values, in a dense tensor that shares their memory."""
+    """The parameters' gradients, to read and change in place. A sparse gradient is coalesced, and its dense tensor of values is returned."""
     grads = []
     for parameter in parameters:
         grad = parameter.grad
@@ -97,19 +97,19 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-    """One tensor or several, in the form that torch's clipping functions accept."""
+    """The tensors as a list. Like torch's clipping functions, this accepts a single tensor or an iterable."""
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
 def traces(optimizers: Sequence[Optimizer]) -> list[tuple[Any, int]]:
-    """Each parameter's gradient and its version: these change in a backward pass that reaches the parameter."""
+    """Each parameter's gradient and the gradient's version counter; a backward pass that reaches the parameter changes one of the two."""
     grads = (p.grad for p in parameters_of(optimizers))
     return [(None, 0) if grad is None else (grad, grad._version) for grad in grads]
 
 
 @torch.no_grad()
 def divide(grads: list[Tensor], divisor: Tensor | float) -> None:
-    """Divide in place, one fused pass for each device and dtype."""
+    """Divide gradients in place, one fused pass for each device and dtype."""
     if grads:
         scale(
             grads,
@@ -119,7 +119,7 @@ def divide(grads: list[Tensor], divisor: Tensor | float) -> None:
 
 @torch.no_grad()
 def scale(grads: list[Tensor], factor: Tensor | float) -> None:
-    """Multiply in place, one fused pass for each device and dtype."""
+    """Multiply gradients in place, one fused pass for each device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         groups.setdefault((grad.device, grad.dtype), []).append(grad)
@@ -136,7 +136,7 @@ def clip_values(grads: list[Tensor], limit: float) -> None:
 
 @torch.no_grad()
 def clip_norm(grads: list[Tensor], norm: Tensor, limit: float, divisor: Tensor | float | None) -> Tensor:
-    """Divide by ``divisor`` and scale to a norm of at most ``limit``, in one pass; return the divided gradients' norm, shape ``()``."""
+    """Divide by ``divisor`` and clip to a norm of at most ``limit``, in one pass. Return the norm between the two, shape ``()``."""
     if divisor is not None:
         norm = norm / divisor
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)  # the formula of torch.nn.utils.clip_grad_norm_
@@ -147,7 +147,7 @@ def clip_norm(grads: list[Tensor], norm: Tensor, limit: float, divisor: Tensor |
 def where_nonfinite(
     named_parameters: Iterable[tuple[str, Tensor]], local: Callable[[list[Tensor]], list[Tensor]] = lambda grads: grads
 ) -> list[str]:
-    """Names of the parameters whose gradient, or the part of it that ``local`` gives, has a NaN or an infinity. Waits for the device."""
+    """Names of parameters whose gradient contains a NaN or an infinity; ``local`` selects this rank's shards to check. Waits for the device."""
     return [
         name
         for name, p in named_parameters
@@ -156,7 +156,7 @@ def where_nonfinite(
 
 
 def zero_with_graph(parameters: Iterable[Tensor]) -> Tensor:
-    """A zero with a graph to each of ``parameters``: its backward pass takes part in other ranks' gradient reduction."""
+    """A zero that depends on each of these parameters, so that its backward pass takes part in the other ranks' gradient reduction."""
     warn_once(
         "training_step returned None with several ranks: the micro-batch counts with a zero gradient. "
         "To leave samples out exactly, return Loss(sum, count) with the remaining count."
@@ -171,10 +171,10 @@ def check_held(before: Mapping[str, Tensor], now: Mapping[str, Tensor], optimize
 
     Args:
         before: the parameters by name, as they were when the optimizers were created or last checked.
-        now: the current ones.
+        now: the current parameters by name.
 
     Raises:
-        ValueError: some were replaced, and the optimizers still have the old ones.
+        ValueError: some parameters were replaced, and the optimizers still have the old ones.
     """
     held_ids = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     lost = [

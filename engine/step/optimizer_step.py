@@ -17,30 +17,30 @@ from engine.utils import accelerator, torch_private
 from engine.utils.parameters import parameters_of, uncompiled
 
 Optimizers = Sequence[Any]
-"""Prepared optimizers or plain ones."""
+"""Optimizers, prepared or not."""
 Then = Callable[[bool], None]
-"""A function for the time when it is known whether a step was applied: in a run :meth:`engine.loop.optimization.Optimization.applied`."""
+"""A function that is called with whether a step was applied, once known: in a run :meth:`engine.loop.optimization.Optimization.applied`."""
 
 
 class Guard(Protocol):
-    """Leaves out steps for reasons of its own, as :class:`callbacks.SpikeGuard` does."""
+    """Decides on the device whether a step is left out, as :class:`callbacks.SpikeGuard` does."""
 
     def check(self, norm: Tensor) -> Tensor:
-        """1.0: leave this step out, 0.0: apply it; computed on the device, the same on all ranks. Shape ``()``, fp32.
+        """Return 1.0 to leave this step out, 0.0 to apply it; computed on the device, the same on all ranks. Shape ``()``, fp32.
 
         ``norm``: the global norm of the step's gradients before clipping, shape ``()``.
         """
 
     def left_out(self) -> None:
-        """Called on all ranks, at one step, as soon as it is known that a step was left out because of :meth:`check`."""
+        """Called after a step was left out because of :meth:`check`, once that is known, on all ranks at the same step."""
 
 
 class Stepper:
     """Steps optimizers whose gradients one :class:`Window` accumulates.
 
     A step is skipped when a gradient is not finite: always under fp16's scaler, otherwise if ``on_nonfinite`` says so. On the CPU the
-    verdict is known at once. On a device, with optimizers that skip by themselves (fused ones), nothing waits for it: it is
-    read at the next step, after that step's kernels are queued, or by :meth:`await_verdicts`.
+    verdict is known at once. On a device, with optimizers that skip by themselves (fused ones), the host does not wait for the verdict:
+    it is read at the next step, after that step's kernels are queued, or by :meth:`await_verdicts`.
     """
 
     def __init__(
@@ -56,29 +56,30 @@ class Stepper:
         self.before_next: list[Callable[[], None]] = []
         """Functions to call once, before the next step, such as ``CheckpointWriter.hold``."""
         self.guard: Guard | None = None
-        """Decides about each step as well; see :meth:`guard_by`."""
+        """An additional judge of each step; see :meth:`guard_by`."""
         self._alone = gradient_sync.group.world_size == 1
         self._pending: list[tuple[Tensor, Any, list[Then]]] = []
+        """Steps without a verdict yet: flags in host memory, the event after which they can be read, and functions to call then."""
 
     @property
     def pending(self) -> int:
-        """Steps whose verdict is not known yet."""
+        """The number of steps whose verdict is not known yet."""
         return len(self._pending)
 
     def add(self, optimizer: Optimizer) -> None:
-        """Add an optimizer, once."""
+        """Add an optimizer, unless it was added before."""
         if not any(optimizer is stepped for stepped in self.optimizers):
             self.optimizers.append(optimizer)
             self.window.add(optimizer)
-            # Tries the device now: an answer in the first step would wait for it.
+            # Asks the device now, because doing so in the first step would wait for it.
             _skips_itself(optimizer)
 
     def guard_by(self, guard: Guard | None) -> None:
-        """Let ``guard`` decide about each :meth:`step` from now on. Gradients that are not finite are the scaler's or ``on_nonfinite``'s, if there
-        is one, and not left out by the guard.
+        """Let ``guard`` decide about each :meth:`step` from now on. A step with non-finite gradients is still the matter of the scaler or
+        ``on_nonfinite``, if one is set, and does not count as left out by the guard.
 
         Raises:
-            ValueError: the strategy owns the step, or another guard decides already.
+            ValueError: the strategy owns the step, or there is another guard already.
         """
         if guard is not None and self.guard is not None and guard is not self.guard:
             raise ValueError(f"{type(self.guard).__name__} decides already whether steps are applied: give one guard")
@@ -91,7 +92,7 @@ class Stepper:
         self.window.leave()
 
     def check_closure(self) -> None:
-        """Raise if an optimizer cannot step with a closure here."""
+        """Raise ``RuntimeError`` if optimizers cannot step with a closure, as under fp16's scaler."""
         if self.scaler is not None:
             raise RuntimeError(
                 "optimizer.step(closure) under precision='16-mixed': gradients cannot be unscaled inside the closure; use bf16-mixed"
@@ -124,7 +125,7 @@ class Stepper:
     def named_norms(self, model: nn.Module, norm_type: float, optimizers: Sequence[Any]) -> dict[str, Tensor]:
         """The norm of each gradient of ``model``, divided and unscaled, by the parameter's name. Shapes ``()``, on the device.
 
-        ``optimizers``: norms of their parameters only; if empty, of all parameters.
+        ``optimizers``: those whose parameters to include; if empty, all parameters are included.
         """
         chosen = {id(p) for p in parameters_of(optimizers)}
         named = {
@@ -136,7 +137,7 @@ class Stepper:
         return self.gradient_sync.norms({name: gradients.gradients([p])[0] for name, p in named.items()}, norm_type)
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
-        """Clip the norm of the gradients of ``parameters``; return the norm before, if it is known now. Shape ``()``."""
+        """Clip the norm of these parameters' gradients. Return the norm before clipping, shape ``()``; ``None`` if it is known at the step only."""
         grads = self.readable(parameters)
         return gradients.clip_norm(
             self.gradient_sync.local(grads), self.gradient_sync.norm(grads, norm_type), max_norm, None
@@ -147,12 +148,12 @@ class Stepper:
         gradients.clip_values(self.gradient_sync.local(self.readable(parameters)), limit)
 
     def forget(self, optimizers: Sequence[Optimizer]) -> None:
-        """Reset the state of gradients of ``optimizers``, which were set to zero."""
+        """Record that the gradients of ``optimizers`` were set to zero."""
         for optimizer in optimizers:
             self.window.state_of(optimizer).cleared()
 
     def fed(self) -> bool:
-        """Whether the window that ends here makes a step, because some rank had a loss. Only ranks without a loss need to ask."""
+        """Whether the window that ends now makes a step, because some rank had a loss in it. Only ranks without a loss need to call this."""
         window, several = self.window, self.gradient_sync.data_group.world_size > 1
         for group in window.groups:
             self._divisor(group)
@@ -170,10 +171,10 @@ class Stepper:
         """Divide by the window's weight, clip, check and apply the gradients of ``optimizers``.
 
         Args:
-            optimizers: stepped together on one loss: all of them or none.
-            max_norm: clip the global 2-norm over all of them to this.
+            optimizers: the optimizers to step together on one loss; all of them step or none.
+            max_norm: clip the global 2-norm of all their gradients to this.
             max_value: clip each element to [-max_value, max_value].
-            then: called with whether the step was applied, as soon as that is known.
+            then: a function to call with whether the step was applied, as soon as that is known.
         """
         if self._pending:
             self.await_verdicts()
@@ -213,10 +214,10 @@ class Stepper:
         max_value: float | None = None,
         inside: bool = False,
     ) -> None:
-        """Divide, clip and check the gradients of ``optimizers`` as one; their later steps do not do it again.
+        """Divide, clip and check the gradients of ``optimizers`` together, ahead of their steps, which do not repeat it.
 
         Args:
-            inside: within an optimizer's step, after each evaluation of its closure: non-finite gradients are an error.
+            inside: the call comes from within an optimizer's step, after an evaluation of its closure: non-finite gradients are an error.
         """
         nonfinite = self._finish(optimizers, self._divided(optimizers), max_norm, max_value)
         if not inside:
@@ -234,13 +235,13 @@ class Stepper:
             self.before_next.append(function)
 
     def call_before(self) -> None:
-        """Call the functions that wait for the next step; for code that changes parameters by other means."""
+        """Call the functions that wait for the next step; code that changes parameters in other ways calls this first."""
         functions, self.before_next = self.before_next, []
         for function in functions:
             function()
 
     def _divisor(self, group: GradientState) -> Tensor | float | None:
-        """The remaining divisor of a group's gradients; usually ``None``, because all weights were known before the backward passes."""
+        """The divisor that a group's gradients still need; usually ``None``, because all weights were known before the backward passes."""
         if self.window.share.repeats and not group.closed:
             self.gradient_sync.drop_repeated(parameters_of(group.optimizers))
         if group.count is None and not group.dropped and (self._alone or group.kind == SCALAR):
@@ -251,7 +252,7 @@ class Stepper:
         )
 
     def _divided(self, optimizers: Sequence[Optimizer]) -> Tensor | float | None:
-        """The divisor when several optimizers step by themselves: each has its own, so several are divided before they step as one."""
+        """The divisor of optimizers in several groups. Each group has its own, so for several optimizers their gradients are divided here."""
         divisors = [self._divisor(self.window.state_of(optimizer)) for optimizer in optimizers]
         if len(divisors) == 1:
             return divisors[0]
@@ -266,12 +267,14 @@ class Stepper:
         max_norm: float | None,
         max_value: float | None,
     ) -> Tensor | None:
-        """Run all passes over the gradients; return a flag (1.0: not finite) if it is needed."""
+        """Run all passes over the gradients; return a flag (1.0: some gradient is not finite) if one is needed."""
         nonfinite: Tensor | None = None
-        ready = [self.window.state_of(o).ready for o in optimizers]
-        if self.scaler is not None or any(id(o) in done for o, done in zip(optimizers, ready, strict=True)):
+        flags_by_group = [self.window.state_of(o).ready for o in optimizers]
+        if self.scaler is not None or any(id(o) in ready for o, ready in zip(optimizers, flags_by_group, strict=True)):
             self.prepare(optimizers)
-            flags = [f for f in (done[id(o)] for o, done in zip(optimizers, ready, strict=True)) if f is not None]
+            flags = [
+                f for f in (ready[id(o)] for o, ready in zip(optimizers, flags_by_group, strict=True)) if f is not None
+            ]
             nonfinite, divisor = (torch.stack(flags).max() if flags else None), None
         grads = gradients.gradients(parameters_of(optimizers))
         parts = self.gradient_sync.local(grads)
@@ -301,7 +304,7 @@ class Stepper:
         if max_value is not None or not isinstance(divisor, Tensor) or not all(_skips_itself(o) for o in optimizers):
             return False
         if any(p.dtype == torch.float64 for p in parameters_of(optimizers)):
-            return False  # their factor is fp32
+            return False  # fused kernels take the factor as fp32
         for optimizer in optimizers:
             optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
             if nonfinite is None:
@@ -311,7 +314,7 @@ class Stepper:
     def _apply(
         self, optimizers: Sequence[Optimizer], nonfinite: Tensor | None, guarded: Tensor | None, then: Then | None
     ) -> None:
-        """Step unless ``nonfinite`` or ``guarded`` (left out by the guard) is 1.0."""
+        """Step unless ``nonfinite`` or ``guarded`` (the guard leaves the step out) is 1.0."""
         flag = nonfinite if guarded is None else guarded if nonfinite is None else nonfinite + guarded
         on_device = flag is not None and accelerator.defers(flag.device) and all(_skips_itself(o) for o in optimizers)
         skip = flag is not None and not on_device and bool(flag)  # waits for the device if it is there
@@ -330,27 +333,27 @@ class Stepper:
         if self.scaler is not None:
             assert nonfinite is not None
             self.scaler.stepped(optimizers, nonfinite, self.optimizers)
-        thens = [] if then is None else [then]
+        callbacks = [] if then is None else [then]
         if on_device:
             assert flag is not None
             flags = flag if guarded is None else torch.stack([flag, guarded])
             host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
             event = torch.Event(flags.device)
             event.record()
-            self._pending.append((host, event, thens))
+            self._pending.append((host, event, callbacks))
         else:
-            self._decide(not skip, thens, skip and guarded is not None and bool(guarded))
+            self._decide(not skip, callbacks, skip and guarded is not None and bool(guarded))
 
     def await_verdicts(self) -> None:
-        """Wait for the pending verdicts, and call their callbacks."""
+        """Wait for the pending verdicts, and call the functions that wait for them."""
         while self._pending:
-            host, event, thens = self._pending.pop(0)
+            host, event, callbacks = self._pending.pop(0)
             event.synchronize()
-            flags = host.reshape(-1).tolist()  # whether it was skipped; with a guard, whether that was the reason
+            flags = host.reshape(-1).tolist()  # [was the step skipped, with a guard: did the guard skip it]
             applied, guarded = not flags[0], len(flags) > 1 and bool(flags[1])
             if not applied and not guarded and self.on_nonfinite == "raise" and self.scaler is None:
                 self._fail()
-            self._decide(applied, thens, guarded)
+            self._decide(applied, callbacks, guarded)
 
     def after(self, then: Then) -> None:
         """Call ``then`` with the latest step's verdict, now or when it is known."""
@@ -359,9 +362,10 @@ class Stepper:
         else:
             then(not self.skipped)
 
-    def _decide(self, applied: bool, thens: list[Then], guarded: bool = False) -> None:
+    def _decide(self, applied: bool, callbacks: list[Then], guarded: bool = False) -> None:
+        """Record the verdict on a step, and call the functions that wait for it."""
         self.skipped = not applied
-        for then in thens:
+        for then in callbacks:
             then(applied)
         if guarded and self.guard is not None:
             self.guard.left_out()
@@ -383,12 +387,12 @@ class Stepper:
 def _skips_itself(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step accepts ``found_inf`` and ``grad_scale`` on the device, as torch's fused optimizers do.
 
-    Other packages' optimizers are taken at their word; torch sets the flag also where its kernel does not read the two.
+    Other packages' optimizers are trusted. Torch's claim support even where their kernel ignores both, so the device is asked.
     """
     if not torch_private.takes_amp_scaling(optimizer):
         return False
-    torchs = next((base for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim.")), None)
+    torch_base = next((base for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim.")), None)
     parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
-    if torchs in (None, Optimizer) or parameter is None or parameter.device.type == "cpu":
+    if torch_base in (None, Optimizer) or parameter is None or parameter.device.type == "cpu":
         return True
-    return accelerator.fused_skips(parameter.device, torchs)
+    return accelerator.fused_skips(parameter.device, torch_base)

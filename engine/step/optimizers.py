@@ -26,9 +26,9 @@ class Schedule:
 
     scheduler: Any
     interval: str = "epoch"
-    """``"epoch"``: at the end of epochs, after validation. ``"step"``: after optimizer steps that happened."""
+    """``"epoch"``: at the end of epochs, after validation. ``"step"``: after optimizer steps that were applied."""
     frequency: int = 1
-    """Step every this many epochs or steps."""
+    """Step once in this many epochs or steps."""
     monitor: str | None = None
     """The metric that ``ReduceLROnPlateau`` follows."""
     strict: bool = True
@@ -36,8 +36,9 @@ class Schedule:
     name: str | None = None
     """Name of the schedule in learning rate loggers."""
     reduce_on_plateau: bool = False
+    """Whether ``step`` takes the value of ``monitor``; always true for ``ReduceLROnPlateau``."""
     numbered: bool = field(default=False, init=False)
-    """Whether the scheduler takes the number of the epoch or step, as timm's do: ``step(epoch)``, ``step_update(num_updates)``."""
+    """Whether the scheduler is given the number of the epoch or step, as timm's are: ``step(epoch)``, ``step_update(num_updates)``."""
     step: Callable[[Any, Any], None] | None = field(default=None, init=False, repr=False)
     """The module's ``lr_scheduler_step``, if overridden: it steps the scheduler."""
 
@@ -62,19 +63,19 @@ class Schedule:
         """Check before the first step that :meth:`advance` can step the scheduler.
 
         Raises:
-            ValueError: its ``step`` needs arguments that a run does not know, or it counts in another unit than ``interval``.
+            ValueError: the scheduler's ``step`` needs arguments that a run does not know, or counts in another unit than ``interval``.
         """
-        who, needed = type(self.scheduler).__name__, _needed(self.scheduler.step)
+        class_name, needed = type(self.scheduler).__name__, _needed(self.scheduler.step)
         if self.numbered:
             unit = "epoch" if getattr(self.scheduler, "t_in_epochs", self.interval == "epoch") else "step"
             if unit != self.interval:
                 raise ValueError(
-                    f"{who} counts in {'epochs' if unit == 'epoch' else 'steps'} (t_in_epochs={unit == 'epoch'}), and its interval is "
+                    f"{class_name} counts in {'epochs' if unit == 'epoch' else 'steps'} (t_in_epochs={unit == 'epoch'}), and its interval is "
                     f'{self.interval!r}, so it would have no effect: return {{"scheduler": ..., "interval": "{unit}"}} for it'
                 )
         elif needed and not (self.reduce_on_plateau and len(needed) == 1):
             raise ValueError(
-                f"{who}.step() needs {', '.join(needed)}, which a run does not know: give a scheduler whose step() needs nothing, or override "
+                f"{class_name}.step() needs {', '.join(needed)}, which a run does not know: give a scheduler whose step() needs nothing, or override "
                 "lr_scheduler_step in the module"
             )
 
@@ -82,10 +83,10 @@ class Schedule:
         """Step the scheduler once.
 
         Args:
-            number: steps, or epochs, that the training has made.
+            number: steps or epochs, by ``interval``, that the training has finished.
 
         Raises:
-            ValueError: the monitored metric was not logged; the message lists those that were.
+            ValueError: the monitored metric was not logged; the message lists the logged ones.
         """
         if self.step is not None and not self.reduce_on_plateau:
             self.step(self.scheduler, None)
@@ -115,10 +116,10 @@ def _needed(step: Any) -> list[str]:
 
 
 class Modes:
-    """Optimizers with ``train()`` and ``eval()``, such as schedule-free ones: they train with other weights than those to use afterwards.
+    """Switches optimizers that have ``train()`` and ``eval()``, such as schedule-free ones, between training and evaluation weights.
 
-    A run trains with the former, and evaluates, saves and ends with the latter. Meanwhile the training weights are kept in the
-    optimizer's state, saved with it, and restored bit by bit: neither evaluation nor saving changes the training.
+    A run trains with the training weights, and evaluates, saves and ends with the evaluation weights. Meanwhile the training weights are
+    kept in the optimizer's state, saved with it, and restored bit for bit: neither evaluation nor saving changes the training.
     """
 
     KEPT = "training_weights"
@@ -129,7 +130,7 @@ class Modes:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """The training weights inside the block; the weights to use afterwards, also after an error."""
+        """Use the training weights inside the block, and the evaluation weights after it, also after an error."""
         self._train()
         try:
             yield
@@ -138,13 +139,13 @@ class Modes:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The weights to use inside the block; afterwards the previous ones."""
-        before = self._training
+        """Use the evaluation weights inside the block, and the previous weights after it."""
+        was_training = self._training
         self._eval()
         try:
             yield
         finally:
-            if before:
+            if was_training:
                 self._train()
 
     @torch.no_grad()
@@ -169,30 +170,30 @@ class Modes:
 
 
 class OptimizerSet:
-    """The prepared optimizers of a run and their learning rate schedules; none before its setup."""
+    """The prepared optimizers of a run and their learning rate schedules; empty before the run's setup."""
 
     def __init__(self) -> None:
         self.fill([], [], automatic=True)
 
     def fill(self, optimizers: list[Any], schedules: list[Schedule], automatic: bool) -> None:
-        """Set the optimizers and schedules. Without ``automatic`` optimization the module steps the schedulers."""
+        """Set the optimizers and schedules. In manual optimization (not ``automatic``) the module steps the schedulers."""
         self.optimizers, self.schedules = optimizers, schedules
         self.modes = Modes(optimizers)
-        """Train and eval modes of the optimizers."""
+        """Switches the optimizers between training and evaluation weights."""
         self.step_schedules = [schedule for schedule in schedules if schedule.interval == "step"] if automatic else []
         """The schedules that advance with optimizer steps."""
 
 
 def counters(optimizer: Any) -> set[str]:
-    """Whether a group's entry is the optimizer's own counter rather than a hyperparameter: its constructor does not take it."""
+    """Names of entries in parameter groups that are the optimizer's own counters: unlike hyperparameters, its constructor does not take them."""
     return set(optimizer.defaults) - set(inspect.signature(type(optimizer)).parameters)
 
 
 def configured(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
-    """Lightning's forms of ``configure_optimizers``' result.
+    """The optimizers and schedules in a result of ``configure_optimizers``, which may have any of Lightning's forms.
 
     Raises:
-        TypeError, ValueError: another form, or an optimizer without parameters to train.
+        TypeError, ValueError: the result has another form, or an optimizer has no parameters to train.
     """
     optimizers, schedules = _parse(result)
     if len({id(o) for o in optimizers}) < len(optimizers):
@@ -217,7 +218,7 @@ def _parse(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
         return [_optimizer(o) for o in result[0]], [_schedule(s) for s in schedulers]
     if all(isinstance(part, Mapping) for part in result):
         entries = [_entry(part) for part in result]
-        return [o for os, _ in entries for o in os], [s for _, ss in entries for s in ss]
+        return [o for optimizers, _ in entries for o in optimizers], [s for _, schedules in entries for s in schedules]
     return [_optimizer(o) for o in result], []
 
 
@@ -265,7 +266,7 @@ def _schedule(entry: Any) -> Schedule:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """True if its step evaluates the loss itself: its ``closure`` has no default (LBFGS), or it steps in two halves (SAM)."""
+    """Whether the optimizer's step evaluates the loss itself: its ``closure`` has no default (LBFGS), or it steps in two halves (SAM)."""
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     required = bool(parameters) and parameters[0].name == "closure" and parameters[0].default is inspect.Parameter.empty
     return required or all(callable(getattr(optimizer, half, None)) for half in ("first_step", "second_step"))

@@ -1,4 +1,4 @@
-"""Backward passes by a user's function, and of a micro-batch whose step is given as a function."""
+"""Backward passes that a user's function runs, and a micro-batch's forward and backward pass in one call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.utils.tree import batch_size, map_tensors
 
 
 class Passes:
-    """The weights of a window's micro-batches, for backward passes that other code runs.
+    """Gives micro-batches their window's weights in backward passes that other code runs.
 
     Args:
         group: the ranks that see different data.
@@ -43,7 +43,7 @@ class Passes:
     def forward_backward(
         self, step: Callable[[Any, int], Any], batch: Any, backward: Callable[[Tensor | Loss], None], last: bool
     ) -> Any:
-        """Run the step of a micro-batch and its backward pass; see :meth:`engine.Engine.forward_backward`.
+        """Run the step function of a micro-batch and its backward pass; see :meth:`engine.Engine.forward_backward`.
 
         Args:
             backward: ``Engine.backward``.
@@ -54,6 +54,7 @@ class Passes:
         return map_tensors(Tensor.detach, loss)
 
     def _begin(self) -> Window:
+        """The window, ready for a backward pass outside of ``accumulate``, too."""
         if self._window.held and not self._window.accumulating:
             self._window.release()
         return self._window

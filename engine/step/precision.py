@@ -24,7 +24,7 @@ from engine.utils.tree import formats
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """One choice of number formats.
+    """The number formats of a training.
 
     ``*-mixed``: parameters and gradients stay fp32, the forward pass runs under ``torch.autocast``.
     ``*-true``: parameters, buffers, gradients, floating point inputs and optimizer state have that dtype. Complex ones are ``complex64``,
@@ -41,18 +41,18 @@ class Precision:
     scaled: bool = False
     """Whether the loss is scaled: fp16 gradients below 6e-8 would vanish otherwise."""
     fp8: FP8 | None = None
-    """How linear layers compute in fp8."""
+    """How linear layers compute in fp8; ``None`` without fp8."""
 
     def __str__(self) -> str:
         return self.name if self.fp8 in (None, FP8()) else f"{self.name} by {self.fp8}"
 
     def describe(self) -> str | dict[str, Any]:
-        """The name as written into a file, with the settings of fp8 if there are any."""
+        """The precision as written into a file: its name, or a dict with fp8's settings if any are set."""
         return self.name if self.fp8 in (None, FP8()) else fields_of(self.fp8, self.name)
 
     @classmethod
     def parse(cls, name: str | int | Mapping[str, Any] | NamedOptions | Precision | FP8) -> Precision:
-        """The precision of this name (Lightning's names, and Accelerate's ``no``, ``bf16``, ``fp16`` and ``fp8``).
+        """The precision of a name (Lightning's names, and Accelerate's ``no``, ``bf16``, ``fp16`` and ``fp8``).
 
         ``{"name": "fp8-mixed", "recipe": "rowwise"}`` has settings of :class:`engine.FP8`.
 
@@ -77,7 +77,7 @@ class Precision:
         return _PRECISIONS[key]
 
     def convert(self, model: nn.Module) -> None:
-        """Give a model's parameters and buffers this format, in place."""
+        """Convert a model's parameters and buffers to this precision, in place."""
         if self.parameters is None:
             return
         dtypes = formats(self.parameters)
@@ -85,16 +85,14 @@ class Precision:
         def convert(tensor: Tensor) -> Tensor:
             return tensor.to(dtypes.get(tensor.dtype, tensor.dtype))
 
-        convert.__qualname__ = (
-            "Module.type"  # by such a name torchmetrics tells a change of format, which its sums do not follow
-        )
+        convert.__qualname__ = "Module.type"  # torchmetrics does not apply to its sums what has such a name
         model._apply(convert)
 
     def check(self, device: torch.device) -> None:
         """Check before the training that ``device`` can compute in the precision's formats.
 
         Raises:
-            ValueError: the device lacks the dtype, autocast to it, or the loss scaler's kernels; the message has its name.
+            ValueError: the device lacks the dtype, autocast to it, or the loss scaler's kernels; the message names the device.
         """
         lacks = None
         if self.parameters is not None and not accelerator.computes_in(device, self.parameters):
@@ -149,8 +147,10 @@ class Scaler(torch.amp.GradScaler):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device=device.type)
-        self._found: list[Tensor] = []
-        self._used: dict[int, tuple[weakref.ref[Tensor], int] | None] = {}
+        self._step_flags: list[Tensor] = []
+        """A flag (1.0: not finite) of each step since the scale was last adjusted."""
+        self._used_gradients: dict[int, tuple[weakref.ref[Tensor], int] | None] = {}
+        """By id of the optimizer: its first gradient in its latest step, and that gradient's version."""
 
     def seed(self, seed: Tensor) -> Tensor:
         """The scaled gradient of the loss itself, for ``loss.backward(seed)``. Shape ``()``."""
@@ -160,9 +160,9 @@ class Scaler(torch.amp.GradScaler):
     def unscale(
         self, optimizer: Optimizer, divisor: Tensor | float | None, parts: Iterable[Tensor] | None = None
     ) -> Tensor:
-        """Divide the optimizer's gradients by scale and ``divisor`` in one pass; the result is 1.0 when one of them is not finite.
+        """Divide the optimizer's gradients by scale and ``divisor`` in one pass; return 1.0 if any of them is not finite, else 0.0, shape ``()``.
 
-        ``parts``: this rank's parts of sharded gradients, instead of the gradients themselves.
+        ``parts``: this rank's shards of the gradients, which are divided instead of the gradients themselves.
         """
         if self._scale is None:  # no backward pass on this rank yet; others may have had one
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
@@ -180,24 +180,24 @@ class Scaler(torch.amp.GradScaler):
         return nonfinite
 
     def stepped(self, optimizers: Iterable[Optimizer], nonfinite: Tensor, all_optimizers: Iterable[Optimizer]) -> None:
-        """Note the outcome of a step of ``optimizers``; adjust the scale as soon as no other optimizer holds scaled gradients."""
+        """Record the outcome of a step of ``optimizers``; adjust the scale as soon as no other optimizer holds scaled gradients."""
         stepped_ids = set()
         for optimizer in optimizers:
             stepped_ids.add(id(optimizer))
-            self._found.append(nonfinite)
+            self._step_flags.append(nonfinite)
             grad = _first_grad(optimizer)
-            self._used[id(optimizer)] = None if grad is None else (weakref.ref(grad), grad._version)
-        if any(self._waits(waiting) for waiting in all_optimizers if id(waiting) not in stepped_ids):
+            self._used_gradients[id(optimizer)] = None if grad is None else (weakref.ref(grad), grad._version)
+        if any(self._has_unused_gradients(other) for other in all_optimizers if id(other) not in stepped_ids):
             return
         scale, tracker = self._check_scale_growth_tracker("update")
-        worst = torch.stack([f.to(scale.device) for f in self._found]).max()
+        nonfinite = torch.stack([flag.to(scale.device) for flag in self._step_flags]).max()
         torch_private.update_scale(
-            scale, tracker, worst, self._growth_factor, self._backoff_factor, self._growth_interval
+            scale, tracker, nonfinite, self._growth_factor, self._backoff_factor, self._growth_interval
         )
-        self._found.clear()
+        self._step_flags.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the scaler, with its two tensors copied on the device: reading their numbers would wait for the device during a save."""
+        """State of the scaler; its two tensors are copied on the device, because reading their values would wait for it during a save."""
         if self._scale is None:
             return super().state_dict()
         scale, tracker = self._check_scale_growth_tracker("state_dict")
@@ -213,15 +213,16 @@ class Scaler(torch.amp.GradScaler):
         numbers = {"scale": float(state_dict["scale"]), "_growth_tracker": int(state_dict["_growth_tracker"])}
         super().load_state_dict({**state_dict, **numbers})
 
-    def _waits(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer holds gradients that it has not stepped with (loops that call ``zero_grad`` first keep used ones)."""
+    def _has_unused_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has gradients that it has not stepped with (loops that call ``zero_grad`` first keep stepped ones till then)."""
         grad = _first_grad(optimizer)
-        used = self._used.get(id(optimizer))
+        used = self._used_gradients.get(id(optimizer))
         return grad is not None and (used is None or used[0]() is not grad or used[1] != grad._version)
 
 
 @torch.no_grad()
 def _unscale_parts(parts: Iterable[Tensor], inverse: Tensor, nonfinite: Tensor) -> Tensor:
+    """Multiply shards by ``inverse`` in place; return ``nonfinite``, raised to 1.0 if any of them is not finite."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for part in parts:
         groups.setdefault((part.device, part.dtype), []).append(part)

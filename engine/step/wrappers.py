@@ -17,10 +17,10 @@ from engine.utils.tree import map_tensors
 
 
 class PreparedOptimizer(Optimizer):
-    """An optimizer that steps once per window, with exact gradients, and skips steps that are not finite. All else is the wrapped one's.
+    """An optimizer that steps once per window with exact gradients, and skips non-finite steps. All else is left to the wrapped optimizer.
 
     Until the last micro-batch of a window, inside ``engine.accumulate`` and after its block, ``step`` does nothing, and ``zero_grad``
-    clears only gradients that a step has used: call it at the start or at the end of the loop.
+    clears only gradients that a step has used: it may be called at the start or at the end of the loop's body.
     """
 
     def __init__(self, optimizer: Optimizer, stepper: Stepper, window: Window) -> None:
@@ -68,7 +68,7 @@ class PreparedOptimizer(Optimizer):
         return self._stepper.skipped
 
     def guard_by(self, guard: Guard | None) -> None:
-        """Let ``guard`` decide, on the device, whether each step is applied: those of all optimizers that were prepared together.
+        """Let ``guard`` decide, on the device, whether each step is applied; it decides for all optimizers that were prepared together.
 
         Raises:
             ValueError: the strategy steps by itself (DeepSpeed).
@@ -76,7 +76,7 @@ class PreparedOptimizer(Optimizer):
         self._stepper.guard_by(guard)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step with the window's gradients; the value of ``closure`` when one is given (it computes them itself, as LBFGS asks)."""
+        """Step once with the window's gradients, or with those that ``closure`` computes, as for LBFGS; return the value of ``closure``."""
         group = self._window.only or self._window.state_of(self.optimizer)
         if self._window.is_open(group):
             return None
@@ -85,14 +85,14 @@ class PreparedOptimizer(Optimizer):
             return self._stepper.step([self.optimizer])
         self._stepper.check_closure()
 
-        def exact() -> Any:
+        def evaluate() -> Any:
             value = closure()
             self._stepper.finish([self.optimizer], inside=True)
             group.used = True  # LBFGS calls the closure, and so zero_grad, several times in one step
             return value
 
         self._stepper.skipped = False
-        return self.optimizer.step(exact)
+        return self.optimizer.step(evaluate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         group = self._window.only or self._window.state_of(self.optimizer)
@@ -102,7 +102,7 @@ class PreparedOptimizer(Optimizer):
 
 
 class PreparedScheduler:
-    """A learning rate scheduler that steps once per optimizer step that happened, whatever the number of processes."""
+    """A learning rate scheduler that steps once for each applied optimizer step, whatever the number of processes."""
 
     def __init__(self, scheduler: Any, stepper: Stepper, window: Window) -> None:
         self.scheduler, self._stepper, self._window = scheduler, stepper, window
@@ -117,7 +117,7 @@ class PreparedScheduler:
         return _itself, (self.scheduler,)
 
     def _group(self) -> GradientState:
-        """The state of the gradients of the scheduler's optimizer; some third-party schedulers do not say which optimizer is theirs."""
+        """The gradient state of the scheduler's optimizer; the first one for third-party schedulers that do not name their optimizer."""
         optimizer = getattr(self.scheduler, "optimizer", None)
         if isinstance(optimizer, PreparedOptimizer):
             optimizer = optimizer.optimizer
@@ -168,17 +168,17 @@ class AutocastForward:
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._open:
             self._open.pop().__exit__(None, None, None)
-        return map_tensors(_full, output)
+        return map_tensors(_to_fp32, output)
 
 
 def _itself(wrapped: Any) -> Any:
     return wrapped
 
 
-def _full(tensor: Tensor) -> Tensor:
+def _to_fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def raw(optimizer: Any) -> Any:
-    """The user's own optimizer."""
+    """The user's optimizer: the one inside a prepared optimizer, or ``optimizer`` itself."""
     return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer

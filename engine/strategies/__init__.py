@@ -1,4 +1,4 @@
-"""Strategies by name. Each is imported when it is used."""
+"""Strategies by name. A strategy's module is imported when the strategy is used."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _SHORT: dict[str, Any] = {
     "ddp_find_unused_parameters_false": "ddp",
     "fsdp_cpu_offload": {"name": "fsdp", "cpu_offload": True},
 }
-"""Short names for a strategy with one of its settings."""
+"""Names that stand for a strategy with one of its settings."""
 
 
 def get(name: str | Mapping[str, Any] | NamedOptions | Strategy, world_size: int = 1) -> Strategy:
     """The strategy of this name; ``"auto"`` is ``single`` for one process and ``ddp`` for several. An instance is returned unchanged.
 
-    ``{"name": "deepspeed", "stage": 3}`` creates it with these arguments of its class.
+    ``{"name": "deepspeed", "stage": 3}`` creates the strategy with these arguments of its class.
 
     ``"ddp_find_unused_parameters_true"`` and ``"fsdp_cpu_offload"`` are short for a name with a setting.
-    Third parties register theirs in the entry-point group ``engine.strategies``: a callable whose arguments have defaults.
+    Third parties register strategies in the entry-point group ``engine.strategies``, as callables whose arguments have defaults.
 
     Raises:
-        ValueError: an unknown name or setting (the message lists the known ones), or a value that is not possible.
+        ValueError: unknown name or setting (the message lists the known ones), or invalid value.
         TypeError: a setting's type differs from its annotation.
     """
     if isinstance(name, Strategy):
@@ -57,10 +57,10 @@ def requested(
 
     Args:
         origins: where each setting comes from.
-        launched: the processes that a launcher has started; ``None``: none.
+        launched: the number of processes that a launcher has started; ``None``: there is no launcher.
 
     Raises:
-        ValueError, TypeError: an unknown or impossible setting of the two, or a combination that cannot work.
+        ValueError, TypeError: the precision or the strategy is unknown or invalid, or does not work with the other settings.
     """
     with naming_origins(settings, origins):
         precision = Precision.parse(settings.precision)
@@ -70,7 +70,7 @@ def requested(
 
 
 def describe_requested(settings: Settings, precision: Precision, strategy: Strategy | None) -> dict[str, Any]:
-    """The precision and the strategy with all of their options, by setting, for :func:`engine.config.masked.with_origins`."""
+    """The precision and the strategy with all of their options, by name of the setting, for :func:`engine.config.masked.readable`."""
     strategies = {} if strategy is None else {"strategy": describe(strategy, settings.strategy)}
     return {"precision": precision.describe(), **strategies}
 
@@ -96,6 +96,7 @@ def _maker(name: object, where: str) -> Callable[..., Any]:
 
 
 def _configured(requested: NamedOptions) -> Strategy:
+    """The strategy that a name with options asks for."""
     make = _maker(requested.name, requested.error_prefix())
     if not isinstance(make, type):
         # A name that includes settings of a class, such as deepspeed_stage_3.
@@ -118,14 +119,14 @@ def _configured(requested: NamedOptions) -> Strategy:
 
 
 def describe(strategy: Strategy, requested: Any) -> dict[str, Any]:
-    """A strategy as written into a file: its name (the ``requested`` one, unless that is ``"auto"`` or short) and its settings."""
+    """A strategy as written into a file: its settings and its name (``requested``, unless that is ``"auto"`` or stands for settings, too)."""
     name = requested.name if isinstance(requested, NamedOptions) else requested
     is_full_name = isinstance(name, str) and name != "auto" and name not in _SHORT
     return fields_of(strategy, name if is_full_name else _class_name(type(strategy)))
 
 
 def _class_name(make: type) -> str:
-    """The name of a class without any settings."""
+    """The name of a strategy class, without any settings."""
     names = (
         name
         for name, point in strategy_names.BUILT_IN.items()

@@ -1,4 +1,4 @@
-"""The base class of strategies. It implements the single process, where most methods do nothing."""
+"""The base class of strategies. It implements training in a single process, where most methods do nothing."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class Strategy(GradientSync):
     """How several processes train one model. Subclass it, override what differs, and pass an instance or register its name.
 
     Implementations: :class:`Single`, :class:`engine.strategies.ddp.DDP`, :class:`engine.strategies.fsdp.FSDP`,
-    :class:`engine.strategies.mesh_parallel.MeshParallel` and :class:`engine.strategies.deepspeed.strategy.DeepSpeed`. What runs in place of
-    a method of this class, or of :class:`engine.step.gradient_sync.GradientSync`, is theirs.
+    :class:`engine.strategies.mesh_parallel.MeshParallel` and :class:`engine.strategies.deepspeed.strategy.DeepSpeed` override methods of this
+    class and of :class:`engine.step.gradient_sync.GradientSync`.
 
     Arguments have the same names in all methods:
 
-    - ``group``: this process and the others of the job.
-    - ``model``, ``models``: what :meth:`setup` returned; ``module``: what the user gave to it.
+    - ``group``: all processes of the job.
+    - ``model``, ``models``: what :meth:`setup` returned; ``module``: the user's module that :meth:`setup` was given.
     - ``parameters``, ``grads``: tensors of the model and their gradients, DTensors under strategies that shard.
-    - ``optimizers``: plain ones; ``divisor``: what the sum of gradients is divided by; ``max_norm``, ``norm_type``, ``max_value``: clipping.
+    - ``optimizers``: the user's, not prepared ones; ``divisor``: of the summed gradients; ``max_norm``, ``norm_type``, ``max_value``: clipping.
     - ``enabled``: whether gradients are reduced; ``value``, ``flag``: a number of this rank.
-    - ``scaler``: of fp16's losses, or ``None``; ``on_nonfinite``: as in :class:`engine.Engine`; ``transforms``: recomputation and compilation.
+    - ``scaler``: the fp16 loss scaler, or ``None``; ``on_nonfinite``: as in :class:`engine.Engine`; ``transforms``: recomputation, compilation.
     - ``source``: an opened checkpoint; ``stored``: one of its tensors.
     """
 
@@ -54,7 +54,7 @@ class Strategy(GradientSync):
     matched_backward: bool = field(default=False, init=False, repr=False)
     """Whether every backward pass contains collectives, not only a window's last one."""
     fused: str | None = field(default=None, init=False, repr=False)
-    """Completes "a strategy which ..." in an error: the work of one call whose parts nobody can call or replace alone; ``None``: nothing."""
+    """Ends "a strategy which ..." in an error: the work that the strategy does in one call that cannot be divided; ``None``: there is none."""
     group: Group = field(init=False, repr=False)
     data_group: Group = field(init=False, repr=False)
     owns_weights: bool = field(default=False, init=False, repr=False)
@@ -63,9 +63,9 @@ class Strategy(GradientSync):
     pipelined: bool = field(default=False, init=False, repr=False)
     """Whether forward and backward passes run together, by :class:`engine.strategies.pipelined_passes.PipelinedPasses`."""
     role: str = field(default="", init=False, repr=False)
-    """Part of the model that only this rank has, ``"pipeline stage 1 of 4"``; empty if all ranks have the same."""
+    """The part of the model that only some ranks have, such as ``"pipeline stage 1 of 4"``; empty if all ranks have the same."""
     speaks: bool = field(default=True, init=False, repr=False)
-    """Whether losses and logged values of this rank count: true for one of the ranks with the same data."""
+    """Whether losses and logged values of this rank count; true on exactly one of the ranks that see the same data."""
     random_stream: int = field(default=0, init=False, repr=False)
     """The number of this rank's stream of random numbers: ranks with equal numbers draw equal ones (for dropout, for example)."""
     parts_differ: bool = field(default=False, init=False, repr=False)
@@ -73,11 +73,11 @@ class Strategy(GradientSync):
     precision: Precision = field(default=Precision.parse("32-true"), init=False, repr=False)
     """Number formats; set by the engine before ``connect``."""
     transform: Callable[[nn.Module], None] = field(default=lambda model: None, init=False, repr=False)
-    """Recomputation and compilation, of :meth:`transform_by`: called once for each model, between cutting its modules and sharding it."""
+    """Applies recomputation and compilation to a model (see :meth:`transform_by`); called once, after stages are cut and before sharding."""
     compiles_whole: str | None = field(default=None, init=False, repr=False)
-    """Why only blocks, and not a whole model, can be compiled under this strategy; ``None``: it can."""
+    """Why a model can only be compiled block by block under this strategy; ``None``: it can be compiled as a whole."""
     window: Window = field(default_factory=Window, init=False, repr=False)
-    """The engine's window; set by the engine."""
+    """The engine's accumulation window; set by the engine."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -91,7 +91,7 @@ class Strategy(GradientSync):
                 )
 
     def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
-        """Called by ``Fit`` before processes start.
+        """Check the run's settings; ``Fit`` calls this before processes start.
 
         Args:
             origins: where each setting comes from.
@@ -102,26 +102,26 @@ class Strategy(GradientSync):
         """
 
     def connect(self, group: Group) -> None:
-        """Called once, before ``setup``, with the processes of this job.
+        """Take the processes of the job. Called once, before ``setup``.
 
         Raises:
-            ValueError: the strategy cannot work on them.
+            ValueError: the strategy cannot work on these processes.
         """
         self.group = self.data_group = group
         self.random_stream = group.rank
 
     @property
     def axes(self) -> dict[str, int]:
-        """The ranks on each axis of the mesh, after ``connect``."""
+        """The number of ranks on each axis of the mesh; known after ``connect``."""
         return {"dp_replicate": self.group.world_size}
 
     def transform_by(self, transforms: Transforms) -> None:
-        """Called once, after ``connect``, with the transforms of models; ``ValueError`` if this strategy does not allow them."""
+        """Take the transforms of models. Called once, after ``connect``. Raises ``ValueError`` if this strategy does not allow them."""
         transforms.check(self.compiles_whole, type(self).__name__)
         self.transform = transforms.apply
 
     def configure(self, settings: Settings, origins: Mapping[str, str]) -> Settings:
-        """The settings of a run: unchanged, or with values of the strategy's own configuration where the user gave none.
+        """Return the run's settings, with values from the strategy's own configuration where the user gave none.
 
         Args:
             origins: where each setting comes from (``"default"``: not given).
@@ -144,18 +144,18 @@ class Strategy(GradientSync):
         return Stepper(self.window, self, scaler, on_nonfinite)
 
     def passes(self, scaler: Scaler | None) -> Passes:
-        """Create the object that runs backward passes of other code, with the window's weights."""
+        """Create the object that gives other code's backward passes the window's weights."""
         return Passes(self.window, self.data_group, scaler)
 
     def train_with(self, loader: Any) -> None:
-        """Called by ``Fit``, before :meth:`place`, with the training's loader."""
+        """Take the training's loader. ``Fit`` calls this before :meth:`place`."""
 
     def own_optimizers(self, model: nn.Module) -> Any:
-        """Optimizers and schedulers of the strategy's configuration for ``model`` (from ``setup``), as from ``configure_optimizers``."""
+        """Optimizers and schedulers that the strategy's own configuration names for ``model``, in the form of ``configure_optimizers``."""
         return None
 
     def place(self, model: nn.Module) -> None:
-        """Called before ``setup``: move the model to its device and dtype, in place, and initialize parameters without values."""
+        """Move the model to its device and dtype, in place, and initialize parameters without values. Called before ``setup``."""
         if deferred_init.is_deferred(model):
             deferred_init.materialise(model, self.group.device, deferred_init.initialiser(model))
         self.precision.convert(model)
@@ -163,21 +163,21 @@ class Strategy(GradientSync):
         self.transform(model)
 
     def setup(self, model: nn.Module) -> nn.Module:
-        """The model as it is called in training; called after :meth:`place`. With several ranks each strategy has its own."""
+        """Return the model to call in training, wrapped or sharded as this strategy needs it. Called after :meth:`place`."""
         return model
 
     def repoint(self, optimizer: Optimizer) -> None:
-        """Give an optimizer that was created before ``setup`` the parameters that ``setup`` replaced, and their state."""
+        """Give an optimizer that was created before ``setup`` the parameters with which ``setup`` replaced its own, and their state."""
 
     def release(self) -> None:
-        """Called when the engine releases its models; undo what ``setup`` has changed outside them."""
+        """Undo what ``setup`` has changed outside the models. Called when the engine releases them."""
 
     def sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
         """Set whether the next forward and backward passes reduce gradients over the ranks (only a window's last one needs to)."""
 
     @contextmanager
     def no_sync(self, models: Sequence[nn.Module]) -> Iterator[None]:
-        """Forward and backward passes that reduce no gradients."""
+        """Reduce no gradients in the forward and backward passes inside the block."""
         self.sync(models, False)
         try:
             yield
@@ -200,17 +200,17 @@ class Strategy(GradientSync):
         return maximum_over_ranks(self.group, values)
 
     def settle(self) -> None:
-        """Raise if the latest backward pass has left something undone; called between steps, when something is due."""
+        """Raise if the latest backward pass has not finished its reductions. Called between steps, before a save, a validation or the like."""
 
     def discard(self, models: Sequence[nn.Module]) -> None:
-        """Discard gradients kept outside the parameters' ``grad``: their window ends without a step."""
+        """Discard gradients kept outside the parameters' ``grad``, because their window ends without a step."""
 
     def share_parameters(self, model: nn.Module) -> None:
         """Broadcast rank 0's parameters and buffers, for a model that is trained without ``setup`` (manual optimization)."""
 
     @torch.no_grad()
     def share_buffers(self, module: nn.Module) -> None:
-        """Give every rank the buffers of the first rank with its part of the model: checkpoints have that rank's buffers."""
+        """Give every rank the buffers of the first rank with the same part of the model, because checkpoints contain that rank's buffers."""
         broadcast_from_rank_0(
             self.data_group, [b for b in module.buffers() if not b.is_meta and not hasattr(b, "placements")]
         )
@@ -219,36 +219,36 @@ class Strategy(GradientSync):
         """Average gradients over the ranks now, for loops that decide when to step (manual optimization)."""
 
     def whole_shape(self, parameter: Tensor) -> torch.Size:
-        """The shape of a whole parameter; this rank may have a part of it. Not a collective, also inside :meth:`building`."""
+        """The shape of a whole parameter, of which this rank may have a part. Not a collective; works inside :meth:`building`, too."""
         return parameter.shape
 
     def flat_range(self, parameter: Tensor) -> tuple[int, int] | None:
-        """Where a shard lies in a parameter that the strategy flattens before it divides it: the first element, and the one after the last.
+        """This rank's range of a parameter that the strategy flattens before sharding: its first element, and the one after its last.
 
-        ``None``: it has the parameter's dimensions, as ``DTensor``s have. The elements come first in its :meth:`local` part; padding may follow.
+        ``None``: shards keep the parameter's dimensions, as ``DTensor`` does. In :meth:`local` these elements come first; padding may follow.
         """
         return None
 
     # -- checkpoints: by names, so that each strategy reads what another wrote ----------------------------------------------------------------
 
     def model_parts(self, module: nn.Module) -> dict[str, Any]:
-        """Parameters and buffers by name as this rank has them: whole, sharded (``DTensor``), or missing. All ranks call this."""
+        """This rank's parameters and buffers by name: whole, sharded (``DTensor``), or missing. All ranks call this."""
         return own_state(module)
 
     def load_model(self, module: nn.Module, source: Source, strict: bool = True) -> Report:
         """Read this rank's part of a checkpoint into the model. All ranks call this.
 
         Raises:
-            ValueError: the checkpoint does not fit, and ``strict`` was asked for.
+            ValueError: the checkpoint does not fit, and ``strict`` is true.
         """
         return source.load_model(module, own_state(module), strict)
 
     def optimizer_parts(self, optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-        """``optimizer.state_dict()`` as this rank has it, with parameter names from ``module`` instead of numbers. All ranks call this."""
+        """This rank's ``optimizer.state_dict()``, with parameter names from ``module`` instead of numbers. All ranks call this."""
         return named_state(optimizer, module)
 
     def load_optimizer(self, optimizer: Optimizer, module: nn.Module, state: dict[str, Any], source: Source) -> None:
-        """Load a state in the form of :meth:`optimizer_parts`, whose tensors ``source`` reads. Numbered parameters work too.
+        """Load a state in the form of :meth:`optimizer_parts`, or with numbered parameters; ``source`` reads its tensors.
 
         Raises:
             ValueError: the parameters in a group are not those of the optimizer; the message names some.
@@ -258,7 +258,7 @@ class Strategy(GradientSync):
             if group.get("capturable") and all(
                 parameter.device.type == "cpu" for parameter in optimizer_group["params"]
             ):
-                group["capturable"] = False  # saved on a GPU, where it means something
+                group["capturable"] = False  # saved on a GPU; on CPU parameters torch refuses it
         numbers = [i for group in numbered["param_groups"] for i in group["params"]]
         parameters = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
         targets: dict[str, Tensor] = {}
@@ -292,7 +292,7 @@ class Strategy(GradientSync):
 
 @dataclass(kw_only=True)
 class Single(Strategy):
-    """One process, one device."""
+    """Training in one process on one device."""
 
     def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
         if world_size is not None and world_size > 1 and (settings.devices != "auto" or settings.num_nodes > 1):
@@ -310,27 +310,27 @@ class Single(Strategy):
 
 
 def trained_parameters(model: nn.Module) -> Iterable[Any]:
-    """The parameters that receive gradients."""
+    """The parameters that require gradients."""
     return (p for p in model.parameters() if p.requires_grad)
 
 
 def class_name(model: nn.Module) -> str:
-    """The name of the user's class."""
+    """The class name of the user's module in ``model``."""
     return type(user_module(model)).__name__
 
 
 def broadcast_from_rank_0(group: Group, tensors: Iterable[Tensor]) -> None:
-    """Broadcast rank 0's values, in place."""
+    """Overwrite ``tensors`` with rank 0's values."""
     if group.world_size > 1:
         for tensor in tensors:
             dist.broadcast(tensor, group=group.cpu if tensor.device.type == "cpu" else group.wide, group_src=0)
 
 
 def sum_over_ranks(group: Group, value: Tensor | float, speaks: bool = True) -> Tensor | float:
-    """The sum of numbers over all ranks that count, in fp64 (fp32 on a device without); with several ranks a tensor on the device, whatever
-    ``value`` is.
+    """The sum of a number over all ranks that count (``speaks``), in fp64, or fp32 on devices without.
 
-    If one rank sent a Python number through another backend than a rank with a tensor, both would hang.
+    With several ranks the result is a tensor on the device whatever ``value`` is: a rank that sent a Python number through another backend
+    than a rank with a tensor would hang with it.
     """
     if group.world_size == 1:
         return value
@@ -340,7 +340,7 @@ def sum_over_ranks(group: Group, value: Tensor | float, speaks: bool = True) -> 
 
 
 def named_state(optimizer: Any, module: nn.Module) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with parameter names from ``module`` instead of numbers (if ``module`` has them)."""
+    """``optimizer.state_dict()`` with names instead of numbers for the parameters that ``module`` has."""
     state, names = optimizer.state_dict(), _names(optimizer, module)
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
     return {
@@ -351,7 +351,7 @@ def named_state(optimizer: Any, module: nn.Module) -> dict[str, Any]:
 
 
 def numbered_state(optimizer: Any, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Convert a result of :func:`named_state` or ``optimizer.state_dict`` for ``optimizer.load_state_dict``."""
+    """Convert a result of :func:`named_state` or ``optimizer.state_dict`` into the form that ``optimizer.load_state_dict`` takes."""
     names, optimizer_groups = _names(optimizer, module), optimizer.state_dict()["param_groups"]
     saved = [group["params"] for group in state["param_groups"]]
     if all(isinstance(i, int) for ids in saved for i in ids):
@@ -372,7 +372,7 @@ def numbered_state(optimizer: Any, module: nn.Module, state: dict[str, Any]) -> 
 
 
 def _can_hold(existing: Any, target: Tensor) -> bool:
-    """Whether an existing tensor can hold another's content."""
+    """Whether an existing tensor has the form of ``target``, so that values can be read into it."""
     same_form = (
         type(existing) is type(target)
         and existing.shape == target.shape
@@ -383,7 +383,7 @@ def _can_hold(existing: Any, target: Tensor) -> bool:
 
 
 def _names(optimizer: Any, module: nn.Module) -> dict[int, str | int]:
-    """The name of each parameter by its number in the optimizer; its number when it is not the module's."""
+    """The name of each of the optimizer's parameters, by its number; the number again for parameters that the module does not have."""
     names = {id(p): name for name, p in module.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {i: names.get(id(p), i) for i, p in enumerate(parameters)}

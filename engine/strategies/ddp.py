@@ -1,4 +1,4 @@
-"""Data parallel: every rank has the whole model; gradients are averaged while backward runs."""
+"""Data parallelism: every rank has the whole model; gradients are averaged while backward runs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ HOOKS = ("fp16", "bf16", "powersgd")
 
 @dataclass(kw_only=True)
 class DDP(Strategy):
-    """``torch.nn.parallel.DistributedDataParallel`` with its settings as fields."""
+    """Trains with ``torch.nn.parallel.DistributedDataParallel``, whose settings are fields."""
 
     find_unused_parameters: bool = False
-    """Search the graph for parameters without gradient in each step (costs time; needed if forward passes do not use all parameters)."""
+    """Search the graph for parameters without a gradient in each step. Costs time; needed if forward passes do not use all parameters."""
     static_graph: bool = False
     """Promise that all steps use the same parameters in the same order."""
     gradient_as_bucket_view: bool = False
-    """Make gradients views of the communication buckets: saves one copy of all gradients."""
+    """Make gradients views of the communication buckets, which saves one copy of all gradients."""
     bucket_cap_mb: float | None = None
     """Size of a communication bucket in MiB; torch's default is 25."""
     broadcast_buffers: bool = True
@@ -68,7 +68,7 @@ class DDP(Strategy):
         if not any(True for _ in trained_parameters(model)) and (
             user_module(model) is model or not any(True for _ in model.parameters())
         ):
-            # Nothing is reduced, and the user keeps the model itself. Fit's own wrappers are not kept.
+            # Nothing is reduced, so the user's model needs no wrapper; Fit's own wrappers get one even so.
             self.share_parameters(model)
             self._watches.append(model.register_forward_pre_hook(_still_frozen))
             return model
@@ -143,10 +143,11 @@ class DDP(Strategy):
     def expect(self, models: Sequence[nn.Module], root: Tensor) -> None:
         for model in models:
             if isinstance(model, Replica) and model.find_unused_parameters and model.require_backward_grad_sync:
-                # The search for unused parameters ran when forward returned nothing, and considered all of them unused.
+                # Forward returned nothing, so the search for unused parameters at its end has taken all of them for unused.
                 model.reducer.prepare_for_backward([root])
 
     def _watch(self, model: nn.Module, inputs: Any) -> None:
+        """A forward pre-hook: in windows with repeated micro-batches, record which parameters samples reach."""
         share = self.window.share
         if share.repeats and torch.is_grad_enabled():
             self._reached.watch(model.parameters(), repeated=not share.size)
@@ -159,7 +160,7 @@ class DDP(Strategy):
         for model in models:
             if isinstance(model, Replica):
                 model.leave_out()
-        # Later passes may reach fewer parameters, but a zero loss reaches all of them.
+        # Passes that follow in the window may reach only some parameters; a zero loss now reaches all of them.
         super().backward_nothing(models, last or self.find_unused_parameters)
 
     def discard(self, models: Sequence[nn.Module]) -> None:
@@ -177,7 +178,7 @@ class DDP(Strategy):
 
 
 def _still_frozen(model: nn.Module, inputs: Any) -> None:
-    """A forward pre-hook of a model that was prepared without a trained parameter."""
+    """A forward pre-hook of models that were prepared without a trained parameter: raise ``ValueError`` if they have one now."""
     if torch.is_grad_enabled() and any(True for _ in trained_parameters(model)):
         raise ValueError(
             f"{type(model).__name__} had no trained parameter when it was prepared, and has some now, which no rank would reduce: "
@@ -186,8 +187,8 @@ def _still_frozen(model: nn.Module, inputs: Any) -> None:
 
 
 def _unchecked() -> dist.ProcessGroup | None:
-    """A group whose collectives debug mode does not check: torch 2.13's DDP crashes with a checked gloo group. DDP compares the parameters'
-    shapes when it is built, and then all ranks reduce the same shapes."""
+    """A process group whose collectives debug mode does not check: torch 2.13's DDP crashes with a checked gloo group. The check is not
+    needed: DDP compares the parameters' shapes when it is built, and then all ranks reduce the same shapes."""
     dist.set_debug_level(dist.DebugLevel.OFF)
     try:
         return dist.new_group(backend="gloo")
@@ -196,8 +197,8 @@ def _unchecked() -> dist.ProcessGroup | None:
 
 
 def _bf16_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket in bf16, on gloo too, which torch's own hook refuses. As there, each rank divides by the number of ranks before the sum, so
-    that the sum cannot overflow; if their number is not a power of two, each rank rounds."""
+    """Average a bucket in bf16, on gloo too, which torch's own hook refuses. As in that hook, each rank divides by the number of ranks before
+    the sum, so that the sum cannot overflow; if the number is not a power of two, each rank rounds."""
     buffer = bucket.buffer()
     compressed = buffer.to(torch.bfloat16).div_(dist.get_world_size())
     future = dist.all_reduce(compressed, async_op=True).get_future()

@@ -1,4 +1,4 @@
-"""A replica of a model that may change while it is trained: parameters frozen and unfrozen, modules added, replaced and removed, weights tied."""
+"""DDP for models that change while they are trained: parameters are frozen and unfrozen, modules added, replaced and removed, weights tied."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from engine.utils.tree import leaves
 PATIENCE_S = 5.0
 """Seconds after which a rank whose model has changed warns that other ranks have not made this change."""
 _WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
-"""The end of torch's error about a reduction that did not finish; the numbers count the parameters that its reducer was given."""
-_WRAPPERS_OWN = {*vars(nn.Module()), "require_forward_param_sync"}
-"""Attributes that wrapping again does not replace: hooks, mode, submodules, and whether the next pass shares buffers."""
+"""The end of torch's error about an unfinished reduction; its numbers are indices of the parameters that the reducer was given."""
+_KEPT_ATTRIBUTES = {*vars(nn.Module()), "require_forward_param_sync"}
+"""Attributes that stay when the module is wrapped again: hooks, mode, submodules, and whether the next pass broadcasts buffers."""
 _UNREDUCED = {"require_backward_grad_sync": False, "find_unused_parameters": False, "static_graph": False}
-"""Attributes of a wrapper during a pass whose gradients no reducer waits for."""
+"""A wrapper's attributes during a forward pass whose gradients no reducer shall wait for."""
 
 
 class Replica(DistributedDataParallel):
     """``DistributedDataParallel`` that detects changes of the module at each forward pass, and reduces the parameters that are trained now.
 
-    All ranks must make a change between the same forward passes: they compare what they train from then on. New parameters and the
-    buffers of new modules start with rank 0's values. Gradients of the open window are kept. A pass without trained parameters is not
-    reduced, and costs nothing when all of them are alternately frozen and unfrozen.
+    All ranks must change the model between the same forward passes; they compare which parameters they train from then on. New parameters
+    and the buffers of new modules start with rank 0's values. Gradients of the open window are kept. A pass without trained parameters is
+    not reduced, so a model that is frozen and unfrozen alternately keeps its reducer at no cost.
 
-    After a change the module is wrapped again, by the same class with the same arguments, and this object continues as that wrapper.
+    After a change the module is wrapped again, by the same class with the same arguments, and this object takes the new wrapper's attributes.
 
     Args:
-        ranks: the group of the job.
-        optimizers: all that may have the module's parameters; the list may grow later.
-        options: of ``DistributedDataParallel``.
+        ranks: all processes of the job.
+        optimizers: all optimizers that may have the module's parameters; the list may grow later.
+        options: arguments of ``DistributedDataParallel``.
 
     A forward pass raises:
         ValueError: the ranks train different parameters, or have different values in parameters that were created inside a forward pass; a
@@ -56,42 +56,42 @@ class Replica(DistributedDataParallel):
     """
 
     def __init__(self, module: nn.Module, ranks: Group, optimizers: Sequence[Optimizer], **options: Any) -> None:
-        with _one_trained(module) as lent:
+        with _one_trained(module) as unfrozen:
             super().__init__(module, **options)
         self._ranks, self._optimizers, self._options = ranks, optimizers, options
         self._hook: tuple[object, Callable[..., Any]] | None = None
         self._seen = TrainedParameters(module, self.parameters_to_ignore)
         """The parameters and modules that this replica has last seen in the module."""
-        self._reduced: Sequence[Tensor] = lent or self._seen.trained
-        """Parameters of the reducer, in its order."""
+        self._reduced: Sequence[Tensor] = unfrozen or self._seen.trained
+        """The parameters that the reducer was given, in its order."""
         self._idle = not self._seen.trained
-        """Whether nothing is trained."""
+        """Whether no parameter is trained."""
         self._open = False
-        """Whether some gradients are not reduced yet."""
+        """Whether the window has gradients that are not reduced yet."""
         self._trained_before: list[Tensor] = []
-        """Parameters that the open window has trained before its latest changes."""
+        """Parameters that were trained in the open window before the model's latest changes."""
         self._outdated = False
         """Whether the module must be wrapped again before the next reduction."""
         self._searches_once = False
         """Whether this reducer was made for one pass, in which it searches the graph for parameters without gradient."""
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduce gradients by ``hook``, also after a change of the module."""
+        """Reduce gradients by ``hook``, also after the module has changed."""
         super().register_comm_hook(state, hook)
         self._hook = state, hook
 
     def open_window(self) -> None:
-        """Note that a window leaves gradients to a later reduction. Every rank calls this, also one without a forward pass until then."""
+        """Record that a window leaves gradients to a later reduction. Every rank calls this, even if it has had no forward pass yet."""
         self._open = True
         self._trained_before.clear()
 
     @property
     def may_wait(self) -> bool:
-        """Whether a pass may leave the reduction to a later one. The first pass of a static graph is always reduced: torch asserts it."""
+        """Whether a pass may leave the reduction to a later one. With a static graph, torch requires that the first pass reduces."""
         return not self.static_graph or torch_private.static_graph_is_known(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of the wrapper (such as an average of weights) belongs to no job, and stays as it is.
+        # A copy of the wrapper (such as an average of weights) belongs to no job, and does not follow changes.
         return {
             **super().__getstate__(),
             "_ranks": None,
@@ -105,7 +105,7 @@ class Replica(DistributedDataParallel):
         }
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward pass; before and after it the module is compared with what is wrapped."""
+        """Run the module's forward pass; before and after it, check whether the module has changed since it was wrapped."""
         if (self._outdated or not self._seen.unchanged()) and torch.is_grad_enabled():
             self._catch_up()
         try:
@@ -133,50 +133,50 @@ class Replica(DistributedDataParallel):
         return output
 
     def _forward_unreduced(self, *inputs: Any, **kwargs: Any) -> Any:
-        """A pass in which nothing is trained, so that no reducer may wait for its gradients. Buffers are shared as before any other pass."""
+        """Run a forward pass of a fully frozen module, after which no reducer may wait for gradients. Buffers are broadcast as before any pass."""
         attributes = vars(self)
-        before = {name: attributes[name] for name in (*_UNREDUCED, "require_forward_param_sync")}
+        previous = {name: attributes[name] for name in (*_UNREDUCED, "require_forward_param_sync")}
         attributes.update(_UNREDUCED)
         try:
             return super().forward(*inputs, **kwargs)
         finally:
-            attributes.update(before)
+            attributes.update(previous)
 
-    # -- a change -----------------------------------------------------------------------------------------------------------------
+    # -- changes of the model -----------------------------------------------------------------------------------------------------
 
     def leave_out(self) -> None:
-        """Follow the model's changes in a micro-batch without a loss, and perhaps without a forward pass, on this rank: other ranks do in theirs."""
+        """Follow the model's changes in a micro-batch without a loss, and perhaps without a forward pass, on this rank, as other ranks do now."""
         self._catch_up()
         if self._idle and self.require_backward_grad_sync:
             self._close_window()
 
     def _catch_up(self) -> None:
-        """Follow a change before a forward pass."""
+        """Follow the model's changes before a forward pass."""
         if not self._seen.unchanged():
             self._notice(used=False)
         if self._outdated and self.require_backward_grad_sync:
             self._follow(inside=False)
 
     def _notice(self, used: bool) -> None:
-        """Record the modules and parameters of the module as they are now. ``used``: a forward pass has computed with them already."""
-        before, self._seen = self._seen, TrainedParameters(self.module, self.parameters_to_ignore)
-        now = self._seen
-        check_held(before.named, now.named, self._optimizers)
-        self._idle = not now.trained
+        """Record the module's present submodules and parameters. ``used``: a forward pass has already computed with them."""
+        old, self._seen = self._seen, TrainedParameters(self.module, self.parameters_to_ignore)
+        new = self._seen
+        check_held(old.named, new.named, self._optimizers)
+        self._idle = not new.trained
         if self._open:
-            self._trained_before += before.trained
-        differs = self._searches_once or self._open or not _are_same_tensors(now.trained, self._reduced)
+            self._trained_before += old.trained
+        differs = self._searches_once or self._open or not _are_same_tensors(new.trained, self._reduced)
         self._outdated = differs and (used or not self._idle)
-        new = now.newer_than(before)
-        if new:
-            self._agree("now has these parameters", list(dict.fromkeys(now.named.values())), used)
-            if used:  # too late to change them
-                self._compare([t for t in new if isinstance(t, nn.Parameter)])
+        added = new.newer_than(old)
+        if added:
+            self._agree("now has these parameters", list(dict.fromkeys(new.named.values())), used)
+            if used:  # too late to broadcast rank 0's values
+                self._compare([t for t in added if isinstance(t, nn.Parameter)])
             else:
-                broadcast_from_rank_0(self._ranks, [t.detach() for t in new])
+                broadcast_from_rank_0(self._ranks, [t.detach() for t in added])
 
     def _follow(self, inside: bool) -> None:
-        """Reduce what is trained now, from this pass on. ``inside``: its forward pass is over, and may not have used new parameters."""
+        """Reduce the parameters that are trained now, from this pass on. ``inside``: its forward pass is over, and may not have used new ones."""
         trained = self._seen.trained
         is_same = _are_same_tensors(trained, self._reduced)
         if not is_same:
@@ -189,35 +189,35 @@ class Replica(DistributedDataParallel):
         self._wrap_again({"find_unused_parameters": True, "static_graph": False} if self._searches_once else {})
 
     def _wrap_again(self, options: dict[str, Any]) -> None:
-        """Construct ``DistributedDataParallel`` again, with ``options`` in place of its own, and continue as that wrapper."""
+        """Wrap the module again, with ``options`` in place of the original ones, and take the new wrapper's attributes."""
         self.check_finished()  # a pending error of the previous pass must not be lost with its reducer
-        with _one_trained(self.module) as lent:
-            again = DistributedDataParallel(self.module, **{**self._options, **options}, init_sync=False)
-        # The reducer before removes its hooks from the parameters when it is freed, which is now.
-        vars(self).update({name: value for name, value in vars(again).items() if name not in _WRAPPERS_OWN})
-        self._reduced = lent or self._seen.trained
+        with _one_trained(self.module) as unfrozen:
+            wrapper = DistributedDataParallel(self.module, **{**self._options, **options}, init_sync=False)
+        # This frees the old reducer, which then removes its hooks from the parameters.
+        vars(self).update({name: value for name, value in vars(wrapper).items() if name not in _KEPT_ATTRIBUTES})
+        self._reduced = unfrozen or self._seen.trained
         if self._hook is not None:
             state, function = self._hook
-            _start_again(state)
+            _restart_powersgd(state)
             super().register_comm_hook(state, function)
 
     def _average_left_over(self) -> None:
         """Average the window's gradients of parameters that are no longer trained: the optimizer still uses them."""
         if self._open:
-            now = {id(p) for p in self._seen.trained}
-            before = dict.fromkeys([*self._reduced, *self._trained_before])
+            trained_ids = {id(p) for p in self._seen.trained}
+            trained_before = dict.fromkeys([*self._reduced, *self._trained_before])
             self._trained_before.clear()
-            average(self._ranks, [p for p in before if id(p) not in now])
+            average(self._ranks, [p for p in trained_before if id(p) not in trained_ids])
 
     def _close_window(self) -> None:
-        """Close the window after its last pass. Where nothing is trained, no reduction follows that would average what is left."""
+        """Close the window after its last pass. If nothing is trained no reduction follows, so the gradients left over are averaged here."""
         if self._open:
             if self._idle:
                 self._average_left_over()
             self._open = False
 
     def check_finished(self) -> None:
-        """Raise if the latest backward pass has left gradients unreduced. torch notices in the next forward pass only, and there may be none."""
+        """Raise if the latest backward pass has left gradients unreduced. torch notices only in the next forward pass, if there is one."""
         try:
             torch_private.check_reduced(self)
         except RuntimeError as error:
@@ -225,7 +225,7 @@ class Replica(DistributedDataParallel):
             raise
 
     def _name_unused(self, error: RuntimeError) -> None:
-        """Replace torch's error about parameters that got no gradient in the pass before: it gives their numbers, and advice for another class."""
+        """Raise our own error instead of torch's about parameters that got no gradient in the previous pass: torch's has only their numbers."""
         numbers = _WITHOUT_GRADIENT.search(str(error))
         if numbers is None:
             return
@@ -239,7 +239,7 @@ class Replica(DistributedDataParallel):
     # -- the other ranks ----------------------------------------------------------------------------------------------------------
 
     def _agree(self, what: str, parameters: Sequence[Tensor], inside: bool) -> None:
-        """Raise on all ranks unless all have changed the model alike. Waits for ranks that have not changed it, with a warning."""
+        """Raise on all ranks unless all have made the same change. Waits, with a warning, for ranks that have not changed their model."""
         names = self._seen.names(parameters)
         form = [what, inside, *([name, list(p.shape), str(p.dtype)] for name, p in zip(names, parameters, strict=True))]
         doing = f"waiting for the other ranks to make the same change of the model, which {what} on this rank: {_first_names(names)}"
@@ -259,10 +259,10 @@ class Replica(DistributedDataParallel):
             )
 
     def _compare(self, new: Sequence[Tensor]) -> None:
-        """Raise on all ranks if their values differ."""
-        firsts = [t.detach().clone() for t in new]
-        broadcast_from_rank_0(self._ranks, firsts)
-        if not all(gather_json(self._ranks, all(map(torch.equal, firsts, [t.detach() for t in new])))):
+        """Raise on all ranks if the values of these tensors differ between ranks."""
+        values_of_rank_0 = [t.detach().clone() for t in new]
+        broadcast_from_rank_0(self._ranks, values_of_rank_0)
+        if not all(gather_json(self._ranks, all(map(torch.equal, values_of_rank_0, [t.detach() for t in new])))):
             raise ValueError(
                 "modules were added inside a forward pass (training_step), with different values on each rank: "
                 f"{_first_names(self._seen.names(new))}. Add them before it, for example in on_train_batch_start, or with equal values on all ranks"
@@ -271,19 +271,19 @@ class Replica(DistributedDataParallel):
 
 @contextmanager
 def _one_trained(module: nn.Module) -> Iterator[Sequence[Tensor]]:
-    """Train one parameter inside the block if none is trained, and yield it: torch builds no reducer otherwise."""
-    lent = [] if any(True for _ in trained_parameters(module)) else list(module.parameters())[:1]
-    for parameter in lent:
+    """Unfreeze one parameter inside the block if all are frozen, and yield it in a list: without one, torch builds no reducer."""
+    unfrozen = [] if any(True for _ in trained_parameters(module)) else list(module.parameters())[:1]
+    for parameter in unfrozen:
         parameter.requires_grad_(True)
     try:
-        yield lent
+        yield unfrozen
     finally:
-        for parameter in lent:
+        for parameter in unfrozen:
             parameter.requires_grad_(False)
 
 
-def _start_again(state: Any) -> None:
-    """Reduce exactly until bucket shapes are stable again: PowerSGD keeps matrices by bucket index, and the shapes have changed."""
+def _restart_powersgd(state: Any) -> None:
+    """Let PowerSGD reduce exactly until bucket shapes are stable again: its matrices belong to the buckets before the change."""
     if type(state).__name__ == "PowerSGDState":
         for matrices in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
             matrices.clear()
@@ -299,16 +299,16 @@ def _first_names(names: Sequence[str], limit: int = 6) -> str:
 
 
 def _differences(forms: Sequence[Sequence[Any]]) -> str:
-    """Rank 0's change, and that of the first rank with another one."""
+    """The changes of rank 0 and of the first rank that differs, as two lines of text."""
     rank = next(rank for rank, form in enumerate(forms) if form != forms[0])
     lines = []
-    for who, other_rank in ((0, rank), (rank, 0)):
-        what, inside, *parameters = forms[who]
+    for this_rank, other_rank in ((0, rank), (rank, 0)):
+        what, inside, *parameters = forms[this_rank]
         only = [
             f"{name} {shape} {dtype}"
             for name, shape, dtype in parameters
             if [name, shape, dtype] not in forms[other_rank]
         ]
         when = "inside its forward pass" if inside else "before its forward pass"
-        lines.append(f"  rank {who} {what}, changed {when}; only here: {_first_names(only) or 'nothing'}")
+        lines.append(f"  rank {this_rank} {what}, changed {when}; only here: {_first_names(only) or 'nothing'}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Models that are built without memory for their parameters, and are initialized module by module while they are sharded."""
+"""Building models without memory for their parameters, and initializing them module by module while they are sharded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.transforms.blocks import user_module
 
 @contextmanager
 def parameters_deferred() -> Iterator[None]:
-    """Inside the block, parameters that modules register go to the meta device; shared ones stay shared, buffers keep their values."""
+    """Put the parameters that modules register inside the block on the meta device; shared ones stay shared, buffers keep their values."""
     register = nn.Module.register_parameter
     deferred: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -38,7 +38,7 @@ def parameters_deferred() -> Iterator[None]:
 
 
 def is_deferred(module: nn.Module, away: Container[Tensor] = ()) -> bool:
-    """Whether part of the module has no values, and is not ``away`` on other ranks."""
+    """Whether a parameter or buffer has no values, other than those that are ``away`` on other ranks."""
     return any(t.is_meta and t not in away for t in (*module.parameters(), *module.buffers()))
 
 
@@ -51,59 +51,59 @@ def materialise(
     """Allocate and initialize parameters and buffers without values on ``device``.
 
     Args:
-        initialise: called with each submodule that got memory; ``None``: the memory stays uninitialized.
-        away: parameters that are on other ranks, and are not touched.
+        initialise: a function to call with each submodule that got memory; ``None``: the memory stays uninitialized.
+        away: parameters that only other ranks keep; they are not touched.
 
     Returns:
-        Parameters and buffers without values, and what has replaced each.
+        The tensors with memory, by the parameters and buffers that they have replaced.
 
     Raises:
-        ValueError: a module with its own parameters or buffers that ``initialise`` cannot initialize.
+        ValueError: ``initialise`` cannot initialize a module with parameters or buffers of its own.
     """
-    done: dict[Tensor, Tensor] = {}
+    replacements: dict[Tensor, Tensor] = {}
     for inner in module.modules():
         initialized: dict[Tensor, Tensor] = {}
-        fresh = False
+        got_memory = False
         for store in (inner._parameters, inner._buffers):
             for key, tensor in store.items():
                 if tensor is None or tensor in away:
                     continue
-                if tensor.is_meta and tensor not in done:
-                    done[tensor], fresh = _with_memory(tensor, device), True
-                elif initialise is not None:  # initialized already, perhaps by a module that shares it
-                    real = done.get(tensor, tensor)
+                if tensor.is_meta and tensor not in replacements:
+                    replacements[tensor], got_memory = _with_memory(tensor, device), True
+                elif initialise is not None:  # it has values, which are restored after `initialise`
+                    real = replacements.get(tensor, tensor)
                     initialized[real] = real.detach().clone()
-                store[key] = done.get(tensor, tensor)  # type: ignore[assignment]
-        if fresh and initialise is not None:
+                store[key] = replacements.get(tensor, tensor)  # type: ignore[assignment]
+        if got_memory and initialise is not None:
             initialise(inner)
             with torch.no_grad():
                 for real, value in initialized.items():
                     real.copy_(value)
-    return done
+    return replacements
 
 
 def return_freed_memory() -> None:
-    """Return the C library's free memory to the system: otherwise it keeps the holes that full tensors leave between their shards."""
+    """Return the C library's free memory to the system; otherwise it keeps the gaps that full tensors have left between their shards."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def initialiser(model: nn.Module) -> Callable[[nn.Module], None]:
-    """How a model's modules are initialized: by its method ``init_weights(module)``, else by each module's ``reset_parameters()``."""
+    """The function that initializes a module of ``model``: the model's ``init_weights(module)``, or else the module's ``reset_parameters()``."""
     owner: Any = user_module(model)
     method: Any = getattr(type(owner), "init_weights", None)
-    # Hugging Face's has no argument, and initializes a whole model.
+    # Hugging Face's method of this name has no argument, and initializes a whole model.
     takes_module = method is not None and len(inspect.signature(method).parameters) == 2
     initialise: Callable[[nn.Module], None] = owner.init_weights if takes_module else reset
     return initialise
 
 
 def reset(module: nn.Module) -> None:
-    """``module.reset_parameters()``.
+    """Initialize a module by its ``reset_parameters()``.
 
     Raises:
-        ValueError: the module has none.
+        ValueError: the module has no such method.
     """
     method: Any = getattr(module, "reset_parameters", None)
     if method is None:

@@ -18,21 +18,21 @@ from engine.utils.tree import map_tensors
 
 @torch.no_grad()
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's shards; they share memory with the tensors. torch's foreach functions accept these, but no mix of both kinds."""
+    """This rank's shards, which share memory with the tensors. torch's foreach functions accept them, but no mix of DTensors and plain ones."""
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
 @torch.no_grad()
 def to_parameter_layout(parameter: Any) -> None:
-    """Bring a gradient into its parameter's layout. Autograd leaves it as backward made it: not summed over ranks yet, or whole where the
-    parameter is sharded."""
+    """Bring a gradient into its parameter's layout. Autograd leaves it in the layout that backward produced: perhaps not summed over ranks
+    yet, or whole where the parameter is sharded."""
     grad = parameter.grad
     if grad is not None and grad.placements != parameter.placements:
         parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def shard_count(tensor: Tensor) -> int:
-    """How many ranks a tensor is sharded over."""
+    """The number of ranks that a tensor is sharded over; 1 for a whole one."""
     if not isinstance(tensor, DTensor):
         return 1
     count = 1
@@ -45,7 +45,7 @@ def shard_count(tensor: Tensor) -> int:
 def norm(
     group: Group, tensors: Sequence[Tensor], norm_type: float, holders: Callable[[Tensor], int], device: torch.device
 ) -> Tensor:
-    """The norm of all ``tensors`` together. Shape ``()``; otherwise as :func:`norms`."""
+    """The norm of all ``tensors`` together, over all ranks; see :func:`norms` for the arguments. Shape ``()``."""
     return norms(group, [tensors], norm_type, holders, device)[0]
 
 
@@ -60,9 +60,9 @@ def norms(
     """The norm of each list over all ranks, by one collective. Shape ``[len(lists)]``, at least fp32.
 
     Args:
-        lists: of sharded tensors and whole ones; an empty one if other ranks have these.
-        holders: how many ranks have a shard of a tensor, including copies: each shard is on ``holders(t) / shard_count(t)`` of them.
-        device: of the result when this rank has no tensor.
+        lists: lists of sharded and whole tensors; a list is empty if only other ranks have its tensors.
+        holders: gives how many ranks have a shard of a tensor, including copies: each shard is on ``holders(t) / shard_count(t)`` ranks.
+        device: the device of the result.
     """
     dtype, largest = torch.float32, norm_type == float("inf")
     totals = []
@@ -84,9 +84,9 @@ def norms(
 
 @torch.no_grad()
 def full_state(group: Group, tree: Any, keep: bool) -> Any:
-    """``tree`` with full tensors on the CPU; every rank calls this, those without ``keep`` get ``{}``. One tensor at a time is gathered.
+    """``tree`` with full tensors on the CPU. Every rank calls this; ranks without ``keep`` get ``{}``. Tensors are gathered one by one.
 
-    A tensor that occurs several times is gathered once, and stays shared.
+    A tensor that occurs several times in ``tree`` is gathered once, and stays shared.
     """
     gathered: dict[int, Tensor | None] = {}
 
@@ -95,14 +95,14 @@ def full_state(group: Group, tree: Any, keep: bool) -> Any:
             return tensor.detach()
         if id(tensor) not in gathered:
             # Offloaded shards are on the CPU, and are communicated through the mesh's device.
-            local: Any = tensor.detach().to(group.device)
-            placements = list(local.placements)
+            full: Any = tensor.detach().to(group.device)
+            placements = list(full.placements)
             for axis, placement in enumerate(placements):
-                if is_strided_shard(placement):  # sharded last: gathered first, separately
+                if is_strided_shard(placement):  # this axis was sharded last, so it is gathered first, by itself
                     placements[axis] = Replicate()
-                    local = local.redistribute(placements=placements)
-            local = local.full_tensor()
-            gathered[id(tensor)] = local.cpu() if keep else None
+                    full = full.redistribute(placements=placements)
+            full = full.full_tensor()
+            gathered[id(tensor)] = full.cpu() if keep else None
         return gathered[id(tensor)]
 
     full_tree = map_tensors(gather, tree)
@@ -111,7 +111,7 @@ def full_state(group: Group, tree: Any, keep: bool) -> Any:
 
 @torch.no_grad()
 def shard_like(value: Any, like: Any) -> Any:
-    """Shard the full tensor ``value``, which every rank has, like ``like``; unchanged if the shape differs or ``like`` is not sharded."""
+    """Shard ``value``, a full tensor on every rank, in the layout of ``like``; return it unchanged if shapes differ or ``like`` is whole."""
     if (
         not isinstance(like, DTensor)
         or not isinstance(value, Tensor)
@@ -123,16 +123,16 @@ def shard_like(value: Any, like: Any) -> Any:
     axes = list(range(len(placements)))
     if any(is_strided_shard(p) for p in placements):
         axes.reverse()  # shard by the inner axes first, as fully_shard does after tensor parallel
-    mine = value.to(like.device)
+    shard = value.to(like.device)
     for axis in axes:
         placement: Any = placements[axis]
         if placement.is_shard() or is_strided_shard(placement):
-            cut, index = mine.chunk(mesh.size(axis), placement.dim), mesh.get_local_rank(axis)
-            mine = cut[index] if index < len(cut) else mine.narrow(placement.dim, 0, 0)
-    mine = mine.clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(mine, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+            chunks, index = shard.chunk(mesh.size(axis), placement.dim), mesh.get_local_rank(axis)
+            shard = chunks[index] if index < len(chunks) else shard.narrow(placement.dim, 0, 0)
+    shard = shard.clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor lies on several ranks, as a ``DTensor``."""
+    """Whether a tensor is a ``DTensor``, which may be sharded over several ranks."""
     return isinstance(tensor, DTensor)

@@ -1,4 +1,4 @@
-"""Detects models that other tools have wrapped already: their gradients would be reduced twice, or in every micro-batch."""
+"""Detects models that are already wrapped by other tools: their gradients would be reduced twice, or in every micro-batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 from engine.config.strategy_names import BUILT_IN
 
-# By name: importing them takes longer than everything else here.
+# Names instead of classes, because importing these takes longer than everything else here.
 _WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "its settings belong to the strategy: DDP(find_unused_parameters=True)",
     "torch.nn.parallel.data_parallel.DataParallel": "use strategy='ddp' with a process for each device",
@@ -18,13 +18,13 @@ def check_plain(model: nn.Module) -> None:
     """Raise if any part of ``model`` is wrapped for distributed training already.
 
     Raises:
-        ValueError: names the part, the wrapper and what to give instead.
+        ValueError: a part is wrapped; the message names the part, the wrapper and what to pass instead.
     """
     for name, module in model.named_modules():
         for base in type(module).__mro__:
             advice = _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
             if advice is None and "step" in vars(base) and (package := base.__module__.partition(".")[0]) in BUILT_IN:
-                advice = f"strategy={package!r} creates the engine"  # of the package that this strategy drives
+                advice = f"strategy={package!r} creates the engine"  # an engine of a package that one of our strategies is named after
             if advice is not None:
                 where = f"its part {name!r}" if name else "it"
                 raise ValueError(

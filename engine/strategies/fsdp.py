@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: every rank has a shard of each parameter, gradient and optimizer state, and gathers blocks to compute."""
+"""Fully sharded data parallelism: every rank has a shard of each parameter, gradient and optimizer state, and gathers blocks to compute."""
 
 from __future__ import annotations
 
@@ -37,44 +37,44 @@ from engine.utils.parameters import parameters_of
 
 @dataclass(kw_only=True)
 class FSDP(Strategy):
-    """``torch.distributed.fsdp.fully_shard`` with its settings as fields. On one process nothing is sharded.
+    """Trains with ``torch.distributed.fsdp.fully_shard``, whose settings are fields. In a single process nothing is sharded.
 
-    The model is sharded in place: it keeps its class (a subclass of it), its names and its hooks; its parameters become ``DTensor``
-    objects with 1/N of each. All ranks start with rank 0's parameters and buffers; from then on each rank has its own buffers.
+    The model is sharded in place: it becomes a subclass of its class and keeps its names and hooks; its parameters become ``DTensor``
+    objects, with 1/N of each on every rank. All ranks start with rank 0's parameters and buffers; from then on each has its own buffers.
 
-    Under ``*-mixed`` precision the parameters are gathered in the half format and gradients are reduced in fp32; the shards and the
-    optimizer state are fp32. Autocast stays on: softmax, norms and losses are computed in fp32 as on one process. Inputs
-    of blocks are cast to the half format; inputs of the whole model (including targets) are not.
+    Under ``*-mixed`` precision parameters are gathered in half precision and gradients are reduced in fp32; the shards and the
+    optimizer state are fp32. Autocast stays on: softmax, norms and losses are computed in fp32 as in a single process. Inputs
+    of blocks are cast to half precision; inputs of the whole model (including targets) are not.
 
-    After ``Fit.run`` the module stays sharded on all ranks: ``fit.test(module)`` and further runs under the same strategy work, a
+    After ``Fit.run`` the module stays sharded on all ranks: ``fit.test(module)`` and further runs under the same strategy work, but a
     direct call of the module does not. Modules built in ``configure_model`` have no memory for parameters until they are sharded, block
-    by block: no rank has the whole model. ``init_weights(module)`` initializes them, else their own ``reset_parameters()``; a
-    checkpoint's values replace these. ``with fit.gathered(module):`` has the full weights, to export them.
+    by block, so no rank ever has the whole model. ``init_weights(module)`` or else each module's ``reset_parameters()`` initializes them; a
+    checkpoint's values replace these. Inside ``with fit.gathered(module):`` the module has its full weights, to export them.
 
     ``training_step`` must return a loss on every rank: ``Loss(out.sum() * 0, 0)`` leaves a micro-batch out, ``None`` is an error.
     """
 
     blocks: type[nn.Module] | str | Sequence[type[nn.Module] | str] | None = None
-    """Modules that are gathered and freed as one: classes, names of classes, or names of modules (``"layers.*"``). Default: what the model's
-    method ``blocks()`` returns, if its class has one; else the members of each ``nn.ModuleList`` and ``nn.Sequential`` with at least
-    two modules of one class with parameters. The rest of the model is one more block."""
+    """Modules whose parameters are gathered and freed together: classes, names of classes, or names of modules (``"layers.*"``). Default: what
+    the model's method ``blocks()`` returns, if its class has one; else the members of each ``nn.ModuleList`` and ``nn.Sequential`` with at
+    least two modules of one class with parameters. The rest of the model is one more block."""
     min_size: int = 0
-    """The minimum number of parameters of a block; without ``blocks``, every module that large is one."""
+    """The minimum number of parameters of a block; without ``blocks``, every module of at least that size is a block."""
     reshard_after_forward: bool | int | None = None
-    """Free the gathered parameters after the forward pass and gather them again for backward. ``None``: all except those outside blocks;
-    a number: keep them sharded over this many ranks."""
+    """Free the gathered parameters after the forward pass and gather them again for backward. ``None``: do so in blocks, not in the rest of
+    the model; a number: keep parameters sharded over this many ranks between the two passes."""
     dp_replicate: int = 1
     """Groups of ranks with the same shards (hybrid sharding, for example one group per node); gradients are averaged between them."""
     dp_shard: int = -1
-    """Ranks that one copy of the model is sharded over; -1: all that ``dp_replicate`` leaves."""
+    """The number of ranks that one copy of the model is sharded over; -1: all ranks divided by ``dp_replicate``."""
     reduce_dtype: torch.dtype | None = None
-    """Format of gradients on the wire; ``None``: fp32 under ``*-mixed`` precision, else the parameters' own."""
+    """Dtype in which gradients are reduced; ``None``: fp32 under ``*-mixed`` precision, else the parameters' dtype."""
     cpu_offload: bool = False
     """Keep the shards, their gradients and the optimizer's state in host memory."""
     ignore: str | Sequence[str] = ()
     """Parameters, by name (``"head.*"``), that stay whole on every rank; their gradients are averaged as under DDP."""
     reduce_each_micro_batch: bool = False
-    """Reduce gradients after every micro-batch of a window rather than in its last one: a rank then never has the full gradients."""
+    """Reduce gradients in every micro-batch of a window rather than in its last one, so that no rank ever has the full gradients."""
     _replacements: ParameterReplacements = field(default_factory=ParameterReplacements, init=False, repr=False)
     _sizes: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
@@ -92,7 +92,7 @@ class FSDP(Strategy):
             degrees({name: size}, 0, who)
 
     def _axes(self) -> dict[str, int]:
-        """The requested sizes, from the outermost axis to the innermost."""
+        """The requested sizes of the mesh's axes, from the outermost to the innermost."""
         return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
 
     def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
@@ -100,17 +100,22 @@ class FSDP(Strategy):
             self._degrees(world_size)
 
     def _degrees(self, world_size: int) -> dict[str, int]:
-        """The sizes of the axes for this number of processes.
+        """The sizes of the mesh's axes for this number of processes.
 
         Raises:
-            ValueError: their product differs from it.
+            ValueError: the product of the sizes differs from that number.
         """
-        who, keep = type(self).__name__, self.reshard_after_forward
+        who, kept_over = type(self).__name__, self.reshard_after_forward
         sizes = degrees(self._axes(), world_size, who)
         shard = sizes["dp_shard"]
-        if shard > 1 and keep is not None and not isinstance(keep, bool) and (shard % keep if keep else True):
+        if (
+            shard > 1
+            and kept_over is not None
+            and not isinstance(kept_over, bool)
+            and (shard % kept_over if kept_over else True)
+        ):
             raise ValueError(
-                f"{who}(reshard_after_forward={keep}) must divide the {shard} ranks that share one copy of the model"
+                f"{who}(reshard_after_forward={kept_over}) must divide the {shard} ranks that share one copy of the model"
             )
         return sizes
 
@@ -139,11 +144,11 @@ class FSDP(Strategy):
         if self.group.cpu is None:
             return model
         sharding = f"{', '.join(f'{name}={size}' for name, size in self._sizes.items())}, precision={self.precision}"
-        before = vars(model).get("_sharded_as")
-        if before is not None:
-            if before != sharding:
+        previous = vars(model).get("_sharded_as")
+        if previous is not None:
+            if previous != sharding:
                 raise ValueError(
-                    f"{class_name(model)} was sharded with {before}, but {sharding} is requested now: load a checkpoint into a new module"
+                    f"{class_name(model)} was sharded with {previous}, but {sharding} is requested now: load a checkpoint into a new module"
                 )
             self.sync([model], True)
         else:
@@ -163,6 +168,7 @@ class FSDP(Strategy):
             self._watches.pop().remove()
 
     def _check(self, model: nn.Module) -> None:
+        """Check that no parameter of the model is sharded, and let rank 0 initialize those without values."""
         if any(dtensors.is_sharded(p) for p in model.parameters()):
             raise ValueError(
                 f"{class_name(model)} is sharded in part, but not as a whole: give the module that was prepared before, "
@@ -175,7 +181,7 @@ class FSDP(Strategy):
         self._shard_parts(model, [model])
 
     def _shard_parts(self, model: nn.Module, roots: Sequence[nn.Module]) -> None:
-        """Shard ``roots`` block by block; names are those in ``model``."""
+        """Shard ``roots``, which are modules of ``model``, block by block; settings name parameters and modules as ``model`` does."""
         patterns = [self.ignore] if isinstance(self.ignore, str) else list(self.ignore)
         apart = set(blocks.matching(model.named_parameters(remove_duplicate=False), patterns, "FSDP(ignore=...)"))
         chosen = (
@@ -186,7 +192,7 @@ class FSDP(Strategy):
             inside = {id(m) for m in root.modules() if m is not root}
             parts = [m for m in units if id(m) in inside]
             with_rest, between = blocks.shared(root, parts)
-            apart |= between  # a block must not free what another one uses
+            apart |= between  # a block must not free parameters that another block uses
             for part in parts:
                 self._fully_shard(part, apart | with_rest, inputs=True)
             self._fully_shard(root, apart, inputs=False)
@@ -201,7 +207,7 @@ class FSDP(Strategy):
 
     def _fully_shard(self, module: nn.Module, ignored: set[Any], inputs: bool) -> None:
         self._replacements.materialise(module)
-        before = dict(module.named_parameters(remove_duplicate=False))
+        previous = dict(module.named_parameters(remove_duplicate=False))
         half, fp8 = self.precision.autocast, self.precision.fp8
         if fp8 is not None and fp8.gathers:
             float8.gather_low(module, ignored)
@@ -218,10 +224,10 @@ class FSDP(Strategy):
             else OffloadPolicy(),
             ignored_params=ignored,
         )
-        self._replacements.record(module, before)
+        self._replacements.record(module, previous)
 
     def _is_complex(self, module: nn.Module, ignored: set[Any]) -> bool:
-        """Whether the parameters of a block are complex.
+        """Whether the trained parameters of a block are complex.
 
         Raises:
             ValueError: their dtypes differ.
@@ -276,7 +282,7 @@ class FSDP(Strategy):
                         f"{type(optimizer).__name__} has sharded and whole parameters in one group: foreach and fused are switched off for it"
                     )
                 group.update({name: False for name in ("foreach", "fused") if name in group})
-                # Set by torch when the optimizer was made: only its fused kernels divide gradients.
+                # torch has set this when the optimizer was created as a fused one, and only fused kernels divide gradients.
                 torch_private.forget_amp_scaling(optimizer)
 
     def share_parameters(self, model: nn.Module) -> None:
@@ -297,14 +303,14 @@ class FSDP(Strategy):
         # Gradients of micro-batches that are not reduced yet are kept outside the parameters.
         unreduced = torch_private.unreduced_gradients(models)
         grads = (unreduced.get(id(p), p.grad) for p in parameters_of(optimizers))
-        # A reduction adds to the shard inside of a DTensor, whose own version stays.
+        # A reduction adds to the shard inside a DTensor, and does not change the DTensor's own version.
         return [(None, 0) if grad is None else (grad, dtensors.local([grad])[0]._version) for grad in grads]
 
     def discard(self, models: Sequence[nn.Module]) -> None:
         torch_private.drop_unreduced_gradients(models)
 
     def _average(self, root: nn.Module, parameter: Tensor) -> None:
-        """Average the gradient of a parameter that ``fully_shard`` ignores; averaging twice changes nothing."""
+        """Average the gradient of a parameter that ``fully_shard`` ignores; averaging it twice does no harm."""
         if vars(root)["_reduces"] and parameter.grad is not None:
             dist.all_reduce(parameter.grad, group=self.data_group.wide)
             parameter.grad.div_(self.data_group.world_size)
@@ -344,7 +350,7 @@ class FSDP(Strategy):
         return dict(zip(names, totals.unbind(), strict=True))
 
     def _holders(self, grad: Tensor) -> int:
-        """How many ranks have a shard of this gradient, or a copy."""
+        """The number of ranks that have a shard or a copy of this gradient."""
         return self.group.world_size
 
     def agree(self, flag: Tensor) -> Tensor:
@@ -376,10 +382,10 @@ class FSDP(Strategy):
 
 
 def _gather_unused(root: nn.Module) -> None:
-    """After the first forward pass of ``root``, gather the blocks that it has left out, and free them again.
+    """After the first forward pass of ``root``, gather the blocks that it did not run, and free them again.
 
-    Inside a window torch keeps gradients in the reduction's format, and looks for them in the whole parameters of every block. A block has
-    those once it was gathered; before that the backward pass is an ``AttributeError``. All ranks run the same blocks, so they gather the same ones.
+    Inside a window torch keeps gradients in the dtype of the reduction, and looks for them in the full parameters of every block. A block
+    that was never gathered has none, and the backward pass fails with an ``AttributeError``. All ranks run, and so gather, the same blocks.
     """
 
     @torch_private.without_dynamo

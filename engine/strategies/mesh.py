@@ -1,4 +1,4 @@
-"""The processes of a job as a grid with named axes."""
+"""The device mesh: the processes of a job as a grid with named axes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from engine.distributed.group import Group
 
 
 def degrees(sizes: Mapping[str, int], world_size: int, who: str) -> dict[str, int]:
-    """Sizes of the axes, in the order given; one may be -1 and is inferred from ``world_size`` (0: not known yet).
+    """The sizes of the mesh's axes; one of them may be -1, and is inferred from ``world_size`` (0: not known yet).
 
     Raises:
-        ValueError: a size below 1, several -1, or a product that is not ``world_size``; the message starts with ``who``.
+        ValueError: a size is below 1, several are -1, or their product is not ``world_size``; the message starts with ``who``.
     """
     sizes_text = ", ".join(f"{name}={size!r}" for name, size in sizes.items())
     for name, size in sizes.items():
@@ -28,11 +28,12 @@ def degrees(sizes: Mapping[str, int], world_size: int, who: str) -> dict[str, in
     if not world_size:
         return dict(sizes)
     product = prod(size for size in sizes.values() if size != -1)
-    inferred, over = divmod(world_size, product)
-    if over or (not open_axes and inferred != 1):
-        what = f"a multiple of {product}" if open_axes else f"{product}"
+    inferred, remainder = divmod(world_size, product)
+    if remainder or (not open_axes and inferred != 1):
+        required = f"a multiple of {product}" if open_axes else f"{product}"
         raise ValueError(
-            f"{who}({sizes_text}) needs {what} processes, this job has {world_size}: the product of the sizes must equal it; one may be -1 (inferred)"
+            f"{who}({sizes_text}) needs {required} processes, this job has {world_size}: "
+            "the product of the sizes must equal it; one may be -1 (inferred)"
         )
     return {name: inferred if size == -1 else size for name, size in sizes.items()}
 
@@ -40,8 +41,8 @@ def degrees(sizes: Mapping[str, int], world_size: int, who: str) -> dict[str, in
 def make_mesh(group: Group, sizes: Mapping[str, int]) -> DeviceMesh:
     """The mesh of all ranks, in row-major order. A collective; a job has one mesh per tuple of sizes.
 
-    It has the axes with more than one rank, each with one process group: a group of one rank would have nothing to do. ``dp_shard`` stays beside
-    ``dp_replicate``, because ``fully_shard`` replicates on two axes only.
+    The mesh has only axes with more than one rank, because a process group of one rank would have nothing to do. ``dp_shard`` is kept beside
+    ``dp_replicate`` in any case, because ``fully_shard`` replicates only on a mesh of two axes.
     """
     needed = "dp_shard" if sizes.get("dp_replicate", 1) > 1 or group.world_size == 1 else None
     axes = {name: size for name, size in sizes.items() if size > 1 or name == needed}
@@ -59,7 +60,7 @@ def _mesh(group: Group, names: tuple[str, ...], shape: tuple[int, ...]) -> Devic
 
 
 def data_group(group: Group, sizes: Mapping[str, int]) -> Group:
-    """The ranks that see different data: those that differ from this one in the ``dp_`` axes only. A collective."""
+    """The group of ranks that see different data: this rank and those that differ from it in the ``dp_`` axes only. A collective."""
     order = [i for i, name in enumerate(sizes) if not name.startswith("dp_")]
     moved = torch.arange(group.world_size).reshape(tuple(sizes.values())).movedim(order, list(range(len(order))))
     rows = moved.reshape(-1, prod(size for name, size in sizes.items() if name.startswith("dp_"))).tolist()

@@ -1,4 +1,4 @@
-"""Tensor, pipeline and data parallel together, on one mesh of ranks."""
+"""Tensor, pipeline and data parallelism together, on one mesh of ranks."""
 
 from __future__ import annotations
 
@@ -33,43 +33,43 @@ _IN_PARTS = "its stages are on several ranks, and no rank runs the whole model"
 
 @dataclass(kw_only=True)
 class MeshParallel(FSDP):
-    """Ranks on the axes ``pp, dp_replicate, dp_shard, cp, tp``; the product of the sizes is the number of processes; -1 is inferred.
+    """Trains on a mesh of ranks with the axes ``pp, dp_replicate, dp_shard, cp, tp``; their sizes multiply to the number of processes.
 
     Along ``tp`` (neighbouring ranks) modules are sharded by a plan; along ``dp_shard`` each parameter is sharded further as by
-    :class:`FSDP`, whose settings apply here too; along ``dp_replicate`` it is copied. Ranks that differ in the ``dp_`` axes see
-    different data. Gradients, norms, clipping and checkpoints are those of the whole model.
+    :class:`FSDP`, whose settings apply here too; along ``dp_replicate`` it is copied. One size may be -1 and is inferred. Ranks that differ
+    in the ``dp_`` axes see different data. Gradients, norms, clipping and checkpoints are those of the whole model.
 
-    The plan is ``plan``, else what the model's method ``parallelize(self, mesh)`` returns (it may also shard the model itself and return
-    ``None``), else a Hugging Face model's own. It is asked with more than one ``tp`` rank; ``mesh`` has the axes with more than one rank.
-    Every ``tp`` rank computes the same for modules that are not in the plan. A module must read its number of heads or channels from its
-    tensors (``view(..., -1, head_size)``): a rank has 1/tp of them.
+    With more than one ``tp`` rank, the plan is ``plan``, else what the model's method ``parallelize(self, mesh)`` returns (it may also shard
+    the model itself and return ``None``), else a Hugging Face model's own plan; ``mesh`` has the axes with more than one rank. Modules that
+    are not in the plan compute the same on every ``tp`` rank. A module must read its number of heads or channels from its
+    tensors (``view(..., -1, head_size)``), because a rank has 1/tp of them.
 
     Along ``pp`` the model's depth is cut into stages: its method ``pipeline_stages(self)`` returns the modules that, called one after
-    another, are its forward pass (``nn.Sequential`` needs none). On the ranks of the last stage ``training_step`` runs on each chunk of a
-    micro-batch; it calls ``self(...)`` once, with tensors, and computes the loss from the result. A rank keeps the parameters of its
-    own stages. Hooks around backward are not called, and the last stage's ranks log values.
+    another, are its forward pass (``nn.Sequential`` does not need the method). On the ranks of the last stage ``training_step`` runs on each
+    chunk of a micro-batch; it calls ``self(...)`` once, with tensors, and computes the loss from the result. A rank keeps the parameters of
+    its own stages. Hooks around backward are not called, and only the last stage's ranks log values.
     """
 
     tp: int = 1
-    """Ranks that the modules of the plan are sharded over."""
+    """Number of ranks that the modules of the plan are sharded over."""
     pp: int = 1
-    """Stages that the model's depth is cut into."""
+    """Number of ranks that the model's depth is divided over; by the schedule a rank has one stage or two."""
     cp: int = 1
-    """Ranks that a sequence is split over; more than 1 is not supported yet."""
+    """Number of ranks that a sequence is split over; more than 1 is not supported yet."""
     plan: tensor_parallel.Plan | None = None
-    """Styles of ``torch.distributed.tensor.parallel``, or their names (``"colwise"``, ``"rowwise"``, ...), by names of modules."""
+    """By name of a module, a style of ``torch.distributed.tensor.parallel`` or its name (``"colwise"``, ``"rowwise"``, ...)."""
     sequence_parallel: bool = False
-    """Require sequence parallel: the plan must have it; passed to ``parallelize(mesh, sequence_parallel=True)`` if it takes it."""
+    """Require sequence parallelism in the plan; passed to ``parallelize(mesh, sequence_parallel=True)`` if that accepts it."""
     loss_parallel: bool = False
-    """Compute the cross entropy on logits that are sharded over the vocabulary, without gathering them: the output layer's style is
+    """Compute the cross entropy on logits that are sharded over the vocabulary, without gathering them; the output layer must have the style
     ``ColwiseParallel(use_local_output=False)``."""
     schedule: str = "1f1b"
     """``"gpipe"``, ``"1f1b"``; with two stages per rank ``"interleaved"``, ``"zero_bubble"``, ``"zbv"``, ``"dualpipev"``, the last three only without
     ``dp_replicate`` and ``dp_shard``."""
     num_microbatches: int | None = None
-    """Chunks that the pipeline splits each micro-batch into (by samples); by default as many as it has stages."""
+    """Number of chunks that the pipeline splits each micro-batch into, by samples; by default the number of stages."""
     split: Sequence[str] = ()
-    """Names of the modules that start the stages after the first; by default stages have about equal numbers of parameters."""
+    """Names of the modules with which the stages after the first begin; by default stages have about equal numbers of parameters."""
     _losses: AbstractContextManager[Any] | None = field(default=None, init=False, repr=False)
     _stages: StageParameters | None = field(default=None, init=False, repr=False)
     _holds: bool = field(default=False, init=False, repr=False)
@@ -96,12 +96,12 @@ class MeshParallel(FSDP):
         sequence_parallelism: bool = False,
         **settings: Any,
     ) -> MeshParallel:
-        """Create it from Megatron-LM's names of settings; the other ranks are data parallel, sharded only if ``dp_shard`` says so.
+        """Create a ``MeshParallel`` from Megatron-LM's names of settings; remaining ranks are data parallel, and sharded only by ``dp_shard``.
 
         Args:
-            tp_degree, pp_degree: ranks of tensor and of pipeline parallelism.
-            num_micro_batches: parts of a micro-batch in the pipeline.
-            sequence_parallelism: activations are cut along the sequence between tensor parallel regions.
+            tp_degree, pp_degree: numbers of ranks for tensor and for pipeline parallelism.
+            num_micro_batches: number of chunks of a micro-batch in the pipeline.
+            sequence_parallelism: whether activations are split along the sequence between tensor-parallel regions.
             settings: fields of :class:`engine.MeshParallel`.
         """
         data = (
@@ -166,11 +166,11 @@ class MeshParallel(FSDP):
 
     def setup(self, model: nn.Module) -> nn.Module:
         prepared = super().setup(model)
-        if self.loss_parallel and self._losses is None:  # of a module that an earlier run has sharded, too
+        if self.loss_parallel and self._losses is None:  # also for a module that an earlier run has sharded
             self._losses = loss_parallel()
             self._losses.__enter__()
         if self.pipelined:
-            # An earlier run, under another strategy object of this class, may have set it up.
+            # An earlier run, with another object of this class, may have divided the model.
             stages: StageParameters = vars(user_module(model))["_stages"]
             if self._holds and self._stages is not stages:
                 raise ValueError(
@@ -182,7 +182,7 @@ class MeshParallel(FSDP):
         return prepared
 
     def _shard(self, model: nn.Module) -> None:
-        """Apply the axes in their only valid order."""
+        """Shard the model along the axes in the only order that works: stages, tensor parallelism, transforms, ``fully_shard``."""
         stages = self._keep_own_stages(user_module(model)) if self.pipelined else None
         if self._sizes["tp"] > 1:
             mesh = self.mesh()
@@ -216,6 +216,7 @@ class MeshParallel(FSDP):
     # -- the pipeline -----------------------------------------------------------------------------------------------------------
 
     def _keep_own_stages(self, model: nn.Module) -> StageParameters:
+        """Divide the model into stages, and keep the parameters of this rank's."""
         pp = self._sizes["pp"]
         pipeline = Pipeline(
             model,
@@ -233,11 +234,11 @@ class MeshParallel(FSDP):
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """This rank's part of the pipeline; ``None``: there is none, or the model is not divided yet."""
+        """This rank's part of the pipeline; ``None`` without a pipeline, or before the model is divided into stages."""
         return None if self._stages is None else self._stages.pipeline
 
     def _shard_copy(self, plan: tensor_parallel.Plan | None, copied: nn.Module) -> None:
-        """Tensor parallel of a copy of the model without values; ``plan``: see :func:`engine.strategies.tensor_parallel.plan_for`."""
+        """Apply tensor parallelism to a copy of the model without values; ``plan``: see :func:`engine.strategies.tensor_parallel.plan_for`."""
         mesh = self.mesh()
         if plan is None:
             tensor_parallel.plan_for(copied, None, mesh, self.sequence_parallel)
@@ -245,13 +246,13 @@ class MeshParallel(FSDP):
             tensor_parallel.shard_copy(copied, plan, mesh["tp"])
 
     def run_pipeline(self, step: Step, root: Callable[[Any, float], Tensor], batch: Any, last: bool) -> Any:
-        """Forward and backward of ``batch`` in chunks.
+        """Run forward and backward of a micro-batch in chunks.
 
         Args:
             step, root, last: as in :class:`engine.strategies.pipelined_passes.Pipelines`.
         """
         assert self._stages is not None, "run_pipeline before setup"
-        for structure in self._structures:  # the schedule calls the model's modules
+        for structure in self._structures:  # the schedule calls stages, not the model whose forward hook checks this
             structure.check()
         return self._stages.train(step, root, batch, last)
 
@@ -263,7 +264,7 @@ class MeshParallel(FSDP):
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
     def _full_state(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Save on the first rank of each stage."""
+        """The tree with full tensors, on the first rank of each stage."""
         full: dict[str, Any] = dtensors.full_state(
             self.group, tree, self.group.rank % (self.group.world_size // self._sizes["pp"]) == 0
         )

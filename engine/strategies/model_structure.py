@@ -1,4 +1,4 @@
-"""The modules and parameters that a model consists of, and whether that has changed: taken by a traversal, compared without one."""
+"""The modules and parameters of a model: recorded by one traversal, and compared with the model later without another."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.utils.hooks import RemovableHandle
 from engine.transforms.blocks import user_module
 
 _END = (object(),)
-"""The last of the views: an iterator that ends early, or goes on, differs from what was expected."""
+"""The last of the views, so that an iteration over views that ends early or late differs from the expected one."""
 _requires_grad = attrgetter("requires_grad")
 
 
 class TrainedParameters:
-    """The modules and parameters of a replica, and which parameters are trained.
+    """A record of a replica's modules and parameters, and of which parameters are trained.
 
     Args:
         left_out: names of parameters to ignore.
@@ -28,28 +28,28 @@ class TrainedParameters:
     def __init__(self, model: nn.Module, left_out: Iterable[str] = ()) -> None:
         self.modules = list(model.modules())
         self._prefix = next(f"{name}." if name else "" for name, m in model.named_modules() if m is user_module(model))
-        # Live views of each module's members: about 200 ns per module and parameter, in two calls.
+        # Live views of each module's members; comparing them takes about 200 ns per module and parameter, in two calls.
         self._views: list[Any] = [
             view for module in self.modules for view in (module._parameters.values(), module._modules.values())
         ]
         self._views.append(_END)
         skipped = set(left_out)
         self.named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name not in skipped}
-        once = dict.fromkeys(self.named.values())
-        self._parameters = list(once)
-        self.trained = [p for p in once if p.requires_grad]
-        self._expected = [*chain.from_iterable(self._views), *map(_requires_grad, once)]
+        distinct = dict.fromkeys(self.named.values())
+        self._parameters = list(distinct)
+        self.trained = [p for p in distinct if p.requires_grad]
+        self._expected = [*chain.from_iterable(self._views), *map(_requires_grad, distinct)]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TrainedParameters, (nn.Module(),)  # a copy of the model is another model, which nobody compares
+        return TrainedParameters, (nn.Module(),)  # a copy of the model is another model, and is never compared
 
     def unchanged(self) -> bool:
-        """Whether the model still consists of the recorded modules, and trains the recorded parameters."""
-        # Called twice a step. Without `all`, `any` and `from_iterable`: each of them is one call more.
+        """Whether the model still consists of the recorded modules, and trains the same parameters."""
+        # This is called twice a step, so it avoids `all`, `any` and `from_iterable`, each of which would be one call more.
         return False not in map(is_, self._expected, chain(*self._views, map(_requires_grad, self._parameters)))
 
     def newer_than(self, before: TrainedParameters) -> list[Tensor]:
-        """Parameters that ``before`` does not have, and the buffers of modules that it does not have."""
+        """Parameters that ``before`` does not contain, and buffers of modules that ``before`` does not contain."""
         parameter_ids, module_ids = {id(p) for p in before.named.values()}, {id(m) for m in before.modules}
         parameters = [p for p in dict.fromkeys(self.named.values()) if id(p) not in parameter_ids]
         return [
@@ -58,21 +58,20 @@ class TrainedParameters:
         ]
 
     def names(self, parameters: Sequence[Tensor]) -> list[str]:
-        """One name for each of ``parameters``, in the user's own module."""
-        first: dict[int, str] = {}
+        """The names of these parameters in the user's module; of several names the first."""
+        name_by_id: dict[int, str] = {}
         for name, parameter in self.named.items():
-            first.setdefault(id(parameter), name.removeprefix(self._prefix))
-        return [first.get(id(p), "one that the model no longer has") for p in parameters]
+            name_by_id.setdefault(id(parameter), name.removeprefix(self._prefix))
+        return [name_by_id.get(id(p), "one that the model no longer has") for p in parameters]
 
 
 class ShardedStructure:
-    """The modules and parameter names that a model had when a strategy sharded it: the gradients of later ones would not be reduced.
+    """A record of a model's modules and parameter names when a strategy sharded it: gradients of later parameters would not be reduced.
 
-    The parameter objects change all the time: full ones and shards alternate. So names and numbers are compared, unlike in
-    :class:`TrainedParameters`.
+    Full parameters and shards alternate in a sharded model, so names and counts are compared, not objects as in :class:`TrainedParameters`.
 
     Args:
-        who: the strategy, for the error.
+        who: the name of the strategy, for the error.
     """
 
     def __init__(self, model: nn.Module, who: str) -> None:
@@ -83,14 +82,14 @@ class ShardedStructure:
         return _nothing, ()  # a copy of the model is another model
 
     def watch(self) -> RemovableHandle:
-        """A hook that checks at each forward pass with gradients."""
+        """Check the model at each forward pass with gradients; return the handle that ends this."""
         return self._called.register_forward_pre_hook(lambda *_: self.check() if torch.is_grad_enabled() else None)
 
     def check(self) -> None:
-        """Check each module, without traversing the model.
+        """Check that no trained parameters were added, without traversing the model.
 
         Raises:
-            ValueError: there are new trained parameters.
+            ValueError: trained parameters were added.
         """
         if (
             all(map(is_, self._expected, chain.from_iterable(self._views)))
@@ -112,6 +111,7 @@ class ShardedStructure:
         self._record()
 
     def _record(self) -> None:
+        """Record the model as it is now."""
         self._modules = list(self._model.modules())  # kept alive, so that no other object gets one of these ids
         self._known = {id(m) for m in self._modules}
         self._names = {name for name, _ in _owned(self._model)}
@@ -126,7 +126,7 @@ def _nothing() -> None:
 
 
 def _owned(model: nn.Module) -> list[tuple[str, tuple[nn.Module, nn.Parameter]]]:
-    """``(name, (module, parameter))`` of all parameters, shared ones each time."""
+    """``(name, (module, parameter))`` for all parameters; a shared one occurs under each of its names."""
     return [
         (f"{prefix}.{name}" if prefix else name, (module, parameter))
         for prefix, module in model.named_modules(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""The optimizer step of strategies that own it."""
+"""The optimizer step of strategies that do it by themselves."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class OwnsStep(GradientSync):
         max_value: float | None,
         checked: bool,
     ) -> tuple[Tensor | None, bool]:
-        """Divide, clip and apply the gradients; return their norm before clipping (if known) and whether the step was applied.
+        """Divide, clip and apply the gradients; return their norm before clipping (``None``: not known) and whether the step was applied.
 
-        ``checked``: a step whose norm is not finite must not be applied.
+        ``checked``: whether a step whose norm is not finite must be skipped.
         """
         raise NotImplementedError
 
     def clip_at_step(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> None:
-        """Clip the norm of the gradients of ``parameters`` in the next step."""
+        """Clip the norm of these parameters' gradients in the next step."""
         raise NotImplementedError
 
 
 class OwnedStepper(Stepper):
-    """Stepper of strategies that own the step: gradients are divided, clipped, checked and applied in one call."""
+    """The stepper of strategies that divide, clip, check and apply gradients in one call of their own."""
 
     def __init__(self, window: Window, strategy: OwnsStep, scaler: Scaler | None, on_nonfinite: str | None) -> None:
         super().__init__(window, strategy, scaler, on_nonfinite)
@@ -62,7 +62,7 @@ class OwnedStepper(Stepper):
         )
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
-        """Pass the limit to the strategy; the norm is known after the step."""
+        """Pass the limit to the strategy, which clips in its step; the norm is known after that."""
         self.strategy.clip_at_step(parameters, max_norm, norm_type)
         return None
 

@@ -1,4 +1,4 @@
-"""The parameters that replace others while a model is sharded in several steps: pipeline stages, tensor parallel, ``fully_shard``."""
+"""Which parameters replace which while a model is sharded in several steps: pipeline stages, tensor parallelism, ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from engine.strategies.base import broadcast_from_rank_0
 
 
 class ParameterReplacements:
-    """The parameters that have replaced earlier ones, and the parameters that only other ranks have. All keys are weak.
+    """A record of the parameters that have replaced others, and of those that only other ranks have. All keys are weak references.
 
-    A strategy keeps one for its life: an optimizer that was created before one run may be prepared in the next.
+    A strategy keeps one record for all its runs: an optimizer that was created before one run may be prepared in the next.
     """
 
     def __init__(self) -> None:
         self._newer: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """By parameter, the one that has replaced it; that one may be replaced too."""
+        """By parameter, its replacement, which may have been replaced itself."""
         self._placed: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Tensors that are on the device, with rank 0's values."""
+        """Tensors that are on the device and have rank 0's values."""
         self._elsewhere: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Stand-ins on the meta device."""
+        """Stand-ins, on the meta device, for parameters that only other ranks have."""
 
     def begin(self, model: nn.Module, group: Group) -> None:
-        """Start to shard ``model`` over the ranks of ``group``: rank 0 initializes what has no values."""
+        """Start to shard ``model`` over the ranks of ``group``; rank 0 will initialize parameters without values."""
         self._group, self._initialise = (group, deferred_init.initialiser(model) if group.is_main else None)
 
     def materialise(self, module: nn.Module) -> None:
-        """Move what is not sharded yet to the device, with rank 0's values; initialize what has none."""
+        """Move tensors that are not sharded yet to the device, with rank 0's values; initialize those without values."""
         device = self._group.device
         if deferred_init.is_deferred(module, self._elsewhere):
             deferred_init.return_freed_memory()
@@ -45,29 +45,29 @@ class ParameterReplacements:
         broadcast_from_rank_0(self._group, [t.detach() for t in new])
 
     def record(self, module: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-        """Record that the module's parameters have replaced ``before``, which are emptied: an optimizer may still have them."""
-        after = dict(module.named_parameters(remove_duplicate=False))
+        """Record that the module's parameters have replaced ``before``, and free the memory of those: an optimizer may still refer to them."""
+        replacements = dict(module.named_parameters(remove_duplicate=False))
         for name, old in before.items():
-            if after[name] is not old:
-                self._newer[old] = after[name]
+            if replacements[name] is not old:
+                self._newer[old] = replacements[name]
                 if not dtensors.is_sharded(old):
                     old.data = old.data.new_empty(0)
 
     def current(self, parameter: Tensor) -> Tensor:
-        """The parameter that stands for this one now."""
+        """The parameter that has replaced this one by now, or the parameter itself."""
         while parameter in self._newer:
             parameter = self._newer[parameter]
         return parameter
 
     def update(self, model: nn.Module) -> None:
-        """Give modules that share a parameter its replacement."""
+        """Replace parameters in all modules that share them."""
         for module in model.modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None and parameter in self._newer:
                     module._parameters[key] = self.current(parameter)  # type: ignore[assignment]
 
     def send_away(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Free a parameter that only other ranks keep; return its stand-in."""
+        """Free a parameter that only other ranks keep; return its stand-in on the meta device."""
         stand_in: nn.Parameter | None = self._newer.get(parameter)
         if stand_in is None:
             stand_in = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""Pipeline parallel: a model's depth split into stages, each on a rank of an axis, with the schedules of ``torch.distributed.pipelining``."""
+"""Pipeline parallelism: a model's stages, each on one rank of an axis, run by the schedules of ``torch.distributed.pipelining``."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ SCHEDULES = {
     "zbv": ("ScheduleZBVZeroBubble", 2, True),
     "dualpipev": ("ScheduleDualPipeV", 2, True),
 }
-"""Class in ``torch.distributed.pipelining.schedules``, stages on a rank, whether the second ones come in reverse order (a V)."""
+"""Class in ``torch.distributed.pipelining.schedules``; stages per rank; whether the second stages run over the ranks in reverse (a V)."""
 
 SPLIT_BACKWARD = ("zero_bubble", "zbv", "dualpipev")
 """Schedules that compute gradients of inputs and of weights in separate backward passes."""
 
 Step = Callable[[Any, int], Tensor | Loss]
-"""The loss of a chunk of a micro-batch, and how many of its samples count."""
+"""Computes the loss of a chunk of a micro-batch; the second argument is how many of the chunk's samples count."""
 
 
 class Pipeline:
-    """One model's stages, including this rank's. Its ``forward`` is replaced: within a step it runs the pipeline."""
+    """The pipeline of one model, with this rank's stages. It replaces the model's ``forward``, which the steps of users call."""
 
     def __init__(
         self,
@@ -62,24 +62,26 @@ class Pipeline:
         self.modules: dict[int, Stage] = {}
         """This rank's stages, by their index."""
         self.weighted: bool | None = None
-        """Whether the loss is a ``Loss``; known after the first step."""
+        """Whether the step returns a ``Loss`` rather than a scalar; known after the first step."""
         self._uncalled = (
             f"pipeline parallel: the step of {type(model).__name__} ended before it called the model: compute the loss from self(...): its "
             "stages are on several ranks, not from submodules"
         )
         self._schedules: dict[Any, Any] = {}
         self._returned: Spec = ()
-        """The output of the last stage."""
+        """The shapes of the last stage's output."""
         self._inputs: list[Any] | None = None
+        """While a step runs to capture the model's inputs: the list for them."""
         self._output: Any = None
+        """While a step computes a chunk's loss: a tuple of the model's output, empty once the step has called the model."""
         self._loss_of: Callable[[Any, Tensor], Tensor] | None = None
 
     def owner(self, stage: int) -> int:
-        """The rank (on this axis) of a stage."""
+        """The rank, on the pipeline axis, that has a stage."""
         return 2 * self.size - 1 - stage if self._v and stage >= self.size else stage % self.size
 
     def kinds(self) -> list[Any]:
-        """Structure of the stages by rank on this axis; ranks with equal values compute alike."""
+        """The structure of the stages of each rank on the pipeline axis; ranks with equal values compute alike."""
         stage_kinds = self.shapes.kinds()
         return [
             tuple(kind for index, kind in enumerate(stage_kinds) if self.owner(index) == rank)
@@ -92,7 +94,7 @@ class Pipeline:
         return self.owner(self.num_stages - 1) == self.rank
 
     def build(self, parts: list[list[nn.Module]]) -> None:
-        """Take this rank's stages; the model's ``forward`` calls this object from now on."""
+        """Take this rank's stages of ``parts``, and replace the model's ``forward``."""
         flat = [part for stage in parts for part in stage]
         if any(isinstance(m, torch_private.BatchNorm) for part in flat for m in part.modules()):
             warn_once(
@@ -107,11 +109,11 @@ class Pipeline:
     # -- training ---------------------------------------------------------------------------------------------------------------
 
     def train(self, step: Step, root: Callable[[Any, float], Tensor], batch: Any) -> Tensor:
-        """Forward and backward of one micro-batch in ``num_microbatches`` chunks.
+        """Run forward and backward of one micro-batch in ``num_microbatches`` chunks.
 
         Args:
-            step: called on this rank with the whole batch, up to the model's ``forward``; on ranks with the loss, with each chunk.
-            root: the scalar to start backward from, given a chunk's loss and its fraction of the batch.
+            step: a function to call with the whole batch, as far as its call of the model; on ranks with the loss also with each chunk.
+            root: a function that returns the scalar to start backward from, given a chunk's loss and its fraction of the batch.
 
         Returns:
             ``[weighted, sum or mean, count]``, fp64, the same on every rank.
@@ -141,20 +143,19 @@ class Pipeline:
                 raise ValueError(
                     "training_step returned None in a pipeline: return Loss(out.sum() * 0, 0) to leave samples out"
                 )
-            if self.weighted is None:  # here it need not be read from what the ranks share
+            if self.weighted is None:  # known here now; ranks without the loss read it from the totals
                 self.weighted = isinstance(loss, Loss)
             elif self.weighted is not isinstance(loss, Loss):
                 raise TypeError(
                     "training_step returned a scalar loss in one micro-batch and Loss(sum, count) in another of one run: return one kind"
                 )
-            _note(totals, loss, samples / count)
+            _add_loss(totals, loss, samples / count)
             return root(loss, samples / count)
 
         self._loss_of = loss_of
         schedule = self._scheduled(inputs, rows)
-        with torch.autocast(
-            self.device.type, enabled=False
-        ):  # forward passes have their own autocast; backward runs without
+        # Stages run their forward passes under autocast themselves; backward runs without.
+        with torch.autocast(self.device.type, enabled=False):
             arguments = inputs if 0 in self.modules else ()
             schedule.step(*arguments, target=torch.arange(self.num_microbatches))
         self._loss_of = None
@@ -162,13 +163,13 @@ class Pipeline:
         return totals
 
     def _captured(self, step: Step, batch: Any) -> tuple[Tensor, ...]:
-        """The model's inputs: ``step`` is run up to its call of the model."""
-        before = _generators(self.device)
+        """The model's inputs, which are found by running ``step`` as far as its call of the model."""
+        states_before = _generator_states(self.device)
         self._inputs = []
         try:
             with self.precision.context(self.device), torch.no_grad():
                 step(batch, 0)
-        except _Called:
+        except _ModelCalled:
             pass
         except Exception as error:
             raise ValueError(f"{self._uncalled} ({type(error).__name__}: {error})") from error
@@ -176,16 +177,17 @@ class Pipeline:
             raise ValueError(self._uncalled)
         finally:
             inputs, self._inputs = self._inputs, None
-        after = _generators(self.device)
-        if drawn := [name for name, state in after.items() if before.get(name) != state]:
+        states_after = _generator_states(self.device)
+        if drawn := [name for name, state in states_after.items() if states_before.get(name) != state]:
             raise ValueError(
                 f"pipeline parallel: random numbers were drawn before the model was called (from {' and '.join(drawn)}). The rank with the "
                 "inputs and the one with the loss would draw different ones: do it in the dataset, the collate function or on_after_batch_transfer"
             )
-        return tuple(t.contiguous() for t in inputs)  # some versions of torch compare strides with the example's
+        # Some versions of torch compare the inputs' strides with those of example inputs.
+        return tuple(t.contiguous() for t in inputs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the model's ``forward``."""
+        """Stand in for the model's ``forward``: capture its inputs, return its output to a step, or evaluate the model."""
         if self._output is not None:
             if not self._output:
                 raise ValueError("pipeline parallel: the model was called twice in one step; call it once")
@@ -198,7 +200,7 @@ class Pipeline:
             )
         if self._inputs is not None:
             self._inputs.extend(args)
-            raise _Called
+            raise _ModelCalled
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "pipeline parallel: forward and backward run together; train with Fit, or Engine.forward_backward(step, batch)"
@@ -206,7 +208,7 @@ class Pipeline:
         return self._evaluate(args)
 
     def _expect(self, inputs: tuple[Tensor, ...]) -> list[Spec]:
-        """Set the shapes that this rank's stages expect, for ``inputs`` like the given ones; return the shapes of all stages."""
+        """Tell this rank's stages the shapes to expect for inputs like these; return the shapes of all stages."""
         specs = self.shapes.specs_for(inputs)
         for index, module in self.modules.items():
             module.input_specs, module.output_specs = specs[index], specs[index + 1]
@@ -214,7 +216,7 @@ class Pipeline:
         return specs
 
     def _scheduled(self, inputs: tuple[Tensor, ...], rows: int) -> Any:
-        """The schedule for inputs with the shapes of ``inputs``; created once."""
+        """The schedule for chunks of ``rows`` rows of inputs like these; created once for each shape."""
         specs = self._expect(tuple(t[:rows] for t in inputs))
         key = tuple(specs[0])
         if key not in self._schedules:
@@ -249,7 +251,7 @@ class Pipeline:
     # -- evaluation -------------------------------------------------------------------------------------------------------------
 
     def _evaluate(self, inputs: tuple[Tensor, ...]) -> Any:
-        """The model's output on every rank of the axis, stage by stage."""
+        """Run the model stage by stage, and return its output on every rank of the axis."""
         specs = self._expect(inputs)
         passed: Any = inputs
         for index in range(self.num_stages):
@@ -268,21 +270,21 @@ class Pipeline:
             passed = tuple(tensor_spec.empty(self.device) for tensor_spec in specs[-1])
         for module in self.modules.values():
             if isinstance(module, FSDPModule):
-                module.reshard()  # it does so by itself only after a backward pass
+                module.reshard()  # FSDP frees gathered parameters by itself only after a backward pass
         passed = tuple(t.contiguous() for t in passed)
         for tensor in passed:
             dist.broadcast(tensor, group_src=self.owner(self.num_stages - 1), group=self.group)
         return self._full_output(passed)
 
     def _full_output(self, output: Any) -> Any:
-        """The last stage's output, of this rank's parts, as the model returns it."""
+        """The model's output, in its own form, from this rank's parts of the last stage's output."""
         parts = output if isinstance(output, tuple) else (output,)
         outputs = tuple(spec.with_layout(part) for spec, part in zip(self._returned, parts, strict=True))
         return outputs if len(outputs) > 1 else outputs[0]
 
 
-def _generators(device: torch.device) -> dict[str, Any]:
-    """The states of the generators that a step may draw from, by name. All are on the host: this does not wait for the device."""
+def _generator_states(device: torch.device) -> dict[str, Any]:
+    """The states of the random generators that a step may use, by name. All are kept on the host, so this does not wait for the device."""
     states: dict[str, Any] = {"random": random.getstate(), "torch on the CPU": torch.get_rng_state().numpy().tobytes()}
     if numpy := sys.modules.get("numpy"):
         _, keys, position, *_ = numpy.random.get_state()
@@ -292,12 +294,12 @@ def _generators(device: torch.device) -> dict[str, Any]:
     return states
 
 
-class _Called(BaseException):
-    """Raised when the model is called: its inputs are known, and the rank with the loss does the rest of the step."""
+class _ModelCalled(BaseException):
+    """Ends a step at its call of the model: now the inputs are known, and ranks with the loss run the whole step later."""
 
 
 def _rows(tree: Any, count: int, index: Tensor) -> Any:
-    """Samples of a batch: rows of each tensor with ``count`` rows, and items of lists of that length."""
+    """The samples ``index`` of a batch: rows of each tensor with ``count`` rows, and items of lists of that length."""
     if isinstance(tree, list) and len(tree) == count and not any(isinstance(item, Tensor) for item in tree):
         return [tree[i] for i in index.tolist()]
     if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
@@ -305,18 +307,18 @@ def _rows(tree: Any, count: int, index: Tensor) -> Any:
     if isinstance(tree, Mapping) and type(tree) is dict:
         return {key: _rows(item, count, index) for key, item in tree.items()}
     low, high = int(index[0]) if len(index) else 0, int(index[-1]) + 1 if len(index) else 0
-    whole = high - low == len(index)
+    is_range = high - low == len(index)
 
     def pick(tensor: Tensor) -> Tensor:
         if not tensor.ndim or tensor.shape[0] != count:
             return tensor
-        return tensor[low:high] if whole else tensor[index.to(tensor.device)]
+        return tensor[low:high] if is_range else tensor[index.to(tensor.device)]
 
-    return map_tensors(pick, tree, _divided)
+    return map_tensors(pick, tree, _refuse_indivisible)
 
 
-def _divided(item: Any) -> Any:
-    """Refuse an object whose samples are not rows of tensors: :func:`map_tensors` would put all of it into each chunk."""
+def _refuse_indivisible(item: Any) -> Any:
+    """Raise ``TypeError`` for an object whose samples are not rows of tensors; :func:`map_tensors` would put the whole into each chunk."""
     container = isinstance(item, (Mapping, Sequence, type)) or dataclasses.is_dataclass(item)
     if isinstance(item, PackedSequence) or (not container and callable(getattr(item, "to", None))):
         raise TypeError(
@@ -331,7 +333,7 @@ def _first(tree: Any) -> Tensor:
     return tree if isinstance(tree, Tensor) else _first(tree[0])
 
 
-def _note(totals: Tensor, loss: Tensor | Loss, fraction: float) -> None:
+def _add_loss(totals: Tensor, loss: Tensor | Loss, fraction: float) -> None:
     if isinstance(loss, Loss):
         totals[0] = 1.0
         totals[1] += full_tensor(loss.sum.detach())

@@ -1,4 +1,4 @@
-"""Shapes of the tensors between a pipeline's stages, inferred without values and without asking other ranks."""
+"""Shapes of the tensors between a pipeline's stages, inferred without values and without communication."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.utils.seed import isolated
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a ``DTensor`` lies on the ranks of tensor parallelism."""
+    """The layout of a ``DTensor`` over the ranks of tensor parallelism."""
 
     mesh: DeviceMesh
     placements: tuple[Any, ...]
@@ -31,21 +31,21 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class StageTensor:
-    """A tensor that one stage hands to the next. Ranks exchange plain tensors: of a ``DTensor`` this rank's part."""
+    """The form of a tensor that one stage passes to the next. Ranks send plain tensors; of a ``DTensor`` they send their own part."""
 
     shape: tuple[int, ...]
     """Shape of this rank's part."""
     dtype: torch.dtype
     requires_grad: bool
     layout: Layout | None = None
-    """Layout of a ``DTensor``: the next stage gets one with the same. ``None`` for a plain tensor."""
+    """Layout of a ``DTensor``, which the next stage restores; ``None`` for a plain tensor."""
 
     def empty(self, device: torch.device | str) -> Tensor:
-        """Memory for this rank's part."""
+        """An uninitialized tensor for this rank's part."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def with_layout(self, local: Tensor) -> Tensor:
-        """The tensor as the next stage takes it, with its graph."""
+        """The tensor that the next stage takes, made from this rank's part; it keeps the graph."""
         layout = self.layout
         if layout is None:
             return local
@@ -55,18 +55,18 @@ class StageTensor:
 
 
 Spec = tuple[StageTensor, ...]
-"""All that one stage hands to the next."""
+"""The forms of all tensors that one stage passes to the next."""
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, with its graph: after any collective that still computes it, and never a view."""
+    """This rank's part of a tensor, ready to send: not a view, and not waiting for a collective. It keeps the graph."""
     part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return _SendableTensor.apply(part) if torch_private.is_in_flight(part) or part._base is not None else part
 
 
 class _SendableTensor(torch.autograd.Function):
-    """Makes a tensor ready to send: sending does not wait for its collective, as operations do, and FSDP warns of views, whose hooks a change
-    in place would lose."""
+    """Makes a tensor ready to send. Sending, unlike other operations, does not wait for the collective that produces the tensor; and FSDP warns
+    about views, whose hooks would be lost by an operation in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
@@ -78,7 +78,7 @@ class _SendableTensor(torch.autograd.Function):
 
 
 def through(parts: Any, inputs: Any) -> Any:
-    """Call modules one after another; a tensor or a tuple of tensors is passed on."""
+    """Call modules one after another, each with the previous one's result: a tensor or a tuple of tensors."""
     passed: Any = inputs
     for part in parts:
         passed = part(*passed) if isinstance(passed, tuple) else part(passed)
@@ -86,10 +86,10 @@ def through(parts: Any, inputs: Any) -> Any:
 
 
 class Shapes:
-    """A copy of a model and its stages whose tensors have no values.
+    """Infers the shapes between stages with a copy of the model and its stages whose tensors have no values.
 
     Args:
-        model: the model, on the rank that asks.
+        model: the model on this rank.
         parts: the modules of all stages.
         device: the device of the real stages.
         precision: the precision of the real stages.
@@ -115,18 +115,18 @@ class Shapes:
             self._model = _shell(model, memo)
 
     def change(self, function: Callable[[nn.Module], None]) -> None:
-        """Do to the copy what was done to the model, such as tensor parallelism, which changes shapes."""
+        """Apply ``function`` to the copy, as it was applied to the model: tensor parallelism, for example, changes shapes."""
         with self._without_values():
             function(self._model)
 
     @contextmanager
     def _without_values(self) -> Iterator[None]:
-        """Inside the block tensors have no values; who counts operations or watches memory does not see it, and it draws no random numbers."""
+        """Compute without values inside the block, unseen by modes that count operations or watch memory, and without using random numbers."""
         with isolated(), torch_private.without_modes(), self._fake:
             yield
 
     def kinds(self) -> list[Any]:
-        """Structure of each stage: modules, and shapes of their parameters. Equal stages compute alike."""
+        """The structure of each stage: its modules, and the forms of their parameters. Stages with equal values compute alike."""
         parameters = [{id(p) for part in stage for p in part.parameters()} for stage in self._stages]
         uses = Counter(key for ids in parameters for key in ids)
         return [
@@ -146,11 +146,11 @@ class Shapes:
         ]
 
     def specs_for(self, inputs: tuple[Tensor, ...]) -> list[Spec]:
-        """The inputs of each stage, and the output of the last, if the first stage gets inputs like ``inputs``.
+        """The forms of each stage's input, and of the last stage's output, when the first stage gets inputs like ``inputs``.
 
         Raises:
-            ValueError: a stage cannot run without values.
-            TypeError: a stage returns something else than tensors.
+            ValueError: a stage fails when it runs without values.
+            TypeError: a stage returns something other than tensors.
         """
         key = tuple((tuple(t.shape), t.dtype) for t in inputs)
         if key not in self._specs:
@@ -186,13 +186,13 @@ def _layout(tensor: Tensor) -> Layout | None:
 
 
 def _shell(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
-    """A copy of a module around the copies in ``memo``; attributes that are not modules, parameters or buffers are shared."""
+    """A copy of a module that contains the copies in ``memo``; attributes other than modules, parameters and buffers are shared."""
     shared: nn.Module | None = memo.get(id(module))
     if shared is not None:
         return shared
     shell = copy.copy(module)
     for name, value in vars(module).items():
-        if isinstance(value, dict):  # hooks of the copy are its own
+        if isinstance(value, dict):  # the copy gets dicts of hooks of its own
             vars(shell)[name] = value.copy()
     for store in (shell._parameters, shell._buffers):
         for key, tensor in store.items():

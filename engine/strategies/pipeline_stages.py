@@ -1,4 +1,4 @@
-"""A model's layers as the stages of a pipeline."""
+"""Dividing a model's layers into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from engine.utils.errors import nearest
 
 
 class Stage(nn.Module):
-    """Consecutive modules of a model. A tensor or a tuple of tensors is passed from one to the next."""
+    """Consecutive modules of a model, which pass a tensor or a tuple of tensors from one to the next."""
 
     def __init__(self, parts: Sequence[nn.Module], precision: Precision, device: torch.device) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self._precision, self._device = precision, device
         self.input_specs: Spec = ()
-        """The tensors that the previous stage hands over."""
+        """The forms of the tensors that the previous stage passes on."""
         self.output_specs: Spec = ()
-        """The output that the next stage expects."""
+        """The forms of the tensors that the next stage expects."""
 
     def forward(self, *inputs: Any) -> Any:
         with self._precision.context(self._device):
@@ -36,7 +36,7 @@ class Stage(nn.Module):
                 f"pipeline parallel: a stage returned {[list(t.shape) for t in results]}, not {[list(spec.shape) for spec in self.output_specs]} as "
                 "inferred: its output's shape must follow from its inputs' shapes"
             )
-        # Under FSDP's mixed precision an embedding is in the half format, unlike under autocast alone.
+        # Under FSDP's mixed precision an embedding's output is in half precision, unlike under autocast alone.
         cast = tuple(
             (t if t.dtype == spec.dtype else t.to(spec.dtype)).contiguous()
             for t, spec in zip(results, self.output_specs, strict=True)
@@ -45,15 +45,15 @@ class Stage(nn.Module):
 
 
 def has_parts(model: nn.Module) -> bool:
-    """Whether a model defines its stages."""
+    """Whether a model says into which modules a pipeline may divide it."""
     return isinstance(model, nn.Sequential) or callable(getattr(type(model), "pipeline_stages", None))
 
 
 def stages_of(model: nn.Module, count: int, split: Sequence[str]) -> list[list[nn.Module]]:
-    """The model's modules in the order of its forward pass, in ``count`` stages.
+    """The model's modules in the order of its forward pass, divided into ``count`` stages.
 
     Raises:
-        ValueError: the model does not define them, has fewer modules than stages, or ``split`` does not fit.
+        ValueError: the model does not name its modules, has fewer than ``count``, or ``split`` does not fit.
     """
     if isinstance(model, nn.Sequential):
         parts = list(model)
@@ -82,6 +82,7 @@ def stages_of(model: nn.Module, count: int, split: Sequence[str]) -> list[list[n
 
 
 def _starts(names: list[str], split: Sequence[str], count: int) -> list[int]:
+    """The index of each stage's first module, from the names in ``split``."""
     for name in split:
         if name not in names:
             raise ValueError(
@@ -97,7 +98,7 @@ def _starts(names: list[str], split: Sequence[str], count: int) -> list[int]:
 
 
 def _balanced(weights: list[int], count: int) -> list[int]:
-    """The first module of each stage. The largest stage is as small as possible."""
+    """The index of each stage's first module, chosen so that the largest stage is as small as possible."""
     ends = [0]
     for weight in weights:
         ends.append(ends[-1] + weight)

@@ -1,4 +1,4 @@
-"""Forward and backward passes that run together, in chunks of a micro-batch, by a pipeline's schedule."""
+"""Forward and backward passes that a pipeline's schedule runs together, in chunks of a micro-batch."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Pipelines(Protocol):
 
     data_group: Group
     has_loss: bool
-    """Whether this rank computes the loss; the other ranks with the same data receive it."""
+    """Whether this rank computes the loss; other ranks with the same data receive it."""
 
     def run_pipeline(
         self, step: Callable[[Any, int], Any], root: Callable[[Any, float], Tensor], batch: Any, last: bool
     ) -> Any:
-        """Forward and backward of one micro-batch in chunks.
+        """Run forward and backward of one micro-batch in chunks.
 
         Args:
-            step: the loss of a chunk and how many of its samples count (0: only up to the call of the model).
-            root: the scalar to start backward from, given a chunk's loss and its fraction of the micro-batch.
-            last: the micro-batch closes its window.
+            step: a function that returns the loss of a chunk, given how many of its samples count (0: run only as far as the call of the model).
+            root: a function that returns the scalar to start backward from, given a chunk's loss and its fraction of the micro-batch.
+            last: whether the micro-batch is the last of its window.
 
         Returns:
             The micro-batch's loss without a graph, the same on all ranks that see it.
@@ -38,7 +38,7 @@ class Pipelines(Protocol):
 
 
 class PipelinedPasses(Passes):
-    """Passes of strategies whose forward and backward run together, in parts of the micro-batch."""
+    """Passes of strategies that run forward and backward together, in chunks of a micro-batch."""
 
     def __init__(self, window: Window, strategy: Pipelines, scaler: Scaler | None) -> None:
         super().__init__(window, strategy.data_group, scaler)
@@ -51,16 +51,15 @@ class PipelinedPasses(Passes):
         """Run forward and backward of a micro-batch as the pipeline schedules them; see :meth:`Passes.forward_backward`."""
         window, strategy, scaler = self._begin(), self._strategy, self._scaler
         if scaler is not None:
-            scaler.seed(
-                window.seed(1.0, torch.ones((), device=self._group.device))
-            )  # ranks without the loss need the scale too
+            # Creates the scale on ranks without the loss, which need it too.
+            scaler.seed(window.seed(1.0, torch.ones((), device=self._group.device)))
 
         def root(loss: Tensor | Loss, fraction: float) -> Tensor:
             if isinstance(loss, Loss) and scaler is not None:
                 raise ValueError(
                     "Loss(sum, count) with a pipeline under fp16: the sum may overflow; use precision='bf16-mixed', or return a mean"
                 )
-            # As with several ranks: the loss is known here, but not the whole divisor.
+            # At least two ranks, because this chunk's count is only a part of the divisor of a `Loss`.
             start, divisor = window.weigh(loss, max(2, self._group.world_size), False)
             if not isinstance(loss, Loss):
                 divisor /= fraction

@@ -1,4 +1,4 @@
-"""Optimizer states of tensor subclasses, such as torchao's 8-bit ones, as the plain tensors inside them."""
+"""Conversion of optimizer states that are tensor subclasses, such as torchao's 8-bit states, to plain tensors and back."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ CLASSES = {
     "OptimState4bit": "torchao.optim.subclass_4bit",
     "OptimStateFp8": "torchao.optim.subclass_fp8",
 }
-"""Classes that can be restored from a checkpoint, and their modules; a name in a file imports nothing else."""
+"""Classes that can be restored from a checkpoint, and their modules; nothing else is imported because a file names it."""
 
 
 def flat(entry: Any) -> Any:
-    """A parameter's state, with each tensor of one of :data:`CLASSES` as a dict of its inner tensors and numbers; other values are unchanged.
+    """A parameter's optimizer state in which each tensor of ``CLASSES`` is a dict of its inner tensors and numbers.
 
     Raises:
-        ValueError: a tensor is sharded.
+        ValueError: a tensor of these classes is sharded.
     """
     if not isinstance(entry, dict):
         return entry
@@ -47,6 +47,7 @@ def _flat(key: str, value: Any) -> Any:
 
 
 SHARDED = "its blocks depend on the world size; use strategy='ddp', or an optimizer whose states are plain tensors"
+"""The end of messages about sharded states of these classes."""
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tensor parallel: which modules are sharded over the ranks of an axis and how (the plan), and the sharding."""
+"""Tensor parallelism: the plan, which says what modules are sharded over the ranks of an axis and how, and its application."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
 }
-"""Styles by the names that Hugging Face models use in their plans."""
+"""Styles by their names in the plans of Hugging Face models."""
 
 
 def plan_for(model: nn.Module, strategy_plan: Plan | None, mesh: DeviceMesh, sequence_parallel: bool) -> Plan | None:
-    """The plan: the strategy's, else the one that the model's ``parallelize(mesh)`` returns, else a Hugging Face model's own.
+    """The strategy's plan, else the one that the model's ``parallelize(mesh)`` returns, else a Hugging Face model's own.
 
     Returns:
-        Styles by names of modules; ``None`` when ``parallelize`` has sharded the model itself.
+        Styles by name of the module; ``None`` if ``parallelize`` has sharded the model itself.
 
     Raises:
         ValueError: there is no plan, or sequence parallel was requested and the plan has no style for it.
@@ -88,12 +88,12 @@ def _tp_plan_of(model: nn.Module) -> Plan | None:
 
 
 def fitting(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module, ParallelStyle]]:
-    """The modules of a plan, in the model's order; the last entry that matches a module's name applies.
+    """The modules that a plan shards, in the model's order, each with its name and style; the last entry that matches a name applies.
 
     Raises:
-        ValueError: an entry that matches no module, or an unknown style.
+        ValueError: an entry matches no module, or has an unknown style.
     """
-    # Fit's wrapper calls the module "module".
+    # In Fit's wrapper the user's module has the name "module".
     named = [(name.removeprefix("module."), m) for name, m in model.named_modules() if m is not model]
     chosen: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
@@ -120,23 +120,23 @@ def _style(pattern: str, style: ParallelStyle | str) -> ParallelStyle:
 
 
 def shard(model: nn.Module, plan: Plan, mesh: DeviceMesh, replacements: ParameterReplacements) -> None:
-    """Shard the modules of ``plan`` over ``mesh`` (one axis), in place; those whose parameters only other ranks have are skipped.
+    """Shard the modules of ``plan`` over ``mesh`` (one axis), in place; skip modules whose parameters only other ranks have.
 
     Raises:
-        ValueError: see :func:`fitting`; or modules that share a parameter are sharded in different ways.
+        ValueError: the plan does not fit (see :func:`fitting`), or modules that share a parameter are sharded in different ways.
     """
     for name, module, style in fitting(model, plan):
         _check_even(name, module, style, mesh.size())
         if not any(map(replacements.is_elsewhere, module.parameters())):
             replacements.materialise(module)
-            before = dict(module.named_parameters(remove_duplicate=False))
+            previous = dict(module.named_parameters(remove_duplicate=False))
             _shard_module(model, name, module, style, mesh)
-            replacements.record(module, before)
+            replacements.record(module, previous)
     _check_tied(model, plan)
 
 
 def shard_copy(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Shard a copy of a model whose tensors have no values, as :func:`shard` does the model."""
+    """Shard a copy of a model whose tensors have no values, in the way in which :func:`shard` shards the model."""
     for name, module, style in fitting(model, plan):
         _check_even(name, module, style, mesh.size())
         _shard_module(model, name, module, style, mesh)
@@ -144,26 +144,26 @@ def shard_copy(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
 
 def _shard_module(model: nn.Module, name: str, module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
-    before = dict(module.named_parameters(remove_duplicate=False))
+    previous = dict(module.named_parameters(remove_duplicate=False))
     try:
         parallelize_module(module, mesh, style, src_data_rank=None)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise ValueError(
             f"tensor parallel: {type(style).__name__} cannot shard {name!r} ({type(module).__name__}): {error}"
         ) from error
-    _let_go(module)
-    after = dict(module.named_parameters(remove_duplicate=False))
-    replaced = {id(old): after[key] for key, old in before.items() if after[key] is not old}
-    for key, old in before.items():
-        after[key].requires_grad_(old.requires_grad)  # torch's styles set requires_grad on every parameter
+    _free_full_tensors(module)
+    sharded = dict(module.named_parameters(remove_duplicate=False))
+    replaced = {id(old): sharded[key] for key, old in previous.items() if sharded[key] is not old}
+    for key, old in previous.items():
+        sharded[key].requires_grad_(old.requires_grad)  # torch's styles set requires_grad on every parameter
     for inner in model.modules():  # tied parameters stay tied
         for key, parameter in inner._parameters.items():
             if parameter is not None and id(parameter) in replaced:
                 inner._parameters[key] = replaced[id(parameter)]
 
 
-def _let_go(module: nn.Module) -> None:
-    """Copy shards that are views of full tensors, to free the full ones."""
+def _free_full_tensors(module: nn.Module) -> None:
+    """Copy shards that are views of full tensors, so that the full tensors are freed."""
     for inner in module.modules():
         for key, parameter in inner._parameters.items():
             if not isinstance(parameter, DTensor):
@@ -182,7 +182,7 @@ def _let_go(module: nn.Module) -> None:
 
 
 def _check_even(name: str, module: nn.Module, style: ParallelStyle, ranks: int) -> None:
-    """A linear layer whose neighbour reads its shard as a plain tensor must be sharded evenly: torch assumes equal shards."""
+    """Check that a linear layer whose shard is exchanged as a plain tensor is sharded evenly, because torch then assumes equal shards."""
     if not isinstance(module, nn.Linear):
         return
     if (
@@ -190,18 +190,19 @@ def _check_even(name: str, module: nn.Module, style: ParallelStyle, ranks: int) 
         and style.use_local_output
         and all(p.is_shard() for p in style.output_layouts)
     ):
-        size, what = module.out_features, "outputs"
+        size, side = module.out_features, "outputs"
     elif isinstance(style, RowwiseParallel) and all(p.is_shard() for p in style.input_layouts):
-        size, what = module.in_features, "inputs"
+        size, side = module.in_features, "inputs"
     else:
         return
     if size % ranks:
         raise ValueError(
-            f"tensor parallel: {name!r} has {size} {what}, not divisible by tp={ranks}: change the layer, tp, or the plan"
+            f"tensor parallel: {name!r} has {size} {side}, not divisible by tp={ranks}: change the layer, tp, or the plan"
         )
 
 
 def _check_tied(model: nn.Module, plan: Plan) -> None:
+    """Check that modules which share a sharded parameter are all in the plan."""
     entries = fitting(model, plan)
     planned = {id(inner) for _, m, _ in entries for inner in m.modules()}
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Gradients that no backward pass reduces: averages over the ranks, and gradients that only repeated micro-batches have reached."""
+"""Gradients that no backward pass reduces: averaging them over ranks, and removing those that come from repeated micro-batches only."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _Form = list[list[int]]
 
 @torch.no_grad()
 def average(ranks: Group, parameters: Sequence[Tensor]) -> None:
-    """Average the gradients of ``parameters``, which all ranks pass alike, in place: one collective for each dtype.
+    """Average these parameters' gradients over the ranks, in place, by one collective for each dtype. All ranks pass the same parameters.
 
-    A parameter may have a gradient on some ranks only; if no rank has one it stays ``None``, as on one process. A rank that lacks one waits
-    for the answer whether another rank has it; a rank that has them all waits for nothing.
+    A parameter may have a gradient on some ranks only; if no rank has one it stays ``None``, as in a single process. A rank without some
+    gradient waits for its device to learn whether another rank has it; a rank with all gradients does not wait.
     """
     for dtype in dict.fromkeys(p.dtype for p in parameters):
         _average_of_dtype(ranks, [p for p in parameters if p.dtype is dtype])
 
 
 def _average_of_dtype(ranks: Group, parameters: Sequence[Tensor]) -> None:
-    """Sum the gradients and, behind them, how many ranks have each: always the same layout, whatever a rank lacks."""
-    lacking = [p for p in parameters if p.grad is None]
+    """Sum one tensor of all gradients and, behind them, of flags whether a rank has each: its layout is the same on every rank."""
+    without_grad = [p for p in parameters if p.grad is None]
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     counts = grads[0].new_ones(len(grads))
     for index in [index for index, p in enumerate(parameters) if p.grad is None]:
@@ -37,22 +37,22 @@ def _average_of_dtype(ranks: Group, parameters: Sequence[Tensor]) -> None:
     flat = torch.cat([*(g.flatten() for g in grads), counts])
     dist.all_reduce(flat)
     *pieces, counts = flat.split([*(g.numel() for g in grads), len(grads)])
-    anywhere = [x != 0 for x in counts.tolist()] if lacking else [True] * len(grads)
-    for parameter, grad, piece, some in zip(parameters, grads, pieces, anywhere, strict=True):
-        if some:
+    on_any_rank = [x != 0 for x in counts.tolist()] if without_grad else [True] * len(grads)
+    for parameter, grad, piece, has_grad in zip(parameters, grads, pieces, on_any_rank, strict=True):
+        if has_grad:
             grad.copy_(piece.view_as(grad).div_(ranks.world_size))
             parameter.grad = grad
 
 
 class GradientAverage:
-    """Averages the gradients of one strategy's optimizers in manual optimization, where no backward pass does.
+    """Averages the gradients of a strategy's optimizers in manual optimization, where no backward pass averages them.
 
-    Which parameters are trained is compared between the ranks at the first step, and when it has changed.
+    Ranks compare which parameters they train at the first step, and again after a change.
     """
 
     def __init__(self) -> None:
         self._agreed: dict[tuple[int, ...], _Form] = {}
-        """The trained parameters that the ranks have agreed on, by the parameters of an optimizer."""
+        """By ids of an optimizer's parameters: the index and shape of each trained one, as the ranks have agreed."""
 
     def forget(self) -> None:
         self._agreed.clear()
@@ -61,14 +61,14 @@ class GradientAverage:
         """Average an optimizer's gradients in place, as :func:`average` does.
 
         Raises:
-            ValueError: the ranks train different parameters (on all of them).
+            ValueError: the ranks train different parameters; raised on all ranks.
         """
         trained = [p for p in parameters if p.requires_grad or p.grad is not None]
         self._agree(ranks, parameters, trained)
         average(ranks, trained)
 
     def _agree(self, ranks: Group, parameters: Sequence[Tensor], trained: Sequence[Tensor]) -> None:
-        """Compare the trained parameters over the ranks: a rank that has changed them waits until all others have."""
+        """Compare the trained parameters between ranks: a rank that has changed them waits until all other ranks have, too."""
         numbers = {id(p): index for index, p in enumerate(parameters)}
         form = [[numbers[id(p)], *p.shape] for p in trained]
         if self._agreed.get(key := tuple(numbers)) == form:
@@ -93,8 +93,8 @@ class GradientAverage:
 class ReachedParameters:
     """Records which parameters the samples of a window have reached on this rank.
 
-    A micro-batch that a rank repeats at weight 0, so that all ranks run the same collectives, reaches nothing: gradients that only such
-    micro-batches have made are ``None``, not zero.
+    A micro-batch that a rank repeats with weight 0, so that all ranks run the same collectives, does not count: gradients that come from
+    such micro-batches only become ``None``, not zero.
     """
 
     def __init__(self) -> None:
@@ -102,41 +102,42 @@ class ReachedParameters:
         self.forget()
 
     def forget(self) -> None:
-        """End the window without a step."""
-        self._remove()
+        """Forget the window, before another one begins."""
+        self._remove_hooks()
         self._without: set[int] | None = None
-        """Parameters (by id) without gradient at the start of the window; ``None``: it has not started."""
+        """Parameters (by id) that had no gradient when the window started; ``None``: no window has started."""
         self._reached: set[int] = set()
+        """Parameters (by id) without gradient at the window's start that a sample has reached."""
         self._over = False
 
     def watch(self, parameters: Iterable[Tensor], repeated: bool) -> None:
-        """Start a forward pass, of a ``repeated`` micro-batch or of samples that count."""
+        """Record what the next backward pass reaches, unless its micro-batch is ``repeated``. Called before a forward pass."""
         if self._over:
             self.forget()
         if self._without is None:
             chosen = [p for p in parameters if p.requires_grad and p.grad is None]
             self._without = {id(p) for p in chosen}
-            self._handles = [p.register_post_accumulate_grad_hook(self._note) for p in chosen]
+            self._handles = [p.register_post_accumulate_grad_hook(self._record) for p in chosen]
         if repeated:
-            self._remove()
+            self._remove_hooks()
 
     @torch.no_grad()
     def clear_unreached(self, ranks: Group, parameters: Sequence[Tensor]) -> None:
         """Remove the gradients of parameters that no sample of any rank has reached. A collective."""
-        self._remove()
+        self._remove_hooks()
         self._over, without = True, self._without
-        # A model that this rank has not called in the window, as in manual optimization, keeps its gradients.
+        # Models that this rank has not called in the window, as in manual optimization, keep their gradients.
         reached_here = [without is None or id(p) in self._reached or id(p) not in without for p in parameters]
-        anywhere = torch.tensor(reached_here, dtype=torch.uint8, device=ranks.device)
-        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
-        for parameter, reached in zip(parameters, anywhere.tolist(), strict=True):
+        on_any_rank = torch.tensor(reached_here, dtype=torch.uint8, device=ranks.device)
+        dist.all_reduce(on_any_rank, op=dist.ReduceOp.MAX)
+        for parameter, reached in zip(parameters, on_any_rank.tolist(), strict=True):
             if not reached:
                 parameter.grad = None
 
-    def _note(self, parameter: Tensor) -> None:
+    def _record(self, parameter: Tensor) -> None:
         self._reached.add(id(parameter))
 
-    def _remove(self) -> None:
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

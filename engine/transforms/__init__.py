@@ -1,7 +1,7 @@
-"""Transforms of a model. Their only valid order:
+"""Transforms of a model. They only work in this order:
 
-fp8 conversion (``float8``) -> tensor parallel (the strategy shards modules) -> activation checkpointing (``recompute``)
+fp8 conversion (``float8``) -> tensor parallelism (the strategy shards modules) -> activation checkpointing (``recompute``)
 -> ``compile`` -> shard or wrap (the strategy) -> optimizer -> load a checkpoint.
 
-``compile.Transforms`` has the two in the middle, which strategies call as one.
+``compile.Transforms`` combines ``recompute`` and ``compile``, which strategies apply as one.
 """

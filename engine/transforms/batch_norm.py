@@ -1,4 +1,4 @@
-"""Batch norm over the samples of all ranks (``sync_batchnorm=True``): a micro-batch on N ranks is normalised as on one process."""
+"""Batch norm over the samples of all ranks (``sync_batchnorm=True``): N ranks normalise a micro-batch as a single process would."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from engine.utils.torch_private import BatchNorm, without_dynamo
 
 
 class Ranks:
-    """The ranks that compute the statistics of a layer together.
+    """The ranks that compute a layer's statistics together.
 
     Args:
         group: the ranks that see different data.
-        counts: whether this rank's current samples count; a repeated micro-batch only keeps the ranks matched.
+        counts: says whether this rank's current samples count; those of a repeated micro-batch, which keeps the collectives matched, do not.
     """
 
     def __init__(self, group: Group, counts: Callable[[], bool]) -> None:
@@ -30,11 +30,11 @@ class Ranks:
         return self  # a copy of the model (such as an average of weights) belongs to the same job
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a pickle belongs to none
+        return type(None), ()  # a pickle belongs to no job
 
 
 class Synchronised(BatchNorm):
-    """A batch norm that computes its statistics in training over all ranks' samples; in evaluation it is a plain batch norm."""
+    """A batch norm that takes its statistics in training from all ranks' samples; in evaluation it is a plain batch norm."""
 
     ranks: Ranks | None
 
@@ -49,6 +49,7 @@ class Synchronised(BatchNorm):
         return output
 
     def _track(self, mean: Tensor, var: Tensor, total: Tensor) -> None:
+        """Update the running statistics."""
         assert self.num_batches_tracked is not None
         assert self.running_mean is not None
         assert self.running_var is not None
@@ -60,7 +61,7 @@ class Synchronised(BatchNorm):
 
 
 class Layers:
-    """The batch norms of one engine that compute over all ranks. When switched off, or with one process, every method does nothing."""
+    """The batch norms of an engine that compute over all ranks. If this is off, or in a single process, all methods do nothing."""
 
     def __init__(self, enabled: bool, group: Group, counts: Callable[[], bool]) -> None:
         self._ranks = Ranks(group, counts) if enabled and group.world_size > 1 else None
@@ -88,10 +89,10 @@ class Layers:
         return model
 
     def refuse_none(self) -> None:
-        """Called when a rank has no loss.
+        """Refuse a micro-batch without a loss. Called when this rank has none.
 
         Raises:
-            ValueError: the other ranks' backward passes would wait for this one.
+            ValueError: there are converted layers, so the other ranks' backward passes would wait for this rank.
         """
         if self._changed and self._ranks is not None:
             raise ValueError(
@@ -100,7 +101,7 @@ class Layers:
             )
 
     def restore(self) -> None:
-        """Restore the plain layers, except layers whose class was changed again (by sharding)."""
+        """Turn the layers back into plain ones, except layers whose class was changed again (by sharding)."""
         for module, cls in self._changed:
             if isinstance(module, Synchronised):
                 module.ranks = None
@@ -110,22 +111,22 @@ class Layers:
         self._changed.clear()
 
 
-_made: dict[type[nn.Module], type[nn.Module]] = {}
+_subclasses: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _synchronised(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of both, so that ``isinstance`` and the check of the input's dims still work."""
-    if cls not in _made:
-        _made[cls] = type(
+    """A subclass of ``Synchronised`` and ``cls``, so that ``isinstance`` and the check of the input's dimensions still work."""
+    if cls not in _subclasses:
+        _subclasses[cls] = type(
             cls.__name__, (Synchronised, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         )
-    return _made[cls]
+    return _subclasses[cls]
 
 
 class _Normalise(torch.autograd.Function):
-    """``[N, C, ...]`` normalised by the mean and variance of all ranks' samples; also returns these (``[C]``) and the number of samples (``[]``).
+    """Normalises ``[N, C, ...]`` by the mean and variance of all ranks' samples; also returns both (``[C]``) and the samples' number (``[]``).
 
-    One collective in each direction, without waiting for a device. Statistics of half formats are computed in fp32.
+    Forward and backward take one collective each, and do not wait for the device. Statistics of half-precision input are computed in fp32.
     """
 
     @staticmethod
@@ -133,7 +134,7 @@ class _Normalise(torch.autograd.Function):
         channels, wide = x.shape[1], _wide(x)
         number = x.numel() // channels if ranks.counts() else 0
         if number:
-            # The mean and the squared distance from it, not the sum of squares, which loses digits.
+            # The mean and the squared distances from it are combined, because sums of squares lose digits.
             var, mean = torch.var_mean(wide, _dims(x), correction=0)
         else:
             var = mean = wide.new_zeros(channels)
@@ -166,7 +167,7 @@ class _Normalise(torch.autograd.Function):
         dist.all_reduce(sums, group=ctx.group.wide)
         sums /= total
         gain = scale if weight is None else scale * weight.to(scale.dtype)
-        if not ctx.number:  # the statistics do not depend on these samples
+        if not ctx.number:  # this rank's samples did not count, so the statistics do not depend on them
             return (wide * gain.view(shape)).to(x.dtype), grad_weight, grad_bias, None, None
         grad_x = wide - sums[:channels].view(shape) - centred * (scale.square() * sums[channels:]).view(shape)
         return (grad_x * gain.view(shape)).to(x.dtype), grad_weight, grad_bias, None, None

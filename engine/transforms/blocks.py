@@ -15,35 +15,35 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # without a forward pass
 
 
 def user_module(model: nn.Module) -> nn.Module:
-    """The user's own module, which Fit may have wrapped."""
+    """The user's module inside ``model``, which may be a wrapper of Fit's, or ``model`` itself."""
     module: nn.Module = getattr(model, "user_module", model)
     return module
 
 
 def blocks_of(model: nn.Module, chosen: Sequence[Choice], min_size: int) -> list[nn.Module]:
-    """The modules to shard one by one, inner ones first; never ``model`` itself.
+    """The modules of ``model`` to shard, recompute or compile one by one, inner ones first; never ``model`` itself.
 
-    By ``chosen`` (classes, names of classes, names of modules with ``*``); else by ``min_size`` (parameters); else by the first
-    module's method ``blocks()``; else :func:`repeated`.
+    They are selected by ``chosen`` (classes, names of classes, names of modules with ``*``); without it by ``min_size`` (parameters), else by
+    the method ``blocks()`` of the first module that has one, else by :func:`repeated`.
 
     Raises:
-        ValueError: a choice that matches no module, or one without a forward pass; ``blocks()`` returned something that is not in the model.
+        ValueError: a choice matches no module, or a module without a forward pass; ``blocks()`` returned something that is not in the model.
     """
     if chosen:
-        matches = [m for choice in chosen for m in _fitting(model, choice)]
+        matches = [m for choice in chosen for m in _chosen(model, choice)]
         ids = {id(m) for m in matches if _size(m) >= min_size}
     elif min_size:
         ids = set()
-        _large(model, min_size, ids)
+        _add_large(model, min_size, ids)
     else:
         named = _named_by_model(model)
         ids = {id(m) for m in (repeated(model) if named is None else named)}
-    # Reversed pre-order: a module comes after everything inside it.
+    # In reversed pre-order a module comes after everything inside it.
     return [m for m in reversed(list(model.modules())) if id(m) in ids and m is not model]
 
 
 def repeated(model: nn.Module) -> list[nn.Module]:
-    """Members of ``nn.ModuleList`` and ``nn.Sequential`` that are at least two of one class and have parameters; the outermost such lists."""
+    """Members with parameters of ``nn.ModuleList`` and ``nn.Sequential``, if at least two are of one class; blocks in blocks are not searched."""
     modules: list[nn.Module] = []
     if isinstance(model, (nn.ModuleList, nn.Sequential)):
         members = [m for m in model if not isinstance(m, _CONTAINERS) and any(True for _ in m.parameters())]
@@ -56,7 +56,7 @@ def repeated(model: nn.Module) -> list[nn.Module]:
 
 
 def shared(model: nn.Module, parts: Iterable[nn.Module]) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
-    """Shared parameters: those of several blocks and the rest of the model, and those of blocks only."""
+    """Two sets of parameters: those that blocks (``parts``) share with the rest of the model, and those that only blocks share."""
     ids = {id(m) for m in parts}
     owners: dict[nn.Parameter, set[int]] = {}
 
@@ -74,10 +74,10 @@ def shared(model: nn.Module, parts: Iterable[nn.Module]) -> tuple[set[nn.Paramet
 
 
 def matching(named: Iterable[tuple[str, Tensor]], patterns: Sequence[str], setting: str) -> list[Tensor]:
-    """The tensors whose name matches one of ``patterns``.
+    """The tensors whose names match one of ``patterns``.
 
     Raises:
-        ValueError: a pattern matches none; the message names ``setting``.
+        ValueError: a pattern matches no tensor; the message begins with ``setting``.
     """
     pairs = [(name.removeprefix("module."), tensor) for name, tensor in named]
     for pattern in patterns:
@@ -89,7 +89,7 @@ def matching(named: Iterable[tuple[str, Tensor]], patterns: Sequence[str], setti
     return [tensor for name, tensor in pairs if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def _fitting(model: nn.Module, choice: Choice) -> list[nn.Module]:
+def _chosen(model: nn.Module, choice: Choice) -> list[nn.Module]:
     # Fit shards a module inside a wrapper, where it is named "module".
     pairs = [(name.removeprefix("module."), m) for name, m in model.named_modules() if m is not model]
     if isinstance(choice, str):
@@ -110,7 +110,7 @@ def _fitting(model: nn.Module, choice: Choice) -> list[nn.Module]:
 
 
 def _named_by_model(model: nn.Module) -> list[nn.Module] | None:
-    # From the class: many models have an attribute of this name, a ModuleList.
+    # Looked up in the class, because many models have a ModuleList as an attribute of this name.
     owner = next((m for m in model.modules() if callable(getattr(type(m), "blocks", None))), None)
     if owner is None:
         return None
@@ -124,10 +124,13 @@ def _named_by_model(model: nn.Module) -> list[nn.Module] | None:
     return blocks
 
 
-def _large(module: nn.Module, min_size: int, ids: set[int]) -> int:
-    """Choose from the inside out; return the size of the rest of ``module`` for its parents."""
+def _add_large(module: nn.Module, min_size: int, ids: set[int]) -> int:
+    """Add the ids of submodules with at least ``min_size`` parameters to ``ids``, children before parents; a chosen one's count only for it.
+
+    Return the number of parameters of ``module`` that no chosen submodule contains, which the caller adds to the parent's.
+    """
     size = sum(p.numel() for p in module.parameters(recurse=False)) + sum(
-        _large(child, min_size, ids) for child in module.children()
+        _add_large(child, min_size, ids) for child in module.children()
     )
     if size < min_size or isinstance(module, _CONTAINERS):
         return size

@@ -1,4 +1,4 @@
-"""``torch.compile`` for a module, in place, and recomputation before it: class, parameter names and checkpoints stay as they are."""
+"""Recomputation and ``torch.compile`` of a module, in place: its class, parameter names and checkpoints stay as they are."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from engine.transforms.recompute import recompute
 
 @dataclass(frozen=True)
 class Transforms:
-    """The transforms that a strategy applies after tensor parallel and before sharding or wrapping the model."""
+    """The transforms that a strategy applies to a model after tensor parallelism and before sharding or wrapping it."""
 
     recompute: Recompute = None
     compile: Compile = False
 
     def check(self, why_not_whole: str | None, strategy: str) -> None:
-        """Raise ``ValueError`` for compiling the whole model under a strategy that does not allow it."""
+        """Raise ``ValueError`` if the whole model is to be compiled and the strategy does not allow it, for the reason ``why_not_whole``."""
         if why_not_whole is not None and is_whole(self.compile):
             raise ValueError(f"compile={self.compile!r} under {strategy}: {why_not_whole}; use compile='blocks'")
 
     def apply(self, model: nn.Module) -> None:
-        """Activation checkpointing first: then a compiled block contains its own recomputation."""
+        """Apply the transforms to ``model``: activation checkpointing first, so that a compiled block contains its own recomputation."""
         recompute(model, self.recompute)
         compile_model(model, self.compile)
 
 
 def compile_model(model: nn.Module, setting: Compile) -> None:
-    """Compile the forward passes of the model and of its direct children, so that steps that call a child instead of ``self(x)`` are faster too;
-    or only the model's repeated blocks. Compilation happens at the first call.
+    """Compile the model's forward pass and those of its direct children, so that steps which call a child instead of ``self(x)`` are fast, too.
+    With ``"blocks"``, compile each of the model's repeated blocks instead. Compilation happens at the first call.
 
     Raises:
-        ValueError: blocks were requested, and the model has none.
+        ValueError: blocks were requested, but the model has none.
     """
     options = dict(setting) if isinstance(setting, dict) else {}
     by_block = options.pop("blocks", setting == "blocks")
@@ -56,5 +56,5 @@ def compile_model(model: nn.Module, setting: Compile) -> None:
 
 
 def is_whole(setting: Compile) -> bool:
-    """Whether to compile the whole model rather than its blocks."""
+    """Whether ``setting`` means to compile the whole model rather than its blocks."""
     return bool(setting) and setting != "blocks" and not (isinstance(setting, dict) and setting.get("blocks"))

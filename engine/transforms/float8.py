@@ -1,4 +1,4 @@
-"""Linear layers whose matrix products run in fp8, by torchao's float8 training, which is imported on use."""
+"""Linear layers whose matrix products run in fp8, by torchao's float8 training. torchao is imported on first use."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from engine.utils.log import logger, warn_once
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 SIDE = 16
-"""Matrix products in fp8 need sizes divisible by this."""
+"""The sides of matrices that are multiplied in fp8 must be divisible by this."""
 
 
 @dataclass(frozen=True, slots=True)
 class FP8:
-    """fp8 in detail, for ``precision=``; ``"fp8-mixed"`` is ``FP8()``.
+    """Settings of training in fp8, for ``precision=``; ``"fp8-mixed"`` is ``FP8()``.
 
-    The products of ``nn.Linear`` layers, forward and backward, take inputs in fp8 with new scales each time; everything else runs as under
+    The matrix products of ``nn.Linear`` layers, forward and backward, take fp8 inputs with new scales each time; everything else runs as under
     ``bf16-mixed``. Parameters, gradients and optimizer state stay fp32, and names and checkpoints are those of the plain model. Layers are
     changed in place when the model is prepared and changed back when the run or the engine releases it (sharded models are not changed back).
 
-    These stay in bf16: layers whose inputs or outputs are not divisible by 16 (logged once); subclasses of ``nn.Linear``; an output layer that
+    Some layers stay in bf16: those whose inputs or outputs are not divisible by 16 (logged once); subclasses of ``nn.Linear``; an output layer that
     shares its weight with an embedding, because the embedding reads the weight in full precision, and the logits suffer most from rounding.
 
-    It is faster only with ``compile``, which fuses the scaling and the casts; run one by one they cost more than fp8 saves.
+    fp8 is faster only with ``compile``, which fuses the scaling and the casts; run one by one they cost more than fp8 saves.
     """
 
     recipe: str = "tensorwise"
-    """``"tensorwise"``: one scale per tensor, the fastest. ``"rowwise"``: one per row, more exact. ``"rowwise_with_gw_hp"``: also with
-    the gradient of the weight in bf16, the most exact."""
+    """``"tensorwise"``: one scale per tensor, the fastest. ``"rowwise"``: one scale per row, more exact. ``"rowwise_with_gw_hp"``: one scale
+    per row, and the weight's gradient in bf16, the most exact."""
     ignore: str | Sequence[str] = ()
-    """Layers that stay in bf16, by name; ``"head"`` or ``"layers.0"`` (all inside it), ``"*.out"``."""
+    """Names of layers that stay in bf16: ``"head"``, ``"layers.0"`` (with all layers inside), ``"*.out"``."""
     all_gather: bool | None = None
-    """Under FSDP, gather weights in fp8: half of bf16's traffic, with scales for all weights from one reduction per step. ``None``: if the
-    recipe allows it, which is ``"tensorwise"``, for layers that tensor parallel has not sharded."""
+    """Under FSDP, gather weights in fp8: half of bf16's traffic, and one reduction per step for the scales of all weights. ``None``: if the
+    recipe is ``"tensorwise"``, which allows it, for layers that tensor parallelism has not sharded."""
     emulate: bool | None = None
-    """Round to fp8 but multiply in the wide format: nearly the same numbers, no speedup. ``None``: on devices without fp8: the CPU,
-    NVIDIA GPUs with a compute capability below 8.9, AMD's before gfx94x, and others that refuse torch's product in fp8."""
+    """Round to fp8 but multiply in the wider dtype: nearly the same numbers, no speedup. ``None``: only on devices without fp8, which are the
+    CPU, NVIDIA GPUs with a compute capability below 8.9, AMD's before gfx94x, and others that refuse torch's product in fp8."""
     backend: str = "torchao"
-    """``"torchao"``, the only one; ``"te"``, Transformer Engine, was removed."""
+    """``"torchao"`` is the only backend; ``"te"``, Transformer Engine, was removed."""
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
@@ -80,7 +80,7 @@ class FP8:
 
 
 class Layers:
-    """The layers that one engine computes in fp8. Without fp8 every method does nothing."""
+    """The layers that one engine computes in fp8. Without fp8 all methods do nothing."""
 
     def __init__(self, fp8: FP8 | None, group: Group) -> None:
         self.fp8, self._group = fp8, group
@@ -91,7 +91,7 @@ class Layers:
 
         Raises:
             ImportError: torchao is not installed.
-            ValueError: no layer can be converted, a name in ``ignore`` matches none, or the device has no fp8 and ``emulate=False``.
+            ValueError: no layer can be converted, a name in ``ignore`` matches no layer, or the device has no fp8 and ``emulate=False``.
         """
         fp8 = self.fp8
         if fp8 is None:
@@ -100,8 +100,8 @@ class Layers:
         emulate, chosen = _emulated(fp8, self._group), _chosen(model, fp8)
         config = dataclasses.replace(torchao.Float8LinearConfig.from_recipe_name(fp8.recipe), emulate=emulate)
         for linear in chosen:
-            converted, before = torchao.convert_to_float8_training(linear, config=config), set(vars(linear))
-            added = [name for name in vars(converted) if name not in before]
+            converted, plain_names = torchao.convert_to_float8_training(linear, config=config), set(vars(linear))
+            added = [name for name in vars(converted) if name not in plain_names]
             vars(linear).update({name: vars(converted)[name] for name in added})
             linear.__class__ = _layer_class()
             self._changed.append((linear, added))
@@ -112,7 +112,7 @@ class Layers:
         return model
 
     def restore(self) -> None:
-        """Restore the plain layers, except in sharded models."""
+        """Turn the layers back into plain ones, except in sharded models."""
         for linear, added in self._changed:
             if type(linear) is _layer_class() and not _sharded(linear.weight):
                 linear.__class__ = nn.Linear
@@ -122,9 +122,9 @@ class Layers:
 
 
 def gather_low(module: nn.Module, ignored: Collection[Tensor]) -> None:
-    """Before ``fully_shard``: wrap the weights of converted layers in ``module``, so that they are cast before they are gathered.
+    """Wrap the weights of converted layers in ``module``, so that FSDP casts them before it gathers them. Called before ``fully_shard``.
 
-    Those in ``ignored``, those that are sharded already and those that tensor parallel has sharded are skipped.
+    Weights in ``ignored`` and weights that are sharded already are skipped.
     """
     torchao, apart = _torchao(), {id(p) for p in ignored}
     parameters = {id(p) for p in module.parameters() if not _sharded(p)} - apart
@@ -133,7 +133,7 @@ def gather_low(module: nn.Module, ignored: Collection[Tensor]) -> None:
     if parameters == {id(layer.weight) for layer in layers} and any(
         layer.weight.device.type == "cpu" for layer in layers
     ):
-        return  # nothing else is gathered with them: they would be sent as fp8 rather than as bytes, which gloo does not support
+        return  # gathered alone they would be sent as fp8, which gloo does not support; together with other weights they are sent as bytes
     for layer in layers:
         weight = layer.weight
         if id(weight) not in wrapped:
@@ -146,14 +146,14 @@ def gather_low(module: nn.Module, ignored: Collection[Tensor]) -> None:
 
 
 class Scales:
-    """The scales of all weights that are gathered in fp8, computed in one reduction in the first forward pass after a change.
+    """Computes the scales of all weights that are gathered in fp8, by one reduction in the first forward pass after they have changed.
 
-    As a hook of the sharded root it runs before the first gathering. Besides optimizers' steps (fused ones do not change version
-    counters) it detects other writes to weights, so that a loaded checkpoint is never used with old scales, which would clip it.
+    As a hook of the sharded root this runs before the first weights are gathered. It detects optimizers' steps by counting them (fused ones do
+    not change version counters), and other writes to weights, so that old scales never clip the values of a loaded checkpoint.
     """
 
     steps = 0
-    """Steps of all optimizers of this process."""
+    """The number of steps that all optimizers of this process have made."""
 
     def __init__(self, root: nn.Module, fp8: FP8) -> None:
         low = _layer_class()
@@ -170,6 +170,7 @@ class Scales:
             root.register_forward_pre_hook(self.renew, prepend=True)
 
     def renew(self, root: nn.Module, args: Any) -> None:
+        """Compute the scales again if weights have changed; a forward pre-hook."""
         seen = (Scales.steps, sum(weight._version for weight in self.weights))
         if seen != self.seen:
             _torchao().precompute_float8_dynamic_scale_for_fsdp(root)
@@ -178,6 +179,8 @@ class Scales:
 
 @cache
 def _count_steps() -> None:
+    """Count the steps of all optimizers from now on, in ``Scales.steps``."""
+
     def count(optimizer: Any, args: Any, kwargs: Any) -> None:
         Scales.steps += 1
 
@@ -196,6 +199,7 @@ def _torchao() -> Any:
 
 
 def _emulated(fp8: FP8, group: Group) -> bool:
+    """Whether to emulate fp8; ``ValueError`` if the device has no fp8 and emulation is forbidden."""
     capable = group.kind.has_fp8
     if fp8.emulate is False and not capable:
         raise ValueError(
@@ -207,7 +211,7 @@ def _emulated(fp8: FP8, group: Group) -> bool:
 
 @cache
 def _layer_class() -> Any:
-    """A subclass with two things that torchao leaves to its user. Created at its first use, which imports its base."""
+    """The class of converted layers, which adds autocast and padding of rows to torchao's. Created at its first use, which imports torchao."""
     base: Any = _torchao().float8_linear.Float8Linear
 
     class Float8Layer(base):
@@ -235,21 +239,21 @@ def _layer_class() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Float8Layer":  # unpickling a module finds its layers' class here
+    if name == "Float8Layer":  # where unpickling looks for the class of a module's layers
         return _layer_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _chosen(model: nn.Module, fp8: FP8) -> list[nn.Linear]:
-    """The layers to convert; reports which ones stay because of their sizes.
+    """The layers to convert; warns about layers that stay in bf16 because of their sizes.
 
     Raises:
-        ValueError: there are none, and none was converted before; or a name to ignore matches no layer.
+        ValueError: no layer can be converted and none was converted before, or a name in ``ignore`` matches no layer.
     """
     low = _layer_class()
-    # Fit's wrapper names the module "module".
+    # In Fit's wrapper the user's module has the name "module".
     named = [(name.removeprefix("module."), m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    read = {
+    used_elsewhere = {
         id(p) for m in model.modules() if not isinstance(m, nn.Linear) for p in m._parameters.values() if p is not None
     }
     for pattern in fp8.ignore:
@@ -258,36 +262,37 @@ def _chosen(model: nn.Module, fp8: FP8) -> list[nn.Linear]:
             raise ValueError(
                 f"FP8(ignore=...) has {pattern!r}, but {_name(model)} has no such linear layer{nearest(pattern, names)}"
             )
-    chosen, odd, done = [], [], 0
+    chosen, indivisible, converted = [], [], 0
     for name, linear in named:
         if isinstance(linear, low):
-            done += 1
+            converted += 1
         elif (
             type(linear) is not nn.Linear
             or "weight" not in linear._parameters
             or any(_matches_layer(name, p) for p in fp8.ignore)
         ):
             continue
-        elif id(linear.weight) in read:
+        elif id(linear.weight) in used_elsewhere:
             logger.info("fp8: %s shares its weight with an embedding and stays in bf16", name)
         elif linear.in_features % SIDE or linear.out_features % SIDE:
-            odd.append(f"{name or 'the layer itself'} ({linear.in_features} to {linear.out_features})")
+            indivisible.append(f"{name or 'the layer itself'} ({linear.in_features} to {linear.out_features})")
         else:
             chosen.append(linear)
-    if not chosen and not done:
+    if not chosen and not converted:
         raise ValueError(
             f"precision='fp8-mixed': no layer of {_name(model)} can compute in fp8. It has {len(named)} linear layer(s); those of class nn.Linear "
-            f"with sizes divisible by {SIDE}, not ignored and not tied to an embedding, can. Other sizes: {_some(odd)}. Use 'bf16-mixed'"
+            f"with sizes divisible by {SIDE}, not ignored and not tied to an embedding, can. Other sizes: {_some(indivisible)}. Use 'bf16-mixed'"
         )
-    if odd:
+    if indivisible:
         warn_once(
-            f"fp8: {len(odd)} linear layer(s) of {_name(model)} stay in bf16, their sizes are not divisible by {SIDE}: {_some(odd)}"
+            f"fp8: {len(indivisible)} linear layer(s) of {_name(model)} stay in bf16, because their sizes are not divisible by {SIDE}: "
+            f"{_some(indivisible)}"
         )
     return chosen
 
 
 def _matches_layer(name: str, pattern: str) -> bool:
-    """Whether a pattern matches the layer or one of its parents."""
+    """Whether a pattern matches the name of a layer or of a module that contains the layer."""
     parts, pattern = name.split("."), pattern.removeprefix("module.")
     return any(fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
 

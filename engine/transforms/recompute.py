@@ -1,6 +1,6 @@
-"""Activation checkpointing: blocks whose intermediate results are recomputed in the backward pass rather than stored.
+"""Activation checkpointing: the activations inside blocks are recomputed in the backward pass instead of stored.
 
-A block's forward pass then runs twice; its buffers and metrics are changed as if it had run once.
+A block's forward pass then runs twice; its buffers and metrics change as if it had run once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.transforms.blocks import blocks_of, user_module
 State = dict[nn.Module, dict[str, Tensor | None]]
 Seen = list[tuple[nn.Module, dict[str, tuple[Tensor, int]]]]
 
-_KEPT = (
+_SAVED = (
     "mm.default",
     "addmm.default",
     "bmm.default",
@@ -32,11 +32,11 @@ _KEPT = (
     "_scaled_dot_product_efficient_attention.default",
     "_scaled_dot_product_cudnn_attention.default",
 )
-"""The operations whose results "selective" keeps: they are the most expensive to recompute."""
+"""Operations whose results ``"selective"`` stores, because they are the most expensive to recompute."""
 
 
 def recompute(model: nn.Module, setting: Recompute) -> None:
-    """Recompute the model's repeated blocks in the backward pass, in place: classes and names stay. ``None`` undoes it.
+    """Let the model's repeated blocks be recomputed in the backward pass, in place: classes and names stay. ``None`` undoes this.
 
     Random numbers are the same as in the first pass, so dropout drops the same units. Buffers (running statistics) and torchmetrics
     objects are updated once. Other side effects of a block's forward pass, such as appending to a list, happen twice.
@@ -50,7 +50,7 @@ def recompute(model: nn.Module, setting: Recompute) -> None:
             del module.forward
     if setting is None:
         return
-    blocks = list(reversed(blocks_of(model, [], 0)))  # in the model's order
+    blocks = list(reversed(blocks_of(model, [], 0)))  # reversed back into the model's order
     if not blocks:
         raise ValueError(
             f"activation_checkpointing={setting!r}: {type(user_module(model)).__name__} has no repeated blocks; define blocks(self) that returns "
@@ -65,40 +65,44 @@ def _recomputed(block: nn.Module, selective: bool, buffers: RecomputedBuffers, *
     forward = partial(type(block).forward, block)
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    if torch.compiler.is_compiling():  # the compiled graph updates buffers once
+    if torch.compiler.is_compiling():  # a compiled graph updates buffers only once by itself
         context: dict[str, Any] = (
             {"context_fn": partial(create_selective_checkpoint_contexts, _saved_operations())} if selective else {}
         )
         return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
-    first = buffers.before(block)
-    outputs = checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, first, selective), **kwargs)
-    buffers.after(first)
+    first_pass = buffers.before(block)
+    outputs = checkpoint(
+        forward, *args, use_reentrant=False, context_fn=partial(_contexts, first_pass, selective), **kwargs
+    )
+    buffers.after(first_pass)
     return outputs
 
 
-def _contexts(first: FirstPass, selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of the two passes."""
+def _contexts(
+    first_pass: FirstPass, selective: bool
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of a block's first pass and of its second."""
     if not selective:
-        return nullcontext(), first
-    once, first.inner = create_selective_checkpoint_contexts(_saved_operations())
-    return _uncached(once), first
+        return nullcontext(), first_pass
+    recording, first_pass.inner = create_selective_checkpoint_contexts(_saved_operations())
+    return _without_autocast_cache(recording), first_pass
 
 
 @contextmanager
-def _uncached(recording: AbstractContextManager[Any]) -> Iterator[None]:
-    """Let autocast cast weights at each use: from its cache, a block that is used twice would have a cast to repeat that was not recorded."""
-    caches = torch.is_autocast_cache_enabled()
+def _without_autocast_cache(recording: AbstractContextManager[Any]) -> Iterator[None]:
+    """Let autocast cast weights at each use: a block that is used twice would take its cast from the cache, so that it was not recorded."""
+    is_caching = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
         with recording:
             yield
     finally:
-        torch.set_autocast_cache_enabled(caches)
+        torch.set_autocast_cache_enabled(is_caching)
 
 
 def _saved_operations() -> list[Any]:
     operations = []
-    for name in _KEPT:
+    for name in _SAVED:
         packet, overload = name.split(".")
         operation = getattr(torch.ops.aten, packet, None)
         if operation is not None:
@@ -107,25 +111,24 @@ def _saved_operations() -> list[Any]:
 
 
 class RecomputedBuffers:
-    """The buffers of one block that its forward pass changes: running statistics, power iterations, codebooks.
+    """Keeps the buffers that a block's forward pass changes as after one pass: running statistics, power iterations, codebooks.
 
-    The second pass starts from the same values as the first one, so that it computes the same, and its changes are discarded.
-    Before a pass, the buffers of modules whose passes change them are copied, and those of modules in their first pass: a constant mask
-    is copied once.
+    The second pass starts from the values that the first one started from, so that it computes the same, and its changes are discarded.
+    Buffers are copied before a pass if the module's passes change them, or if this is its first pass: a constant mask is copied only once.
     """
 
     def __init__(self) -> None:
         self._changes: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
-        """Whether a pass changes a module's buffers, by the module's mode (whether it trains)."""
+        """Whether a pass changes a module's buffers, by module and mode (whether it trains)."""
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_": None}  # a copy of the block detects this itself
+        return {"_": None}  # a copy of the block finds out by itself
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self._changes = WeakKeyDictionary()
 
     def before(self, block: nn.Module) -> FirstPass:
-        """Called before a first pass."""
+        """Record a block's modes and buffers before its first pass."""
         start: State = {}
         seen: Seen = []
         modes = [(module, module.training) for module in block.modules()]
@@ -137,7 +140,7 @@ class RecomputedBuffers:
         return FirstPass(block, modes, start, seen)
 
     def after(self, first: FirstPass) -> None:
-        """Called after a first pass. Comparing values waits for the device, in a module's first pass only."""
+        """Find out which buffers a first pass has changed. In a module's very first pass this compares values, which waits for the device."""
         for module, before in first.seen:
             verdicts, mode = self._changes.setdefault(module, {}), module.training
             now = {name: b for name, b in module._buffers.items() if b is not None}
@@ -152,7 +155,7 @@ class RecomputedBuffers:
 
 
 class FirstPass:
-    """The starting values of a first pass, for its second one. A context for the second one, entered several times if the graph is retained."""
+    """A record of a block's state before its first pass. As a context, it restores that state for the second pass (for each, if it is repeated)."""
 
     def __init__(self, block: nn.Module, modes: list[tuple[nn.Module, bool]], start: State, seen: Seen) -> None:
         self.block, self.modes, self.start, self.seen = block, modes, start, seen
@@ -172,8 +175,8 @@ class FirstPass:
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Set modes and buffers as at the start of the first pass."""
-        now = {module: dict(module._buffers) for module in self.start}
+        """Set modes and buffers inside the block as they were when the first pass started."""
+        current_buffers = {module: dict(module._buffers) for module in self.start}
         modes = [(module, module.training) for module, _ in self.modes]
         for module, mode in self.modes:
             module.training = mode
@@ -182,9 +185,9 @@ class FirstPass:
         try:
             yield
         finally:
-            for module, before in now.items():
+            for module, buffers_now in current_buffers.items():
                 module._buffers.clear()
-                module._buffers.update(before)
+                module._buffers.update(buffers_now)
             for module, mode in modes:
                 module.training = mode
 
@@ -197,6 +200,6 @@ def _version(buffer: Tensor) -> int:
     return 0 if buffer.is_inference() else buffer._version
 
 
-def _differ(before: dict[str, Tensor | None], now: dict[str, Tensor]) -> bool:
-    # Some operations change buffers without counting it: batch_norm writes its running statistics so.
-    return any(b is not None and not torch.equal(b, now[name]) for name, b in before.items())
+def _differ(before: dict[str, Tensor | None], after: dict[str, Tensor]) -> bool:
+    # Some operations change a buffer but not its version, as batch_norm does with its running statistics.
+    return any(b is not None and not torch.equal(b, after[name]) for name, b in before.items())

@@ -1,8 +1,8 @@
 """The device that a process computes on: which one, and what it can do.
 
-The one place that answers questions about a device. It speaks to ``torch.accelerator`` and to the device's module (``torch.cuda``,
-``torch.mps``, ...) only, so that a device that a package adds to torch is like any other. Capabilities are tried on the device,
-never guessed from its name: each is tried once a process, with tensors of a few bytes, and waits for the device.
+All questions about devices are answered here. This module uses only ``torch.accelerator`` and the device's module (``torch.cuda``,
+``torch.mps``, ...), so that a device that a package adds to torch is like any other. Capabilities are tried on the device,
+never guessed from its name: each is tried once in a process, with tensors of a few bytes, and waits for the device.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _hidden = False
 
 
 def show_only_cpu() -> None:
-    """Make this process see only the CPU from now on, for a rank of ``launch.debug``."""
+    """Hide the accelerator from this process from now on, for a rank of ``launch.debug``."""
     global _hidden
     _hidden = True
 
 
 def present() -> str | None:
-    """The type of the machine's accelerator, as ``torch.accelerator`` finds it; ``None`` if there is only the CPU."""
+    """The type of the accelerator that ``torch.accelerator`` finds on this machine; ``None`` if there is only the CPU."""
     accelerator = None if _hidden else torch.accelerator.current_accelerator(check_available=True)
     return None if accelerator is None else accelerator.type
 
 
 def device_type(accelerator: str) -> str:
-    """``"cpu"``, ``"cuda"``, ``"mps"``, ...: the device that ``accelerator=`` names.
+    """The type of device that ``accelerator=`` names: ``"cpu"``, ``"cuda"``, ``"mps"``, ...
 
-    ``"auto"`` is the accelerator that ``torch.accelerator`` finds, else the CPU; ``"gpu"`` is that accelerator, whatever its kind.
+    ``"auto"`` is the accelerator that ``torch.accelerator`` finds, or else the CPU; ``"gpu"`` is that accelerator, of whatever kind.
 
     Raises:
         ValueError: unknown name.
-        RuntimeError: the accelerator is not there.
+        RuntimeError: the machine does not have this accelerator.
     """
     if accelerator not in KNOWN and not is_added(accelerator):
         raise ValueError(
@@ -85,18 +85,19 @@ def module(device: torch.device | str) -> Any:
 
 
 def devices(kind: str) -> int:
-    """How many devices of a kind this process sees; does not initialise them where the driver can be asked without."""
+    """The number of devices of a kind that this process sees; initialises them only if the driver cannot be asked otherwise."""
     return 1 if kind == "cpu" else int(module(kind).device_count())
 
 
-_POISONED = 255
+_IN_USE = 255
+"""The exit status of a fork that cannot use the devices, because its parent process has started the driver."""
 
 
 def devices_of_forks() -> int | None:
-    """How many devices a fork of this process could use; ``None`` if it could use none, because this process has asked the driver already.
+    """The number of devices that a fork of this process could use; ``None``: it could not use any, because this process has started the driver.
 
-    The question is asked in a fork: CUDA's driver starts when it is asked (``torch.cuda.is_available()``, or a count without NVML), and
-    forks of a process in which it has started cannot use it.
+    The devices are counted in a fork: counting starts CUDA's driver (``torch.cuda.is_available()``, or a count without NVML), and
+    forks of a process in which the driver has started cannot use it.
     """
     built = torch.accelerator.current_accelerator()
     if built is None:
@@ -106,20 +107,20 @@ def devices_of_forks() -> int | None:
         answer = 0
         with suppress(Exception):
             owner = module(built)
-            poisoned = torch_private.is_after_fork(owner)
-            answer = _POISONED if poisoned else min(owner.device_count(), _POISONED - 1)
+            is_in_use = torch_private.is_after_fork(owner)
+            answer = _IN_USE if is_in_use else min(owner.device_count(), _IN_USE - 1)
         os._exit(answer)
     answer = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if answer < 0:  # some systems end a fork that asks for the device
+    if answer < 0:  # some systems kill a fork that asks for the device
         return devices(built.type)
-    return None if answer == _POISONED else answer
+    return None if answer == _IN_USE else answer
 
 
 def count(kind: str, requested: int | str) -> int:
-    """How many processes a machine runs for ``devices=wanted`` (a number, or ``"auto"``: every device, one process on a CPU).
+    """The number of processes that a machine runs for ``devices=requested``; ``"auto"``: one for every device, or one on a CPU.
 
     Raises:
-        ValueError: more devices than there are.
+        ValueError: more devices are requested than the machine has.
     """
     if kind == "cpu":
         return 1 if requested in ("auto", -1) else int(requested)
@@ -134,12 +135,12 @@ def count(kind: str, requested: int | str) -> int:
 
 
 def device(kind: str, index: int, *, binds_devices: bool = False) -> torch.device:
-    """The device of a local rank; it becomes torch's current one.
+    """The device of a local rank, which is made torch's current device.
 
     Args:
-        kind: of :func:`device_type`.
+        kind: the type of device, as :func:`device_type` returns it.
         index: the local rank, or the requested device.
-        binds_devices: the launcher may hide the other processes' devices: then a single visible device is this process's, whatever its index.
+        binds_devices: whether the launcher may hide other processes' devices; then a single visible device is this process's, whatever its index.
 
     Raises:
         ValueError: the local rank has no device.
@@ -149,13 +150,13 @@ def device(kind: str, index: int, *, binds_devices: bool = False) -> torch.devic
     index = visible_index(index, devices(kind), binds_devices, kind)
     torch.accelerator.set_device_index(index)
     result = torch.device(kind, index)
-    # What steps ask for later is tried now: each trial waits for the device.
+    # Steps use these capabilities later; they are tried now, because a trial waits for the device.
     wide(result), defers(result), has_streams(result)
     return result
 
 
 def visible_index(index: int, visible: int, binds_devices: bool, kind: str = "cuda") -> int:
-    """The index of a process's device among the process's ``visible`` ones; ``binds_devices`` and errors as for :func:`device`."""
+    """The index of a process's device among the ``visible`` ones; for ``binds_devices`` and errors see :func:`device`."""
     if binds_devices and visible == 1:
         return 0
     if index >= visible:
@@ -166,16 +167,16 @@ def visible_index(index: int, visible: int, binds_devices: bool, kind: str = "cu
 
 
 def model_name(device: torch.device) -> str:
-    """The vendor's name of the device, ``"NVIDIA H100 80GB HBM3"``; the device's type where it tells no name."""
-    tells = getattr(getattr(torch, device.type, None), "get_device_name", None)
-    if tells is not None:
-        return str(tells(device))
-    tells = getattr(getattr(torch.backends, device.type, None), "get_name", None)  # MPS
-    return str(tells()) if tells is not None else device.type
+    """The vendor's name of the device, such as ``"NVIDIA H100 80GB HBM3"``; the device's type if torch does not know a name."""
+    get_name = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    if get_name is not None:
+        return str(get_name(device))
+    get_name = getattr(getattr(torch.backends, device.type, None), "get_name", None)  # MPS
+    return str(get_name()) if get_name is not None else device.type
 
 
 def name(device: torch.device) -> str:
-    """The device in messages: ``"cuda:0 (NVIDIA H100 80GB HBM3)"``, or ``"cpu"`` where it tells no name."""
+    """The device as messages name it: ``"cuda:0 (NVIDIA H100 80GB HBM3)"``, or ``"cpu"`` if torch does not know a name."""
     model = model_name(device)
     return str(device) if model == device.type else f"{device} ({model})"
 
@@ -186,19 +187,19 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Return cached memory to the device; nothing on a CPU."""
+    """Return the allocator's cached memory to the device; does nothing on a CPU."""
     if device.type != "cpu":
-        # Not every device has torch's common allocator, which torch.accelerator.empty_cache() needs: MPS has its own.
+        # torch.accelerator.empty_cache() needs torch's common allocator, which not every device has: MPS has its own.
         getattr(module(device), "empty_cache", torch.accelerator.empty_cache)()
 
 
 def in_use() -> str | None:
-    """The type of the accelerator that this process has initialised; ``None`` before that. Does not initialise it."""
+    """The type of the accelerator that this process has initialised, or ``None``. Does not initialise one."""
     built = torch.accelerator.current_accelerator()
     if built is None:
         return None
     owner = module(built)
-    # MPS has no such question: there a device that is available is used.
+    # MPS has no `is_initialized`; an available device counts as used there.
     used = owner.is_initialized() if hasattr(owner, "is_initialized") else owner.is_available()
     return built.type if used else None
 
@@ -209,17 +210,17 @@ def in_use() -> str | None:
 def _returns_true(attempt: Callable[[], Any]) -> bool:
     """Whether a trial on a device returns a true value without an error."""
     with suppress(RuntimeError, TypeError, ValueError, AssertionError, AttributeError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # autocast only warns when it leaves a dtype out
+        warnings.simplefilter("ignore")  # autocast only warns about dtypes that it does not support
         try:
             return bool(attempt())
-        except torch.OutOfMemoryError as error:  # says nothing about the device: it must not be remembered
+        except torch.OutOfMemoryError as error:  # not an answer about the device, so it must not be cached
             raise MemoryError(f"no memory is left to try what the device can do: {error}") from error
     return False
 
 
 @functools.cache
 def has_streams(device: torch.device) -> bool:
-    """Whether work can be queued on a second stream, beside the one that computes."""
+    """Whether the device can queue work on a second stream, beside the one that computes."""
 
     def attempt() -> bool:
         with torch.Stream(device):
@@ -230,7 +231,7 @@ def has_streams(device: torch.device) -> bool:
 
 @functools.cache
 def has_events(device: torch.device) -> bool:
-    """Whether the host can wait for a point of the device's work."""
+    """Whether the host can wait for a point in the device's queue of work (an event)."""
 
     def attempt() -> bool:
         event = torch.Event(device)
@@ -263,21 +264,21 @@ def supports_float64(device: torch.device) -> bool:
     return computes_in(device, torch.float64)
 
 
-@functools.cache  # not a function of Python's at its second call: steps ask
+@functools.cache  # a cached answer costs steps no call of a Python function
 def wide(device: torch.device) -> torch.dtype:
-    """The widest real dtype there: float64, or float32 where that is missing."""
-    # A CPU is not asked: an operation more would be counted by whoever counts a step's.
+    """The widest real dtype of the device: float64, or float32 on devices without."""
+    # A CPU is not tried: modes that count a step's operations would count the trial, too.
     return torch.float64 if device.type in ("cpu", "meta") or supports_float64(device) else torch.float32
 
 
 def supports_bf16(device: torch.device) -> bool:
-    """Whether the device has bf16, if only by emulation."""
+    """Whether the device computes in bf16, even if by emulation."""
     return computes_in(device, torch.bfloat16)
 
 
 @functools.cache
 def autocasts_to(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether ``torch.autocast`` computes in this dtype there. Where it does not, torch only warns and computes in fp32."""
+    """Whether ``torch.autocast`` computes in this dtype on the device. If not, torch only warns and computes in fp32."""
 
     def attempt() -> bool:
         matrix = torch.ones(2, 2, device=device)
@@ -290,7 +291,7 @@ def autocasts_to(device: torch.device, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def scales_losses(device: torch.device) -> bool:
-    """Whether the kernels of ``torch.amp.GradScaler`` are there, which fp16 needs."""
+    """Whether the device has the kernels of ``torch.amp.GradScaler``, which fp16 needs."""
 
     def attempt() -> bool:
         gradients = [torch.full((2,), 8.0, device=device), torch.full((2,), torch.inf, device=device)]
@@ -304,15 +305,15 @@ def scales_losses(device: torch.device) -> bool:
 
 
 def defers(device: torch.device) -> bool:
-    """Whether a number can be copied to the host without a wait, to be read later."""
+    """Whether the device can copy a number to the host without making the host wait, to be read later."""
     return has_events(device) and pins(device)
 
 
 @functools.cache
 def fused_skips(device: torch.device, optimizer: type[torch.optim.Optimizer]) -> bool:
-    """Whether this optimizer of torch has a fused kernel there that reads ``found_inf`` and ``grad_scale`` on the device.
+    """Whether this optimizer of torch has a fused kernel for the device that reads ``found_inf`` and ``grad_scale``.
 
-    Such a kernel leaves a step out, and divides the gradients, without a wait of the host. Some kernels ignore both without a word.
+    Such a kernel skips a step, and divides gradients, without making the host wait. Some kernels silently ignore both.
     """
 
     def weights(*steps: tuple[float, float, float | None]) -> list[float]:
@@ -323,11 +324,11 @@ def fused_skips(device: torch.device, optimizer: type[torch.optim.Optimizer]) ->
             if scale is not None:
                 stepper.found_inf, stepper.grad_scale = (torch.full((), x, device=device) for x in (found_inf, scale))
             stepper.step()
-        after: list[float] = weight.tolist()
-        return after
+        stepped: list[float] = weight.tolist()
+        return stepped
 
     def attempt() -> bool:
-        # Scales that differ: Adam's weights do not depend on one that stays.
+        # The scales differ, because Adam's weights do not depend on a constant scale.
         plain, scaled = weights((1.0, 0.0, None), (3.0, 0.0, None)), weights((2.0, 0.0, 2.0), (12.0, 0.0, 4.0))
         return weights((1.0, 1.0, 1.0)) == [1.0, 1.0] and abs(plain[0] - scaled[0]) < 1e-5 and plain != [1.0, 1.0]
 
@@ -336,9 +337,9 @@ def fused_skips(device: torch.device, optimizer: type[torch.optim.Optimizer]) ->
 
 @functools.cache
 def has_fp8(device: torch.device) -> bool:
-    """Whether the device multiplies matrices in fp8 itself: NVIDIA from compute capability 8.9 on, AMD's gfx94x, gfx95x and gfx12, ...
+    """Whether the device has hardware for matrix products in fp8: NVIDIA from compute capability 8.9 on, AMD's gfx94x, gfx95x and gfx12, ...
 
-    Torch's own product refuses every other device. A CPU computes it, but in wider numbers.
+    torch's fp8 product refuses every other device, except the CPU, which computes it in a wider dtype.
     """
 
     def attempt(dtype: torch.dtype) -> bool:
@@ -346,13 +347,13 @@ def has_fp8(device: torch.device) -> bool:
         product = torch_private.fp8_product(matrix, matrix.t(), scale)
         return bool((product == 16).all())
 
-    # gfx94x has the second format only.
+    # gfx94x has only the second of these dtypes.
     formats = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
     return device.type != "cpu" and any(_returns_true(functools.partial(attempt, fp8)) for fp8 in formats)
 
 
 def capabilities(device: torch.device) -> dict[str, bool]:
-    """Capabilities of a device that ``fit env`` shows: name -> whether the device has it."""
+    """The capabilities that ``fit env`` shows: name -> whether the device has it."""
     return {
         "float64": supports_float64(device),
         "bf16": supports_bf16(device),
@@ -366,10 +367,10 @@ def capabilities(device: torch.device) -> dict[str, bool]:
 
 
 def collectives_backend(device: torch.device) -> str:
-    """The back end of a process group for the device's tensors: ``"nccl"``, ``"xccl"``, ``"gloo"``, ...
+    """The back end of process groups for the device's tensors: ``"nccl"``, ``"xccl"``, ``"gloo"``, ...
 
     Raises:
-        RuntimeError: torch has none for it.
+        RuntimeError: torch has no back end for the device.
     """
     try:
         return str(dist.get_default_backend_for_device(device))

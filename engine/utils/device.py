@@ -16,16 +16,16 @@ _COUNTERS = {
     "reserved": ("memory_reserved", "driver_allocated_memory"),
     "max_allocated": ("max_memory_allocated",),
 }
-"""A number of bytes -> the functions of device modules that tell it; the second names are MPS's."""
+"""Kind of memory -> the functions of device modules that return its bytes; the second names are MPS's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The name and the capabilities of a device, asked of the device itself::
+    """The name and the capabilities of a device, which are tried on the device itself::
 
         Device(run.device).float64    # False on an Apple GPU
 
-    A capability is tried once a process, with tensors of a few bytes, and waits for the device: ask before the training starts.
+    A capability is tried once in a process, with tensors of a few bytes, which waits for the device: ask before the training starts.
     """
 
     device: torch.device
@@ -37,11 +37,11 @@ class Device:
 
     @property
     def name(self) -> str:
-        """The vendor's name, ``"NVIDIA H100 80GB HBM3"``; the device's type where it tells no name."""
+        """The vendor's name, such as ``"NVIDIA H100 80GB HBM3"``; the device's type if torch does not know a name."""
         return accelerator.model_name(self.device)
 
     def described(self) -> str:
-        """The accelerator's name, memory and, where it has one, compute capability or architecture."""
+        """The accelerator's name, memory and, if it has one, compute capability or architecture, as one line of text."""
         parts = [self.name]
         with suppress(AttributeError, RuntimeError, NotImplementedError):
             properties = accelerator.module(self.device).get_device_properties(self.device)
@@ -58,7 +58,7 @@ class Device:
 
     @property
     def wide(self) -> torch.dtype:
-        """The widest real dtype there: float64, or float32 where that is missing."""
+        """The widest real dtype of the device: float64, or float32 on devices without."""
         return accelerator.wide(self.device)
 
     @property
@@ -68,38 +68,38 @@ class Device:
 
     @property
     def capabilities(self) -> Mapping[str, bool]:
-        """Capabilities that ``fit env`` shows: name -> whether the device has it."""
+        """The capabilities that ``fit env`` shows: name -> whether the device has it."""
         return accelerator.capabilities(self.device)
 
     def memory(self) -> dict[str, int]:
-        """This process's memory on it (bytes), without waiting for it: ``allocated`` to tensors, ``reserved`` by the allocator, and
-        ``max_allocated`` since the start; those that the device tells, none on a CPU."""
+        """This process's memory on the device in bytes: ``allocated`` to tensors, ``reserved`` by the allocator, and ``max_allocated`` since
+        the start, as far as the device reports them; empty on a CPU. Does not wait for the device."""
         if not self.is_accelerator:
             return {}
         owner, sizes = accelerator.module(self.device), {}
-        for what, functions in _COUNTERS.items():
+        for kind, functions in _COUNTERS.items():
             function = next((getattr(owner, name) for name in functions if hasattr(owner, name)), None)
             with suppress(RuntimeError):
                 if function is not None:
-                    sizes[what] = int(_called(function, self.device))
+                    sizes[kind] = int(_call(function, self.device))
         return sizes
 
     def utilization(self) -> float | None:
-        """The share of the last second or so in which a kernel ran (percent); ``None`` where the device does not tell it."""
+        """Percentage of about the last second in which a kernel ran; ``None`` if the device does not report it."""
         try:
             return float(accelerator.module(self.device).utilization(self.device))
-        except (AttributeError, ImportError, RuntimeError):  # ImportError: of the package that asks the driver
+        except (AttributeError, ImportError, RuntimeError):  # ImportError: the package that asks the driver is missing
             return None
 
     @property
     def allocations(self) -> Any:
-        """The device module's recorder of allocations (``torch.cuda.memory``); ``None`` where there is none."""
+        """The device module's recorder of allocations (``torch.cuda.memory``); ``None`` if it has none."""
         recorder = getattr(getattr(torch, self.device.type, None), "memory", None)
         return recorder if hasattr(recorder, "_record_memory_history") and hasattr(recorder, "_dump_snapshot") else None
 
 
-def _called(function: Any, device: torch.device) -> Any:
-    """The function's answer; those of modules with one device take none."""
+def _call(function: Any, device: torch.device) -> Any:
+    """Call ``function(device)``, or ``function()`` in modules of a single device, whose functions have no argument."""
     try:
         return function(device)
     except TypeError:

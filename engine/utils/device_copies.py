@@ -1,4 +1,4 @@
-"""Copies beside the training: a second stream of the device, a thread that is on the device, and pinned memory that goes back."""
+"""Helpers for copying while training runs: a second stream, the device of a thread, and the return of pinned memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Result = TypeVar("Result")
 
 @functools.cache
 def side_stream(device: torch.device, use: str) -> torch.Stream:
-    """A stream beside the one that computes; one for each use in a process.
+    """A stream beside the one that computes; a process has one for each ``use``.
 
-    Torch never destroys a stream, and keeps freed memory for the stream that it was allocated on: new streams would reserve more each time.
+    Torch never destroys a stream, and reuses freed memory only on the stream that allocated it, so each new stream would reserve more memory.
     """
     return torch.Stream(device)
 
 
 def call_on_device(device: torch.device, work: Callable[[], Result]) -> Result:
-    """Call ``work`` with ``device`` as the current one, in a new thread: a thread starts on device 0, and would open a context there."""
+    """Return ``work()``, called with ``device`` as the current one. For use in a new thread, which would otherwise open a context on device 0."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
     return work()
@@ -31,6 +31,6 @@ def call_on_device(device: torch.device, work: Callable[[], Result]) -> Result:
 
 def empty_host_cache(device: torch.device) -> None:
     """Return freed pinned memory to the system, where torch keeps it."""
-    # Devices without torch's allocator of pinned memory crash in this call; the module of one that has it tells its statistics.
+    # Devices without torch's allocator of pinned memory crash in this call; modules of devices that have it report its statistics.
     if hasattr(accelerator.module(device), "host_memory_stats") and hasattr(torch.accelerator, "empty_host_cache"):
         torch.accelerator.empty_host_cache()

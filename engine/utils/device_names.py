@@ -1,4 +1,4 @@
-"""Devices without loading torch: their names, which the launcher and the shell's completion read, and a fault of machines."""
+"""Facts about devices that need no import of torch: names, for the launcher and shell completion, and a fault of some machines' bf16."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 KNOWN = ("auto", "cpu", "gpu", "cuda", "mps", "xpu", "npu", "hpu", "mtia")
-"""Names that ``accelerator=`` accepts, besides the names of devices that a package adds to torch (``privateuse1``).
+"""Names that ``accelerator=`` accepts, besides the name of a device that a package adds to torch (``privateuse1``).
 
-``gpu`` is any accelerator that ``torch.accelerator`` finds: an NPU and an HPU too. Only ``cpu`` is none.
+``gpu`` is any accelerator that ``torch.accelerator`` finds, even an NPU or an HPU.
 """
 _HINTS = {
     "rocm": "torch calls ROCm's GPUs 'cuda'",
@@ -42,7 +42,7 @@ _BF16_PRODUCT = "import torch; a = torch.ones(256, 256, dtype=torch.bfloat16); a
 
 
 def hint(name: str) -> str:
-    """A hint for a name that no device has here: what to write instead; may be empty."""
+    """A hint what to write instead of an unknown device name; may be empty."""
     kind, _, index = name.partition(":")
     if index.isdecimal() and kind in KNOWN:
         return f"; the index is a setting of its own: accelerator={kind!r}, devices=[{index}]"
@@ -50,22 +50,22 @@ def hint(name: str) -> str:
 
 
 def is_added(name: str) -> bool:
-    """Whether a package has added a device of this name to torch (``privateuse1``). Loads torch, and with it the packages that load themselves."""
+    """Whether a package has added a device of this name to torch (``privateuse1``). Imports torch and the packages that it loads."""
     import torch
 
     return name == torch.device("privateuseone").type  # the name that the package gave it
 
 
 def hidden_by(kind: str) -> str:
-    """`` (CUDA_VISIBLE_DEVICES='5')``: the variables that are set and hide devices of this kind from the process; may be empty."""
+    """The variables that are set and hide devices of this kind, as `` (CUDA_VISIBLE_DEVICES='5')``; may be empty."""
     variables = [f"{name}={os.environ[name]!r}" for name in _HIDING.get(kind, ()) if name in os.environ]
     return f" ({', '.join(variables)})" if variables else ""
 
 
 def bf16_ends_the_process() -> bool:
-    """Whether a matrix product in bf16 on the CPU ends the process that computes it. A child process tries, where the processor offers AMX."""
+    """Whether a matrix product in bf16 on the CPU kills the process that computes it. If the processor has AMX, a child process tries."""
     if not _CPUINFO.exists() or " amx_" not in _CPUINFO.read_text():
         return False
-    # -P: not a torch.py in the current directory
+    # -P: do not import a torch.py in the current directory
     ended = subprocess.run([sys.executable, "-P", "-c", _BF16_PRODUCT], capture_output=True, check=False)
     return ended.returncode == -signal.SIGILL

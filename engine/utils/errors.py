@@ -13,38 +13,35 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 def nearest(name: object, choices: Iterable[str]) -> str:
-    """A hint for an unknown name: ``"; did you mean 'ddp'?"``, or an empty string when nothing is close."""
+    """A hint for an unknown name, such as ``"; did you mean 'ddp'?"``; empty if no choice is close."""
     originals = {choice.lower(): choice for choice in choices if choice != name}
     wanted_text = str(name).lower()
-    begun = [
-        choice for choice in originals if len(wanted_text) > 2 and choice.startswith(wanted_text)
-    ]  # a prefix of a long name differs by many letters
-    cutoff = 0.0 if begun else 0.55 if len(wanted_text) > 3 else 0.5  # for two letters one may differ
-    matches = begun if len(begun) == 1 else difflib.get_close_matches(wanted_text, begun or originals, cutoff=cutoff)
-    if (
-        len(wanted_text) < 4
-    ):  # a letter left out counts less than a wrong one here, but the first letter is rarely wrong
+    # A prefix of a long name lacks many letters, so difflib does not take it for close.
+    longer = [choice for choice in originals if len(wanted_text) > 2 and choice.startswith(wanted_text)]
+    cutoff = 0.0 if longer else 0.55 if len(wanted_text) > 3 else 0.5  # of two letters one may differ
+    matches = longer if len(longer) == 1 else difflib.get_close_matches(wanted_text, longer or originals, cutoff=cutoff)
+    if len(wanted_text) < 4:  # difflib prefers a missing letter to a wrong one, but the first letter is rarely wrong
         matches = sorted(matches, key=lambda choice: choice[:1] != wanted_text[:1])
     return f"; did you mean {originals[matches[0]]!r}?" if matches else ""
 
 
 class RankError(RuntimeError):
-    """Another rank of this job failed. The message names it and has its traceback."""
+    """Another rank of this job failed. The message names that rank and has its traceback."""
 
 
 class HangError(RuntimeError):
-    """No batch finished within ``Fit(timeout=)``. The message names the ranks that lag, and where they are."""
+    """No batch finished within ``Fit(timeout=)``. The message names the ranks that lag behind, and the lines where they are."""
 
     waiting = False
-    """Whether this rank only waited for ranks that lag."""
+    """Whether this rank only waited for the ranks that lag behind."""
 
 
 class MismatchError(RuntimeError):
-    """The ranks entered one collective with different operations, shapes or dtypes (found by ``debug=True``)."""
+    """The ranks entered a collective with different operations, shapes or dtypes (detected under ``debug=True``)."""
 
 
 class FolderInUse(RuntimeError):
-    """Another run is writing into the folder that this one would continue in. The message names it."""
+    """Another run is writing into the folder in which this run would continue. The message names that run."""
 
 
 class CheckError(RuntimeError):
@@ -52,4 +49,4 @@ class CheckError(RuntimeError):
 
 
 class DoesNotFit(ValueError):
-    """The weights of a checkpoint do not fit the module. The message names what differs, and how the saved module was created."""
+    """A checkpoint's weights do not fit the module. The message says what differs, and how the saved module was created."""

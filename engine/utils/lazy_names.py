@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used. The package's stub is their only list."""
+"""Packages whose names are imported when they are first used. The package's stub is the only list of its names."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def lazy_names(
 
         __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
 
-    Type checkers and editors read the same stub. A line of it is ``from .early_stopping import EarlyStopping as EarlyStopping`` for a name, and
+    Type checkers and editors read the same stub. Its lines are ``from .early_stopping import EarlyStopping as EarlyStopping`` for a name, and
     ``from . import launch as launch`` for a module. Imports are relative, because ``callbacks`` may be loaded as ``engine.callbacks``.
 
     Args:
         package: the package's ``__name__``.
         file: the package's ``__file__``.
-        hidden: names that are not in ``__all__``.
+        hidden: names to leave out of ``__all__``.
     """
     text = Path(file).with_suffix(".pyi").read_text(encoding="utf-8")
     sources = {name: (module, source) for module, source, name in _IMPORT.findall(text)}
@@ -39,7 +39,7 @@ def lazy_names(
             value: Any = importlib.import_module(f".{source}", package)
         else:
             value = getattr(importlib.import_module(module, package), source)
-        setattr(sys.modules[package], name, value)  # found without this function from now on
+        setattr(sys.modules[package], name, value)  # from now on Python finds the name without this function
         return value
 
     def __dir__() -> list[str]:

@@ -14,20 +14,20 @@ from types import CodeType, TracebackType
 from engine.utils.text import terminal_text
 
 logger = logging.getLogger("engine")
-"""All of the library's messages go through this logger: configure it like any other ``logging`` logger."""
+"""The logger of all of the library's messages; configure it like any other ``logging`` logger."""
 
 
 TERMINAL = "FIT_TERMINAL"
-"""The environment variable by which ``fit launch`` says that it shows its ranks' lines on a terminal: they themselves write into pipes."""
+"""The environment variable by which ``fit launch`` tells its ranks, which write into pipes, that it shows their lines on a terminal."""
 
 
 def has_terminal() -> bool:
-    """Whether standard error ends at a terminal, of this process or of the ``fit launch`` that reads it."""
+    """Whether standard error is shown on a terminal, by this process or by the ``fit launch`` that reads its output."""
     return bool(os.environ.get(TERMINAL)) or (sys.stderr is not None and sys.stderr.isatty())
 
 
 class TerminalSafe(logging.Filter):
-    """Escapes what a terminal would obey in a record's message and traceback: they quote names of users and of files."""
+    """Escapes control characters in a record's message and traceback, which quote text of users and of files."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:
@@ -38,7 +38,7 @@ class TerminalSafe(logging.Filter):
             record.msg, record.args = safe, None
         if record.exc_info and record.exc_text is None:
             text = "".join(traceback.format_exception(*record.exc_info)).removesuffix("\n")
-            if (safe := terminal_text(text)) != text:  # else a formatter of the user's own may write it
+            if (safe := terminal_text(text)) != text:  # safe tracebacks are left to the user's formatter
                 record.exc_text = safe
         return True
 
@@ -49,7 +49,7 @@ _OURS = (*(os.path.join(Path(__file__).parents[2], name, "") for name in ("engin
 
 
 def warn_once(message: str, *, about: CodeType | None = None) -> None:
-    """Issue a ``UserWarning`` with this text, once per process, at the innermost line that is not this library's, or at the function ``about``."""
+    """Issue a ``UserWarning`` once per process. Its place is the innermost line outside this library, or the function ``about``."""
     if message in _said:
         return
     _said.add(message)
@@ -63,9 +63,9 @@ def warn_once(message: str, *, about: CodeType | None = None) -> None:
 
 
 class StartLog:
-    """Shows the library's log on an attached terminal while a run starts, from the block's start to :meth:`close` or its end.
+    """Shows the library's log on the terminal while a run starts: inside the block, until :meth:`close`.
 
-    Only on the main process, and only if the program has not configured logging: where it has, the same lines go there, and nowhere else.
+    This happens only in the main process, and only if the program has not configured logging; if it has, that decides where the lines go.
 
     Args:
         is_main: whether this is the main process.
@@ -73,18 +73,19 @@ class StartLog:
 
     def __init__(self, is_main: bool) -> None:
         self._handler: logging.Handler | None = None
-        self._wanted = is_main
+        self._is_main = is_main
 
     def __enter__(self) -> StartLog:
-        if self._wanted and has_terminal() and logger.level == logging.NOTSET and not logger.hasHandlers():
+        if self._is_main and has_terminal() and logger.level == logging.NOTSET and not logger.hasHandlers():
             self._handler = logging.StreamHandler()
-            self._handler.addFilter(lambda record: not logging.getLogger().handlers)  # configured meanwhile
+            # Silent once the program configures logging.
+            self._handler.addFilter(lambda record: not logging.getLogger().handlers)
             logger.addHandler(self._handler)
             logger.setLevel(logging.INFO)
         return self
 
     def close(self) -> None:
-        """The run has started, or failed."""
+        """Stop showing the log, because the run has started or failed."""
         if self._handler is not None:
             logger.removeHandler(self._handler)
             logger.setLevel(logging.NOTSET)

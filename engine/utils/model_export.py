@@ -1,4 +1,4 @@
-"""Models in other formats: ONNX and TorchScript, by torch's exporters."""
+"""Export of models to ONNX and TorchScript by torch's exporters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.utils.tree import move
 
 
 def to_onnx(module: Any, file: str | Path | IO[bytes] | None, sample: Any, options: dict[str, Any]) -> Any:
-    """``torch.onnx.export(module, sample, file, **options)`` without gradients, on the module's device, in eval mode unless ``training`` is given.
+    """Call ``torch.onnx.export(module, sample, file, **options)`` on the module's device, in eval mode unless ``options`` has ``training``.
 
     Raises:
         ModuleNotFoundError: a package that the exporter needs is missing.
@@ -33,10 +33,10 @@ def to_onnx(module: Any, file: str | Path | IO[bytes] | None, sample: Any, optio
 def to_torchscript(
     module: Any, file: str | Path | None, method: str | None, sample: Any, options: dict[str, Any]
 ) -> Any:
-    """The module in eval mode as a ``torch.jit.ScriptModule``, written to ``file`` if there is one.
+    """Convert the module, in eval mode, to a ``torch.jit.ScriptModule``; write that to ``file`` if one is given.
 
     Raises:
-        ValueError: an unknown ``method``, or a trace without a sample.
+        ValueError: ``method`` is unknown, or is ``"trace"`` without a sample.
     """
     if method not in ("script", "trace"):
         raise ValueError(f"to_torchscript(method={method!r}) is unknown; possible: 'script', 'trace'")
@@ -62,7 +62,7 @@ def _sample(module: Any, sample: Any, call: str, argument: str) -> Any:
 
 @contextmanager
 def _exported(module: nn.Module, training: bool) -> Iterator[None]:
-    """Without gradients, in this mode; each submodule's own is restored afterwards."""
+    """Compute without gradients inside the block, in eval mode unless ``training``; restore each submodule's mode afterwards."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     if not training:
         module.eval()

@@ -12,7 +12,7 @@ def overridden(owner: Any, name: str, base: type) -> bool:
 
 
 def overridden_methods(owner: Any, names: Iterable[str], base: type) -> frozenset[str]:
-    """The ``names`` for which ``owner`` has a method that is not ``base``'s, from its class or set on the object."""
+    """The subset of ``names`` for which ``owner`` has a method that is not ``base``'s, from its class or set on the object."""
     methods = [(name, getattr(owner, name, None)) for name in names]
     return frozenset(
         [name for name, m in methods if callable(m) and getattr(m, "__func__", m) is not getattr(base, name, None)]

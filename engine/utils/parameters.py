@@ -1,4 +1,4 @@
-"""Parameters: of optimizers, frozen, sharded."""
+"""Questions about parameters: which ones an optimizer has, which are frozen, which are sharded."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch.optim import Optimizer
 
 
 def parameters_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """The optimizers' parameters, each once."""
+    """The parameters of the optimizers, without duplicates."""
     if len(optimizers) == 1 and len(optimizers[0].param_groups) == 1:
-        first: list[Tensor] = optimizers[0].param_groups[0]["params"]
-        return first
+        parameters: list[Tensor] = optimizers[0].param_groups[0]["params"]
+        return parameters
     return list({id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}.values())
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Whether a rank has only a part of this parameter: a ``DTensor``, or one to which a strategy has given the attribute ``sharded_by``."""
+    """Whether a rank has only a part of this parameter: it is a ``DTensor``, or has the attribute ``sharded_by`` from a strategy."""
     return hasattr(parameter, "placements") or hasattr(parameter, "sharded_by")
 
 
 def frozen_except(module: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Freeze the module's parameters that ``optimizer`` does not have, and return the parameters that were not frozen before."""
+    """Freeze the module's parameters that the optimizer does not have, and return those that were not frozen before."""
     trained = {id(p) for p in parameters_of([optimizer])}
     frozen: list[Tensor] = [p for p in module.parameters() if id(p) not in trained and p.requires_grad]
     for parameter in frozen:
@@ -32,6 +32,6 @@ def frozen_except(module: nn.Module, optimizer: Any) -> list[Tensor]:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The module inside ``torch.compile``'s wrapper; another module itself."""
+    """The module inside ``torch.compile``'s wrapper, or ``model`` itself if it is no such wrapper."""
     inner = model._modules.get("_orig_mod")
     return model if inner is None else inner

@@ -1,4 +1,4 @@
-"""Random numbers of python, numpy, torch and its accelerator: seeding, and saving and restoring of their states."""
+"""Random generators of python, numpy, torch and its accelerator: seeding them, and saving and restoring their states."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ import torch
 
 from engine.utils import accelerator
 
-_MOST = 2**32 - 1  # numpy's limit
+_MAX_SEED = 2**32 - 1  # numpy's limit
 
 
 def seed_everything(seed: int, workers: bool = True) -> int:
-    """Seed python's ``random``, numpy (when it is installed), torch on the CPU and on every device of the accelerator.
+    """Seed python's ``random``, numpy (if it is installed), and torch on the CPU and on every device of the accelerator.
 
     Args:
         seed: from 0 to 2**32 - 1.
-        workers: of no effect, for callers who know it from Lightning: a ``DataLoader`` seeds python, numpy and torch of each worker by itself,
-            from torch's random numbers.
+        workers: has no effect, and is accepted because Lightning's function has it: a ``DataLoader`` seeds python, numpy and torch in each
+            worker by itself, from torch's random numbers.
 
     Returns:
         The seed.
 
     Raises:
         TypeError: ``seed`` is not an int.
-        ValueError: it is not in [0, 2**32 - 1].
+        ValueError: ``seed`` is not in [0, 2**32 - 1].
     """
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise TypeError(f"seed={seed!r} is of type {type(seed).__name__}: give an int from 0 to {_MOST}")
+        raise TypeError(f"seed={seed!r} is of type {type(seed).__name__}: give an int from 0 to {_MAX_SEED}")
     seed = operator.index(seed)
-    if not 0 <= seed <= _MOST:
-        raise ValueError(f"seed={seed} is not possible: give an int from 0 to {_MOST}")
+    if not 0 <= seed <= _MAX_SEED:
+        raise ValueError(f"seed={seed} is not possible: give an int from 0 to {_MAX_SEED}")
     random.seed(seed)
     try:
         import numpy
@@ -49,10 +49,10 @@ def seed_everything(seed: int, workers: bool = True) -> int:
 
 
 def capture() -> dict[str, Any]:
-    """The state of every generator that this process uses, as JSON values and tensors; see :func:`restore`.
+    """The states of all random generators that this process uses, as JSON values and tensors; see :func:`restore`.
 
-    Numpy's is included if numpy was imported, the accelerator's (of the current device) if it is in use: neither is loaded
-    for this. This does not wait for a device: generators keep their states on the host.
+    Numpy's state is included if numpy was imported, the accelerator's (that of the current device) if it is in use; neither is loaded
+    for this. This does not wait for a device, because generators keep their states on the host.
     """
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -79,11 +79,11 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Restore a state from :func:`capture`. A generator that ``state`` lacks is not changed, nor is the device's on a device of another
-    type, whose generator counts differently.
+    """Restore a state from :func:`capture`. Generators that ``state`` does not contain are not changed, nor is the device's on a device of
+    another type, whose generator works in another way.
 
     Raises:
-        ValueError: ``state`` is not of :func:`capture`'s form.
+        ValueError: ``state`` does not have the form of :func:`capture`'s result.
     """
     try:
         python = state["python"]
@@ -107,7 +107,7 @@ def restore(state: dict[str, Any]) -> None:
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Restore all random numbers after the block, as if it had used none. The generators' own states are kept: :func:`capture` converts them."""
+    """Restore all random generators after the block, as if it had used none. Their states are kept unconverted, unlike in :func:`capture`."""
     numpy, kind = sys.modules.get("numpy"), accelerator.in_use()
     python, torch_state = random.getstate(), torch.get_rng_state()
     numpy_state = numpy.random.get_state() if numpy else None

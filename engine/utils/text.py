@@ -1,4 +1,4 @@
-"""Text for people."""
+"""Text that is shown to people: escapes for terminals, and passwords in URLs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ _PASSWORD = re.compile(r"(:/{1,2}[^/\s:@]*:)[^/\s]+@")
 
 
 def has_password(url: str) -> bool:
-    """Whether a URL names a password."""
+    """Whether a URL contains a password."""
     return _PASSWORD.search(url) is not None
 
 
 def terminal_text(text: object, *, one_line: bool = False) -> str:
-    """Text that a terminal shows and does not obey: unprintable characters (escape sequences, C1, bidi controls, surrogates) become Python escapes.
+    """Text that is safe to show: unprintable characters, which terminals obey (escapes, C1, bidi controls, surrogates), become Python escapes.
 
     Passwords in URLs become ``***``.
 
     Args:
-        text: any object; its ``str`` is shown.
-        one_line: line ends too, for a name in a table or a bar.
+        text: any object, which is converted by ``str``.
+        one_line: escape line ends, too, for a name in a table or a progress bar.
     """
     line_end = "" if one_line else "\n"
     text = str(text)

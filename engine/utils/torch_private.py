@@ -1,6 +1,6 @@
-"""Private names of torch that the library needs, each in one function, resolved by version: ``tests/utils/test_torch_private.py`` calls all of them.
+"""Private names of torch that the library needs. Each has one function that knows all versions; ``tests/utils/test_torch_private.py`` calls all.
 
-Planning has more in ``planning/torch_private.py``. A name that torch renames or publishes is replaced here and nowhere else.
+Planning has others in ``planning/torch_private.py``. If torch renames a name or makes it public, only this file changes.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchNorm", "multiply", "norms", "register_dataclass", "unscale", "update_scale", "without_dynamo"]
 
-try:  # torch's own functions: a step calls them without one of ours between
+try:  # these are torch's own functions, so that a step calls them without a function of ours in between
     multiply = torch._foreach_mul_
     """``(tensors, factor)``: multiply tensors of one device and dtype in place, in one pass. No public name takes a list."""
     norms = torch._foreach_norm
-    """``(tensors)``: the norm of each, in one pass."""
+    """``(tensors)``: the norm of each tensor, in one pass."""
     register_dataclass = _pytree.register_dataclass
-    """``(cls)``: torch finds the tensors in objects of this dataclass. ``torch.export.register_dataclass`` imports the exporter."""
+    """``(cls)``: let torch find the tensors in objects of this dataclass. ``torch.export.register_dataclass`` would import the exporter."""
     unscale = torch._amp_foreach_non_finite_check_and_unscale_
-    """``(gradients, found, inverse)``: multiply gradients by ``inverse`` in place; ``found`` becomes 1 if one of them is not finite."""
+    """``(gradients, found, inverse)``: multiply gradients by ``inverse`` in place; set ``found`` to 1 if one of them is not finite."""
     update_scale = torch._amp_update_scale_
-    """``(scale, tracker, found, growth, backoff, interval)``: as ``GradScaler.update``, on the device."""
+    """``(scale, tracker, found, growth, backoff, interval)``: do what ``GradScaler.update`` does, on the device."""
     without_dynamo = torch._disable_dynamo
-    """A decorator: ``torch.compile`` leaves this function out. ``torch.compiler.disable`` imports ``torch._dynamo`` at once, which takes 1.9 s."""
+    """Decorator that excludes a function from ``torch.compile``. ``torch.compiler.disable`` would import ``torch._dynamo`` at once (1.9 s)."""
 except AttributeError as error:
     raise ImportError(
         f"engine needs parts of torch that torch {torch.__version__} does not have ({error}): use torch 2.11 to 2.15"
@@ -47,14 +47,14 @@ except AttributeError as error:
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """All process groups that this process is in; other libraries' too."""
+    """All process groups that this process is in, including those of other libraries."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of later collectives. ``ProcessGroup.set_timeout`` raises at the first back end that has none, as some third-party ones."""
+    """Set the timeout of later collectives. ``ProcessGroup.set_timeout`` would raise at a back end without one, as some third-party ones are."""
     for device in group._device_types:
-        # In debug mode torch wraps each back end.
+        # In debug mode torch wraps each back end in another.
         backend = group._get_backend(device)
         backend = getattr(backend, "wrapped_pg", backend)
         if hasattr(backend, "_set_default_timeout"):
@@ -62,29 +62,29 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def collectives_started(group: dist.ProcessGroup) -> int:
-    """How many collectives this rank has started in the group.
+    """The number of collectives that this rank has started in the group.
 
     Raises:
-        RuntimeError: its back end does not count.
+        RuntimeError: the group's back end does not count them.
     """
     return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
 def can_split(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's connections of this device can be split."""
+    """Whether the group's back end for this device can split its connections among smaller groups."""
     return bool(group._get_backend(device).supports_splitting)
 
 
 def member(new_group: object) -> dist.ProcessGroup | None:
-    """The ``new_group``; ``None`` for a rank outside of it, to which torch gives ``NON_GROUP_MEMBER`` (``dist.split_group`` too, from 2.14 on)."""
+    """``new_group``, or ``None`` on ranks outside it, where torch returns ``NON_GROUP_MEMBER`` (from ``dist.split_group``, too, since 2.14)."""
     return new_group if isinstance(new_group, dist.ProcessGroup) else None
 
 
 def nccl_record() -> bytes | str | None:
-    """The flight recorder's last collectives (JSON); ``None`` where torch is built without one.
+    """The last collectives in NCCL's flight recorder (JSON); ``None`` if torch is built without one.
 
     Raises:
-        RuntimeError: it cannot be read now.
+        RuntimeError: the recorder cannot be read now.
     """
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
     record: bytes | str | None = None if dump is None else dump()
@@ -95,21 +95,21 @@ def nccl_record() -> bytes | str | None:
 
 
 def check_reduced(wrapper: DistributedDataParallel) -> None:
-    """Do nothing if the latest backward pass has reduced all gradients.
+    """Check that the latest backward pass has reduced all gradients.
 
     Raises:
-        RuntimeError: it has not; torch's text has the numbers of their parameters.
+        RuntimeError: it has not; torch's text has the indices of the parameters.
     """
     wrapper._check_reducer_finalized()
 
 
 def static_graph_is_known(wrapper: DistributedDataParallel) -> bool:
-    """Whether a backward pass has recorded the graph of a wrapper that was made with ``static_graph=True``."""
+    """Whether a wrapper with ``static_graph=True`` has recorded its graph in a backward pass."""
     return bool(wrapper._static_graph_delay_allreduce_enqueued)
 
 
 def unreduced_gradients(models: Iterable[nn.Module]) -> dict[int, Tensor]:
-    """By the ``id`` of a parameter that FSDP2 shards, its whole gradient of micro-batches that are not reduced yet. Nothing public has it."""
+    """By ``id`` of a parameter that FSDP2 shards: its full gradient from micro-batches that are not reduced yet, which nothing public has."""
     return {
         id(record.sharded_param): gradients[0]
         for group in _fsdp_groups(models)
@@ -119,12 +119,12 @@ def unreduced_gradients(models: Iterable[nn.Module]) -> dict[int, Tensor]:
 
 
 def whole_gradients(models: Iterable[nn.Module]) -> list[Tensor]:
-    """All whole gradients that FSDP2 has now."""
+    """All full gradients that FSDP2 keeps at the moment."""
     return [g for group in _fsdp_groups(models) for record in group.fsdp_params for g in _unreduced(record)]
 
 
 def drop_unreduced_gradients(models: Iterable[nn.Module]) -> None:
-    """Discard what FSDP2 has of micro-batches that are not reduced yet, or reduced in a part of the ranks."""
+    """Discard gradients that FSDP2 keeps from micro-batches that are not reduced yet, or are reduced over a part of the ranks."""
     for group in _fsdp_groups(models):
         group._partial_reduce_output = None
         for record in group.fsdp_params:
@@ -135,8 +135,8 @@ def drop_unreduced_gradients(models: Iterable[nn.Module]) -> None:
 
 
 def never_gathered(model: nn.Module) -> list[FSDPModule]:
-    """The modules that FSDP2 shards, and that have had no forward pass yet."""
-    # A parameter's record has the whole parameter from then on.
+    """The modules that FSDP2 shards, and that have not run a forward pass yet."""
+    # From the first forward pass on, a parameter's record has the full parameter.
     return [
         group.modules[0]
         for group in _fsdp_groups([model])
@@ -145,7 +145,7 @@ def never_gathered(model: nn.Module) -> list[FSDPModule]:
 
 
 def _fsdp_groups(models: Iterable[nn.Module]) -> Iterator[Any]:
-    """torch 2.11 has one group or none for each module, later ones a list."""
+    """FSDP2's groups of parameters: torch 2.11 has at most one for each module, later versions a list."""
     for model in models:
         for module in model.modules():
             if hasattr(type(module), "_get_fsdp_state"):
@@ -155,15 +155,15 @@ def _fsdp_groups(models: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def _unreduced(record: Any) -> list[Tensor]:
-    """First the one in the reduction's dtype, gone in torch 2.15; then the parameter's own, which exists from the first forward pass on."""
+    """A parameter's unreduced gradients: in the reduction's dtype (until torch 2.14), and the full parameter's own (after a forward pass)."""
     whole = getattr(record, "_unsharded_param", None)
     gradients = [vars(record).get("unsharded_accumulated_grad"), None if whole is None else whole.grad]
     return [gradient for gradient in gradients if gradient is not None]
 
 
 def is_strided_shard(placement: Any) -> bool:
-    """Whether a dimension is sharded by an inner axis of the mesh first, as ``fully_shard`` does after tensor parallel."""
-    # By name: in some versions it is a subclass of Shard, and importing DTensor takes longer than the rest of this package.
+    """Whether a dimension is sharded along an inner axis of the mesh first, as ``fully_shard`` does after tensor parallelism."""
+    # By the class's name, because importing DTensor takes longer than this whole package; in some versions it is a subclass of Shard.
     return any(base.__name__ == "_StridedShard" for base in type(placement).__mro__)
 
 
@@ -171,17 +171,17 @@ def is_strided_shard(placement: Any) -> bool:
 
 
 def takes_amp_scaling(optimizer: Optimizer) -> bool:
-    """Whether the optimizer says that its step reads ``found_inf`` and ``grad_scale``."""
+    """Whether the optimizer claims that its step reads ``found_inf`` and ``grad_scale``."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def forget_amp_scaling(optimizer: Optimizer) -> None:
-    """The optimizer is no longer fused: its step does not divide gradients."""
+    """Record that the optimizer is no longer fused, so that its step does not divide gradients."""
     vars(optimizer).pop("_step_supports_amp_scaling", None)
 
 
 def is_after_fork(backend: Any) -> bool:
-    """Whether this process is a fork of one that has used the device; ``backend`` is ``torch.cuda``, ``torch.xpu``, ..."""
+    """Whether this process is a fork of one that has used the device whose module (``torch.cuda``, ``torch.xpu``, ...) is ``backend``."""
     return bool(getattr(backend, "_is_in_bad_fork", bool)())
 
 
@@ -191,25 +191,25 @@ def fp8_product(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
     return product
 
 
-# -- what only pipelines need: these imports take longer than the rest ------------------------------------------------------------------
+# -- what only pipelines need; its imports take longer than all others here -------------------------------------------------------------
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which tensors have shapes and no values, also beside tensors that have some."""
+    """A mode in which new tensors have shapes but no values, and can be used together with real ones."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """Inside the block no mode sees operations."""
+    """Hide operations inside the block from all active modes."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
 
 
 def is_in_flight(tensor: Tensor) -> bool:
-    """Whether a tensor is the result of a functional collective that nobody has waited for."""
+    """Whether a tensor is the result of a functional collective that may still run."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return isinstance(tensor, AsyncCollectiveTensor)

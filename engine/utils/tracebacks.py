@@ -1,4 +1,4 @@
-"""Which frames of a traceback are the user's, and which are ours and torch's on the way to them."""
+"""Trims tracebacks to the user's frames, without this library's and torch's on the way to them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _NEUTRAL = (
     importlib.__file__,
     f"{os.sep}jsonargparse{os.sep}",
 )
-"""Frames of libraries between our code and the user's."""
+"""Parts of file names: frames of libraries between our code and the user's."""
 _TORCH = tuple(f"{place}torch{os.sep}" for place in _INSTALLED)
 _NN, _FAKE = (f"{os.sep}torch{os.sep}{part}{os.sep}" for part in ("nn", "_subclasses"))
 
 
 def is_ours_alone(error: BaseException) -> bool:
-    """Whether no frame of its traceback is the user's, or another library's that the user called."""
+    """Whether all frames of an error's traceback are this library's: none is the user's, or a library's that the user called."""
     return all(_is_ours(frame) or _is_neutral(frame) for frame in _frames(error.__traceback__))
 
 
 def trim(error: BaseException) -> None:
-    """Remove our frames from the tracebacks of an exception and of its causes, if any others remain. ``python -X dev`` keeps them."""
+    """Remove this library's frames from the tracebacks of an exception and its causes, unless no others remain. ``python -X dev`` keeps them."""
     if sys.flags.dev_mode:
         return
     seen: set[int] = set()
@@ -46,13 +46,13 @@ def trim(error: BaseException) -> None:
         frames = [frame for frame in _frames(current.__traceback__) if not _is_neutral(frame)]
         remaining = _without_what_we_called(frames) or [frame for frame in frames if not _is_ours(frame)]
         remaining = _until_shapes(remaining) or remaining
-        if remaining or isinstance(current, SyntaxError):  # which shows its own position
-            current.__traceback__ = _joined(remaining)
+        if remaining or isinstance(current, SyntaxError):  # a SyntaxError shows its own position, and needs no frames
+            current.__traceback__ = _linked(remaining)
         pending += [current.__cause__, current.__context__]
 
 
 def _without_what_we_called(frames: list[TracebackType]) -> list[TracebackType]:
-    """Without ours, and torch's from each of our calls to the next line of the user's code."""
+    """The frames without ours, and without those of installed packages between one of ours and the user's next one."""
     remaining: list[TracebackType] = []
     from_ours = True
     for frame in frames:
@@ -70,7 +70,8 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
         trace = trace.tb_next
 
 
-def _joined(frames: list[TracebackType]) -> TracebackType | None:
+def _linked(frames: list[TracebackType]) -> TracebackType | None:
+    """A traceback of these frames."""
     below: TracebackType | None = None
     for frame in reversed(frames):
         below = TracebackType(below, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
@@ -92,10 +93,10 @@ def _is_neutral(trace: TracebackType) -> bool:
 
 
 def _until_shapes(frames: list[TracebackType]) -> list[TracebackType]:
-    """``frames`` without the ones in which torch computes the shape of a result that has no values: they only say how a plan works."""
+    """The frames without those in which torch infers shapes of tensors without values: they only show how a plan works."""
     end = next((index for index, frame in enumerate(frames) if _FAKE in _file(frame)), len(frames))
     while 0 < end < len(frames) and _file(frames[end - 1]).startswith(_TORCH) and _NN not in _file(frames[end - 1]):
-        end -= 1  # the dispatcher's, before them
+        end -= 1  # the dispatcher's frames before them
     return frames[:end]
 
 

@@ -1,4 +1,4 @@
-"""Nested batches: map over their tensors, move them, count their samples."""
+"""Functions of nested batches: map over their tensors, move them, count their samples."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ReplaceObject = Callable[[Any], Any]
 _PLAIN = frozenset((int, float, str, bool, bytes, type(None)))
 _UNCHANGED: dict[torch.dtype, torch.dtype] = {}
 _WAITS = ("cpu", "mps")
-"""Devices to which a copy waits: the host may read memory before the copy has arrived, and MPS reads memory that the host has freed
-(https://github.com/pytorch/pytorch/issues/189690)."""
+"""Devices to which copies must block: on the CPU the host could read data before it has arrived, and MPS reads memory that the host has
+freed (https://github.com/pytorch/pytorch/issues/189690)."""
 
 
 @cache
 def formats(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
-    """Conversions of tensor dtypes to ``dtype`` for floating point numbers; other dtypes (integers, fp8) stay.
+    """By dtype of a tensor, the dtype that it gets when floating point numbers are converted to ``dtype``; others (integers, fp8) stay.
 
     Complex numbers stay complex, with parts as wide as ``dtype`` but at least fp32, because few operations support narrower ones.
     """
@@ -40,11 +40,11 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any, replace_object: ReplaceO
     Other objects stay as they are.
 
     Args:
-        replace_object: called with each object that is not a tensor, a plain dict, list or tuple, or a plain value. What it returns
-            takes the object's place; ``NotImplemented``: look inside.
+        replace_object: a function to call with each object that is not a tensor, a plain dict, list or tuple, or a plain value. Its result
+            takes the object's place; ``NotImplemented`` means to look inside the object.
 
     Raises:
-        TypeError: a container cannot be made again from its changed items.
+        TypeError: a container cannot be created again from its changed items.
     """
     if isinstance(tree, Tensor):
         return fn(tree)
@@ -64,7 +64,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any, replace_object: ReplaceO
 
 
 def _mapped(visit: Callable[[Any], Any], tree: Any, kind: Any) -> Any:
-    """An unusual container with the results of ``visit`` in it; the same object if nothing changes."""
+    """A container of any other kind with its items replaced by the results of ``visit``; the same object if no item changes."""
     parts = _parts(tree, kind)
     items = {key: visit(item) for key, item in parts.items()}
     if all(items[key] is item for key, item in parts.items()):
@@ -91,7 +91,7 @@ def _mapped(visit: Callable[[Any], Any], tree: Any, kind: Any) -> Any:
 
 
 def _parts(tree: Any, kind: type) -> dict[Any, Any]:
-    """A container's items by key, index or name of their field; nothing for other objects."""
+    """A container's items by key, index or field name; empty for objects that are not containers."""
     if isinstance(tree, Mapping):
         return dict(tree.items())
     if isinstance(tree, (Sequence, deque)):
@@ -113,11 +113,11 @@ def leaves(tree: Any) -> list[Tensor]:
 
 
 def move(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """``tree`` with its tensors on ``device``; floating point and complex ones in the format of :func:`formats` when ``dtype`` is given.
+    """``tree`` with its tensors on ``device``; with ``dtype``, floating point and complex ones are converted as :func:`formats` says.
 
-    The host does not wait for copies to a device (``non_blocking``). Objects with their own ``to(device)``, also inside containers
-    (``PackedSequence``, a Hugging Face ``BatchEncoding``, a PyG ``Data``), are moved by it, ``non_blocking`` where it takes that. Of those that
-    move in place and can be copied (``__copy__``), a copy is moved: a list of batches would fill the device otherwise.
+    The host does not wait for copies to a device (``non_blocking``). Objects with a method ``to(device)``, also inside containers
+    (``PackedSequence``, a Hugging Face ``BatchEncoding``, a PyG ``Data``), are moved by that method, with ``non_blocking`` if it accepts that.
+    An object that can be copied (``__copy__``) is copied first, because some move in place, and a list of batches would fill the device.
     """
 
     dtypes = _UNCHANGED if dtype is None else formats(dtype)
@@ -131,8 +131,8 @@ def move(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> A
             return NotImplemented
         kind: Any = type(item)
         item_to_move = copy.copy(item) if hasattr(item, "__copy__") else item
-        how = {"non_blocking": True} if not waits and _takes_non_blocking(kind) else {}
-        moved = item_to_move.to(device, **how)
+        options = {"non_blocking": True} if not waits and _takes_non_blocking(kind) else {}
+        moved = item_to_move.to(device, **options)
         return cast(item_to_move if moved is None else moved, dtype)  # some classes move in place and return nothing
 
     return map_tensors(to, tree, move_object)
@@ -151,7 +151,7 @@ def on_host(tree: Any) -> Any:
 
 
 def cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """``tree`` with its tensors in the format of :func:`formats`, on their devices; ``None``: unchanged. Objects that are no containers stay."""
+    """``tree`` with its tensors converted to ``dtype`` as :func:`formats` says; ``None``: unchanged. Objects other than containers stay."""
     if dtype is None:
         return tree
     dtypes = formats(dtype)
@@ -164,7 +164,7 @@ def _moves_itself(item: Any) -> bool:
 
 @cache
 def _takes_non_blocking(kind: Any) -> bool:
-    """Whether the method ``to`` of a class takes ``non_blocking``."""
+    """Whether the method ``to`` of a class accepts ``non_blocking``."""
     try:
         parameters = inspect.signature(kind.to).parameters
     except (AttributeError, TypeError, ValueError):  # forwarded by __getattr__, or written in C
@@ -183,14 +183,14 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def batch_size(tree: Any) -> int | None:
-    """The number of samples: the first dimension of the first tensor in ``tree``, the sequences of a ``PackedSequence``, or the number that an
-    object has as ``batch_size`` (PyG's ``Batch``, a ``TensorDict``); ``None`` when there is none."""
+    """The number of samples in ``tree``: the first dimension of its first tensor, the number of sequences in a ``PackedSequence``, or an
+    object's ``batch_size`` (PyG's ``Batch``, a ``TensorDict``); ``None`` if nothing says it."""
     if type(tree) in (tuple, list) and tree and type(tree[0]) is Tensor and tree[0].ndim:
         return tree[0].shape[0]  # the usual case first: this may be called in every step
     if isinstance(tree, Tensor):
         return tree.size(0) if tree.ndim else None
     if isinstance(tree, PackedSequence):
-        return int(tree.batch_sizes[0])  # on the host, always
+        return int(tree.batch_sizes[0])  # always on the host, so this does not wait for a device
     if isinstance(tree, Mapping):
         tree = list(tree.values())
     if isinstance(tree, (list, tuple)):

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from engine import CombinedLoader, Engine, Fit, TrainModule
 from engine.data.loader import BatchTransfer, PreparedLoader, feed_for, in_dataset_order
-from engine.step.window import ALONE
+from engine.step.window import NOT_FROM_LOADER
 
 
 def prepared(data: Any = None, seed: int = 3, **settings: Any) -> tuple[Engine, PreparedLoader]:
@@ -123,17 +123,17 @@ def test_the_window_knows_what_the_batch_weighs() -> None:
         share = engine.window.share
         told.append((share.size, share.divisor, share.last))
     assert told == [(4, 2.0, False), (4, 2.0, True), (2, 1.0, True)]
-    assert engine.window.share is ALONE
+    assert engine.window.share is NOT_FROM_LOADER
 
 
 def test_leaving_early_gives_the_share_back() -> None:
     engine, loader = prepared()
     for _ in loader:
         break
-    assert engine.window.share is ALONE
+    assert engine.window.share is NOT_FROM_LOADER
     with pytest.raises(ZeroDivisionError):
         [1 / 0 for _ in loader]
-    assert engine.window.share is ALONE
+    assert engine.window.share is NOT_FROM_LOADER
 
 
 def test_length_and_limit() -> None:

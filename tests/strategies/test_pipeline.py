@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from engine.strategies.pipeline import _generators, _rows
+from engine.strategies.pipeline import _generator_states, _rows
 from engine.strategies.pipeline_stages import _balanced, stages_of
 
 
@@ -60,12 +60,12 @@ def test_the_devices_generator_is_among_those_compared(monkeypatch: pytest.Monke
     """Dropout on the inputs draws from it alone. The simulated device tests a whole step; here only that it is asked."""
     state = torch.zeros(16, dtype=torch.uint8)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: state.clone())
-    before = _generators(torch.device("cuda", 0))
-    assert before == _generators(torch.device("cuda", 0))
+    before = _generator_states(torch.device("cuda", 0))
+    assert before == _generator_states(torch.device("cuda", 0))
     state[8] += 4  # CUDA's offset
-    after = _generators(torch.device("cuda", 0))
+    after = _generator_states(torch.device("cuda", 0))
     assert [name for name in after if after[name] != before[name]] == ["torch on cuda"]
-    assert "torch on cuda" not in _generators(torch.device("cpu"))
+    assert "torch on cuda" not in _generator_states(torch.device("cpu"))
 
 
 def test_a_batch_that_cannot_be_divided_is_an_error() -> None:

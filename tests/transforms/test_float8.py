@@ -445,7 +445,7 @@ def test_products_are_made_in_bf16_around_fp8() -> None:
     engine = Engine(accelerator="cpu", precision="fp8")
     with pytest.warns(
         UserWarning,
-        match=r"1 linear layer\(s\) of Sequential stay in bf16, their sizes are not divisible by 16: 1 \(32 to 10\)",
+        match=r"1 linear layer\(s\) of Sequential stay in bf16, because their sizes are not divisible by 16: 1 \(32 to 10\)",
     ):
         engine.prepare(model)
     assert model(torch.randn(4, 32)).dtype == torch.float32

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: read, completed from the run's settings, and checked for what cannot be done."""
+"""DeepSpeed's configuration: read, completed from the run's settings, and checked for settings that cannot work here."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ KNOWN = frozenset(
         *("weight_quantization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization"),
     )
 )
-"""Sections and values at the top of a configuration."""
+"""Names of sections and values at the top level of a configuration."""
 
 _INSTEAD = {
     "amp": "give precision= instead",
@@ -98,10 +98,10 @@ _INSTEAD = {
     "compression_training": "it changes the model behind the trainer",
 }
 """Sections that would replace parts of our training loop, and what to do instead."""
-_AUTO_ELSEWHERE = ("data_types.keep_in_fp32_modules",)  # "auto" is DeepSpeed's own value there
+_KEEPS_AUTO = ("data_types.keep_in_fp32_modules",)  # "auto" is one of DeepSpeed's own values there
 
 
-IN_ZERO = {  # field of DeepSpeed -> its name in "zero_optimization"
+IN_ZERO = {  # field of our class DeepSpeed -> its name in "zero_optimization"
     "stage": "stage",
     "overlap_comm": "overlap_comm",
     "reduce_bucket_size": "reduce_bucket_size",
@@ -114,11 +114,11 @@ OFFLOAD = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offl
 
 @dataclass(frozen=True, slots=True)
 class RequiredValue:
-    """A required value, and its origin."""
+    """A value that the configuration must have, and what requires it."""
 
     value: Any
     by: str
-    """For messages, for example ``"accumulate_grad_batches=4 (code)"``."""
+    """The setting that requires the value, for messages: ``"accumulate_grad_batches=4 (code)"``."""
 
 
 def read(config: Any) -> tuple[dict[str, Any], str]:
@@ -126,8 +126,8 @@ def read(config: Any) -> tuple[dict[str, Any], str]:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: not valid JSON, or not an object; an unknown name; a section that cannot be used here.
-        TypeError: neither a path nor a mapping.
+        ValueError: the file is not valid JSON, or not an object; it has an unknown name, or a section that cannot be used here.
+        TypeError: ``config`` is neither a path nor a mapping.
     """
     if config is None:
         return {}, "DeepSpeed(...)"
@@ -162,8 +162,8 @@ def _check(config: dict[str, Any], where: str) -> None:
     for key, value in config.items():
         if key not in KNOWN:
             raise ValueError(f"{where}: {key!r} is not a DeepSpeed setting{nearest(key, KNOWN)}")
-        on = value.get("enabled", True) if isinstance(value, Mapping) else bool(value)
-        if key in _INSTEAD and on:
+        is_enabled = value.get("enabled", True) if isinstance(value, Mapping) else bool(value)
+        if key in _INSTEAD and is_enabled:
             raise ValueError(f"{where}: {key!r} cannot be used with Fit or Engine: {_INSTEAD[key]}")
     for key in ("zero_optimization", "optimizer", "scheduler", "bf16", "fp16"):
         if key in config and not isinstance(config[key], dict):
@@ -174,15 +174,13 @@ def _check(config: dict[str, Any], where: str) -> None:
         ("managed_gradient_accumulation", False),
     ):
         if get(config, path, only) != only:
-            raise ValueError(
-                f"{where}: {path}={get(config, path)!r} is not possible: gradients are {only!r} here; leave it out"
-            )
+            raise ValueError(f"{where}: {path}={get(config, path)!r} is not possible here, only {only!r}: leave it out")
     if "bfloat16" in config:
         config["bf16"] = config.pop("bfloat16")
 
 
 def get(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """The value at ``"section.name"``."""
+    """The value at ``path``, which is ``"section.name"``, or ``default`` if there is none."""
     for name in path.split("."):
         if not isinstance(config, Mapping) or name not in config:
             return default
@@ -191,7 +189,7 @@ def get(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
 
 
 def set_value(config: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at ``"section.name"``."""
+    """Set the value at ``path``, which is ``"section.name"``."""
     *sections, name = path.split(".")
     for section in sections:
         config = config.setdefault(section, {})
@@ -199,12 +197,12 @@ def set_value(config: dict[str, Any], path: str, value: Any) -> None:
 
 
 def is_set(config: Mapping[str, Any], path: str) -> bool:
-    """Whether the configuration has a value there that is not ``"auto"``."""
+    """Whether the configuration has a value other than ``"auto"`` at ``path``."""
     return get(config, path) not in (None, "auto")
 
 
 def fill_or_check(config: dict[str, Any], path: str, required: RequiredValue, where: str) -> Any:
-    """Fill a missing or ``"auto"`` value with the requested one; return the resulting value.
+    """Fill a missing or ``"auto"`` value with the required one; return the value that the configuration then has.
 
     Raises:
         ValueError: the configuration has another value; the message names both.
@@ -227,10 +225,10 @@ def default(config: dict[str, Any], path: str, value: Any) -> None:
 def offload(
     config: dict[str, Any], where: str, path: str, name: str, value: bool | str, nvme_path: str | Path | None
 ) -> None:
-    """Resolve an offload field of ``DeepSpeed``.
+    """Write an offload field of ``DeepSpeed``, ``name=value``, into the section at ``path`` of the configuration.
 
     Raises:
-        ValueError: an unknown device, a disk without a path, or a contradiction of the configuration.
+        ValueError: the device is unknown, ``"nvme"`` has no path, or the configuration has another value.
     """
     device = "cpu" if value is True else value
     if device not in ("cpu", "nvme"):
@@ -250,10 +248,10 @@ def offload(
 def batch_sizes(
     config: dict[str, Any], where: str, micro: RequiredValue | None, window: RequiredValue | None, world_size: int
 ) -> None:
-    """Resolve the three batch sizes: each follows from the other two.
+    """Set the micro-batch size, the micro-batches in a window and the global batch size: each follows from the other two.
 
     Raises:
-        ValueError: they contradict each other, the loader or the run.
+        ValueError: the configuration's sizes contradict each other, the loader or the run.
     """
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     for name, required in zip(names, (micro, window), strict=True):
@@ -264,19 +262,19 @@ def batch_sizes(
     product = config[names[0]] * config[names[1]] * world_size
     by = f"{names[0]}={config[names[0]]} * {names[1]}={config[names[1]]} * {world_size} rank(s) = {product}"
     if micro is None and is_set(config, "train_batch_size") and not window:
-        set_value(config, "train_batch_size", product)  # unknown without a loader
+        set_value(config, "train_batch_size", product)  # without a loader nothing says how it is made up
     fill_or_check(config, "train_batch_size", RequiredValue(product, by), where)
 
 
 def window(
     settings: Mapping[str, RequiredValue], size: int | None, world_size: int, default: int
 ) -> RequiredValue | None:
-    """The micro-batches in a window.
+    """The number of micro-batches in a window; ``None``: not known yet.
 
     Args:
-        settings: the values of the run's settings, by their names.
-        size: samples in a rank's micro-batch, where they are known.
-        default: the engine's own number of micro-batches.
+        settings: the values of the run's settings, by name.
+        size: samples in a rank's micro-batch; ``None``: not known.
+        default: the engine's number, for a loop of the user's own.
     """
     global_batch, accumulation = settings.get("global_batch_size"), settings.get("accumulate_grad_batches")
     if global_batch is not None and global_batch.value is not None:
@@ -301,26 +299,26 @@ def complete(config: dict[str, Any], clip: float, numel: int, pinned: bool) -> N
         pinned: whether offloaded memory is page-locked.
     """
     default(config, "gradient_clipping", clip)
-    config["managed_gradient_accumulation"] = False  # our loop has the window
-    # Otherwise a log line every ten steps, and a timer that waits for the device.
+    config["managed_gradient_accumulation"] = False  # our loop accumulates
+    # By default DeepSpeed logs a line every ten steps, and has a timer that waits for the device.
     config.setdefault("steps_per_print", None)
     default(config, "timers.throughput.enabled", False)
     default(config, "zero_force_ds_cpu_optimizer", False)  # offload with the optimizer that the user chose
-    # Its default of 500 million elements is allocated whatever the model's size.
+    # DeepSpeed allocates its default of 500 million elements whatever the model's size.
     default(config, "zero_optimization.reduce_bucket_size", min(500_000_000, max(numel, 1)))
     zero = config["zero_optimization"]
     for name in [name for name, value in zero.items() if value == "auto"]:
         del zero[name]
-    for inside in OFFLOAD.values():
-        if get(config, f"zero_optimization.{inside}.device", "none") != "none":
-            default(config, f"zero_optimization.{inside}.pin_memory", pinned)
+    for section in OFFLOAD.values():
+        if get(config, f"zero_optimization.{section}.device", "none") != "none":
+            default(config, f"zero_optimization.{section}.pin_memory", pinned)
 
 
 def fill_optimizer(config: dict[str, Any], where: str, lr: float | None) -> None:
     """Fill ``"auto"`` in ``"optimizer"`` and ``"scheduler"``; values other than ``lr`` get the optimizer's own default.
 
     Raises:
-        ValueError: there is no ``type``, or ``lr`` is unknown.
+        ValueError: a section has no ``type``, or ``lr`` is ``"auto"`` and not given.
     """
     for section in ("optimizer", "scheduler"):
         if section in config and not isinstance(config[section].get("type"), str):
@@ -342,10 +340,10 @@ def fill_optimizer(config: dict[str, Any], where: str, lr: float | None) -> None
 
 
 def scheduler(section: Mapping[str, Any], where: str) -> Any:
-    """The class that ``"scheduler"`` names: DeepSpeed's or torch's.
+    """The scheduler class of DeepSpeed or torch that the section ``"scheduler"`` names.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: there is no class of this name.
     """
     import torch
     from deepspeed.runtime import lr_schedules
@@ -360,16 +358,16 @@ def scheduler(section: Mapping[str, Any], where: str) -> Any:
 
 
 def no_auto_left(config: Any, where: str, path: str = "") -> None:
-    """Check that every ``"auto"`` is filled.
+    """Check that every ``"auto"`` has been replaced by a value.
 
     Raises:
-        ValueError: one is not; the message says where.
+        ValueError: an ``"auto"`` is left; the message says where.
     """
     for key, value in config.items():
         inner = f"{path}.{key}" if path else key
         if isinstance(value, Mapping):
             no_auto_left(value, where, inner)
-        elif value == "auto" and inner not in _AUTO_ELSEWHERE:
+        elif value == "auto" and inner not in _KEEPS_AUTO:
             raise ValueError(
                 f'{where}: {inner}="auto" cannot be filled, because no other setting gives it: write a value, or leave it out'
             )
@@ -382,7 +380,7 @@ def check_names(section: str, names: Mapping[str, Any], fields: Mapping[str, Any
     """Check that every name in a section is one of DeepSpeed's (pydantic) ``fields``, or an alias of one.
 
     Raises:
-        ValueError: it is not; the message names the nearest.
+        ValueError: a name is unknown; the message suggests the nearest one.
     """
     possible = {*fields, *(field.alias for field in fields.values() if field.alias)}
     for name in names:
@@ -391,22 +389,22 @@ def check_names(section: str, names: Mapping[str, Any], fields: Mapping[str, Any
 
 
 def check_offload(config: dict[str, Any], where: str, stage: int) -> None:
-    """Check that only what this stage shards is offloaded.
+    """Check that the configuration offloads only what this stage shards.
 
     Raises:
-        ValueError: it is not; or ``overlap_comm`` where nothing is reduced during backward.
+        ValueError: it offloads more, or has ``overlap_comm`` at a stage that does not reduce gradients during backward.
     """
-    for name, inside in OFFLOAD.items():
-        device = get(config, f"zero_optimization.{inside}.device", "none")
+    for name, section in OFFLOAD.items():
+        device = get(config, f"zero_optimization.{section}.device", "none")
         lowest_stage = 3 if name == "offload_parameters" else 1
         if device != "none" and stage < lowest_stage:
-            what = (
+            reason = (
                 "parameters are sharded from stage 3"
                 if lowest_stage == 3
                 else "stage 0 shards nothing that could be offloaded"
             )
             raise ValueError(
-                f"{name}={device!r} with stage {stage} ({where}): {what}; use stage={max(lowest_stage, 2)}, or leave it out"
+                f"{name}={device!r} with stage {stage} ({where}): {reason}; use stage={max(lowest_stage, 2)}, or leave it out"
             )
     if stage < 2 and get(config, "zero_optimization.overlap_comm") is True:
         raise ValueError(
@@ -415,7 +413,7 @@ def check_offload(config: dict[str, Any], where: str, stage: int) -> None:
 
 
 def check_precision(name: str, stage: int, device: str) -> None:
-    """Raise ``ValueError`` for a precision that DeepSpeed does not have at this stage of ZeRO on this kind of device."""
+    """Raise ``ValueError`` for a precision that DeepSpeed does not support at this ZeRO stage on this kind of device."""
     if name == "64-true":
         raise ValueError(
             "precision='64-true' under DeepSpeed, whose master copies are fp32: use strategy='ddp' or 'fsdp'"
@@ -429,7 +427,7 @@ def check_precision(name: str, stage: int, device: str) -> None:
 
 
 def check_clipping(settings: Settings, origins: Mapping[str, str]) -> None:
-    """Raise ``ValueError`` for clipping that DeepSpeed does not have."""
+    """Raise ``ValueError`` for clipping by value, which DeepSpeed does not support."""
     if settings.gradient_clip_val is not None and settings.gradient_clip_algorithm == "value":
         raise ValueError(
             f"gradient_clip_algorithm='value' ({origins.get('gradient_clip_algorithm', 'code')}) under DeepSpeed, which clips by norm only: "
@@ -438,7 +436,7 @@ def check_clipping(settings: Settings, origins: Mapping[str, str]) -> None:
 
 
 def check_no_other(config: Mapping[str, Any], where: str, name: str) -> None:
-    """Raise ``ValueError`` if the configuration has an optimizer or a scheduler of its own beside the given optimizer of this name."""
+    """Raise ``ValueError`` if the configuration has an optimizer or a scheduler although an optimizer, of class ``name``, was prepared."""
     if is_set(config, "optimizer"):
         raise ValueError(
             f'{name} was given, and "optimizer" in {where} is {config["optimizer"].get("type")!r}: keep one of them'

@@ -1,4 +1,4 @@
-"""One model under DeepSpeed's engine: forward, backward and step in our order; and DeepSpeed's import without its side effects."""
+"""A model that DeepSpeed's engine trains in the order of our loop, and the import of DeepSpeed without its side effects."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from engine.utils.parameters import parameters_of
 from engine.utils.tree import leaves, map_tensors
 
 ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
-"""torch optimizers that are elementwise, so that stepping a flat shard of the parameters equals stepping the whole."""
+"""torch optimizers that treat each element by itself, so that stepping flat shards of parameters equals stepping the whole."""
 
 
 def check_optimizer(optimizer: Optimizer, stage: int, trusted: bool) -> None:
-    """Check that an optimizer can step flat shards of the parameters. ``trusted``: the user says so.
+    """Check that an optimizer can step flat shards of the parameters. ``trusted``: the user vouches for an unknown optimizer.
 
     Raises:
-        ValueError: the optimizer cannot, or this is unknown.
+        ValueError: the optimizer cannot, or is unknown.
     """
     name, module = type(optimizer).__name__, type(optimizer).__module__
     for group in optimizer.param_groups:
@@ -55,7 +55,7 @@ def check_optimizer(optimizer: Optimizer, stage: int, trusted: bool) -> None:
 
 
 def check_one_set_of_weights(optimizer: Optimizer) -> None:
-    """Raise ``ValueError`` for an optimizer that trains with other weights than the ones to use afterwards, as schedule-free optimizers do."""
+    """Raise ``ValueError`` for an optimizer that trains with other weights than the ones to evaluate, as schedule-free optimizers do."""
     if Modes([optimizer]).switched:
         raise ValueError(
             f"{type(optimizer).__name__} has train() and eval(), which swap the weights, and DeepSpeed keeps the weights itself: "
@@ -64,7 +64,7 @@ def check_one_set_of_weights(optimizer: Optimizer) -> None:
 
 
 def check_only_optimizer(optimizer: Optimizer, owners: Sequence[DrivenModel]) -> None:
-    """Raise unless this is the only optimizer of one model. ``owners``: the models that have some of its parameters."""
+    """Raise ``ValueError`` unless this is the only optimizer of one model. ``owners``: the models that have some of its parameters."""
     owner, name = owners[0], type(optimizer).__name__
     if len(owners) > 1 or not {id(p) for p in parameters_of([optimizer])} <= {id(p) for p in owner.parameters()}:
         raise ValueError(
@@ -86,37 +86,39 @@ class DrivenModel(nn.Module):
         self.optimizer: Any = None
         """The optimizer that the engine steps."""
         self.shards: Shards | None = None
+        """Where master copies and optimizer states are; ``None``: nothing is sharded."""
         self.max_norm: float | None = None
-        """The clipping norm of the next step."""
-        self._fed = self._inside = False
+        """The norm to which the next step clips gradients."""
+        self._fed = False  # whether a backward pass has reached the model since the last step
+        self._inside = False  # whether `forward` runs now
         self.backwards = 0
         """How many backward passes have reached the model."""
         self._structure: ShardedStructure | None = None
         self._frozen: list[tuple[str, Tensor]] = []
-        self._tree: Any = None
+        self._nested_output: Any = None
         self._hooks: list[Any] = []
-        if sharding[0] == 3:  # before DeepSpeed's own hooks
+        if sharding[0] == 3:  # registered now, so that it runs before DeepSpeed's own hooks
             module.register_forward_hook(self._flatten)
-        self._engine: list[Any] = []  # in a list: the engine is a module too, and must not become a submodule
+        self._engine: list[Any] = []  # in a list, because the engine is a module and must not become a submodule
 
     @property
     def engine(self) -> Any:
         return self._engine[0] if self._engine else None
 
     def begin(self, deepspeed_engine: Any, optimizer: Any, shards: Shards | None) -> None:
-        """Train with DeepSpeed's engine; without ``optimizer`` only run the model."""
+        """Use DeepSpeed's engine from now on, for training with ``optimizer``, or for evaluation if that is ``None``."""
         self._engine, self.optimizer, self.shards, self._fed = [deepspeed_engine], optimizer, shards, False
         if optimizer is not None:
             self._structure = ShardedStructure(self.module, "DeepSpeed")
             self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
-            # The optimizer has flat shards now; their gradients are DeepSpeed's buffers, which must stay.
+            # The optimizer's parameters are flat shards now; their gradients are DeepSpeed's buffers, which must not be freed.
             optimizer.zero_grad = self._zero_grad
         if self.sharding[0] and "16" in self.sharding[2] and deepspeed_engine.device.type == "cpu":
             norms = [m for m in self.module.modules() if isinstance(m, _NORMS)]
-            self._hooks = [m.register_forward_pre_hook(_as_parameters) for m in norms]
+            self._hooks = [m.register_forward_pre_hook(_cast_inputs) for m in norms]
 
     def _check_frozen(self) -> None:
-        """Raise if a parameter is trained that was frozen when DeepSpeed was set up."""
+        """Raise ``ValueError`` if a parameter that was frozen when DeepSpeed was set up is trained now."""
         unfrozen = [name for name, p in self._frozen if p.requires_grad]
         if unfrozen:
             raise ValueError(
@@ -125,14 +127,14 @@ class DrivenModel(nn.Module):
             )
 
     def release(self) -> None:
-        """Release the optimizer; the model can still be run."""
+        """Release the optimizer; the model can still be called."""
         self._structure = None
         if self.optimizer is not None:
             vars(self.optimizer).pop("zero_grad", None)
         self.optimizer = self.shards = None
 
     def end(self) -> None:
-        """Remove the engine's hooks from the model."""
+        """Release the optimizer, destroy DeepSpeed's engine, and remove the hooks of both from the model."""
         self.release()
         if self._engine:
             for hook in self._hooks:
@@ -153,30 +155,32 @@ class DrivenModel(nn.Module):
         try:
             out = self.module(*args, **kwargs)
         finally:
-            self._inside, tree, self._tree = False, self._tree, None
-        if tree is not None:
+            self._inside, nested, self._nested_output = False, self._nested_output, None
+        if nested is not None:
             tensors = iter(out)
-            out = map_tensors(lambda tensor: next(tensors), tree)
+            out = map_tensors(lambda tensor: next(tensors), nested)
         if stage and self._engine and torch.is_grad_enabled():
             map_tensors(self._watch, out)
         return out
 
     def _flatten(self, module: nn.Module, args: Any, out: Any) -> Any:
-        """At stage 3, hooks on the model find tensors only in lists and dicts: pass them a list."""
+        """Return a list of the output's tensors: at stage 3, DeepSpeed's hooks find tensors only in lists and dicts."""
         if not self._inside or out is None or isinstance(out, Tensor):
             return out
-        self._tree = out
+        self._nested_output = out
         return leaves(out)
 
     # DeepSpeed's own forward pass finds tensors only in lists and dicts, divides gradients by a fixed number of micro-batches, and
-    # expects one backward pass per forward pass. So the model is called directly, and backward starts where an output is reached.
+    # expects one backward pass per forward pass. So the model is called directly, and a backward pass begins when it reaches an output.
 
     def _watch(self, tensor: Tensor) -> Tensor:
+        """Call :meth:`_backward_begins` when a backward pass reaches this output."""
         if tensor.grad_fn is not None:
             tensor.register_hook(self._backward_begins)
         return tensor
 
     def _backward_begins(self, gradient: Tensor) -> None:
+        """Prepare DeepSpeed for a backward pass, once, however many outputs it reaches."""
         engine = self._engine[0]
         if engine.optimizer._backward_active_depth == 0:
             self._fed = True
@@ -185,7 +189,10 @@ class DrivenModel(nn.Module):
             engine._backward_prologue()
 
     def step(self, divisor: float | None, max_norm: float | None, checked: bool) -> tuple[Tensor | None, bool]:
-        """Divide by ``divisor``, clip to ``max_norm``, apply; return the divided gradients' norm, and whether the step was applied."""
+        """Divide gradients by ``divisor``, clip them to ``max_norm``, step; return the divided gradients' norm, and whether the step was applied.
+
+        ``checked``: at stage 0, skip a step whose norm is not finite.
+        """
         limit, self.max_norm = self.max_norm if max_norm is None else max_norm, None
         engine = self._engine[0]
         if not self.sharding[0]:
@@ -202,8 +209,8 @@ class DrivenModel(nn.Module):
                 gradients.divide(wrapper.fp32_groups_gradients_flat, divisor)
             engine.step()
         else:
-            # It divides by the loss scale when it clips, so that one pass does both and the norm is that of the divided gradients. (In fp16
-            # always: in a step that increases the scale, it would divide by the new one.)
+            # DeepSpeed divides by the loss scale when it clips; with our divisor in the scale, one pass does both, and the norm is that of
+            # the divided gradients. With fp16 this is always needed: otherwise a step that raises the scale would divide by the new scale.
             if divisor is not None or wrapper.dynamic_loss_scale:
                 wrapper.external_loss_scale, wrapper.custom_loss_scaler = (
                     wrapper.loss_scaler.cur_scale * (divisor or 1.0),
@@ -219,7 +226,7 @@ class DrivenModel(nn.Module):
     def _step_replicated(
         self, deepspeed_engine: Any, divisor: float | None, limit: float | None, checked: bool
     ) -> tuple[Tensor | None, bool]:
-        """Stage 0: DeepSpeed reduces and steps; every rank has the whole gradients in between."""
+        """Step at stage 0: DeepSpeed reduces the gradients and steps; in between every rank has the whole gradients, to divide and clip."""
         deepspeed_engine.buffered_allreduce_fallback()
         norm, applied = None, True
         grads = gradients.gradients(p for group in self.optimizer.param_groups for p in group["params"])
@@ -253,7 +260,7 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def convert_rest(module: nn.Module, half: str) -> None:
-    """Convert parameters that were not made under ``zero.Init``, when others were, to the half format: DeepSpeed leaves them."""
+    """Convert parameters that were not created under ``zero.Init`` to ``half`` (``"bf16"``, ``"fp16"``), as DeepSpeed does with the others."""
     for parameter in module.parameters():
         if not hasattr(parameter, "ds_id") and parameter.is_floating_point():
             parameter.data = parameter.data.to(
@@ -261,8 +268,8 @@ def convert_rest(module: nn.Module, half: str) -> None:
             )
 
 
-def _as_parameters(module: nn.Module, args: Any) -> Any:
-    """Give a norm's inputs its parameters' dtype: autocast on a CPU does not, and norms refuse fp32 inputs with half-precision parameters."""
+def _cast_inputs(module: nn.Module, args: Any) -> Any:
+    """Cast a norm's input to its parameters' dtype: autocast on CPUs does not, and norms refuse fp32 input with half-precision parameters."""
     weight: Any = module.weight
     if weight is None or weight.dtype == args[0].dtype:
         return None
@@ -270,7 +277,7 @@ def _as_parameters(module: nn.Module, args: Any) -> Any:
 
 
 def _forget(wrapper: Any, stage: int) -> None:
-    """Discard gradients as DeepSpeed does after a step that overflowed."""
+    """Discard gradients as DeepSpeed does after a step that has overflowed."""
     if stage == 3:
         wrapper._pre_step()
         wrapper._overflow_clean_up(1.0)
@@ -292,7 +299,7 @@ def _forget(wrapper: Any, stage: int) -> None:
 
 
 class LossScale:
-    """The loss scale of fp16, which DeepSpeed keeps per model, with the engine's interface."""
+    """The fp16 loss scale, which DeepSpeed keeps for each model, with the methods of our :class:`engine.step.precision.Scaler`."""
 
     def __init__(self, models: Sequence[DrivenModel]) -> None:
         self._models = models
@@ -308,7 +315,7 @@ class LossScale:
         """The scaled gradient of the loss itself, for ``loss.backward(seed)``. Shape ``()``.
 
         Raises:
-            RuntimeError: models have different scales, so they cannot share a loss.
+            RuntimeError: the models have different scales, so they cannot share a loss.
         """
         scales = {engine.optimizer.loss_scaler.cur_scale for engine in self._engines()}
         if len(scales) > 1:
@@ -335,52 +342,57 @@ class LossScale:
 
 @contextmanager
 def quiet_setup(device: torch.device, local_rank: int) -> Iterator[None]:
-    """Let DeepSpeed set up inside the block: with its device, no deprecation warnings from torch, no memory tables on standard output."""
-    with variables(LOCAL_RANK=_number(device, local_rank)), warnings.catch_warnings(), redirect_stdout(StringIO()):
+    """Tell DeepSpeed its device inside the block, in which it sets up, and suppress torch's deprecation warnings and all standard output."""
+    with (
+        variables(LOCAL_RANK=_device_index(device, local_rank)),
+        warnings.catch_warnings(),
+        redirect_stdout(StringIO()),
+    ):
         warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
         yield
 
 
-def _number(device: torch.device, local_rank: int) -> str:
+def _device_index(device: torch.device, local_rank: int) -> str:
     return str(local_rank if device.index is None else device.index)
 
 
 @contextmanager
 def variables(**values: str) -> Iterator[None]:
     """Set environment variables inside the block and restore them afterwards."""
-    before = {name: os.environ.get(name) for name in values}
+    previous_values = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous_values.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
 
 
-_OURS_TO_SAY = (
+_REPORTED_BY_US = (
     "You are using ZeRO with an untested optimizer",
     "OVERFLOW! Skipping step",
     "learning rate from scheduler before it has started",
 )
+"""Parts of DeepSpeed's log lines that report what this library reports itself."""
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a log line of DeepSpeed does not repeat one of ours."""
-    return not any(text in str(record.msg) for text in _OURS_TO_SAY)
+def _is_unreported(record: logging.LogRecord) -> bool:
+    """Whether a log line of DeepSpeed reports what this library does not report itself."""
+    return not any(text in str(record.msg) for text in _REPORTED_BY_US)
 
 
 REQUIREMENT = "deepspeed>=0.19.8,<0.20"  # as in setup.cfg: other releases have other internals
 
 
 def import_deepspeed(device: torch.device) -> None:
-    """Import DeepSpeed for a kind of device, whatever else this machine has.
+    """Import DeepSpeed for the kind of ``device``, whatever other devices this machine has.
 
     Raises:
-        ImportError: it is not installed, or in a version that does not work with this strategy.
-        ValueError: it was imported for another kind before.
+        ImportError: DeepSpeed is not installed, or in a version that does not work with this strategy.
+        ValueError: this process has imported it for another kind of device.
     """
     from lightning_utilities.core.imports import RequirementCache
 
@@ -394,7 +406,7 @@ def import_deepspeed(device: torch.device) -> None:
         installed = get_accelerator().device_name()
     log = logging.getLogger(deepspeed.utils.logger.name)
     log.setLevel(max(log.level, logging.WARNING))
-    log.addFilter(_is_news)
+    log.addFilter(_is_unreported)
     if installed.split(":")[0] != device.type:
         raise ValueError(
             f"DeepSpeed runs on {installed!r} in this process (DS_ACCELERATOR, or an earlier engine), now asked for {device.type!r}"
@@ -402,25 +414,25 @@ def import_deepspeed(device: torch.device) -> None:
 
 
 def use_process_group(device: torch.device, local_rank: int) -> None:
-    """Give DeepSpeed the existing process group; a single process gets one."""
+    """Let DeepSpeed use the existing process group; create one for a single process."""
     import deepspeed
 
-    # At stage 3 it looks for its device in LOCAL_RANK in forward passes too. Set for the whole process without torchrun's other
-    # variables, that would look like an incomplete launcher.
-    deepspeed.runtime.zero.utils.os = SimpleNamespace(environ={"LOCAL_RANK": _number(device, local_rank)})
+    # At stage 3 DeepSpeed reads LOCAL_RANK in forward passes, too. If we set only this one of torchrun's variables for the whole process,
+    # it would look like an incomplete launcher.
+    deepspeed.runtime.zero.utils.os = SimpleNamespace(environ={"LOCAL_RANK": _device_index(device, local_rank)})
 
     backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
     if not dist.is_initialized():
         process_groups.initialise_alone(device)
-    # On CPUs it would compile its own collective now, which only inference uses.
+    # On CPUs DeepSpeed would now compile a collective of its own, which only inference uses.
     possible = deepspeed.ops.__compatible_ops__
-    before = possible.pop("deepspeed_shm_comm", None)
+    shm_comm = possible.pop("deepspeed_shm_comm", None)
     try:
         deepspeed.comm.init_distributed(backend, auto_mpi_discovery=False, dist_init_required=False)
     finally:
-        if before is not None:
-            possible["deepspeed_shm_comm"] = before
-    # torch 2.13 warns about the old names at each call.
+        if shm_comm is not None:
+            possible["deepspeed_shm_comm"] = shm_comm
+    # torch 2.13 warns about the old names of these functions at each call.
     backend_object: Any = deepspeed.comm.comm.cdb
     backend_object.all_gather_function = getattr(dist, "all_gather_single", backend_object.all_gather_function)
     backend_object.reduce_scatter_function = getattr(
@@ -431,7 +443,7 @@ def use_process_group(device: torch.device, local_rank: int) -> None:
 def restore_linear() -> None:
     """Put back ``torch.nn.functional.linear``, which DeepSpeed replaces for the rest of the process when it shards parameters.
 
-    DeepSpeed's saves memory while it trains, and cannot be compiled, scripted or exported afterwards.
+    DeepSpeed's function saves memory in training, but models that call it cannot be compiled, scripted or exported afterwards.
     """
     sharding = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     torch_linear = getattr(getattr(sharding, "InsertPostInitMethodToModuleSubClasses", None), "linear_bk", None)

@@ -1,4 +1,4 @@
-"""Gathers full tensors by parameter name from DeepSpeed's shards, and loads them back."""
+"""Gathers full tensors from DeepSpeed's shards, by parameter name, and loads full tensors into the shards."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from engine.strategies.base import numbered_state
 
 
 class Shards:
-    """One of DeepSpeed's optimizers, at any stage: where each parameter's master copy and optimizer state are.
+    """The master copies and optimizer states of one of DeepSpeed's sharding optimizers, by parameter.
 
     Args:
         wrapper: DeepSpeed's optimizer of stage 1, 2 or 3.
-        optimizer: the wrapped one, from the user or the configuration.
-        groups: the parameters of each of its groups, before DeepSpeed replaced them by flat shards.
-        share: this rank and the number of ranks that share the full tensors.
+        optimizer: the optimizer inside the wrapper, from the user or the configuration.
+        groups: the parameters of each of the optimizer's groups, before DeepSpeed replaced them by flat shards.
+        share: this rank and the number of ranks among which the full tensors are divided.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class Shards:
     ) -> None:
         self.wrapper, self.optimizer, self.groups, self.share = wrapper, optimizer, groups, share
         self.managed = {id(p) for group in groups for p in group if p.requires_grad}
+        """Ids of the trained parameters."""
 
     def flat(self, group: int, parameter: Any) -> Tensor:
         """The flat shard of this rank's optimizer that contains ``parameter``."""
@@ -43,7 +44,7 @@ class Shards:
         return shard
 
     def numbered(self) -> Iterator[tuple[int, int, Any]]:
-        """Number (as in torch's ``state_dict``), group and parameter of all trained parameters."""
+        """For each trained parameter its number (as in torch's ``state_dict``), the index of its group, and the parameter."""
         number = 0
         for index, group in enumerate(self.groups):
             for parameter in group:
@@ -52,7 +53,7 @@ class Shards:
                 number += 1
 
     def read(self, parameter: Any, key: str | None = None) -> Tensor:
-        """The full master copy of a parameter, or its full state ``key``, in fp32; a collective."""
+        """The full master copy of a parameter, or its full optimizer state ``key``, in fp32; a collective."""
         if hasattr(parameter, "ds_id"):
             value: Tensor = self.wrapper.get_full_hp_param(parameter, key)
         else:
@@ -60,7 +61,7 @@ class Shards:
         return value.detach()
 
     def write(self, parameter: Any, value: Tensor, key: str | None = None) -> None:
-        """Set this rank's shard of a parameter's master copy, or of its state ``key``."""
+        """Set this rank's shard of a parameter's master copy, or of its optimizer state ``key``, from the full ``value``."""
         value = value.detach().to(torch.float32)
         if hasattr(parameter, "ds_id"):
             # DeepSpeed's own setter fails if the last rank's shard is padded.
@@ -71,52 +72,51 @@ class Shards:
             parameter.set_full_hp_param(value, key)
 
     def _link(self) -> None:
-        """Link parameters to their states. DeepSpeed does so after its first group has stepped, when the others have no state yet."""
+        """Link parameters to their optimizer states. DeepSpeed does that after its first group has stepped, when other groups have no state yet."""
         if hasattr(self.wrapper, "_lazy_init_hp_params_optimizer_state"):
             self.wrapper._hp_optimizer_states_linked = False
             self.wrapper._lazy_init_hp_params_optimizer_state()
 
-    # -- in the form of torch: parameters by number -----------------------------------------------------------------------------
+    # -- as torch's optimizers have them: parameters by number --------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups with the parameters that they had before."""
+        """The optimizer's groups with the parameters that they had before DeepSpeed replaced them."""
         return [
             {**group, "params": list(parameters)}
             for group, parameters in zip(self.optimizer.param_groups, self.groups, strict=True)
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Full tensors of every ``share``-th parameter; a collective."""
+        """The optimizer's state with full tensors, for this rank's ``share`` of the parameters; a collective."""
         self._link()
         entries: dict[int, dict[str, Any]] = {}
         for number, group, parameter in self.numbered():
             flat = self.flat(group, parameter)
-            state, mine = self.optimizer.state.get(flat, {}), number % self.share[1] == self.share[0]
+            state, is_kept = self.optimizer.state.get(flat, {}), number % self.share[1] == self.share[0]
             entry: dict[str, Any] = {}
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    value = (
-                        self.read(parameter, key) if value.shape == flat.shape else value
-                    )  # all ranks read, one keeps it
-                entry[key] = value.cpu().clone() if mine and isinstance(value, Tensor) else value
-            if entry and mine:
+                    # All ranks take part in gathering it, and one keeps it.
+                    value = self.read(parameter, key) if value.shape == flat.shape else value
+                entry[key] = value.cpu().clone() if is_kept and isinstance(value, Tensor) else value
+            if entry and is_kept:
                 entries[number] = entry
         return {"state": entries, "param_groups": self.numbered_groups()}
 
     def numbered_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups, parameters by numbers."""
-        first, groups = 0, []
+        """The optimizer's groups, with the numbers of their parameters."""
+        number, groups = 0, []
         for group, parameters in zip(self.optimizer.param_groups, self.groups, strict=True):
-            groups.append({**group, "params": list(range(first, first + len(parameters)))})
-            first += len(parameters)
+            groups.append({**group, "params": list(range(number, number + len(parameters)))})
+            number += len(parameters)
         return groups
 
     def load_state_dict(self, state: Mapping[str, Any], read: Callable[[Any], Any]) -> None:
         """Load the merged :meth:`state_dict` of all ranks, or that of a plain optimizer.
 
         Args:
-            read: returns an entry's value with its full tensor in memory; called for one at a time.
+            read: returns the full tensor of an entry's value, in memory; called for one value at a time.
         """
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -124,30 +124,30 @@ class Shards:
         for index, parameter, entry in parameters:
             flat = self.flat(index, parameter)
             for key, value in entry.items():
-                if not _like(value, parameter):
+                if not _is_elementwise(value, parameter):
                     self.optimizer.state[flat][key] = read(value)
                 elif key not in self.optimizer.state[flat]:
                     self.optimizer.state[flat][key] = torch.zeros_like(flat, requires_grad=False)
         self._link()
         for _, parameter, entry in parameters:
             for key, value in entry.items():
-                if _like(value, parameter):
+                if _is_elementwise(value, parameter):
                     self.write(parameter, read(value), key)
 
 
-def _like(value: Any, parameter: Any) -> bool:
-    """Whether a state entry has one number for each of the parameter's."""
+def _is_elementwise(value: Any, parameter: Any) -> bool:
+    """Whether a value of the optimizer's state has the parameter's full shape, unlike the step count."""
     shape = getattr(value, "shape", ())
     return len(shape) > 0 and shape == getattr(parameter, "ds_shape", parameter.shape)
 
 
 def load_optimizer(shards: Shards, module: nn.Module, state: dict[str, Any], read: Callable[[Any], Any]) -> None:
-    """Load a state by names or by numbers of parameters; ``read``: see :meth:`Shards.load_state_dict`."""
+    """Load an optimizer state, with parameters by name or by number; ``read``: see :meth:`Shards.load_state_dict`."""
     shards.load_state_dict(numbered_state(_Numbers(shards), module, state), read)
 
 
 class _Numbers:
-    """The optimizer interface that ``numbered_state`` needs, without gathering anything."""
+    """The part of an optimizer's interface that ``numbered_state`` needs, without gathering any state."""
 
     def __init__(self, shards: Shards) -> None:
         self.param_groups, self._groups = shards.param_groups, shards.numbered_groups()
@@ -156,11 +156,11 @@ class _Numbers:
         return {"state": {}, "param_groups": self._groups}
 
 
-def model_state(module: nn.Module, shards: Shards | None, mine: Callable[[int], bool]) -> dict[str, Any]:
-    """Full parameters and buffers on the CPU; a collective. For parameters in half precision these are the fp32 master copies.
+def model_state(module: nn.Module, shards: Shards | None, is_kept: Callable[[int], bool]) -> dict[str, Any]:
+    """Full parameters and buffers on the CPU; a collective. Parameters in half precision are represented by their fp32 master copies.
 
     Args:
-        mine: whether this rank keeps the tensor of this number; the others have only one full tensor at a time.
+        is_kept: whether this rank keeps the tensor of this number; of other tensors it has only one at a time in memory.
     """
     tensors: dict[str, Any] = {}
     full_tensors: dict[int, Tensor | None] = {}
@@ -170,7 +170,7 @@ def model_state(module: nn.Module, shards: Shards | None, mine: Callable[[int], 
             continue
         if id(tensor) not in full_tensors:
             full = shards.read(tensor) if shards is not None and id(tensor) in shards.managed else _gathered(tensor)
-            full_tensors[id(tensor)] = full.cpu() if mine(len(full_tensors)) else None
+            full_tensors[id(tensor)] = full.cpu() if is_kept(len(full_tensors)) else None
         full_tensor = full_tensors[id(tensor)]
         if full_tensor is not None:
             tensors[name] = full_tensor
@@ -178,23 +178,23 @@ def model_state(module: nn.Module, shards: Shards | None, mine: Callable[[int], 
 
 
 def load_model(module: nn.Module, shards: Shards | None, source: Source, strict: bool) -> Report:
-    """Read full tensors, one after another, into parameters, master copies and buffers.
+    """Read a checkpoint's full tensors, one after another, into parameters, master copies and buffers.
 
     Raises:
-        ValueError: missing or unexpected names.
+        ValueError: names are missing or unexpected.
     """
     state = module.state_dict(keep_vars=True)
     shapes = {
         name: torch.empty(t.ds_shape, device="meta") if hasattr(t, "ds_shape") else t for name, t in state.items()
     }
     report = source.check(module, shapes, strict)
-    wrong = {text.split(" ")[0] for text in report.other_shapes}
-    done: set[int] = set()
+    mismatched = {text.split(" ")[0] for text in report.other_shapes}
+    loaded_ids: set[int] = set()
     with torch.no_grad():
         for name, tensor in state.items():
-            if id(tensor) in done or not isinstance(tensor, Tensor) or name not in source or name in wrong:
+            if id(tensor) in loaded_ids or not isinstance(tensor, Tensor) or name not in source or name in mismatched:
                 continue
-            done.add(id(tensor))
+            loaded_ids.add(id(tensor))
             full = empty_tensor(source.stored(name))
             source.read_model({name: full})
             if hasattr(tensor, "ds_id"):
@@ -213,7 +213,7 @@ def load_model(module: nn.Module, shards: Shards | None, source: Source, strict:
 
 
 def mark_sharded(module: nn.Module) -> None:
-    """Mark each parameter that stage 3 has sharded, for code that does not know DeepSpeed, also after the run."""
+    """Mark each parameter that stage 3 has sharded, so that code which does not know DeepSpeed can tell, also after the run."""
     parameter: Any
     for parameter in module.parameters():
         if hasattr(parameter, "ds_id"):
@@ -221,7 +221,7 @@ def mark_sharded(module: nn.Module) -> None:
 
 
 def flat_range(parameter: Any) -> tuple[int, int]:
-    """The elements of a flattened parameter that this rank has at stage 3: the first, and the one after the last."""
+    """The range of a flattened parameter's elements that this rank has at stage 3: its first index, and the index after its last."""
     size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank(parameter.ds_process_group)
     return min(rank * size, parameter.ds_numel), min((rank + 1) * size, parameter.ds_numel)
 

@@ -51,15 +51,14 @@ from engine.utils.parameters import parameters_of
 
 @dataclass(kw_only=True)
 class DeepSpeed(Strategy, OwnsStep):
-    """``deepspeed.initialize`` with its settings as fields, a configuration (file or dict), or both.
+    """Trains with DeepSpeed's engine (``deepspeed.initialize``), set by fields, by a configuration (file or dict), or by both.
 
-    The engine is created when a model and its optimizer have both been prepared, and steps that optimizer. It reduces and accumulates
-    gradients, clips them and skips steps whose norm is not finite (always; ``on_nonfinite="raise"`` makes that an error). Windows,
-    their weights, schedulers and checkpoints are as under every other strategy, and every other strategy can read the checkpoints.
+    DeepSpeed's engine is created when a model and its optimizer have both been prepared, and steps that optimizer. It reduces and
+    accumulates gradients, clips them and always skips steps whose norm is not finite (``on_nonfinite="raise"`` makes that an error).
+    Windows, their weights, schedulers and checkpoints are as under every other strategy, and every other strategy can read the checkpoints.
 
     A value that is missing in the configuration, or ``"auto"``, comes from ``Fit``'s arguments (precision, ``gradient_clip_val``,
-    ``accumulate_grad_batches``, the loader's batch size); a value that contradicts an argument is an error. The rest are
-    DeepSpeed's defaults.
+    ``accumulate_grad_batches``, the loader's batch size), or else is DeepSpeed's default. A value that contradicts an argument is an error.
 
     From stage 1 on, ``bf16-*`` and ``16-*`` precision are DeepSpeed's own: parameters in the half format, fp32 master copies sharded over
     the ranks (which start from the rounded parameters), gradients summed in fp32. fp16 needs CUDA. At stage 0 nothing is sharded and
@@ -69,26 +68,26 @@ class DeepSpeed(Strategy, OwnsStep):
     config: str | Path | Mapping[str, Any] | None = None
     """DeepSpeed's own configuration: a JSON file or a dict."""
     stage: int | None = None
-    """0: replicated; 1: optimizer states are sharded; 2 (the default): gradients too; 3: parameters too."""
+    """ZeRO stage. 0: nothing is sharded; 1: optimizer states are; 2 (the default): gradients, too; 3: parameters, too."""
     offload_optimizer: bool | str = False
     """Keep optimizer states and master copies in the host's memory (``True`` or ``"cpu"``) or on disk (``"nvme"``). From stage 1 on."""
     offload_parameters: bool | str = False
     """Keep parameters in the host's memory (``True`` or ``"cpu"``) or on disk (``"nvme"``). Stage 3 only."""
     nvme_path: str | Path | None = None
-    """The directory for ``"nvme"``."""
+    """The directory for offloading to ``"nvme"``."""
     pin_memory: bool | None = None
-    """Whether offloaded memory is page-locked; ``None``: on CUDA."""
+    """Whether offloaded memory is page-locked; ``None``: only on CUDA."""
     overlap_comm: bool | None = None
     """Reduce gradients while backward runs (stages 2 and 3)."""
     reduce_bucket_size: int | None = None
-    """Elements per reduction. Default: the model's size, at most 500 million."""
+    """Elements that are reduced at a time. Default: the model's size, at most 500 million."""
     allgather_bucket_size: int | None = None
     """Elements of updated parameters that are gathered at a time (stages 1 and 2)."""
     param_persistence_threshold: int | None = None
     """Parameters with fewer elements stay gathered on every rank (stage 3)."""
 
     _config: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-    _given: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+
     _where: str = field(default="", init=False, repr=False)
     _requirements: dict[str, RequiredValue] | None = field(default=None, init=False, repr=False)
     _batch_size: Any = field(default=None, init=False, repr=False)
@@ -97,14 +96,14 @@ class DeepSpeed(Strategy, OwnsStep):
     def __post_init__(self) -> None:
         self._config, self._where = configuration.read(self.config)
         zero = self._config.setdefault("zero_optimization", {})
-        for name, inside in configuration.IN_ZERO.items():
+        for name, key in configuration.IN_ZERO.items():
             if getattr(self, name) is not None:
                 required = RequiredValue(getattr(self, name), f"DeepSpeed({name}={getattr(self, name)!r})")
-                configuration.fill_or_check(self._config, f"zero_optimization.{inside}", required, self._where)
-        for name, inside in configuration.OFFLOAD.items():
+                configuration.fill_or_check(self._config, f"zero_optimization.{key}", required, self._where)
+        for name, section in configuration.OFFLOAD.items():
             if getattr(self, name):
                 configuration.offload(
-                    self._config, self._where, f"zero_optimization.{inside}", name, getattr(self, name), self.nvme_path
+                    self._config, self._where, f"zero_optimization.{section}", name, getattr(self, name), self.nvme_path
                 )
         configuration.default(self._config, "zero_optimization.stage", 2)
         if zero["stage"] not in (0, 1, 2, 3) or isinstance(zero["stage"], bool):
@@ -136,7 +135,7 @@ class DeepSpeed(Strategy, OwnsStep):
                 enabled = configuration.fill_or_check(self._config, f"{kind}.enabled", required, self._where)
                 configuration.set_value(self._config, f"{kind}.enabled", enabled and stage > 0)
         if self._half and stage:
-            # Summed in the half format, a window's micro-batches would be lost to rounding.
+            # In sums in half precision, a window's micro-batches would be lost to rounding.
             configuration.default(self._config, "data_types.grad_accum_dtype", "fp32")
         import_deepspeed(group.device)
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -181,7 +180,7 @@ class DeepSpeed(Strategy, OwnsStep):
 
         use_process_group(self.group.device, self.group.local_rank)
         with quiet_setup(self.group.device, self.group.local_rank):
-            # Without a dtype: on a CPU an explicit one is always taken as bf16.
+            # No dtype is given, because on CPUs DeepSpeed takes any explicit one as bf16.
             context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=self._complete(None))
         return context
 
@@ -240,25 +239,25 @@ class DeepSpeed(Strategy, OwnsStep):
             return
         owners = [model for model in self._models if any(id(p) in parameters for p in model.parameters())]
         if not owners:
-            return  # its model comes later
+            return  # its model is prepared later
         owner = owners[0]
         check_only_optimizer(optimizer, owners)
         check_one_set_of_weights(optimizer)
         configuration.check_no_other(self._config, self._where, type(optimizer).__name__)
         if self.zero_stage:
             check_optimizer(optimizer, self.zero_stage, bool(self._config.get("zero_allow_untested_optimizer")))
-        warm = named_state(optimizer, owner) if optimizer.state else None
+        state = named_state(optimizer, owner) if optimizer.state else None
         optimizer.state.clear()
         self._start(owner, optimizer, trains=True)
-        if warm is not None:
+        if state is not None:
             optimizer_shards = self._model_of(optimizer).shards
             if optimizer_shards is None:
-                optimizer.load_state_dict(numbered_state(optimizer, owner, warm))
+                optimizer.load_state_dict(numbered_state(optimizer, owner, state))
             else:
-                shards.load_optimizer(optimizer_shards, owner, warm, lambda value: value)
+                shards.load_optimizer(optimizer_shards, owner, state, lambda value: value)
 
     def own_optimizers(self, model: nn.Module) -> Any:
-        """The configuration's ``"optimizer"`` and ``"scheduler"``, as ``configure_optimizers`` would return them.
+        """The optimizer and scheduler that the configuration names, as ``configure_optimizers`` would return them; ``None`` without any.
 
         In your own loop: ``model = engine.prepare(model)``, then ``engine.strategy.own_optimizers(model)``.
 
@@ -280,7 +279,7 @@ class DeepSpeed(Strategy, OwnsStep):
         return {"optimizer": model.optimizer, "lr_scheduler": {"scheduler": torch_scheduler, "interval": "step"}}
 
     def _start(self, model: DrivenModel, optimizer: Optimizer | None, trains: bool) -> None:
-        """Create DeepSpeed's engine for a model, with its optimizer, the configuration's, or none (evaluation)."""
+        """Create DeepSpeed's engine for a model: with ``optimizer``, with the configuration's, or with none for evaluation (not ``trains``)."""
         import deepspeed
 
         use_process_group(self.group.device, self.group.local_rank)
@@ -309,7 +308,7 @@ class DeepSpeed(Strategy, OwnsStep):
         model.begin(engine, inner, own_shards if trains and self.zero_stage else None)
 
     def _complete(self, model: DrivenModel | None) -> dict[str, Any]:
-        """The configuration for DeepSpeed."""
+        """The configuration to give to DeepSpeed for ``model``, in which no value is ``"auto"``."""
         required, size = self._requirements or {}, self._batch_size
         config = copy.deepcopy(self._config)
         micro = RequiredValue(size, f"the training loader's batch_size={size}") if isinstance(size, int) else None
@@ -335,12 +334,12 @@ class DeepSpeed(Strategy, OwnsStep):
 
     @property
     def config_in_effect(self) -> Mapping[str, Any]:
-        """DeepSpeed's configuration, with what the arguments and settings say."""
+        """DeepSpeed's configuration, merged with the fields and the run's settings."""
         return self._config
 
     @property
     def where(self) -> str:
-        """How messages name the configuration."""
+        """The name of the configuration in messages."""
         return self._where
 
     # -- gradients --------------------------------------------------------------------------------------------------------------
@@ -379,7 +378,7 @@ class DeepSpeed(Strategy, OwnsStep):
         max_value: float | None,
         checked: bool,
     ) -> tuple[Tensor | None, bool]:
-        """Step one optimizer. ``checked``: as in :class:`engine.strategies.owned_step.OwnsStep`."""
+        """Step one optimizer; the arguments are those of :meth:`engine.strategies.owned_step.OwnsStep.step`."""
         if max_value is not None:
             raise ValueError("DeepSpeed clips by norm only")
         if len(optimizers) != 1:
@@ -391,7 +390,7 @@ class DeepSpeed(Strategy, OwnsStep):
         return norm, applied
 
     def clip_at_step(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> None:
-        """Clip the norm of the gradients of ``parameters`` in the next step."""
+        """Clip the norm of these parameters' gradients in the next step."""
         ids = {id(p) for p in parameters if p.requires_grad}
         for model in self._models:
             if ids == {id(p) for p in model.module.parameters() if p.requires_grad}:
@@ -406,9 +405,9 @@ class DeepSpeed(Strategy, OwnsStep):
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
     def _shards(self, module: nn.Module) -> Shards | None:
-        first = {id(p) for p in module.parameters()}
+        ids = {id(p) for p in module.parameters()}
         return next(
-            (m.shards for m in self._models if m.shards is not None and not first.isdisjoint(m.shards.managed)), None
+            (m.shards for m in self._models if m.shards is not None and not ids.isdisjoint(m.shards.managed)), None
         )
 
     def model_parts(self, module: nn.Module) -> dict[str, Any]:
