@@ -70,7 +70,7 @@ def requested(
 
 
 def describe_requested(settings: Settings, precision: Precision, strategy: Strategy | None) -> dict[str, Any]:
-    """The precision and the strategy with all of their options, by name of the setting, for :func:`engine.config.masked.readable`."""
+    """The precision and the strategy with all of their options, by name of the setting, for :func:`engine.config.masked.with_origins`."""
     strategies = {} if strategy is None else {"strategy": describe(strategy, settings.strategy)}
     return {"precision": precision.describe(), **strategies}
 
