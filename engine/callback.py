@@ -180,7 +180,7 @@ class Callback:
         """The key under which a checkpoint stores :meth:`state_dict`: by default the name of the class.
 
         Two callbacks of one class that have state need different keys: include what differs, as in ``f"EarlyStopping[monitor={self.monitor!r}]"``.
-        The text after ``"; "`` may change between runs, as long as only one callback and one saved state have the same text before it.
+        The text after ``"; "`` may change between runs, provided that the text before it is unique among the callbacks and among the saved states.
         """
         return type(self).__qualname__
 

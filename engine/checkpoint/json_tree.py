@@ -110,7 +110,7 @@ class _Packer:
         return {_TAG: kind.__name__, "items": pairs}
 
     def _tensor(self, item: Tensor, path: tuple[Any, ...]) -> str:
-        """Collect a tensor, and return its name: for the same memory the same name."""
+        """Collect a tensor, and return its name; tensors that share memory get one name."""
         import torch
 
         plain = type(item) in (torch.Tensor, torch.nn.Parameter) or self.is_sharded(item)

@@ -1,4 +1,4 @@
-"""A checkpoint folder: which checkpoints must stay, which are removed, and which were saved, removed or failed."""
+"""A checkpoint folder: which checkpoints must stay, which are to be removed, which have been saved or removed, and which could not be written."""
 
 from __future__ import annotations
 

@@ -361,6 +361,7 @@ class LocalRunRoot(RunRoot):
         return os.listdir(self.root)
 
     def _lock_folder(self, number: int, record: RunRecord, new: bool) -> Claim | None:
+        """Lock a run's folder (0: the root itself) and write its record; ``None``: another run has it, or ``new`` is asked for and it is not."""
         folder = Path(self.folder(number))
         path = folder / RUN
         if new and not path.exists() and (folder.exists() if number else self.has_checkpoints(number)):

@@ -293,8 +293,8 @@ class CombinedFeed(Feed):
         first = next(_rank_numbers(deal, start, 0, deal.used), None)
         readers: dict[int, Iterator[Any]] = {}
         previous = start - deal.world_size + deal.rank  # this rank's last batch before the start
-        # Created now, since every loader's iterator is created when a pass starts. A later member's is created at its turn: its random number is
-        # still to be drawn where a resume starts with that member's first batch.
+        # Creating an iterator draws a random number, so it has to happen where the run without a stop did it: the first member's at once, a later
+        # one's at its turn, which a resume that starts with that member's first batch still has before it.
         if first is not None and (not start or self._member_of(previous) == self._member_of(first)):
             readers[self._member_of(first)] = batches_of_member(self._member_of(first))
         return read()

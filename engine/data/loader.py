@@ -225,8 +225,8 @@ class PreparedLoader:
 
     @property
     def position(self) -> int:
-        """The position in the epoch's data at the end of the latest complete window, in samples of all ranks (or batches, for data of ready
-        batches)."""
+        """The position in the epoch's data at the end of the latest complete window, in samples of all ranks, or in batches if the
+        data's items already are batches."""
         if self._next is not None:
             return self._next.position
         return self._pass.start.position + self._pass.windows * self._feed.stride(self._pass.window)

@@ -388,7 +388,7 @@ class UserSamplerOrder(SampleOrder):
         resharded = self.sharded and state["world_size"] != self.group.world_size
         if self._fingerprint() != state["print"] and not resharded:
             warn_once(
-                f"{type(self.sampler).__name__} yields another order after the resume than before in epoch {saved_epoch}: samples may be repeated or "
+                f"{type(self.sampler).__name__} yields a different order after resuming, in epoch {saved_epoch}: samples may be repeated or "
                 "left out. Let its order follow from its arguments, set_epoch(epoch) and seeded generators, or give it state_dict and load_state_dict"
             )
         elif resharded and not state["over"]:

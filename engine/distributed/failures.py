@@ -148,7 +148,7 @@ def is_shown_by_rank_0(environment: Environment) -> bool:
 
 
 def last_line(error: BaseException) -> str:
-    """An exception's type and the first line of its message."""
+    """An exception's type and the first line of its message, which a short traceback ends with."""
     return "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
 
 

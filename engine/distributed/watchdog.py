@@ -376,7 +376,7 @@ class Watcher(threading.Thread):
                     return
 
     def _look(self) -> bool:
-        """Look once, and return whether the thread has a watchdog.
+        """Check the progress once; return whether there still is a watchdog to check for.
 
         This is a method of its own so that no local of :meth:`run` refers to the watchdog, and so to all objects of an ended run, during a pause.
         """

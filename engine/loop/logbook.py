@@ -138,7 +138,7 @@ class Logbook:
         return {**self.metrics, **values, **{name: values[f"{name}_step"] for name in with_both}}
 
     def latest(self) -> dict[str, float]:
-        """:attr:`metrics`, updated with each training value of the latest step that logged it, over all ranks, also between log boundaries. A name
+        """:attr:`metrics`, updated with the latest logged value of each training metric over all ranks, even if no log boundary has come yet. A name
         logged ``on_step`` and ``on_epoch`` also has its step value without a suffix. A collective; waits for the device."""
         values, with_both = self.training.latest_values(self.epoch_windows)
         values |= {name: values[f"{name}_step"] for name in with_both if f"{name}_step" in values}

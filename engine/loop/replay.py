@@ -1,4 +1,4 @@
-"""Repeats one step of an earlier training: the checkpoint to start from, the callback that observes the step, and its result."""
+"""Repeats one step of an earlier training run: chooses the checkpoint to start from, observes the step by a callback, and has its result."""
 
 from __future__ import annotations
 

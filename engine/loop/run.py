@@ -638,7 +638,7 @@ class Run:
                     hook(self, self.module, path)
 
     def finish_checkpoints(self) -> None:
-        """If any hook of checkpoint events exists, wait for the checkpoint in progress and call the hooks; all ranks call this together."""
+        """If anything listens for checkpoint events, wait for the checkpoint in progress and call the hooks; all ranks call this together."""
         if self.checkpoints.have_listeners:
             self.wait_for_checkpoint()
             self.announce_checkpoints()

@@ -241,7 +241,7 @@ class RunSnapshot(EngineSnapshot):
         """Restore optimizers and schedulers."""
         super().restore_optimizers(loaded, how)
         for optimizer in self.optimizers:
-            # A run resumed at an epoch's end steps its schedulers first, of which torch would warn.
+            # A run resumed at an epoch's end steps its schedulers first, which torch would warn about.
             optimizer._opt_called = self._state.step > 0
 
     def restore_place(self, loaded: Loaded, same_place: Fields | None) -> None:

@@ -42,7 +42,7 @@ def training(run: Run) -> None:
 
 
 def check_best(run: Run) -> None:
-    """Check that a callback finds the best checkpoint, if ``reload_best`` asks for it.
+    """Check that some callback tracks the best checkpoint, if ``reload_best`` asks for it.
 
     Raises:
         ValueError: no callback does.

@@ -103,7 +103,7 @@ def end_step(run: Run, seconds: float, outputs: Any) -> bool:
     """Do what is due after an optimizer step; return whether the epoch ends here.
 
     Args:
-        seconds: the duration of the micro-batch measured last. Ranks exchange requests to stop less often when steps are fast.
+        seconds: the duration of the micro-batch measured last. The faster the steps, the fewer of them exchange requests to stop.
         outputs: what the step's last ``training_step`` returned.
     """
     control = run.control

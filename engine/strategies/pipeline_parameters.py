@@ -104,7 +104,8 @@ class StageParameters:
         return Loss(totals[1], totals[2]) if self.pipeline.weighted else totals[1].float()
 
     def _set_aside(self, index: int, parameter: Tensor) -> Tensor | None:
-        """Remove and return a tied parameter's gradient that is already summed over the stages, so that it is not summed again; else ``None``."""
+        """Remove and return a tied parameter's gradient that is already summed over the stages, so that it is not summed again.
+        Return ``None`` if there is no such gradient."""
         grad, summed = parameter.grad, self._summed.get(index)
         if grad is None or summed is None or summed[0]() is not grad or summed[1] != grad._version:
             return None

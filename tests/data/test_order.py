@@ -282,7 +282,7 @@ def test_an_order_that_cannot_be_drawn_again_is_reported() -> None:
     next(batches)
     other = loaded(Unseeded(), batch_size=2, count=10**9)
     other.load_state_dict(first.state_dict())
-    with pytest.warns(UserWarning, match="Unseeded yields another order after the resume than before in epoch 0"):
+    with pytest.warns(UserWarning, match="Unseeded yields a different order after resuming, in epoch 0"):
         read(other)
 
 
