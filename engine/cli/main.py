@@ -95,7 +95,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_command(name: str, words: Sequence[str]) -> int:
-    """Run one command with its words. Wrong words end the process with status 2, before the command's module is imported."""
+    """Run one command with its words, by ``run`` of the module that its parser in :mod:`engine.cli.options` names as ``run_by``.
+
+    Wrong words end the process with status 2, before that module is imported.
+    """
     command_parser = COMMANDS[name].parser()
     chosen = command_parser.parse_args(list(words))
     command_parser.check(chosen)

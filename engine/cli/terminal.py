@@ -42,7 +42,10 @@ class Parser(argparse.ArgumentParser):
         super().error(terminal_text(message, one_line=True))
 
     def check(self, options: argparse.Namespace) -> None:
-        """Refuse options that do not go together. Called before the command's module is imported, so that errors come at once."""
+        """Refuse options that do not go together. Called before the command's module is imported, so that errors come at once.
+
+        The parsers of :mod:`engine.cli.options` override this: ``TargetParser``, ``RunParser``, ``PlanParser`` and ``LaunchParser``.
+        """
 
 
 def open_streams() -> None:

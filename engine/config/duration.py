@@ -148,6 +148,7 @@ class Every:
         self._reached = {"never": self._never, "steps": self._steps, "epochs": self._epochs, "seconds": self._seconds}[
             unit
         ]
+        """The method that says whether a multiple has been reached, by the unit."""
         self.of_epochs = unit == "epochs" and isinstance(self._n, float)
         """A fraction of an epoch: :meth:`due` needs the epochs done."""
         if self.of_epochs:

@@ -66,7 +66,8 @@ def is_whole_number(value: object) -> bool:
 class Kind:
     """Base class of kinds: which values a setting accepts in code, in YAML and in a shell, and the form in which the library reads them.
 
-    The subclasses stand below; ``engine.config.settings.KINDS`` has one for each setting.
+    The subclasses stand below: :class:`WholeNumber`, :class:`Word`, :class:`Flag`, ... Each field of :class:`engine.config.settings.Settings` has
+    one, and ``KINDS`` there has them by the name of the setting.
     """
 
     accepts: str

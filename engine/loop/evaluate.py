@@ -200,7 +200,10 @@ def batches(
 
 @contextmanager
 def evaluating(run: Run, name: str) -> Iterator[None]:
-    """Inside the block, eval mode without gradients; afterwards random number states, and (unless overridden) each submodule's mode, are restored."""
+    """Inside the block, eval mode without gradients; afterwards random number states, and (unless overridden) each submodule's mode, are restored.
+
+    ``TrainModule.on_validation_model_eval`` or its like for ``"test"`` and ``"predict"`` switches the modes, ``on_validation_model_train`` back.
+    """
     module = run.module
     flags = [(m, m.training) for m in module.modules()]
     run.evaluating = True

@@ -41,6 +41,8 @@ class Stepper:
     A step is skipped when a gradient is not finite: always under fp16's scaler, otherwise if ``on_nonfinite`` says so. On the CPU the
     verdict is known at once. On a device, with optimizers that skip by themselves (fused ones), the host does not wait for the verdict:
     it is read at the next step, after that step's kernels are queued, or by :meth:`await_verdicts`.
+
+    A strategy that owns the step (``Strategy.stepper``) has :class:`engine.strategies.owned_step.OwnedStepper` in its place.
     """
 
     def __init__(

@@ -16,7 +16,8 @@ from engine.utils.tree import batch_size, map_tensors
 
 
 class Passes:
-    """Gives micro-batches their window's weights in backward passes that other code runs.
+    """Gives micro-batches their window's weights in backward passes that other code runs. Under a pipeline the strategy gives
+    :class:`engine.strategies.pipelined_passes.PipelinedPasses` in its place.
 
     Args:
         group: the ranks that see different data.

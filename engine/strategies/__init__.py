@@ -76,7 +76,7 @@ def describe_requested(settings: Settings, precision: Precision, strategy: Strat
 
 
 def _maker(name: object, where: str) -> Callable[..., Any]:
-    """The factory of the strategy of this name; ``where`` starts the error message."""
+    """The class that :data:`engine.config.strategy_names.BUILT_IN` has for the name, or a third party's factory; ``where`` starts the error."""
     point = strategy_names.BUILT_IN.get(name) if isinstance(name, str) else None
     if point is not None and strategy_names.is_there(point):
         factory: Callable[..., Any] = point.load()

@@ -15,7 +15,7 @@ from engine.step.window import Window
 
 
 class OwnsStep(GradientSync):
-    """A strategy that divides, clips, checks and applies gradients by itself."""
+    """A strategy that divides, clips, checks and applies gradients by itself: :class:`engine.strategies.deepspeed.strategy.DeepSpeed`."""
 
     def step(
         self,

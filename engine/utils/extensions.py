@@ -81,7 +81,8 @@ def completed(cls: type[T]) -> type[T]:
 
 
 def checked(*owners: object) -> None:
-    """Let annexes check a module and callbacks before a run, by the functions that are registered in the group ``engine.checks``.
+    """Let annexes check a module and callbacks before a run, by the functions that are registered in the group ``engine.checks``: with all annexes
+    that is :func:`engine.compat.lightning.checks.refuse_replaced`.
 
     Raises:
         TypeError: an owner defines a method that is never called; the message says what to define instead.
