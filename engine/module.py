@@ -102,8 +102,8 @@ class TrainModule(nn.Module):
         """Return the optimizers and learning rate schedulers.
 
         The forms: an optimizer; a list of them; ``([optimizers], [schedulers])``; a dict ``{"optimizer": ..., "lr_scheduler": ...}``, a list or
-        tuple of such dicts; ``None`` to train no parameters. A scheduler is given as it is, or as a dict of ``scheduler``,
-        ``interval`` (``"epoch"`` or ``"step"``), ``frequency``, ``monitor`` (for ReduceLROnPlateau), ``strict`` and ``name``.
+        tuple of such dicts; ``[]`` to train no parameters (``None`` too, with a warning). A scheduler is given as it is, or as a dict of
+        ``scheduler``, ``interval`` (``"epoch"`` or ``"step"``), ``frequency``, ``monitor`` (for ReduceLROnPlateau), ``strict`` and ``name``.
         """
         raise NotImplementedError(f"{type(self).__name__} must define configure_optimizers(self)")
 

@@ -52,6 +52,31 @@ def test_an_optimizer_that_has_some_of_them_trains(tmp_path: Path) -> None:
     assert module.w.item() == -4.0  # two steps; w is in the loss twice
 
 
+class WithoutReturn(Weight):
+    """Makes an optimizer, and forgets to return it."""
+
+    def configure_optimizers(self) -> Any:
+        torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def test_an_optimizer_that_is_not_returned_is_reported(tmp_path: Path) -> None:
+    message = r"WithoutReturn.configure_optimizers returned None, so nothing is trained: return the optimizer, or \[\] if that is meant"
+    module = WithoutReturn()
+    with pytest.warns(UserWarning, match=message):
+        fit(tmp_path, max_epochs=1).run(module, ones(2))
+    assert module.w.item() == 0.0
+
+
+@pytest.mark.parametrize("meant", ["empty list", "manual"])
+def test_a_module_without_optimizers_on_purpose_is_not_reported(tmp_path: Path, meant: str) -> None:
+    module = WithoutReturn()
+    if meant == "empty list":
+        module.configure_optimizers = list  # type: ignore[method-assign]
+    else:
+        module.automatic_optimization = False
+    fit(tmp_path, max_epochs=1).run(module, ones(2))
+
+
 def test_a_tensor_is_optimized_with_a_frozen_module(tmp_path: Path) -> None:
     """Style transfer: an image is what is trained."""
     image = torch.zeros(1, requires_grad=True)
