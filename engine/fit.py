@@ -633,6 +633,10 @@ def _train_module(module: Any) -> TrainModule:
     """The user's module, one of another library as ours."""
     module = adapted(module)
     if not isinstance(module, TrainModule):
+        if isinstance(module, type) and issubclass(module, TrainModule):
+            raise TypeError(
+                f"Fit takes a TrainModule, got the class {module.__name__}: give an object, {module.__name__}(...)"
+            )
         if isinstance(getattr(module, "_orig_mod", getattr(module, "module", None)), TrainModule):
             raise TypeError(
                 f"Fit takes a TrainModule, got one that {type(module).__name__} has wrapped: give the module itself; Fit(compile=True) compiles "
