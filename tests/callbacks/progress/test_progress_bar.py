@@ -334,13 +334,14 @@ def test_a_run_without_a_bar_logs_its_progress(make_fit, scripted, batches, capl
     assert not [record for record in caplog.records if "step" in record.getMessage()]
 
 
-def test_a_reader_that_is_gone_does_not_end_the_run(make_fit, scripted, batches):
+def test_a_reader_that_is_gone_does_not_end_the_run(make_fit, scripted, batches, caplog):
     class Gone(io.StringIO):
         def write(self, text):
             raise BrokenPipeError
 
     result = make_fit(max_epochs=2, callbacks=[RichProgressBar(console=Console(file=Gone()))]).run(scripted(), batches)
     assert result.step == 8
+    assert caplog.text == ""
 
 
 def test_a_stream_without_its_characters(make_fit, scripted, batches):
