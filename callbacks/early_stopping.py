@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
     from engine import Run
 
+NO_VALIDATION = "this run has no validation (no data was given for it, or it is switched off)"
+"""The end of an error about a metric that only validation logs."""
+
 
 class EarlyStopping(Callback):
     """Asks the run to stop when ``monitor`` has not improved for ``patience`` checks in a row.
@@ -111,9 +114,10 @@ class EarlyStopping(Callback):
             if not self.strict:
                 return
             logged = ", ".join(sorted(metrics)) or "none"
+            where = "validation_step" if run.val_loaders else f"training_step: {NO_VALIDATION}"
             raise ValueError(
                 f"EarlyStopping(monitor={self.monitor!r}): this metric was not logged (logged so far: {logged}); "
-                f"log it with self.log({self.monitor!r}, value) in validation_step"
+                f"log it with self.log({self.monitor!r}, value) in {where}"
             )
         reason = self._reason_to_stop(metrics[self.monitor])
         if reason is not None:

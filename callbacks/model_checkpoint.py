@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from engine import Callback, Duration, Every
 
+from .early_stopping import NO_VALIDATION
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -325,9 +327,10 @@ class ModelCheckpoint(Callback):
             return None
         if self.monitor not in metrics:
             logged = ", ".join(sorted(metrics)) or "none"
+            where = "validation_step" if run.val_loaders else f"training_step: {NO_VALIDATION}"
             raise ValueError(
                 f"ModelCheckpoint(monitor={self.monitor!r}): this metric was not logged (logged so far: {logged}); "
-                f"log it with self.log({self.monitor!r}, value) in validation_step"
+                f"log it with self.log({self.monitor!r}, value) in {where}"
             )
         return metrics[self.monitor]
 

@@ -213,6 +213,8 @@ def adapted_callbacks(where: str, callbacks: Sequence[Any]) -> tuple[Callback, .
     """Convert the callbacks of other libraries to :class:`Callback` objects; ``where`` names the argument in an error."""
     result = tuple(item if isinstance(item, Callback) else adapted(item) for item in callbacks)
     for callback in result:
+        if isinstance(callback, type):
+            raise TypeError(f"{where} has the class {callback.__name__}: give an object, {callback.__name__}(...)")
         if not isinstance(callback, Callback):
             raise TypeError(
                 f"{where} has {callback!r:.80} of type {type(callback).__name__}: give engine.Callback objects"

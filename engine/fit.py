@@ -641,6 +641,10 @@ def _train_module(module: Any) -> TrainModule:
     """
     module = adapted(module)
     if not isinstance(module, TrainModule):
+        if isinstance(module, type) and issubclass(module, TrainModule):
+            raise TypeError(
+                f"Fit takes a TrainModule, got the class {module.__name__}: give an object, {module.__name__}(...)"
+            )
         if isinstance(getattr(module, "_orig_mod", getattr(module, "module", None)), TrainModule):
             raise TypeError(
                 f"Fit takes a TrainModule, got one wrapped by {type(module).__name__}: give the module itself; Fit(compile=True) compiles "

@@ -102,8 +102,8 @@ class TrainModule(nn.Module):
         """Return optimizers and learning rate schedulers.
 
         Possible are an optimizer; a list of optimizers; ``([optimizers], [schedulers])``; a dict ``{"optimizer": ..., "lr_scheduler": ...}``, a
-        list or tuple of such dicts; ``None`` to train no parameters. A scheduler is an object, or a dict of ``scheduler``,
-        ``interval`` (``"epoch"`` or ``"step"``), ``frequency``, ``monitor`` (for ReduceLROnPlateau), ``strict`` and ``name``.
+        list or tuple of such dicts; ``[]`` to train no parameters (``None`` too, with a warning). A scheduler is an object, or a dict of
+        ``scheduler``, ``interval`` (``"epoch"`` or ``"step"``), ``frequency``, ``monitor`` (for ReduceLROnPlateau), ``strict`` and ``name``.
         """
         raise NotImplementedError(f"{type(self).__name__} must define configure_optimizers(self)")
 

@@ -92,3 +92,10 @@ def test_an_object_that_is_no_callback_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(TypeError, match=r"callbacks has .*Other.* give engine.Callback objects"):
         fit(tmp_path, callbacks=[Other()]).run(Weight(), ones(1))
+
+
+def test_a_class_in_the_place_of_a_callback_is_refused(tmp_path: Path) -> None:
+    module = Weight()
+    module.configure_callbacks = lambda: [Last]  # type: ignore[method-assign, list-item, return-value]
+    with pytest.raises(TypeError, match=r"Weight.configure_callbacks has the class Last: give an object, Last\(...\)"):
+        fit(tmp_path).run(module, ones(1))

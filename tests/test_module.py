@@ -189,6 +189,10 @@ def test_what_must_be_defined(tmp_path: Path) -> None:
         NoStep().training_step(None, 0)
     with pytest.raises(NotImplementedError, match="Base must define configure_optimizers"):
         Base().configure_optimizers()
+    with pytest.raises(
+        TypeError, match=r"Fit takes a TrainModule, got the class Weight: give an object, Weight\(...\)"
+    ):
+        fit(tmp_path).run(Weight, ones(1))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="Fit takes a TrainModule, got Linear"):
         fit(tmp_path).run(nn.Linear(1, 1), ones(1))  # type: ignore[arg-type]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -94,6 +95,14 @@ class ProgressBar(Callback):
         if self._screen is not None and self._training and not self._ended_line:
             self._write(self._as_text(self._estimates.epoch(run)), run, module)
         self._close(run, module)
+
+    def on_train_start(self, run: Run, module: nn.Module) -> None:
+        if self._screen is None or self._screen.live or logging.getLogger("engine").isEnabledFor(logging.INFO):
+            return  # the library's log says it
+        if run.loaded_from is not None and run.step:
+            self._write_line(f"resumed from {run.loaded_from}: epoch {run.epoch}, step {run.step}")
+        if any(callback.runs_last or callback.is_logger for callback in run.callbacks):
+            self._write_line(f"this run writes into {run.folder}")
 
     def on_train_end(self, run: Run, module: nn.Module) -> None:
         self._draw(run, module)
@@ -236,6 +245,11 @@ class ProgressBar(Callback):
             return
         first, *continuation = wrap_items(items, self._screen.width - 3, 100)
         self._screen.write("\n".join([first, *(f"  {line}" for line in continuation)]))
+
+    def _write_line(self, text: str) -> None:
+        """Write a line without the metrics."""
+        assert self._screen is not None
+        self._screen.write(terminal_text(text, one_line=True))
 
     def _write_epoch(self, run: Run, module: nn.Module) -> None:
         """Write the finished epoch's line when the next one starts, since its metrics are logged after its last hook."""

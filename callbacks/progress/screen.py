@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -162,8 +163,10 @@ def _write_encoded(file: IO[str], text: str) -> None:
         text.encode(encoding)
     except UnicodeEncodeError:
         text = text.translate(_ASCII).encode(encoding, "replace").decode(encoding)
-    file.write(text)
-    file.flush()
+    # In "python train.py | head" the reader ends first: nobody sees the progress.
+    with contextlib.suppress(BrokenPipeError):
+        file.write(text)
+        file.flush()
 
 
 _ASCII = str.maketrans({"━": "#", "─": "-", "█": "#", "…": "."})

@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from engine.callback import Callback
 from engine.cli.class_paths import importable_here
-from engine.cli.components import Components, components_of
+from engine.cli.components import COMMAND_LINE, Component, Components, components_of
 from engine.cli.error_report import run_reporting_errors
 from engine.cli.object_parser import ObjectParser, class_help, config_text
 from engine.cli.predictions import check_output, write
@@ -27,6 +27,7 @@ from engine.loop.run import Run
 from engine.module import TrainModule
 from engine.utils.errors import DoesNotFit
 from engine.utils.log import logger
+from engine.utils.overrides import overridden
 from engine.utils.seed import seed_everything
 from engine.utils.text import terminal_text
 
@@ -106,7 +107,9 @@ def prepare_objects(
 ) -> tuple[Fit, Callable[[], TrainModule], Any]:
     """The ``Fit``, a function that makes the module, and the data, each built from its parameters."""
     by_name = {parser.component.name: parser for parser in parsers}
-    callbacks = [_callback(parser) for name, parser in by_name.items() if name.startswith("callbacks.")]
+    callback_parsers = [parser for name, parser in by_name.items() if name.startswith("callbacks.")]
+    callbacks = [_callback(parser) for parser in callback_parsers]
+    _refuse_callback_given_twice([parser.component for parser in callback_parsers], callbacks)
     fit = Fit.from_resolved(
         replace(components.resolved, **_sections(parsers, components.resolved.origins)), [*callbacks, *more]
     )
@@ -145,6 +148,21 @@ def _callback(parser: ObjectParser) -> Callback:
             f"{parser.component.origin('')}: {parser.component.path!r} gives a {type(callback).__name__}, not an engine.Callback"
         )
     return callback
+
+
+def _refuse_callback_given_twice(components: Sequence[Component], callbacks: Sequence[Callback]) -> None:
+    """Refuse a callback of ``--callback`` whose state has the key of one in the file: they are two where one is meant."""
+    in_file: dict[str, Component] = {}
+    for component, callback in zip(components, callbacks, strict=True):
+        if not overridden(callback, "state_dict", Callback):
+            continue
+        if component.origin("") != COMMAND_LINE:
+            in_file[callback.state_key] = component
+        elif (earlier := in_file.get(callback.state_key)) is not None:
+            raise UsageError(
+                f"{component.title} is given twice, in {earlier.origin('').removeprefix('file ')} and by --callback: leave one of them out; "
+                f"--set {earlier.name}.PARAMETER=VALUE changes the file's"
+            )
 
 
 def _call_fit(command: str, fit: Fit, module: TrainModule, data: Any, options: argparse.Namespace) -> Any:

@@ -173,6 +173,8 @@ def _from_file(path: Path) -> list[tuple[str, Node, str]]:
 def _check_name(name: str, origin: str) -> None:
     if name in SECTIONS:
         code_hint = "; Fit(callbacks=[...]) takes callbacks in code only" if name == "callbacks" else ""
+        if origin.startswith("file "):
+            code_hint += ". Rename the file, and give it to 'fit run' with --config NAME"
         raise ValueError(
             f"{origin}: {name!r} is a section that 'fit run' reads; a script with Fit(...) builds its own{code_hint}"
         )

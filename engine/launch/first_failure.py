@@ -96,21 +96,26 @@ def report(rank: Rank, tail: str = "") -> str:
 def lines_of_others(ranks: Iterable[Rank], first: Rank | None, tails: Mapping[int, str] = NO_TAILS) -> str:
     """A line for each rank that has failed, or was ended, apart from the ``first`` to fail."""
     lines = []
+    seen = "" if first is None else summary(_text_of(first, tails))
     for rank in ranks:
         if rank is first or rank.exit_code == 0:
             continue
-        code, (text, _, is_consequence) = rank.exit_code or 0, failures.read(rank.error_file)
-        text = text or traceback_in(tails.get(rank.rank, ""))
+        code, text, is_consequence = rank.exit_code or 0, _text_of(rank, tails), failures.read(rank.error_file)[2]
         if is_consequence:
             ending = failures.LOST
         elif text:
-            ending = summary(text)
+            ending = "the same error" if seen and summary(text) == seen else summary(text)
         elif rank.ended_by_launcher or not code:
             ending = "was ended because of it"
         else:
             ending = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
         lines.append(f"rank {rank.rank}: {ending}")
     return "\n".join(lines)
+
+
+def _text_of(rank: Rank, tails: Mapping[int, str]) -> str:
+    """The traceback of a rank, from its error file or its standard error."""
+    return failures.read(rank.error_file)[0] or traceback_in(tails.get(rank.rank, ""))
 
 
 def summary(text: str) -> str:

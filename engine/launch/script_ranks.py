@@ -14,6 +14,7 @@ import functools
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -133,18 +134,26 @@ def _check_started(environment: Environment, settings: Settings) -> None:
     devices = len(settings.devices) if isinstance(settings.devices, tuple) else settings.devices
     if devices not in ("auto", -1, environment.local_world_size):
         raise ValueError(
-            f"devices={settings.devices!r} was asked for, but {environment.name} has started {environment.local_world_size} process(es) on this "
-            f"machine{_read_from(environment)}; leave devices out, or start as many"
+            f"devices={settings.devices!r} was asked for, but {_launcher(environment)} has started {environment.local_world_size} process(es) on "
+            f"this machine{_read_from(environment)}; leave devices out, or start as many"
         )
     if settings.num_nodes not in (1, environment.num_nodes):
         raise ValueError(
-            f"num_nodes={settings.num_nodes} was asked for, but {environment.name} has started {environment.num_nodes} node(s)"
+            f"num_nodes={settings.num_nodes} was asked for, but {_launcher(environment)} has started {environment.num_nodes} node(s)"
             f"{_read_from(environment)}; leave it out"
         )
 
 
 def _read_from(environment: Environment) -> str:
-    return f" (read: {as_text(environment.variables)})" if environment.variables else ""
+    """The variables that tell how many ranks there are, or all if none has such a name."""
+    variables = environment.variables
+    counts = {name: value for name, value in variables.items() if re.search("SIZE|TASKS|NODES", name)} or variables
+    return f" (read: {as_text(counts)})" if counts else ""
+
+
+def _launcher(environment: Environment) -> str:
+    """How messages name the launcher: ``fit launch`` sets the variables of ``torchrun``."""
+    return "fit launch or torchrun" if environment.name == "torchrun" else environment.name
 
 
 class ScriptRanks(StartedRanks):

@@ -221,7 +221,11 @@ def check_monitors(run: Run) -> None:
     for follower, monitor in followed:
         if monitor in forms or _may_log(run, monitor, names):
             continue
-        what = "" if run.val_loaders else ", and this training has no validation"
+        what = (
+            ""
+            if run.val_loaders
+            else ", and this training has no validation (no data was given for it, or it is switched off)"
+        )
         raise ValueError(
             f"{follower}: neither validation nor training_step logs {monitor!r}{nearest(monitor, names)}; "
             f"logged: {', '.join(sorted(names)) or 'nothing'}{what}. Log it with self.log({monitor!r}, value), or with strict=False it may be missing"
@@ -233,6 +237,8 @@ def _may_log(run: Run, monitor: str | None, names: set[str]) -> bool:
     if overrides(run.module, "on_train_epoch_end"):
         return True
     functions = list(_user_functions(type(run.module)))
+    if not run.val_loaders:
+        functions = _without_validation(functions)
     for callback in run.callbacks:
         of_callback = list(_user_functions(type(callback)))
         if any(
@@ -256,3 +262,11 @@ def _may_log(run: Run, monitor: str | None, names: set[str]) -> bool:
         if any(text in str(monitor) and not any(text in name for name in names) for text in pieces):
             return True
     return False
+
+
+def _without_validation(functions: Sequence[FunctionType]) -> list[FunctionType]:
+    """The ``functions`` that a training without validation may call: a method of validation only if another one names it."""
+    methods = [f for f in functions if f.__name__ == "validation_step" or f.__name__.startswith("on_validation_")]
+    further_functions = [function for function in functions if function not in methods]
+    names = set().union(*(_names_and_literals(function.__code__) for function in further_functions))
+    return [*further_functions, *(method for method in methods if method.__name__ in names)]

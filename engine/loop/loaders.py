@@ -234,6 +234,8 @@ class RunLoaders:
         if source is None:
             return []
         loaders = source
+        if kind == "train" and isinstance(source, tuple):
+            _refuse_loaders_as_batches(source)
         if kind == "train" and (
             isinstance(loaders, dict)
             or (isinstance(loaders, list) and loaders and all(isinstance(item, DataLoader) for item in loaders))
@@ -311,6 +313,19 @@ class RunLoaders:
                 if nearest_sizes
                 else f"a multiple of {ranks}, the number of ranks"
             )
+        )
+
+
+def _refuse_loaders_as_batches(batches: tuple[Any, ...]) -> None:
+    """Refuse a tuple of loaders as training data: its entries would be batches.
+
+    Raises:
+        TypeError: all entries are loaders.
+    """
+    if batches and all(isinstance(item, DataLoader) for item in batches):
+        raise TypeError(
+            f"got a tuple of {len(batches)} DataLoaders as training data: give validation data as the second argument, "
+            "fit.run(module, train, val), or a DataModule (fit run: --data my.module:Data). A list of loaders is read side by side"
         )
 
 

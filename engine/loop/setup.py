@@ -99,7 +99,12 @@ def optimizers(run: Run) -> None:
     if configuration is None and engine.models:
         configuration = engine.strategy.own_optimizers(engine.models[0])
     if configuration is None and not overridden:
-        raise TypeError(f"{type(module).__name__} must define configure_optimizers(self); return None to train nothing")
+        raise TypeError(f"{type(module).__name__} must define configure_optimizers(self); return [] to train nothing")
+    if configuration is None and module.automatic_optimization and any(p.requires_grad for p in module.parameters()):
+        _warn(
+            run,
+            f"{type(module).__name__}.configure_optimizers returned None, so nothing is trained: return the optimizer, or [] if that is meant",
+        )
     raw_optimizers, schedules = configured(configuration)
     if overridden:
         check_parameters(module, raw_optimizers)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.utils import accelerator
+from engine.utils.extensions import completed
 from engine.utils.text import terminal_text
 
 
@@ -94,6 +95,7 @@ class Times:
         return self.data + self.validation + self.checkpoint
 
 
+@completed
 @dataclass(slots=True)
 class Result:
     """How a run ended."""

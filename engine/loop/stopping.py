@@ -114,23 +114,25 @@ class StopControl:
             }
             self.reason = self.request or reasons_elsewhere.get(level, "another rank asked to stop")
 
-    def limit_reached(self, epoch_batches: int | None) -> bool:
+    def limit_reached(self, epoch_batches: int | None, before: bool = False) -> bool:
         """Return whether the training ends here, by a limit or because the ranks have agreed to stop; a limit sets :attr:`reason`.
 
         Args:
             epoch_batches: the number of this rank's micro-batches in an epoch; ``None``: unknown.
+            before: the run has resumed a training and has not trained yet, so the earlier run has reached the limit.
         """
         if self.reason:
             return True
+        reached = "was reached before, nothing left to train" if before else "reached"
         state, max_time = self._state, self._settings.max_time
         if epoch_batches == 0:
             self.reason = "limit_train_batches=0 reached"
         elif self.max_steps is not None and state.step >= self.max_steps:
-            self.reason = f"max_steps={self.max_steps} reached"
+            self.reason = f"max_steps={self.max_steps} {reached}"
         elif self.max_epochs is not None and state.finished_epochs >= self.max_epochs:
-            self.reason = f"max_epochs={self.max_epochs} reached"
+            self.reason = f"max_epochs={self.max_epochs} {reached}"
         elif max_time is not None and self.elapsed_s >= max_time.value and self.may_stop:
-            self.reason = f"max_time={max_time} reached"
+            self.reason = f"max_time={max_time} {reached}"
         return bool(self.reason)
 
     @contextmanager

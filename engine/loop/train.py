@@ -40,7 +40,9 @@ def train(run: Run) -> None:
     ):
         validate(run)  # the run that saved this step was killed before its validation
     control.agree_now()  # a callback may have asked to stop before the first step
-    while not control.limit_reached(loaders.train_batches):
+    resumed = state.step > 0
+    while not control.limit_reached(loaders.train_batches, before=resumed):
+        resumed = False
         train_epoch(run)
         if not state.epoch_done:
             break

@@ -98,6 +98,13 @@ def test_the_command_line_stands_above_the_file(fit, here: Path, caplog: pytest.
     assert facts("runs")["hparams"]["start"] == 1.0
 
 
+def test_a_callback_of_file_and_command_line_is_given_twice(fit, here: Path) -> None:
+    (here / "fit.yaml").write_text(FILE)
+    ended = fit("run", "--callback", "ModelCheckpoint")
+    said = "ModelCheckpoint is given twice, in fit.yaml:15 and by --callback: leave one of them out; --set callbacks.0.PARAMETER=VALUE"
+    assert (ended.status, said in ended.err) == (2, True), ended.err
+
+
 def test_callbacks_are_named_by_number_or_class(fit, here: Path) -> None:
     base = ("run", "net:Net", "--data", "net:Numbers", "--callback", "net:Tell", "--callback", "ModelCheckpoint")
     assert fit(*base, "--set", "callbacks.Tell.path=a", "callbacks.1.dirpath=there").status == 0

@@ -200,7 +200,10 @@ def test_the_command_line_is_above_code() -> None:
             r"file fit.yaml:3: compile has the key 'mod', which is unknown; did you mean 'mode'",
         ),
         ("callbacks: []", r"file fit.yaml:1: 'callbacks' is a section that 'fit run' reads.*in code only"),
-        ("model:\n  width: 3", r"file fit.yaml:1: 'model' is a section that 'fit run' reads"),
+        (
+            "model:\n  width: 3",
+            r"file fit.yaml:1: 'model' is a section that 'fit run' reads.* Rename the file, and give it to 'fit run' with --config NAME",
+        ),
     ],
 )
 def test_what_is_wrong_is_told_with_its_line(file: str, message: str) -> None:

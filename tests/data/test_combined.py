@@ -454,6 +454,15 @@ def test_a_list_of_loaders_is_trained_on_side_by_side() -> None:
     assert module.seen == by_hand("max_size_cycle", read(small()), read(large()))
 
 
+def test_a_tuple_of_loaders_is_no_training_data() -> None:
+    module = Both()
+    with pytest.raises(
+        TypeError, match=r"got a tuple of 2 DataLoaders as training data: give validation data as the second"
+    ):
+        fit(module, (small(), large()))
+    assert module.seen == []
+
+
 def test_a_dict_of_loaders_to_validate_on_is_several() -> None:
     class Each(Both):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:

@@ -107,6 +107,7 @@ def test_each_other_rank_has_a_line(tmp_path: Path) -> None:
         ended(tmp_path, 5, 3, 100.3),
         ended(tmp_path, 6, 1, 100.4),  # without an error file: from its output
         ended(tmp_path, 7, 0, 100.4),
+        ended(tmp_path, 8, 1, 100.4, ValueError("the first")),
     ]
     assert lines_of_others(ranks, ranks[0], {6: f"noise\n{GONE}\n"}).splitlines() == [
         "rank 1: lost another rank",
@@ -115,6 +116,7 @@ def test_each_other_rank_has_a_line(tmp_path: Path) -> None:
         "rank 4: was killed by SIGKILL",
         "rank 5: failed with exit code 3",
         "rank 6: RuntimeError: [gloo/pair.cc:553] Connection closed by peer [1.2.3.4]:1",
+        "rank 8: the same error",
     ]
 
 

@@ -218,10 +218,14 @@ def ranks_devices(root: str) -> list[str]:
 
 def test_requests_that_torchrun_does_not_meet_are_errors(tmp_path: Path) -> None:
     for three, indices, nodes, single in ranks_of(ranks_devices, 2, tmp_path):
-        assert "devices=3 was asked for, but torchrun has started 2 process(es) on this machine (read: RANK='" in three
+        assert (
+            "devices=3 was asked for, but fit launch or torchrun has started 2 process(es) on this machine (read: WORLD_SIZE='2'"
+            in three
+        )
+        assert "MASTER_PORT" not in three
         assert "leave devices out, or start as many" in three
         assert "has started 2 process(es)" in indices
-        assert "num_nodes=2 was asked for, but torchrun has started 1 node(s)" in nodes
+        assert "num_nodes=2 was asked for, but fit launch or torchrun has started 1 node(s)" in nodes
         assert "strategy='single' was asked for, but this job has 2 processes; use strategy='ddp' or 'auto'" in single
 
 

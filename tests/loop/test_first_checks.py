@@ -52,6 +52,31 @@ def test_an_optimizer_that_has_some_of_them_trains(tmp_path: Path) -> None:
     assert module.w.item() == -4.0  # two steps; w is in the loss twice
 
 
+class WithoutReturn(Weight):
+    """Makes an optimizer, and forgets to return it."""
+
+    def configure_optimizers(self) -> Any:
+        torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def test_an_optimizer_that_is_not_returned_is_reported(tmp_path: Path) -> None:
+    message = r"WithoutReturn.configure_optimizers returned None, so nothing is trained: return the optimizer, or \[\] if that is meant"
+    module = WithoutReturn()
+    with pytest.warns(UserWarning, match=message):
+        fit(tmp_path, max_epochs=1).run(module, ones(2))
+    assert module.w.item() == 0.0
+
+
+@pytest.mark.parametrize("meant", ["empty list", "manual"])
+def test_a_module_without_optimizers_on_purpose_is_not_reported(tmp_path: Path, meant: str) -> None:
+    module = WithoutReturn()
+    if meant == "empty list":
+        module.configure_optimizers = list  # type: ignore[method-assign]
+    else:
+        module.automatic_optimization = False
+    fit(tmp_path, max_epochs=1).run(module, ones(2))
+
+
 def test_a_tensor_is_optimized_with_a_frozen_module(tmp_path: Path) -> None:
     """Style transfer: an image is what is trained."""
     image = torch.zeros(1, requires_grad=True)
@@ -334,6 +359,55 @@ def test_a_metric_of_training_or_of_validation_is_known(tmp_path: Path, followed
         module, ones(5), ones(2)
     )
     assert len(module.losses) == 5
+
+
+class Twice(Logs):
+    """Trains with the step of the validation."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            self.validation_step(batch, batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        self.log("val", 1.0, on_step=False, on_epoch=True)
+
+
+class InValidation(Logs):
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        self.log("val", 1.0)
+
+
+@pytest.mark.parametrize(
+    "callback", [EarlyStopping(monitor="val"), ModelCheckpoint(monitor="val")], ids=["early stopping", "checkpoint"]
+)
+def test_a_metric_of_a_validation_that_never_comes(tmp_path: Path, callback: Callback) -> None:
+    module = InValidation()
+    with pytest.raises(
+        ValueError, match=r"logs 'val'; logged: loss, .*and this training has no validation \(no data was given"
+    ):
+        fit(tmp_path, max_epochs=1, callbacks=[callback]).run(module, ones(5))
+    assert len(module.losses) == 1
+
+
+def test_a_validation_step_that_training_calls_is_waited_for(tmp_path: Path) -> None:
+    module = Twice()
+    fit(tmp_path, max_epochs=1, callbacks=[EarlyStopping(monitor="val")]).run(module, ones(5))
+    assert len(module.losses) == 5
+
+
+@pytest.mark.parametrize(
+    "callback", [EarlyStopping(monitor="late"), ModelCheckpoint(monitor="late")], ids=["early stopping", "checkpoint"]
+)
+def test_the_late_error_says_that_there_is_no_validation(tmp_path: Path, callback: Callback) -> None:
+    class Late(Logs):
+        def on_train_epoch_start(self) -> None:
+            self.name = "late"  # which may be logged
+
+    with pytest.raises(
+        ValueError, match=r"log it with self.log\('late', value\) in training_step: this run has no validation"
+    ):
+        fit(tmp_path, max_epochs=1, callbacks=[callback]).run(Late(), ones(2))
 
 
 def test_nothing_is_refused_without_a_sanity_check(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_what_cannot_be_replayed_is_said(tmp_path: Path) -> None:
             made.replay(Net(), data(), run=tmp_path, step=step)  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError, match=r"before step 2 .*of steps: 3, 6"):
         made.replay(Net(), data(), run=tmp_path, step=2)
-    with pytest.raises(ValueError, match="the run ends at step 16: max_epochs=2 reached"):
+    with pytest.raises(ValueError, match="the run ends at step 16: max_epochs=2 was reached before"):
         made.replay(Net(), data(), run=tmp_path, step=17)
 
 

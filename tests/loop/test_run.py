@@ -15,7 +15,7 @@ import torch
 from support.toys import Weight, fit, ones
 from torch import Tensor
 
-from callbacks import CSVLogger
+from callbacks import CSVLogger, ModelCheckpoint
 from engine import Callback, Run
 from engine.config import masked
 
@@ -67,6 +67,16 @@ def test_counters_count_steps_and_micro_batches(tmp_path: Path) -> None:
     result = fit(tmp_path, max_epochs=2, accumulate_grad_batches=2, callbacks=Calls(note)).run(Weight(), ones(3))
     assert seen == [(0, 0, 1, 1), (0, 1, 2, 2), (0, 2, 3, 3), (1, 2, 1, 4), (1, 3, 2, 5), (1, 4, 3, 6)]
     assert (result.status, result.stop_reason, result.epoch, result.step) == ("completed", "max_epochs=2 reached", 2, 4)
+
+
+@pytest.mark.parametrize(("max_epochs", "epochs"), [(2, 2), (1, 2)])
+def test_a_resumed_training_that_is_done_says_so(tmp_path: Path, max_epochs: int, epochs: int) -> None:
+    fit(tmp_path, max_epochs=2, callbacks=ModelCheckpoint()).run(Weight(), ones(3))
+    result = fit(tmp_path, max_epochs=max_epochs).run(Weight(), ones(3), resume="last")
+    first = f"completed (max_epochs={max_epochs} was reached before, nothing left to train): {epochs} epochs, 6 steps"
+    assert str(result).splitlines()[0] == first
+    more = fit(tmp_path, max_epochs=3).run(Weight(), ones(3), resume="last")
+    assert (more.stop_reason, more.step) == ("max_epochs=3 reached", 9)
 
 
 def test_a_stop_in_the_middle_of_a_window_waits_for_its_step(tmp_path: Path) -> None:

@@ -83,6 +83,14 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "train_dataloader": "use train_loader",
         "print": "use print under: if run.is_main_process",
     },
+    "Result": {
+        "best_model_path": "use best_checkpoint",
+        "last_model_path": "use last_checkpoint",
+        "callback_metrics": "use metrics",
+        "current_epoch": "use epoch",
+        "global_step": "use step",
+        "log_dir": "use folder",
+    },
     "Engine": {
         **dict.fromkeys(
             ("setup", "setup_module", "setup_optimizers", "setup_dataloaders"), "use prepare(model, optimizer, loader)"
@@ -110,7 +118,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("log", "log_dict", "logger", "loggers"), "an Engine has no loggers: call your own"),
     },
 }
-"""Attributes of ``Trainer`` (``"Fit"``, ``"Run"``) and of Fabric (``"Engine"``), by our class: what to use instead."""
+"""Attributes of ``Trainer`` (``"Fit"``, ``"Run"``, ``"Result"``) and of Fabric (``"Engine"``), by our class: what to use instead."""
 _LOOPS = "the loops are functions without a state of their own: counters are in self.run.state"
 VIEW = {
     **dict.fromkeys(

@@ -276,6 +276,23 @@ def test_random_numbers_of_the_training_stay_the_same(make_fit, scripted, batche
     assert found[0] == found[1][-8:]  # the summary calls the step once more, before
 
 
+def test_a_pipe_gets_the_folder_and_the_checkpoint_once(make_fit, scripted, batches, pipe, tmp_path, caplog):
+    def lines(resume=None, level=logging.WARNING):
+        pipe.file.truncate(0)
+        pipe.file.seek(0)
+        with caplog.at_level(level, "engine"):
+            make_fit(max_epochs=1, callbacks=[ModelCheckpoint(), RichProgressBar(console=pipe)]).run(
+                scripted(), batches, resume=resume
+            )
+        return [line for line in pipe.file.getvalue().splitlines() if not line.startswith("epoch ")]
+
+    assert lines() == [f"this run writes into {tmp_path}"]
+    checkpoint = tmp_path / "checkpoints" / "step=00000004"
+    assert lines("last") == [f"resumed from {checkpoint}: epoch 0, step 4", f"this run writes into {tmp_path}"]
+    assert lines("last", logging.INFO) == []  # the log has them
+    assert f"resumed from {checkpoint}: epoch 0, step 4" in caplog.messages
+
+
 def test_all_places_number_the_last_of_two_epochs_1(make_fit, scripted, batches, pipe, caplog, tmp_path):
     caplog.set_level(logging.INFO, "engine")
     for bar in ([RichProgressBar(console=pipe)], []):
@@ -317,13 +334,14 @@ def test_a_run_without_a_bar_logs_its_progress(make_fit, scripted, batches, capl
     assert not [record for record in caplog.records if "step" in record.getMessage()]
 
 
-def test_a_reader_that_is_gone_does_not_end_the_run(make_fit, scripted, batches):
+def test_a_reader_that_is_gone_does_not_end_the_run(make_fit, scripted, batches, caplog):
     class Gone(io.StringIO):
         def write(self, text):
             raise BrokenPipeError
 
     result = make_fit(max_epochs=2, callbacks=[RichProgressBar(console=Console(file=Gone()))]).run(scripted(), batches)
     assert result.step == 8
+    assert caplog.text == ""
 
 
 def test_a_stream_without_its_characters(make_fit, scripted, batches):

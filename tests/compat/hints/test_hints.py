@@ -28,8 +28,8 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One object of each class whose attributes have answers."""
     spy = Spy()
     trainer = fit(tmp_path_factory.mktemp("run"), callbacks=spy)
-    trainer.run(Weight(), ones(2))
-    return {"Fit": trainer, "Run": spy.run, "Engine": spy.run.engine}
+    result = trainer.run(Weight(), ones(2))
+    return {"Fit": trainer, "Run": spy.run, "Result": result, "Engine": spy.run.engine}
 
 
 def owner_of(call: str) -> Any:
