@@ -300,7 +300,8 @@ def _open(directory: Path, files: Sequence[str] | Mapping[str, Any]) -> None:
 
 
 def by_score(manifests: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Names of the checkpoints with a score, the best first. Only scores of the newest one's monitor count: other monitors' scores do not compare.
+    """Names of the checkpoints with a score, the best first, of equal ones the earlier. Only scores of the newest one's monitor count: other monitors'
+    scores do not compare.
 
     Args:
         manifests: oldest first.
@@ -312,7 +313,7 @@ def by_score(manifests: Mapping[str, Mapping[str, Any]]) -> list[str]:
         first = scores[scored[0]]
         scored = [
             name
-            for name in scored
+            for name in reversed(scored)
             if (scores[name]["monitor"], scores[name]["mode"]) == (first["monitor"], first["mode"])
         ]
         scored.sort(key=lambda name: scores[name]["value"], reverse=first["mode"] == "max")

@@ -13,6 +13,7 @@ from torch import nn
 
 from callbacks import ModelCheckpoint
 from engine import Callback, Resume, TrainModule
+from engine.checkpoint.catalog import prune
 
 pytestmark = pytest.mark.usefixtures("no_pickle_is_read")
 
@@ -91,6 +92,15 @@ def test_best_by_the_score_of_the_manifests(root: Path) -> None:
     assert start(root, Net(), "best").step == 8
     assert start(root, Net(), "last").step == 12
     assert start(root, Net(), Resume("best")).step == 8
+
+
+def test_of_equal_scores_the_first_is_the_best(tmp_path: Path) -> None:
+    # val is 1, 0, 1 after the epochs.
+    keep = ModelCheckpoint(monitor="val", mode="max", save_top_k=-1)
+    result = linear_fit(tmp_path, keep).run(Net(), LINEAR_BATCHES, LINEAR_BATCHES)
+    assert result.best_checkpoint == path(tmp_path, 4)
+    assert start(tmp_path, Net(), "best").step == 4
+    assert prune(tmp_path, keep=1, keep_best=1)["kept"] == ["step=00000004", "step=00000012"]
 
 
 def test_best_without_scores(tmp_path: Path) -> None:
