@@ -225,6 +225,8 @@ _KNOBS = frozenset(
     ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "decoupled_weight_decay", "initial_lr")
 )
 """Hyperparameters that choose an implementation, or that variants of one method lack."""
+_IMPLEMENTATIONS = frozenset(("foreach", "fused", "capturable", "differentiable"))
+"""Hyperparameters that choose an implementation: they change no result."""
 
 
 def check_optimizer(loaded: Loaded, index: int, optimizer: Any) -> None:
@@ -365,6 +367,35 @@ def configure(optimizer: Any, hyperparameters: list[dict[str, Any]]) -> None:
         group.update(values)
         if first:
             group["lr"] = values.get("initial_lr", values["lr"]) * (now / first)
+
+
+def replaced_hyperparameters(optimizer: Any, configured: list[dict[str, Any]], scheduled: bool) -> list[str]:
+    """The hyperparameters that a checkpoint has replaced, as ``"lr=0.01 (configured: 0.001)"``, each once.
+
+    A learning rate is compared by its initial value; if it has none and is ``scheduled``, not at all. So is the momentum that a schedule changes.
+
+    Args:
+        configured: the hyperparameters of each group before the checkpoint was loaded.
+    """
+    texts: dict[str, None] = {}
+    for group, values in zip(optimizer.param_groups, configured, strict=True):
+        changed_by_steps = {"lr"} if scheduled or "initial_lr" in values else set()
+        changed_by_steps |= {"momentum", "betas"} if "max_momentum" in values else set()
+        for name in values.keys() & group.keys() - changed_by_steps - _IMPLEMENTATIONS:
+            restored, value = _number_text(group[name]), _number_text(values[name])
+            if None not in (restored, value) and restored != value:
+                texts[f"{name.removeprefix('initial_')}={restored} (configured: {value})"] = None
+    return sorted(texts)
+
+
+def _number_text(value: Any) -> str | None:
+    """A number, a flag, or several, as text; ``None`` for anything else."""
+    if isinstance(value, (tuple, list)):
+        texts = [_number_text(item) for item in value]
+        return None if None in texts else f"({', '.join(map(str, texts))})"
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    return str(value) if isinstance(value, bool) else f"{value:.6g}" if isinstance(value, (int, float)) else None
 
 
 def rebase(scheduler: Any) -> None:

@@ -154,6 +154,48 @@ def test_configured_hyperparameters_hold(root: Path) -> None:
     assert (watch.step, watch.state, watch.schedule) == (saved.step, saved.state, saved.schedule) == (8, 2, 2)
 
 
+def test_hyperparameters_that_a_checkpoint_replaces_are_told(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    start(root, Net(lr=0.2, decay=0.3), path(root, 8))
+    assert "continues with the checkpoint's lr=0.1 (configured: 0.2), weight_decay=0 (configured: 0.3). To use" in caplog.text
+    assert f"Resume('{path(root, 8)}', hyperparameters='configured')" in caplog.text
+    caplog.clear()
+    start(root, Net(), path(root, 8))  # the schedule has changed the rate
+    start(root, Net(lr=0.2), Resume(path(root, 8), hyperparameters="configured"))
+    start(root, Net(lr=0.2), Resume(path(root, 8), optimizer=False))
+    assert "continues with the checkpoint's" not in caplog.text
+
+
+class Cycling(Net):
+    """The schedule changes rate and momentum, under other names of their limits."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=20)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Falling(Net):
+    """The schedule keeps no initial rate."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
+
+
+@pytest.mark.parametrize("net", [Cycling, Falling])
+def test_what_schedules_change_is_not_told(net: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = LINEAR_BATCHES
+    linear_fit(tmp_path, ModelCheckpoint(every="6 steps"), max_epochs=3).run(net(), data, data)
+    linear_fit(tmp_path, max_epochs=4).run(net(), data, data, resume="last")
+    assert "continues with the checkpoint's" not in caplog.text
+    linear_fit(tmp_path, max_epochs=4).run(net(lr=0.5), data, data, resume="last")
+    assert ("max_lr=0.1 (configured: 0.5)" in caplog.text) == (net is Cycling)
+
+
 def test_schedules_go_on_from_the_configured_rate(root: Path, tmp_path: Path) -> None:
     class Last(Callback):
         def on_train_end(self, run: Any, module: Any) -> None:
