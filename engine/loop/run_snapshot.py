@@ -17,7 +17,7 @@ from engine.checkpoint.content import Content
 from engine.checkpoint.json_tree import pack
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED
 from engine.checkpoint.reader import Source
-from engine.checkpoint.resume import Loaded, Resume, check_optimizers, check_samples, replaced_hyperparameters
+from engine.checkpoint.resume import Loaded, Resume, check_optimizers, check_samples
 from engine.checkpoint.state_forms import Entries, Fields
 from engine.config.hyperparameters import as_data
 from engine.config.masked import Config, without_secrets
@@ -35,9 +35,6 @@ from engine.metrics.torchmetrics_states import load_metric_states, metric_states
 from engine.module import TrainModule
 from engine.step.optimizers import OptimizerSet
 from engine.utils.log import logger
-
-_SHOWN = 6
-"""Hyperparameters that a warning shows."""
 
 
 class RunSnapshot(EngineSnapshot):
@@ -237,29 +234,10 @@ class RunSnapshot(EngineSnapshot):
             check_optimizers(loaded, self.optimizers, self.schedulers)
 
     def restore_optimizers(self, loaded: Loaded, how: Resume) -> None:
-        """Restore optimizers and schedulers; torch does not warn of a scheduler that steps first, at an epoch's end.
-
-        Hyperparameters that differ from the configured ones are a warning.
-        """
-        configured_groups = self.hyperparameters()
+        """Restore optimizers and schedulers; torch does not warn of a scheduler that steps first, at an epoch's end."""
         super().restore_optimizers(loaded, how)
         for optimizer in self.optimizers:
             optimizer._opt_called = self._state.step > 0
-        if how.hyperparameters == "checkpoint":
-            self._warn_about_replaced(configured_groups, how)
-
-    def _warn_about_replaced(self, configured_groups: list[list[dict[str, Any]]], how: Resume) -> None:
-        replaced: list[str] = []
-        for index, (optimizer, groups) in enumerate(zip(self.optimizers, configured_groups, strict=True)):
-            texts = replaced_hyperparameters(optimizer, groups, bool(self.schedulers))
-            replaced += [f"optimizer {index}: {text}" for text in texts] if len(self.optimizers) > 1 else texts
-        if replaced and self._engine.is_main_process:
-            shown = replaced[:_SHOWN] + ([f"and {len(replaced) - _SHOWN} more"] if len(replaced) > _SHOWN else [])
-            logger.warning(
-                "the optimizer continues with the checkpoint's %s. To use the values of configure_optimizers: Resume(%r, "
-                "hyperparameters='configured') (fit run: --hyperparameters configured)",
-                ", ".join(shown), str(how.path),
-            )  # fmt: skip
 
     def restore_place(self, loaded: Loaded, same_place: Fields | None) -> None:
         """Restore each rank's logged values and stream. If the number of ranks, or their parts of the model, differ, the saved ranks' values are

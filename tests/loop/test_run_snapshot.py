@@ -156,7 +156,10 @@ def test_configured_hyperparameters_hold(root: Path) -> None:
 
 def test_hyperparameters_that_a_checkpoint_replaces_are_told(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     start(root, Net(lr=0.2, decay=0.3), path(root, 8))
-    assert "continues with the checkpoint's lr=0.1 (configured: 0.2), weight_decay=0 (configured: 0.3). To use" in caplog.text
+    assert (
+        "continues with the checkpoint's lr=0.1 (configured: 0.2), weight_decay=0 (configured: 0.3). To use"
+        in caplog.text
+    )
     assert f"Resume('{path(root, 8)}', hyperparameters='configured')" in caplog.text
     caplog.clear()
     start(root, Net(), path(root, 8))  # the schedule has changed the rate
