@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,12 +29,12 @@ from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.tensors import Stored
 from engine.distributed.collectives import all_or_none, gather_json
 from engine.distributed.group import Group
-from engine.utils.errors import nearest
 from engine.utils.log import logger
 from engine.utils.text import terminal_text
 
 NAMES = ("last", "auto", "best")
 """The names that ``resume=`` and ``checkpoint=`` accept besides paths and URLs."""
+_POSSIBLE = "'last', 'auto', 'best', or the path or URL of a checkpoint or a run's folder"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Resume:
     with those that the checkpoint's score was measured with. A run that continues always has the trained ones."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.path, (str, os.PathLike)):
+            raise TypeError(f"{self.path!r} ({type(self.path).__name__}) is not a checkpoint: give {_POSSIBLE}")
         if self.hyperparameters not in ("checkpoint", "configured"):
             raise ValueError(
                 f"Resume(hyperparameters={self.hyperparameters!r}) is unknown; possible: 'checkpoint', 'configured'"
@@ -187,7 +190,7 @@ def opening(
             loaded, damage = _open(group, where, name, folders)
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"{argument}={checkpoint!r}: {error}{'' if named else nearest(checkpoint, NAMES)}"
+                f"{argument}={checkpoint!r}: {error}{'' if '/' in checkpoint else f'; give {_POSSIBLE}'}"
             ) from error
         if loaded is not None:
             for reason in reasons if group.is_main else ():

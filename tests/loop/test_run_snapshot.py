@@ -116,9 +116,18 @@ def test_best_without_scores(tmp_path: Path) -> None:
 
 def test_a_misspelt_name(root: Path) -> None:
     with pytest.raises(
-        FileNotFoundError, match=r"resume='lst': .* holds no complete checkpoint .*; did you mean 'last'\?"
+        FileNotFoundError,
+        match=r"resume='newest': .* holds no complete checkpoint .*; give 'last', 'auto', 'best', or the path",
     ):
-        start(root, Net(), "lst")
+        start(root, Net(), "newest")
+
+
+def test_a_flag_is_not_a_checkpoint(root: Path) -> None:
+    told = r"True \(bool\) is not a checkpoint: give 'last', 'auto', 'best', or the path"
+    with pytest.raises(TypeError, match=told):
+        start(root, Net(), True)
+    with pytest.raises(TypeError, match=told):
+        linear_fit(root).validate(Net(), LINEAR_BATCHES, checkpoint=True)  # type: ignore[arg-type]
 
 
 def test_a_file_in_place_of_a_checkpoint(root: Path, tmp_path: Path) -> None:
