@@ -205,7 +205,10 @@ def opening(
         passed.append(name)
     what = f"no complete checkpoint{' with a score' if checkpoint == 'best' else ''} in {storage.root}"
     if not reasons:
-        raise FileNotFoundError(f"{argument}={checkpoint!r}: {what}; one of another run is given by its path")
+        new = ", or resume='auto' to start a new one" if (argument, checkpoint) == ("resume", "last") else ""
+        raise FileNotFoundError(
+            f"{argument}={checkpoint!r}: {what}. Give the path of a checkpoint to use that of another run{new}"
+        )
     listed = "".join(f"\n  {reason}" for reason in reasons)
     raise DamagedCheckpoint(
         f"{argument}={checkpoint!r}: {what} can be used; these exist:{listed}\n"

@@ -107,11 +107,13 @@ def test_best_without_scores(tmp_path: Path) -> None:
     linear_fit(tmp_path, ModelCheckpoint(), max_epochs=1).run(Net(), LINEAR_BATCHES)
     with pytest.raises(
         FileNotFoundError,
-        match=r"resume='best': no complete checkpoint with a score in .*another run is given by its path",
+        match=r"resume='best': no complete checkpoint with a score in .*\. Give the path of a checkpoint to use that of another run$",
     ):
         start(tmp_path, Net(), "best")
     with pytest.raises(FileNotFoundError, match="checkpoint='best': no complete checkpoint with a score"):
         linear_fit(tmp_path).validate(Net(), LINEAR_BATCHES, checkpoint="best")
+    with pytest.raises(FileNotFoundError, match=r"another run, or resume='auto' to start a new one$"):
+        start(tmp_path / "empty", Net(), "last")
 
 
 def test_a_misspelt_name(root: Path) -> None:
