@@ -64,11 +64,11 @@ def load_states(callbacks: Sequence[Callback], loaded: Loaded, saved: Mapping[st
             if len(keys) == 1 and alone:
                 loaded.load_into(f"the callback {_key(callback)}", callback.load_state_dict, remaining.pop(keys[0]))
                 waiting.remove(callback)
+    keys_here = [_key(callback) for callback in callbacks if not type(callback).__name__.startswith("_")]
     if lost := sorted(key for key, state in remaining.items() if state):
         logger.warning(
-            "%s has the state of %s, which no callback has: it is not restored. A state goes to the callback that has the state_key "
-            "under which it was saved; those here: %s",
-            loaded.path, terminal_text(", ".join(lost), one_line=True), ", ".join(sorted(map(_key, callbacks))) or "none",
+            "%s has the state of %s, which is not restored: no callback here has this state_key. The state_keys here: %s",
+            loaded.path, terminal_text(", ".join(lost), one_line=True), ", ".join(sorted(keys_here)) or "none",
         )  # fmt: skip
 
 
