@@ -30,6 +30,8 @@ from engine.checkpoint.tensors import TensorFiles, check_header
 from engine.config.masked import without_secrets
 
 Entry = dict[str, Any]
+_PICKLE_FLAG = " --trust-pickle (without this flag no pickle, such as a file of torch.save, is read; with it, only the tensors and plain values in it)"
+"""What the advice to convert a file adds, unless that is no pickle."""
 
 
 class Unread:
@@ -56,6 +58,7 @@ def folder_at(path: str | Path) -> Storage | None:
     if "://" not in str(path) and Path(path).is_file():
         raise NotADirectoryError(
             f"{path} is a file, but a checkpoint is a directory. Convert a file of another trainer with: fit checkpoint convert {path} OUT"
+            f"{'' if str(path).endswith('.safetensors') else _PICKLE_FLAG}"
         )
     where, name = split_path(path)
     if where.has(name):
