@@ -211,7 +211,7 @@ class LocalStorage(Storage):
 
     def must_stay(self, name: str) -> bool:
         path = self.path(name)
-        return _is_checkpoint(path) and (not _is_readable(path) or _is_read(path))
+        return os.path.isfile(path) or (_is_checkpoint(path) and (not _is_readable(path) or _is_read(path)))
 
     def sweep(self) -> None:
         whole = set(self.manifests())

@@ -42,20 +42,31 @@ class CheckpointFolder:
     """Events in their order, until they are taken out: ``"saved"`` or ``"removed"`` and a checkpoint's name. On the main process only."""
     _failures: int = 0
     _error: RuntimeError | None = None
+    _in_the_way: set[str] = field(default_factory=set)
+    """Names that a warning has named because what has them must stay."""
     _stuck: set[str] = field(default_factory=set)
     _swept: bool = False
 
     # -- names ----------------------------------------------------------------------------------------------------------------------------
 
     def free_name(self, name: str) -> str:
-        """The name, numbered if a checkpoint of this name must stay: it is being read, resumed from, to be removed, or unreadable."""
-        free, number = name, 0
-        while free in self.protected or free in self.to_remove or self.storage.must_stay(free):
+        """The name, numbered if what has this name must stay: it is being read, resumed from, to be removed, unreadable, or a file.
+
+        A number is new: the checkpoint that has the previous one may be kept.
+        """
+        free, number, stem = name, 0, name.removesuffix(".ckpt")
+        while (
+            free in self.protected
+            or free in self.to_remove
+            or self.storage.must_stay(free)
+            or (number and self.storage.has(free))
+        ):
             number += 1
-            free = f"{name}-v{number}"
-        if number:
+            free = f"{stem}-v{number}{name[len(stem) :]}"
+        if number and name not in self._in_the_way:
+            self._in_the_way.add(name)
             logger.warning(
-                "%s must stay: it is in use, or cannot be read; this checkpoint becomes %s",
+                "%s must stay: it is in use, cannot be read, or is not a checkpoint; this checkpoint becomes %s",
                 self.storage.path(name),
                 free,
             )
