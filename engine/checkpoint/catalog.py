@@ -30,7 +30,7 @@ from engine.checkpoint.tensors import TensorFiles, check_header
 from engine.config.masked import without_secrets
 
 Entry = dict[str, Any]
-_PICKLE_FLAG = " --trust-pickle (without this flag no pickle, such as a file of torch.save, is read; with it, only the tensors and plain values in it)"
+_PICKLE_FLAG = " --trust-pickle (without this flag no pickle, such as a file of torch.save, is read; with it, only its tensors and plain values)"
 """What the advice to convert a file adds, unless that is no pickle."""
 
 
@@ -146,8 +146,9 @@ def entries(root: str | Path) -> list[Entry]:
 
     Returns:
         ``name``, ``path``, ``complete`` of each; for a complete one also ``step``, ``epoch``, ``saved_at`` (seconds since 1970), ``bytes``,
-        ``world_size``, ``metrics``, ``score`` and ``scored_with`` (the weights that a score is measured with: ``"trained"``, a name such as
-        ``"ema"``, or ``None`` if an earlier version has not noted it); for an incomplete one ``reason``.
+        ``world_size``, ``metrics``, ``score``, ``scored_with`` (the weights that a score is measured with: ``"trained"``, a name such as
+        ``"ema"``, or ``None`` if an earlier version has not noted it) and ``aliases`` (``"best"`` and ``"last"``, if these mean it); for an
+        incomplete one ``reason``.
 
     Raises:
         FileNotFoundError: there is no checkpoint, not even an incomplete one.
@@ -155,9 +156,14 @@ def entries(root: str | Path) -> list[Entry]:
     where = folder_at(root)
     if where is None:  # a checkpoint rather than a folder of them, or nothing
         where, names = find_in(root, where)
-        return [_entry(where, name, manifest) for name, manifest in where.manifests().items() if name in names]
+        manifests = {name: manifest for name, manifest in where.manifests().items() if name in names}
+        return [{**_entry(where, name, manifest), "aliases": []} for name, manifest in manifests.items()]
     manifests = where.manifests()
-    complete = [_entry(where, name, manifest) for name, manifest in manifests.items()]
+    meanings = {"best": by_score(manifests)[:1], "last": list(manifests)[-1:]}
+    complete = [
+        {**_entry(where, name, manifest), "aliases": [alias for alias, names in meanings.items() if name in names]}
+        for name, manifest in manifests.items()
+    ]
     incomplete = where.incomplete(manifests).items()
     return [
         *complete,
@@ -303,8 +309,8 @@ def _open(directory: Path, files: Sequence[str] | Mapping[str, Any]) -> None:
 
 
 def by_score(manifests: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Names of the checkpoints with a score, the best first, of equal ones the earlier. Only scores of the newest one's monitor count: other monitors'
-    scores do not compare.
+    """Names of the checkpoints with a score, the best first, of equal ones the earlier. Only scores of the newest one's monitor count: scores of
+    other monitors do not compare.
 
     Args:
         manifests: oldest first.

@@ -55,9 +55,8 @@ def _list(options: argparse.Namespace) -> Answer:
     checkpoints = entries(options.root)
     # Without other weights it goes without saying that these are the trained ones.
     shows_weights = any(entry["complete"] and entry[SCORED_WITH] != TRAINED for entry in checkpoints)
-    rows = [
-        ("name", "step", "epoch", "time", "size", "ranks", *(["weights"] if shows_weights else []), "score and metrics")
-    ]
+    weights_column = ["weights"] if shows_weights else []
+    rows = [("name", "step", "epoch", "time", "size", "ranks", "alias", *weights_column, "score and metrics")]
     for entry in checkpoints:
         if entry["complete"]:
             columns = (
@@ -66,6 +65,7 @@ def _list(options: argparse.Namespace) -> Answer:
                 _time(entry["saved_at"]),
                 size_text(entry["bytes"]),
                 str(entry["world_size"]),
+                ", ".join(entry["aliases"]),
             )
             weights = [entry[SCORED_WITH] or "not noted"] if shows_weights else []
             rows.append((entry["name"], *columns, *weights, _metrics(entry)))

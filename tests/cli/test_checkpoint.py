@@ -108,7 +108,13 @@ def test_list(written: Path, run: Output) -> None:
     ]
     assert all(f"val={score} (min)" in line for line, score in zip(lines[1:], SCORES.values(), strict=True))
     assert run("list", written.parent).splitlines() == lines  # the run's folder
+    assert [[word for word in line.split() if word in ("best", "last")] for line in lines[1:]] == [
+        [],
+        ["best"],
+        ["last"],
+    ]
     found = run.json("list", written)
+    assert [entry["aliases"] for entry in found] == [[], ["best"], ["last"]]
     assert [entry["name"] for entry in found] == NAMES
     assert found[1]["score"] == {"monitor": "val", "mode": "min", "value": 0.1}
     assert (found[2]["step"], found[2]["world_size"], found[2]["complete"]) == (3, 1, True)
