@@ -384,7 +384,7 @@ def replaced_hyperparameters(optimizer: Any, configured: list[dict[str, Any]], s
         configured: the hyperparameters of each group before the checkpoint was loaded.
     """
     texts: dict[str, None] = {}
-    for group, values in zip(optimizer.param_groups, configured, strict=True):
+    for group, values in zip(optimizer.param_groups, configured, strict=False):
         changed_by_steps = {"lr"} if scheduled or "initial_lr" in values else set()
         changed_by_steps |= {"momentum", "betas"} if "max_momentum" in values else set()
         for name in values.keys() & group.keys() - changed_by_steps - _IMPLEMENTATIONS:

@@ -64,8 +64,8 @@ def load_states(callbacks: Sequence[Callback], loaded: Loaded, saved: Mapping[st
             if len(keys) == 1 and alone:
                 loaded.load_into(f"the callback {_key(callback)}", callback.load_state_dict, remaining.pop(keys[0]))
                 waiting.remove(callback)
-    keys_here = [_key(callback) for callback in callbacks if not type(callback).__name__.startswith("_")]
     if lost := sorted(key for key, state in remaining.items() if state):
+        keys_here = [_key(callback) for callback in callbacks if not type(callback).__name__.startswith("_")]
         logger.warning(
             "%s has the state of %s, which is not restored: no callback here has this state_key. The state_keys here: %s",
             loaded.path, terminal_text(", ".join(lost), one_line=True), ", ".join(sorted(keys_here)) or "none",

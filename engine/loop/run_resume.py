@@ -52,8 +52,9 @@ def _continue(run: Run, loaded: Loaded, how: Resume) -> None:
             _load_entries(run, loaded)
             for name, tensors in run.other_weights().items():  # hooks may have added parameters
                 loaded.source.others.read_into(name, tensors)
-        configured_groups = run.snapshot.hyperparameters()
-    if how.optimizer and how.hyperparameters == "checkpoint" and run.engine.is_main_process:
+        warns = how.optimizer and how.hyperparameters == "checkpoint" and run.engine.is_main_process
+        configured_groups = run.snapshot.hyperparameters() if warns else []
+    if warns:
         _warn_about_replaced(run, configured_groups, how)
     if run.engine.is_main_process:
         logger.info("resumed from %s: epoch %d, step %d", loaded.path, run.state.epoch, run.state.step)
