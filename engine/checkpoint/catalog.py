@@ -31,7 +31,7 @@ from engine.config.masked import without_secrets
 
 Entry = dict[str, Any]
 _PICKLE_FLAG = " --trust-pickle (without this flag no pickle, such as a file of torch.save, is read; with it, only its tensors and plain values)"
-"""What the advice to convert a file adds, unless that is no pickle."""
+"""The option of ``fit checkpoint convert`` for pickles, as the advice to convert a file adds it."""
 
 
 class Unread:
