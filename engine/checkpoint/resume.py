@@ -375,16 +375,16 @@ def configure(optimizer: Any, hyperparameters: list[dict[str, Any]]) -> None:
             group["lr"] = values.get("initial_lr", values["lr"]) * (now / first)
 
 
-def replaced_hyperparameters(optimizer: Any, configured: list[dict[str, Any]], scheduled: bool) -> list[str]:
+def replaced_hyperparameters(optimizer: Any, hyperparameters: list[dict[str, Any]], scheduled: bool) -> list[str]:
     """The hyperparameters that a checkpoint has replaced, as ``"lr=0.01 (configured: 0.001)"``, each once.
 
     A learning rate is compared by its initial value; if it has none and is ``scheduled``, not at all. So is the momentum that a schedule changes.
 
     Args:
-        configured: the hyperparameters of each group before the checkpoint was loaded.
+        hyperparameters: those of each group before the checkpoint was loaded.
     """
     texts: dict[str, None] = {}
-    for group, values in zip(optimizer.param_groups, configured, strict=False):
+    for group, values in zip(optimizer.param_groups, hyperparameters, strict=False):
         changed_by_steps = {"lr"} if scheduled or "initial_lr" in values else set()
         changed_by_steps |= {"momentum", "betas"} if "max_momentum" in values else set()
         for name in values.keys() & group.keys() - changed_by_steps - _IMPLEMENTATIONS:

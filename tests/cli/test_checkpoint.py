@@ -349,6 +349,12 @@ def test_prune(folder: Path, run: Output) -> None:
     assert run("prune", folder, "--keep", 1).splitlines() == [f"{NAMES[2]}: kept"]
 
 
+def test_of_equal_scores_the_first_is_the_best(tmp_path: Path, run: Output) -> None:
+    train_and_save(tmp_path, Tied(), [torch.randn(8, 6)] * 3, scores={1: 0.1, 2: 0.1, 3: 0.3})
+    assert [entry["aliases"] for entry in run.json("list", tmp_path)] == [["best"], [], ["last"]]
+    assert run.json("prune", tmp_path, "--keep", 1, "--keep-best", 1)["kept"] == [NAMES[0], NAMES[2]]
+
+
 def test_prune_keeps_what_is_being_read_and_what_is_incomplete(folder: Path, run: Output) -> None:
     descriptor = os.open(folder / NAMES[0] / "manifest.json", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)

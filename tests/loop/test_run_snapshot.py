@@ -13,7 +13,6 @@ from torch import nn
 
 from callbacks import ModelCheckpoint
 from engine import Callback, Resume, TrainModule
-from engine.checkpoint.catalog import prune
 
 pytestmark = pytest.mark.usefixtures("no_pickle_is_read")
 
@@ -100,7 +99,6 @@ def test_of_equal_scores_the_first_is_the_best(tmp_path: Path) -> None:
     result = linear_fit(tmp_path, keep).run(Net(), LINEAR_BATCHES, LINEAR_BATCHES)
     assert result.best_checkpoint == path(tmp_path, 4)
     assert start(tmp_path, Net(), "best").step == 4
-    assert prune(tmp_path, keep=1, keep_best=1)["kept"] == ["step=00000004", "step=00000012"]
 
 
 def test_best_without_scores(tmp_path: Path) -> None:
