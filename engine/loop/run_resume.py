@@ -68,11 +68,11 @@ def _warn_about_replaced(run: Run, configured_groups: list[list[dict[str, Any]]]
         texts = replaced_hyperparameters(optimizer, groups, scheduled)
         replaced += [f"optimizer {index}: {text}" for text in texts] if len(optimizers) > 1 else texts
     if replaced:
-        shown = ", ".join([*replaced[:_SHOWN], *([f"and {len(replaced) - _SHOWN} more"] if replaced[_SHOWN:] else [])])
+        names = ", ".join([*replaced[:_SHOWN], *([f"and {len(replaced) - _SHOWN} more"] if replaced[_SHOWN:] else [])])
         logger.warning(
             "the optimizer continues with the checkpoint's %s. To use the values of configure_optimizers: Resume(%r, "
             "hyperparameters='configured') (fit run: --hyperparameters configured)",
-            shown,
+            names,
             str(how.path),
         )
 
