@@ -56,7 +56,7 @@ def _list(options: argparse.Namespace) -> Answer:
     # Without other weights it goes without saying that these are the trained ones.
     shows_weights = any(entry["complete"] and entry[SCORED_WITH] != TRAINED for entry in checkpoints)
     weights_column = ["weights"] if shows_weights else []
-    rows = [("name", "step", "epoch", "time", "size", "ranks", "alias", *weights_column, "score and metrics")]
+    rows = [("name", "step", "epoch", "time", "size", "ranks", *weights_column, "alias", "score and metrics")]
     for entry in checkpoints:
         if entry["complete"]:
             columns = (
@@ -65,10 +65,9 @@ def _list(options: argparse.Namespace) -> Answer:
                 _time(entry["saved_at"]),
                 size_text(entry["bytes"]),
                 str(entry["world_size"]),
-                ", ".join(entry["aliases"]),
             )
             weights = [entry[SCORED_WITH] or "not noted"] if shows_weights else []
-            rows.append((entry["name"], *columns, *weights, _metrics(entry)))
+            rows.append((entry["name"], *columns, *weights, ", ".join(entry["aliases"]), _metrics(entry)))
     lines = table(rows) if len(rows) > 1 else []
     place = checkpoints[0]["path"].removesuffix(f"/{checkpoints[0]['name']}")
     if canonical(place).startswith(f"{canonical(options.root)}/version_"):
