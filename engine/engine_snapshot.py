@@ -194,10 +194,7 @@ class EngineSnapshot:
     def restore_optimizers(self, loaded: Loaded, how: Resume) -> None:
         """Restore optimizers and schedulers, after :meth:`check`."""
         source, module, strategy = loaded.source, self.module, self._prepared.strategy
-        configured_groups = [
-            [{k: v for k, v in group.items() if k not in {"params", *counters(o)}} for group in o.param_groups]
-            for o in self.optimizers
-        ]
+        configured_groups = self.hyperparameters()
         for index, optimizer in enumerate(self.optimizers):
             state = source.optim[str(index)]
             if not how.strict:
@@ -211,6 +208,13 @@ class EngineSnapshot:
                 configure(optimizer, groups)
             for scheduler in self.schedulers:
                 rebase(scheduler)
+
+    def hyperparameters(self) -> list[list[dict[str, Any]]]:
+        """The current hyperparameters of each optimizer's parameter groups."""
+        return [
+            [{k: v for k, v in group.items() if k not in {"params", *counters(o)}} for group in o.param_groups]
+            for o in self.optimizers
+        ]
 
     def restore_rank(self, loaded: Loaded) -> None:
         """Restore the position in the data and, if the ranks are the same as before, the random number states."""

@@ -30,6 +30,8 @@ from engine.checkpoint.tensors import TensorFiles, check_header
 from engine.config.masked import without_secrets
 
 Entry = dict[str, Any]
+_PICKLE_FLAG = " --trust-pickle (without this flag no pickle, such as a file of torch.save, is read; with it, only its tensors and plain values)"
+"""The option of ``fit checkpoint convert`` for pickles, as the advice to convert a file adds it."""
 
 
 class Unread:
@@ -56,6 +58,7 @@ def folder_at(path: str | Path) -> Storage | None:
     if "://" not in str(path) and Path(path).is_file():
         raise NotADirectoryError(
             f"{path} is a file, but a checkpoint is a directory. Convert a file of another trainer with: fit checkpoint convert {path} OUT"
+            f"{'' if str(path).endswith('.safetensors') else _PICKLE_FLAG}"
         )
     storage, name = split_path(path)
     if storage.has(name):
@@ -148,8 +151,9 @@ def entries(root: str | Path) -> list[Entry]:
 
     Returns:
         For each checkpoint ``name``, ``path`` and ``complete``; for a complete one also ``step``, ``epoch``, ``saved_at`` (seconds since 1970),
-        ``bytes``, ``world_size``, ``metrics``, ``score`` and ``scored_with`` (the weights that the score was measured with: ``"trained"``, a name
-        such as ``"ema"``, or ``None`` if an earlier version did not record it); for an incomplete one ``reason``.
+        ``bytes``, ``world_size``, ``metrics``, ``score``, ``scored_with`` (the weights that the score was measured with: ``"trained"``, a name
+        such as ``"ema"``, or ``None`` if an earlier version did not record it) and ``aliases`` (``"best"`` and ``"last"``, if these mean it);
+        for an incomplete one ``reason``.
 
     Raises:
         FileNotFoundError: there is no checkpoint, not even an incomplete one.
@@ -157,9 +161,14 @@ def entries(root: str | Path) -> list[Entry]:
     storage = folder_at(root)
     if storage is None:  # a single checkpoint, or nothing
         storage, names = find_in(root, storage)
-        return [_entry(storage, name, manifest) for name, manifest in storage.manifests().items() if name in names]
+        manifests = {name: manifest for name, manifest in storage.manifests().items() if name in names}
+        return [{**_entry(storage, name, manifest), "aliases": []} for name, manifest in manifests.items()]
     manifests = storage.manifests()
-    complete = [_entry(storage, name, manifest) for name, manifest in manifests.items()]
+    meanings = {"best": by_score(manifests)[:1], "last": list(manifests)[-1:]}
+    complete = [
+        {**_entry(storage, name, manifest), "aliases": [alias for alias, names in meanings.items() if name in names]}
+        for name, manifest in manifests.items()
+    ]
     incomplete = storage.incomplete(manifests).items()
     return [
         *complete,
@@ -307,7 +316,8 @@ def _read_headers_and_trees(directory: Path, files: Sequence[str] | Mapping[str,
 
 
 def by_score(manifests: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Names of the checkpoints with a score, best first. A checkpoint counts only if its score is of the same monitor as the newest score.
+    """Names of the checkpoints with a score, best first; of equal ones the earlier comes first. A checkpoint counts only if its score is of the same
+    monitor as the newest score.
 
     Args:
         manifests: by name, oldest first.
@@ -319,7 +329,7 @@ def by_score(manifests: Mapping[str, Mapping[str, Any]]) -> list[str]:
         newest_score = scores[scored[0]]
         scored = [
             name
-            for name in scored
+            for name in reversed(scored)
             if (scores[name]["monitor"], scores[name]["mode"]) == (newest_score["monitor"], newest_score["mode"])
         ]
         scored.sort(key=lambda name: scores[name]["value"], reverse=newest_score["mode"] == "max")

@@ -212,7 +212,7 @@ class LocalStorage(Storage):
 
     def must_stay(self, name: str) -> bool:
         path = self.path(name)
-        return _is_checkpoint(path) and (not _is_readable(path) or _is_being_read(path))
+        return os.path.isfile(path) or (_is_checkpoint(path) and (not _is_readable(path) or _is_being_read(path)))
 
     def sweep(self) -> None:
         complete_names = set(self.manifests())

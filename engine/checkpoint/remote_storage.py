@@ -295,7 +295,8 @@ class RemoteStorage(Storage):
         try:
             self._complete_manifest(name)
         except FileNotFoundError:
-            return False
+            path = self.inner_path(name)
+            return path in self.files.find(path)  # a file
         except DamagedCheckpoint:
             return True
         except OSError:  # no permission or no connection: a later call will report it

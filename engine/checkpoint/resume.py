@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,12 +29,12 @@ from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.tensors import Stored
 from engine.distributed.collectives import all_or_none, gather_json
 from engine.distributed.group import Group
-from engine.utils.errors import nearest
 from engine.utils.log import logger
 from engine.utils.text import terminal_text
 
 NAMES = ("last", "auto", "best")
 """The names that ``resume=`` and ``checkpoint=`` accept in place of a path or URL."""
+_POSSIBLE = "'last', 'auto', 'best', or the path or URL of a checkpoint or a run's folder"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Resume:
     the weights with which the checkpoint's score was measured. A run that continues always has the trained ones."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.path, (str, os.PathLike)):
+            raise TypeError(f"{self.path!r} ({type(self.path).__name__}) is not a checkpoint: give {_POSSIBLE}")
         if self.hyperparameters not in ("checkpoint", "configured"):
             raise ValueError(
                 f"Resume(hyperparameters={self.hyperparameters!r}) is unknown; possible: 'checkpoint', 'configured'"
@@ -190,7 +193,7 @@ def opening(
             loaded, damage = _open(group, chosen_storage, name, folders)
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"{argument}={checkpoint!r}: {error}{'' if named else nearest(checkpoint, NAMES)}"
+                f"{argument}={checkpoint!r}: {error}{'' if '/' in checkpoint else f'; give {_POSSIBLE}'}"
             ) from error
         if loaded is not None:
             for reason in reasons if group.is_main else ():
@@ -205,8 +208,9 @@ def opening(
         passed.append(name)
     problem = f"no complete checkpoint{' with a score' if checkpoint == 'best' else ''} in {storage.root}"
     if not reasons:
+        new = ", or resume='auto' to start a new one" if (argument, checkpoint) == ("resume", "last") else ""
         raise FileNotFoundError(
-            f"{argument}={checkpoint!r}: {problem}; to use a checkpoint of another run, give its path"
+            f"{argument}={checkpoint!r}: {problem}. Give the path of a checkpoint to use that of another run{new}"
         )
     listed = "".join(f"\n  {reason}" for reason in reasons)
     raise DamagedCheckpoint(
@@ -230,6 +234,8 @@ _OPTIONAL_HYPERPARAMETERS = frozenset(
     ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "decoupled_weight_decay", "initial_lr")
 )
 """Hyperparameters that select an implementation, or that variants of one method lack: a checkpoint of another class need not have them."""
+_IMPLEMENTATIONS = frozenset(("foreach", "fused", "capturable", "differentiable"))
+"""Hyperparameters that select an implementation: they change no result."""
 
 
 def check_optimizer(loaded: Loaded, index: int, optimizer: Any) -> None:
@@ -372,6 +378,35 @@ def configure(optimizer: Any, hyperparameters: list[dict[str, Any]]) -> None:
         group.update(values)
         if initial_lr:
             group["lr"] = values.get("initial_lr", values["lr"]) * (scheduled_lr / initial_lr)
+
+
+def replaced_hyperparameters(optimizer: Any, hyperparameters: list[dict[str, Any]], scheduled: bool) -> list[str]:
+    """The hyperparameters that a checkpoint has replaced, as ``"lr=0.01 (configured: 0.001)"``, each once.
+
+    A learning rate is compared by its initial value; if it has none and is ``scheduled``, not at all. So is the momentum that a schedule changes.
+
+    Args:
+        hyperparameters: those of each group before the checkpoint was loaded.
+    """
+    texts: dict[str, None] = {}
+    for group, values in zip(optimizer.param_groups, hyperparameters, strict=False):
+        changed_by_steps = {"lr"} if scheduled or "initial_lr" in values else set()
+        changed_by_steps |= {"momentum", "betas"} if "max_momentum" in values else set()
+        for name in values.keys() & group.keys() - changed_by_steps - _IMPLEMENTATIONS:
+            restored, value = _number_text(group[name]), _number_text(values[name])
+            if None not in (restored, value) and restored != value:
+                texts[f"{name.removeprefix('initial_')}={restored} (configured: {value})"] = None
+    return sorted(texts)
+
+
+def _number_text(value: Any) -> str | None:
+    """A number, a flag, or several, as text; ``None`` for anything else."""
+    if isinstance(value, (tuple, list)):
+        texts = [_number_text(item) for item in value]
+        return None if None in texts else f"({', '.join(map(str, texts))})"
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    return str(value) if isinstance(value, bool) else f"{value:.6g}" if isinstance(value, (int, float)) else None
 
 
 def rebase(scheduler: Any) -> None:

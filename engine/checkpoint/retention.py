@@ -42,20 +42,31 @@ class CheckpointFolder:
     """On the main process, ``"saved"`` or ``"removed"`` and a checkpoint's name, in order; the reader takes them out."""
     _failures: int = 0
     _error: RuntimeError | None = None
+    _in_the_way: set[str] = field(default_factory=set)
+    """Names that a warning has named because what has them must stay."""
     _stuck: set[str] = field(default_factory=set)
     _swept: bool = False
 
     # -- names ----------------------------------------------------------------------------------------------------------------------------
 
     def free_name(self, name: str) -> str:
-        """Return ``name``, numbered if the checkpoint of this name must stay: it is being read, resumed from, unreadable, or pending removal."""
-        free, number = name, 0
-        while free in self.protected or free in self.to_remove or self.storage.must_stay(free):
+        """Return ``name``, numbered if what has this name must stay: it is being read, resumed from, unreadable, pending removal, or a file.
+
+        A number is new: the checkpoint that has the previous one may be kept.
+        """
+        free, number, stem = name, 0, name.removesuffix(".ckpt")
+        while (
+            free in self.protected
+            or free in self.to_remove
+            or self.storage.must_stay(free)
+            or (number and self.storage.has(free))
+        ):
             number += 1
-            free = f"{name}-v{number}"
-        if number:
+            free = f"{stem}-v{number}{name[len(stem) :]}"
+        if number and name not in self._in_the_way:
+            self._in_the_way.add(name)
             logger.warning(
-                "%s must stay: it is in use, or cannot be read; the new checkpoint is saved as %s",
+                "%s must stay: it is in use, cannot be read, or is not a checkpoint; the new checkpoint is saved as %s",
                 self.storage.path(name),
                 free,
             )

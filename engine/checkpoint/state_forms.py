@@ -35,6 +35,7 @@ _INTERVAL = {"last_step": range(-1, 1 << 62), "last_s": NUMBER, "count": (COUNT,
 _COUNTERS = dict.fromkeys(("epoch", "step", "batch_idx", "batches", "position", "whole_batches", "samples"), COUNT)
 SHARED_FORM = {
     "state": {**_COUNTERS, "epoch_done": bool, "validated_step": range(-1, 1 << 62)},
+    "global_batch": (COUNT, None),
     "seed": (range(1 << 64), None),
     "order": (str, None),
     "schedulers": [dict],

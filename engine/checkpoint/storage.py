@@ -124,7 +124,8 @@ class Storage(ABC):
 
     @abstractmethod
     def must_stay(self, name: str) -> bool:
-        """Whether the checkpoint of this name must not be replaced: it is being read, or this version cannot read it."""
+        """Whether the checkpoint of this name must not be replaced: it is being read, this version cannot read it, or it is a
+        file."""
 
     @abstractmethod
     def sweep(self) -> None:

@@ -55,9 +55,8 @@ def _list(options: argparse.Namespace) -> Answer:
     checkpoints = entries(options.root)
     # Without other weights it goes without saying that these are the trained ones.
     shows_weights = any(entry["complete"] and entry[SCORED_WITH] != TRAINED for entry in checkpoints)
-    rows = [
-        ("name", "step", "epoch", "time", "size", "ranks", *(["weights"] if shows_weights else []), "score and metrics")
-    ]
+    weights_column = ["weights"] if shows_weights else []
+    rows = [("name", "step", "epoch", "time", "size", "ranks", *weights_column, "alias", "score and metrics")]
     for entry in checkpoints:
         if entry["complete"]:
             columns = (
@@ -68,7 +67,7 @@ def _list(options: argparse.Namespace) -> Answer:
                 str(entry["world_size"]),
             )
             weights = [entry[SCORED_WITH] or "not noted"] if shows_weights else []
-            rows.append((entry["name"], *columns, *weights, _metrics(entry)))
+            rows.append((entry["name"], *columns, *weights, ", ".join(entry["aliases"]), _metrics(entry)))
     lines = table(rows) if len(rows) > 1 else []
     place = checkpoints[0]["path"].removesuffix(f"/{checkpoints[0]['name']}")
     if canonical(place).startswith(f"{canonical(options.root)}/version_"):

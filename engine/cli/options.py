@@ -92,6 +92,8 @@ class RunParser(TargetParser):
 
     def check(self, options: argparse.Namespace) -> None:
         super().check(options)
+        if getattr(options, "hyperparameters", None) and not options.resume:
+            raise UsageError("--hyperparameters is for --resume: without it they are those of configure_optimizers")
         is_bare = not (names_objects(options) or options.set or options.print_config)
         if options.command == "test" and is_bare and not options.checkpoint:
             options.run_by = "engine.cli.self_check"
@@ -155,6 +157,12 @@ def _of_target(command: str) -> RunParser:
             "--resume",
             metavar="CHECKPOINT",
             help=f"last, auto (last, if there is one), best, or a checkpoint's path or URL; {_SAVED}",
+        )
+        top.add_argument(
+            "--hyperparameters",
+            choices=("checkpoint", "configured"),
+            help="with --resume: learning rates, weight decays, ... of the optimizers are the checkpoint's (the default), or those that "
+            "configure_optimizers gives now",
         )
         return top
     checkpoint_help = f"last, best, or a checkpoint's path or URL; without it the constructor's weights; {_SAVED}"

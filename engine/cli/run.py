@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from engine.callback import Callback
+from engine.checkpoint.resume import Resume
 from engine.cli.class_paths import importable_here
 from engine.cli.components import COMMAND_LINE, Component, Components, components_of
 from engine.cli.error_report import run_reporting_errors
@@ -168,7 +169,10 @@ def _refuse_callback_given_twice(components: Sequence[Component], callbacks: Seq
 def _call_fit(command: str, fit: Fit, module: TrainModule, data: Any, options: argparse.Namespace) -> Any:
     datamodule, loader = (data, None) if isinstance(data, DataModule) else (None, data)
     if command == "run":
-        return fit.run(module, loader, datamodule=datamodule, resume=options.resume)
+        resume = options.resume
+        if options.hyperparameters is not None:
+            resume = Resume(resume, hyperparameters=options.hyperparameters)
+        return fit.run(module, loader, datamodule=datamodule, resume=resume)
     loop = {"validate": fit.validate, "test": fit.test, "predict": fit.predict}[command]
     return loop(module, loader, datamodule=datamodule, checkpoint=options.checkpoint, weights=options.weights)
 

@@ -66,10 +66,10 @@ def load_states(callbacks: Sequence[Callback], loaded: Loaded, saved: Mapping[st
                 loaded.load_into(f"the callback {_key(callback)}", callback.load_state_dict, remaining.pop(keys[0]))
                 without_state.remove(callback)
     if unmatched := sorted(key for key, state in remaining.items() if state):
+        keys_here = [_key(callback) for callback in callbacks if not type(callback).__name__.startswith("_")]
         logger.warning(
-            "%s has the state of %s, which no callback of this run matches: it is not restored. A state goes to the callback with the state_key "
-            "under which it was saved; the keys of this run: %s",
-            loaded.path, terminal_text(", ".join(unmatched), one_line=True), ", ".join(sorted(map(_key, callbacks))) or "none",
+            "%s has the state of %s, which is not restored: no callback here has this state_key. The state_keys here: %s",
+            loaded.path, terminal_text(", ".join(unmatched), one_line=True), ", ".join(sorted(keys_here)) or "none",
         )  # fmt: skip
 
 

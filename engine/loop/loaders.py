@@ -287,6 +287,11 @@ class RunLoaders:
                     f"the {title} ({type(loader.loader).__name__}) is empty; leave it out, or check its dataset"
                 )
 
+    def global_batch(self, epoch: int) -> int | None:
+        """Samples of a step over all ranks in this epoch; ``None``: the training loader has no ``batch_size``, or does not exist."""
+        size = None if self.train is None else getattr(self.train.loader, "batch_size", None)
+        return size * self._engine.data_group.world_size * self.window_at(epoch) if isinstance(size, int) else None
+
     def _window_of_global_batch(self, loader: PreparedLoader) -> int | None:
         """The micro-batches in a window that ``global_batch_size`` asks for; ``None``: it is not set."""
         global_batch = self._settings.global_batch_size

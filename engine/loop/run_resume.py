@@ -6,13 +6,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from engine.checkpoint.manifest import FOLDERS, SCORED_WITH, WEIGHTS
 from engine.checkpoint.reader import weights_folder
-from engine.checkpoint.resume import Loaded, Resume, opening
+from engine.checkpoint.resume import Loaded, Resume, opening, replaced_hyperparameters
 from engine.loop.run import Run
 from engine.utils.log import logger
 from engine.utils.text import terminal_text
+
+_SHOWN = 6
+"""Hyperparameters that a warning shows."""
 
 
 def resume_run(run: Run, checkpoint: str | Path | Resume) -> None:
@@ -49,8 +53,29 @@ def _continue(run: Run, loaded: Loaded, how: Resume) -> None:
             _load_entries(run, loaded)
             for name, tensors in run.other_weights().items():  # after the hooks, which may have added parameters
                 loaded.source.others.read_into(name, tensors)
+        warns = how.optimizer and how.hyperparameters == "checkpoint" and run.engine.is_main_process
+        configured_groups = run.snapshot.hyperparameters() if warns else []
+    if warns:
+        _warn_about_replaced(run, configured_groups, how)
     if run.engine.is_main_process:
         logger.info("resumed from %s: epoch %d, step %d", loaded.path, run.state.epoch, run.state.step)
+
+
+def _warn_about_replaced(run: Run, configured_groups: list[list[dict[str, Any]]], how: Resume) -> None:
+    """Warn about hyperparameters of optimizers that the checkpoint has replaced: the module may record other ones."""
+    optimizers, scheduled = run.snapshot.optimizers, bool(run.snapshot.schedulers)
+    replaced: list[str] = []
+    for index, (optimizer, groups) in enumerate(zip(optimizers, configured_groups, strict=True)):
+        texts = replaced_hyperparameters(optimizer, groups, scheduled)
+        replaced += [f"optimizer {index}: {text}" for text in texts] if len(optimizers) > 1 else texts
+    if replaced:
+        names = ", ".join([*replaced[:_SHOWN], *([f"and {len(replaced) - _SHOWN} more"] if replaced[_SHOWN:] else [])])
+        logger.warning(
+            "the optimizer continues with the checkpoint's %s. To use the values of configure_optimizers: Resume(%r, "
+            "hyperparameters='configured') (fit run: --hyperparameters configured)",
+            names,
+            str(how.path),
+        )
 
 
 def _load_entries(run: Run, loaded: Loaded) -> None:

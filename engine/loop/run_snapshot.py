@@ -124,6 +124,7 @@ class RunSnapshot(EngineSnapshot):
         return {
             **super().shared(),
             "state": asdict(self._state),
+            "global_batch": self._loaders.global_batch(self._state.epoch),
             "metrics": dict(self._logbook.metrics),
             "elapsed_s": self._stopwatch.seconds(),
             "items": self._items.total(),
@@ -236,6 +237,20 @@ class RunSnapshot(EngineSnapshot):
             check_samples(loaded.path, loaders[0].get("samples"), train.samples, state.position, how.strict)
         if how.optimizer:
             check_optimizers(loaded, self.optimizers, self.schedulers)
+        if self._engine.is_main_process and self._module.automatic_optimization:
+            self._warn_about_global_batch(loaded)
+
+    def _warn_about_global_batch(self, loaded: Loaded) -> None:
+        """Warn if the steps get larger or smaller because the number of ranks has changed."""
+        saved, current = loaded.shared.get("global_batch"), self._loaders.global_batch(self._state.epoch)
+        ranks, rank_state = self._engine.data_group.world_size, loaded.of_rank(0)
+        if None in (saved, current) or saved == current or rank_state is None or rank_state["place"][0] == ranks:
+            return
+        logger.warning(
+            "the global batch (samples of a step over all ranks) was %d on %d rank(s), and is %d on the %d of this run: steps and schedules "
+            "mean something else. Fit(global_batch_size=%d) keeps it",
+            saved, rank_state["place"][0], current, ranks, saved,
+        )  # fmt: skip
 
     def restore_optimizers(self, loaded: Loaded, how: Resume) -> None:
         """Restore optimizers and schedulers."""

@@ -9,6 +9,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from support.checkpoints import read
@@ -226,6 +227,23 @@ def test_a_failure_is_told_by_wait(tmp_path: Path) -> None:
         writes.wait(folder)
     assert folder.lost == {"a"}
     writes.wait(folder)
+    writes.close(folder)
+
+
+@pytest.mark.parametrize("place", ["local", "memory"])
+def test_a_file_stays_and_the_checkpoint_is_numbered(
+    place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writes, folder = new_writer(), new_folder(tmp_path if place == "local" else f"memory://{tmp_path.name}")
+    storage = folder.storage
+    files, inside = fsspec.core.url_to_fs(storage.root)
+    files.pipe_file(f"{inside}/best.ckpt", b"of another trainer")
+    paths = [writes.save(folder, "best.ckpt", new_content()) for _ in range(2)]
+    assert [str(path).rpartition("/")[2] for path in paths] == ["best-v1.ckpt", "best-v2.ckpt"]  # the first may be kept
+    assert list(storage.manifests()) == ["best-v1.ckpt", "best-v2.ckpt"]
+    assert caplog.text.count("must stay") == 1
+    assert f"{storage.path('best.ckpt')} must stay: it is in use, cannot be read, or is not a checkpoint" in caplog.text
+    assert files.cat_file(f"{inside}/best.ckpt") == b"of another trainer"
     writes.close(folder)
 
 

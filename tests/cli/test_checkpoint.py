@@ -108,7 +108,13 @@ def test_list(written: Path, run: Output) -> None:
     ]
     assert all(f"val={score} (min)" in line for line, score in zip(lines[1:], SCORES.values(), strict=True))
     assert run("list", written.parent).splitlines() == lines  # the run's folder
+    assert [[word for word in line.split() if word in ("best", "last")] for line in lines[1:]] == [
+        [],
+        ["best"],
+        ["last"],
+    ]
     found = run.json("list", written)
+    assert [entry["aliases"] for entry in found] == [[], ["best"], ["last"]]
     assert [entry["name"] for entry in found] == NAMES
     assert found[1]["score"] == {"monitor": "val", "mode": "min", "value": 0.1}
     assert (found[2]["step"], found[2]["world_size"], found[2]["complete"]) == (3, 1, True)
@@ -341,6 +347,12 @@ def test_prune(folder: Path, run: Output) -> None:
     run("prune", folder, "--keep", 1)
     assert [path.name for path in folder.iterdir()] == [NAMES[2]]
     assert run("prune", folder, "--keep", 1).splitlines() == [f"{NAMES[2]}: kept"]
+
+
+def test_of_equal_scores_the_first_is_the_best(tmp_path: Path, run: Output) -> None:
+    train_and_save(tmp_path, Tied(), [torch.randn(8, 6)] * 3, scores={1: 0.1, 2: 0.1, 3: 0.3})
+    assert [entry["aliases"] for entry in run.json("list", tmp_path)] == [["best"], [], ["last"]]
+    assert run.json("prune", tmp_path, "--keep", 1, "--keep-best", 1)["kept"] == [NAMES[0], NAMES[2]]
 
 
 def test_prune_keeps_what_is_being_read_and_what_is_incomplete(folder: Path, run: Output) -> None:

@@ -223,6 +223,21 @@ def test_resume(fit) -> None:
     assert load().w.item() == WEIGHT
 
 
+def test_a_resume_with_the_configured_hyperparameters(fit, caplog: pytest.LogCaptureFixture) -> None:
+    base = ("run", "net:Net", "--data", "net:Numbers", "--callback", "ModelCheckpoint", *SET)
+    assert fit(*base, "max_epochs=1").status == 0
+    resumed = (*base, "model.options.lr=0", "--resume", "last")
+    assert fit(*resumed, "--set", "max_epochs=2").status == 0
+    weight = load().w.item()
+    assert weight < 0.5 - 0.25 * 7
+    assert "the optimizer continues with the checkpoint's lr=0.25 (configured: 0)" in caplog.text
+    assert "(fit run: --hyperparameters configured)" in caplog.text
+    caplog.clear()
+    assert fit(*resumed, "--hyperparameters", "configured").status == 0
+    assert load().w.item() == weight
+    assert "continues with the checkpoint's" not in caplog.text
+
+
 HELP = """\
 model: net:Net
   One weight, whose gradient is the mean of the batch.
@@ -299,6 +314,7 @@ ERRORS = [
     (("net:Net", "--config", "none.yaml"), "'none.yaml', which is not a file"),
     (("net:Net", "--config", "n" * 300), "n', which cannot be read (File name too long)"),
     (("net:Net",), "(fit run, fit plan: --data my.module:Data)"),
+    (("net:Net", "--hyperparameters", "configured"), "--hyperparameters is for --resume"),
     (("--resume", "auto", "start=1"), "the target 'start=1': give a setting with --set"),
     (("net:Net", "--data", "net:numbers", "--set", "strategy=ddpp"), "did you mean 'ddp'?"),
     (("net:Net", "--data", "net:numbers", "--resume", "last"), "no complete checkpoint"),

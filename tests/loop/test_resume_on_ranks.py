@@ -102,6 +102,23 @@ def loop(folder: Path, strategy: str, begin: int, end: int) -> list[Any]:
     return [value.tolist() for value in state.values()] if engine.is_main_process else []
 
 
+def saves(root: str) -> list[Any]:
+    return run(Path(root), "ddp", Net(), ModelCheckpoint(every=1, save_top_k=-1), max_epochs=1)
+
+
+def test_a_global_batch_that_changes_with_the_ranks_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks_of(saves, 2, tmp_path)
+    saved = tmp_path / "checkpoints" / "step=00000002"
+    for settings in ({"global_batch_size": 4}, {"accumulate_grad_batches": 2}):
+        run(tmp_path / "same", "auto", Net(), resume=saved, max_epochs=2, **settings)
+        assert "global batch" not in caplog.text
+    run(tmp_path / "other", "auto", Net(), resume=saved, max_epochs=2)
+    assert "was 4 on 2 rank(s), and is 2 on the 1 of this run" in caplog.text
+    assert "Fit(global_batch_size=4) keeps it" in caplog.text
+
+
 def everything(root: str, strategy: str) -> dict[str, Any]:
     base, found = Path(root), {}
     keep = ModelCheckpoint(every=2, save_top_k=-1)

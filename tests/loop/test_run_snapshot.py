@@ -93,28 +93,47 @@ def test_best_by_the_score_of_the_manifests(root: Path) -> None:
     assert start(root, Net(), Resume("best")).step == 8
 
 
+def test_of_equal_scores_the_first_is_the_best(tmp_path: Path) -> None:
+    # val is 1, 0, 1 after the epochs.
+    keep = ModelCheckpoint(monitor="val", mode="max", save_top_k=-1)
+    result = linear_fit(tmp_path, keep).run(Net(), LINEAR_BATCHES, LINEAR_BATCHES)
+    assert result.best_checkpoint == path(tmp_path, 4)
+    assert start(tmp_path, Net(), "best").step == 4
+
+
 def test_best_without_scores(tmp_path: Path) -> None:
     linear_fit(tmp_path, ModelCheckpoint(), max_epochs=1).run(Net(), LINEAR_BATCHES)
     with pytest.raises(
         FileNotFoundError,
-        match=r"resume='best': no complete checkpoint with a score in .*to use a checkpoint of another run, give its path",
+        match=r"resume='best': no complete checkpoint with a score in .*\. Give the path of a checkpoint to use that of another run$",
     ):
         start(tmp_path, Net(), "best")
     with pytest.raises(FileNotFoundError, match="checkpoint='best': no complete checkpoint with a score"):
         linear_fit(tmp_path).validate(Net(), LINEAR_BATCHES, checkpoint="best")
+    with pytest.raises(FileNotFoundError, match=r"another run, or resume='auto' to start a new one$"):
+        start(tmp_path / "empty", Net(), "last")
 
 
 def test_a_misspelt_name(root: Path) -> None:
     with pytest.raises(
-        FileNotFoundError, match=r"resume='lst': .* holds no complete checkpoint .*; did you mean 'last'\?"
+        FileNotFoundError,
+        match=r"resume='newest': .* holds no complete checkpoint .*; give 'last', 'auto', 'best', or the path",
     ):
-        start(root, Net(), "lst")
+        start(root, Net(), "newest")
+
+
+def test_a_flag_is_not_a_checkpoint(root: Path) -> None:
+    told = r"True \(bool\) is not a checkpoint: give 'last', 'auto', 'best', or the path"
+    with pytest.raises(TypeError, match=told):
+        start(root, Net(), True)
+    with pytest.raises(TypeError, match=told):
+        linear_fit(root).validate(Net(), LINEAR_BATCHES, checkpoint=True)  # type: ignore[arg-type]
 
 
 def test_a_file_in_place_of_a_checkpoint(root: Path, tmp_path: Path) -> None:
     file = tmp_path / "other.ckpt"
     file.write_bytes(b"of another trainer")
-    told = r"other\.ckpt is a file, but a checkpoint is a directory.* fit checkpoint convert "
+    told = r"other\.ckpt is a file, but a checkpoint is a directory.* fit checkpoint convert .* OUT --trust-pickle \(without"
     with pytest.raises(NotADirectoryError, match=told):
         start(root, Net(), file)
     with pytest.raises(NotADirectoryError, match=told):
@@ -142,6 +161,51 @@ def test_configured_hyperparameters_hold(root: Path) -> None:
     assert (saved.group["lr"], saved.group["weight_decay"]) == (pytest.approx(0.025), 0.0)
     assert (watch.group["lr"], watch.group["weight_decay"]) == (pytest.approx(0.05), 0.3)
     assert (watch.step, watch.state, watch.schedule) == (saved.step, saved.state, saved.schedule) == (8, 2, 2)
+
+
+def test_hyperparameters_that_a_checkpoint_replaces_are_told(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    start(root, Net(lr=0.2, decay=0.3), path(root, 8))
+    assert (
+        "continues with the checkpoint's lr=0.1 (configured: 0.2), weight_decay=0 (configured: 0.3). To use"
+        in caplog.text
+    )
+    assert f"Resume('{path(root, 8)}', hyperparameters='configured')" in caplog.text
+    caplog.clear()
+    start(root, Net(), path(root, 8))  # the schedule has changed the rate
+    start(root, Net(lr=0.2), Resume(path(root, 8), hyperparameters="configured"))
+    start(root, Net(lr=0.2), Resume(path(root, 8), optimizer=False))
+    assert "continues with the checkpoint's" not in caplog.text
+
+
+class Cycling(Net):
+    """The schedule changes rate and momentum, under other names of their limits."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=20)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Falling(Net):
+    """The schedule keeps no initial rate."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
+
+
+@pytest.mark.parametrize("net", [Cycling, Falling])
+def test_what_schedules_change_is_not_told(net: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = LINEAR_BATCHES
+    linear_fit(tmp_path, ModelCheckpoint(every="6 steps"), max_epochs=3).run(net(), data, data)
+    linear_fit(tmp_path, max_epochs=4).run(net(), data, data, resume="last")
+    assert "continues with the checkpoint's" not in caplog.text
+    linear_fit(tmp_path, max_epochs=4).run(net(lr=0.5), data, data, resume="last")
+    assert ("max_lr=0.1 (configured: 0.5)" in caplog.text) == (net is Cycling)
 
 
 def test_schedules_go_on_from_the_configured_rate(root: Path, tmp_path: Path) -> None:

@@ -199,6 +199,23 @@ def test_scores_of_checkpoints_are_lightnings(tmp_path: Path) -> None:
     assert found[1] == found[0]
 
 
+def test_a_file_that_lightning_has_left_stays(tmp_path: Path) -> None:
+    paths = []
+    for library in (THEIRS, OURS):
+        folder = tmp_path / str(len(paths))
+        folder.mkdir()
+        torch.save({"state_dict": {}}, folder / "best.ckpt")
+        before = (folder / "best.ckpt").read_bytes()
+        saves = library.callbacks.ModelCheckpoint(folder, filename="best", monitor="val")
+        quietly(
+            trainer(library, tmp_path, callbacks=[saves], max_epochs=1, enable_checkpointing=True).fit,
+            module(library), data(), data(),
+        )  # fmt: skip
+        assert (folder / "best.ckpt").read_bytes() == before
+        paths.append(Path(saves.best_model_path).name)
+    assert paths == ["best-v1.ckpt", "best-v1.ckpt"]
+
+
 def test_a_checkpoint_callback_that_saves_by_itself_is_refused_when_it_is_made_not_when_a_package_defines_it() -> None:
     Own = type("Own", (callbacks.ModelCheckpoint,), {"_save_checkpoint": lambda self, trainer, filepath: None})
     with pytest.raises(TypeError, match="Own defines _save_checkpoint, which is not called: on_checkpoint_saved"):
