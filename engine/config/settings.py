@@ -1,4 +1,4 @@
-"""Every argument of ``Fit``: its kind, default and meaning."""
+"""The settings: every argument of ``Fit`` with its kind, default and meaning."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ _TEN_MINUTES, _HALF_HOUR = Duration("seconds", 600), Duration("seconds", 1800)
 
 
 def setting(kind: Kind, default: Any) -> Any:
-    """A field of :class:`Settings`. The text under the field is its documentation."""
+    """A field of :class:`Settings`. The docstring under the field is its documentation."""
     return field(default=default, metadata={"kind": kind})
 
 
 # Fit.__init__ repeats names, types and texts, so that editors show them. After a change: python tests/tools/settings_text.py --write
 @dataclass(frozen=True)
 class Settings:
-    """All arguments of ``Fit``, checked and in one form each.
+    """All arguments of ``Fit``, checked and normalized.
 
-    A setting is one field: its kind checks a value and gives it its normal form (durations become :class:`Duration`, precision names the library's
-    own, ``callbacks`` a tuple, ``root_dir`` a ``Path``), and the text under it is its documentation.
+    Each field is a setting. Its kind checks and normalizes the value (durations become :class:`Duration`, precision names the library's own,
+    ``callbacks`` a tuple, ``root_dir`` a ``Path``), and the docstring under the field is its documentation.
 
     Raises:
-        ValueError, TypeError: a value that is not possible; the message names the argument, the value and what is possible.
+        ValueError, TypeError: a value is not possible; the message names the argument, the value and what is possible.
     """
 
     strategy: Any = setting(StrategyName(), "auto")
@@ -149,7 +149,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, kind in KINDS.items():
-            object.__setattr__(self, name, kind.normal(name, getattr(self, name)))
+            object.__setattr__(self, name, kind.normalized(name, getattr(self, name)))
         combinations.check_settings(self)
         for name, value in combinations.implied(self).items():
             object.__setattr__(self, name, value)
@@ -164,15 +164,15 @@ class Settings:
 
 
 KINDS: dict[str, Kind] = {declared.name: declared.metadata["kind"] for declared in fields(Settings)}
-"""Setting -> its kind."""
+"""Name of a setting -> its kind."""
 
 
 def check(name: str, value: object) -> Any:
-    """The ``value`` of the setting ``name`` in its normal form, for code that takes one setting alone.
+    """Check a ``value`` of the setting ``name``, for code that takes one setting alone, and return it normalized.
 
     Raises:
-        ValueError, TypeError: as :class:`Settings`. An unknown ``name`` is a ValueError with the nearest one.
+        ValueError, TypeError: as :class:`Settings`; also a ValueError for an unknown ``name``, which names the nearest one.
     """
     if name not in KINDS:
         raise ValueError(f"{name!r} is not a setting{nearest(name, KINDS)}; possible: {', '.join(KINDS)}")
-    return KINDS[name].normal(name, value)
+    return KINDS[name].normalized(name, value)
