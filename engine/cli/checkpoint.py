@@ -117,6 +117,7 @@ def _show(options: argparse.Namespace) -> Answer:
 
 
 def _verify(options: argparse.Namespace) -> Answer:
+    """Compare all files of the checkpoints with their checksums."""
     problems_by_path: dict[str, list[str]] = {}
     for path in options.paths:
         try:

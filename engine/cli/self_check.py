@@ -153,6 +153,7 @@ def _run_in_process(names: Sequence[str], report: Path, work: Path) -> str:
 
 
 def _table(outcomes: Sequence[Outcome]) -> None:
+    """Print the outcomes as a table."""
     from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text

@@ -173,7 +173,7 @@ def _with_collectives(kind: str) -> tuple[str, str]:
         backend = "gloo"
     if kind == "cpu" or backend != "gloo":
         return kind, ""
-    return "cpu", f"{kind} has no collectives of its own, only one rank can train on it; on the CPU: "
+    return "cpu", f"{kind} has no collectives of its own_tensor, only one rank can train on it; on the CPU: "
 
 
 def strategy(name: str) -> Callable[[str, Ranks], str]:
@@ -233,19 +233,19 @@ def check_collectives(group: Group) -> None:
 def _check_device(group: Group, device: torch.device) -> None:
     """Check the library's collectives of tensors on one device."""
     size, place = group.world_size, f"on {device}"
-    own = torch.full((3,), float(group.rank + 1), device=device)
+    own_tensor = torch.full((3,), float(group.rank + 1), device=device)
     total = size * (size + 1) / 2
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for op, expected in {"sum": total, "mean": total / size, "min": 1, "max": size}.items():
-            result = collectives.all_reduce(group, own.to(dtype), op)
+            result = collectives.all_reduce(group, own_tensor.to(dtype), op)
             _check_result(f"all_reduce ({op}, {dtype}) {place}", result, [expected] * 3)
-    _check_result(f"all_reduce (sum, bool) {place}", collectives.all_reduce(group, own > 1), [size - 1] * 3)
-    _check_result(f"gather {place}", collectives.gather(group, own[:1]), list(range(1, size + 1)))
-    uneven = collectives.gather(group, own[:1].expand(group.rank + 1))
+    _check_result(f"all_reduce (sum, bool) {place}", collectives.all_reduce(group, own_tensor > 1), [size - 1] * 3)
+    _check_result(f"gather {place}", collectives.gather(group, own_tensor[:1]), list(range(1, size + 1)))
+    uneven = collectives.gather(group, own_tensor[:1].expand(group.rank + 1))
     _check_result(
         f"gather of other lengths {place}", uneven, [rank + 1 for rank in range(size) for _ in range(rank + 1)]
     )
-    _check_result(f"broadcast {place}", collectives.broadcast(group, own, size - 1), [size] * 3)
+    _check_result(f"broadcast {place}", collectives.broadcast(group, own_tensor, size - 1), [size] * 3)
     padded = collectives.pad_across_processes(group, torch.ones(group.rank + 1, device=device), pad_index=-1)
     _check_result(f"pad_across_processes {place}", padded, [1] * (group.rank + 1) + [-1] * (size - group.rank - 1))
 
@@ -266,19 +266,19 @@ def _check_bare(group: Group) -> None:
     """Check the collectives of torch that FSDP and the pipeline's schedules call, in a separate group for the device's tensors."""
     size = group.world_size
     process_group = process_groups.on_device([list(range(size))], group.device)
-    own = torch.full((2,), float(group.rank + 1), device=group.device)
-    rows = own.new_empty(2 * size)
-    _collective("all_gather_single", "all_gather_into_tensor")(rows, own, group=process_group)
+    own_tensor = torch.full((2,), float(group.rank + 1), device=group.device)
+    rows = own_tensor.new_empty(2 * size)
+    _collective("all_gather_single", "all_gather_into_tensor")(rows, own_tensor, group=process_group)
     _check_result("all_gather_into_tensor", rows, [rank + 1 for rank in range(size) for _ in range(2)])
-    part = own.new_empty(2)
+    part = own_tensor.new_empty(2)
     _collective("reduce_scatter_single", "reduce_scatter_tensor")(
         part, torch.ones(2 * size, device=group.device), group=process_group
     )
     _check_result("reduce_scatter_tensor", part, [size] * 2)
-    work = dist.all_reduce(own, async_op=True, group=process_group)
+    work = dist.all_reduce(own_tensor, async_op=True, group=process_group)
     assert work is not None
     work.wait()
-    _check_result("all_reduce in the background", own, [size * (size + 1) / 2] * 2)
+    _check_result("all_reduce in the background", own_tensor, [size * (size + 1) / 2] * 2)
     if size > 1:  # a rank does not send to itself
         (next_rank, previous_rank) = ((group.rank + 1) % size, (group.rank - 1) % size)
         sent, received = torch.full((2,), float(group.rank), device=group.device), torch.empty(2, device=group.device)

@@ -152,6 +152,7 @@ def _check(root: Node, origin: str, lines: bool) -> None:
     sizes: dict[int, int] = {}
 
     def size(node: Node, ancestors: tuple[int, ...]) -> int:
+        """The number of values in a node, with aliases expanded, once the node is checked."""
         if id(node) in ancestors:
             raise ValueError(f"{_origin_of(origin, node, lines)}: an alias is inside the value that it refers to")
         if node.tag not in _ALLOWED_TAGS:

@@ -130,6 +130,7 @@ def _module_table(rank: Mapping[str, Any]) -> str:
 
 
 def _communication(rank: Mapping[str, Any]) -> str:
+    """A table of a rank's collectives in a step, the slowest first."""
     rows = [
         [
             collective["kind"],

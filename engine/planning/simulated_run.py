@@ -322,6 +322,7 @@ def sparing_files() -> Iterator[None]:
     written: set[str] = set()
 
     def is_protected(file: Any, mode: str) -> bool:
+        """Check whether the file existed before the block, and opening it with ``mode`` would change it."""
         if not set("wa+") & set(mode) or isinstance(file, int) or threading.get_ident() != thread:
             return False
         path = os.path.realpath(file)

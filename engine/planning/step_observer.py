@@ -176,8 +176,8 @@ class StepObserver(torch_private.Mode):
             self._enter(self._path.pop()[0])
 
     def _enter(self, name: str) -> None:
-        """Note that the module ``name`` runs from now on. Autograd numbers the nodes in the order of the forward pass, so the next number tells them
-        apart."""
+        """Note that the module ``name`` runs from now on. Autograd numbers nodes in the order of the forward pass, so this module's begin with the
+        next number."""
         self._running = name
         number = torch_private.next_node()
         if self._nodes[-1] == number:

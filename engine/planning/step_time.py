@@ -41,7 +41,7 @@ class Compute:
 def compute_time(
     operations: Iterable[Operation], device: Hardware, *, tf32: bool = False, compiled: bool = False
 ) -> Compute:
-    """The time of ``operations``, one after another. The host launches them; ahead of a device, but no further than these operations.
+    """The time of ``operations``, one after another. The host launches them, ahead of a device, but not before the first of them begins.
 
     Args:
         operations: the operations of a step, or of a part of it.

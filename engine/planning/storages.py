@@ -105,7 +105,7 @@ class StorageLog:
         """Label the storages of ``tensors``, which a collective reads or writes, as communication buffers."""
         for tensor in tensors:
             storage = self.follow(tensor)
-            # Buffers that outlive a step, such as DDP's buckets, were labelled as activations in the backward pass before.
+            # Buffers that outlive a step, such as DDP's buckets, may have been labelled as activations by a backward pass before.
             if storage is not None and storage.kind in (TEMPORARIES, ACTIVATIONS):
                 storage.kind = COMMUNICATION
 

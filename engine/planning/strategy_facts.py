@@ -63,12 +63,14 @@ def _fsdp(strategy: FSDP) -> StrategyFacts:
 
 @strategy_facts.register
 def _mesh(strategy: MeshParallel) -> StrategyFacts:
+    """The facts about a mesh, whose pipeline may have ranks that represent others."""
+
     def representatives() -> list[int]:
         assert strategy.pipeline is not None, "asked before setup"
         kinds, first_alike = strategy.pipeline.kinds(), [0]
         _, _, is_v_shaped = SCHEDULES[strategy.schedule]
         for rank in range(1, len(kinds)):
-            # The first rank and the rank with the loss always count for themselves; in a V every rank holds different parts.
+            # The first rank represents itself alone, as each rank of a V-shaped schedule does; the rank with the loss is always traced.
             in_the_middle = first_alike[-1] > 0 and rank != strategy.loss_stage and not is_v_shaped
             first_alike.append(first_alike[-1] if in_the_middle and kinds[rank] == kinds[first_alike[-1]] else rank)
         return first_alike

@@ -203,7 +203,7 @@ def allowed_on_fake_tensors(fake: FakeTensorMode, answered: Callable[[str, Any],
     """Inside the block fake tensors support some operations for which torch raises an error.
 
     ``Module.to`` can swap the contents of fake parameters, which torch refuses while its table of conversions has weak references to them. A
-    tensor can be as_formatted as a number or copied to numpy, with the values that a :class:`engine.planning.fake_tensors.Simulation` assumes.
+    tensor can be formatted as a number or copied to numpy, with the values that a :class:`engine.planning.fake_tensors.Simulation` assumes.
     """
     swap = torch.utils.swap_tensors
 
