@@ -69,8 +69,8 @@ class Settings:
     max_epochs: int | None = setting(WholeNumber(0, none="no limit of epochs"), None)
     """Stop after this many epochs. 1 when neither this nor ``max_steps`` nor ``max_time`` is given."""
     min_epochs: int | None = setting(WholeNumber(0, none="no minimum"), None)
-    """Epochs before which callbacks (early stopping), ``run.stop()`` and ``max_time`` do not end the training; an earlier wish to stop is met
-    then."""
+    """Epochs before which callbacks (early stopping), ``run.stop()`` and ``max_time`` do not end the training; an earlier request to stop takes
+    effect then."""
     max_steps: int | None = setting(WholeNumber(0, none="no limit of steps"), None)
     """Stop after this many optimizer steps."""
     min_steps: int | None = setting(WholeNumber(0, none="no minimum"), None)
@@ -126,24 +126,24 @@ class Settings:
     detect_anomaly: bool = setting(Flag(), False)
     """Autograd checks every backward pass for NaN and shows the forward operation it comes from. Slow; for debugging."""
     seed: int | None = setting(WholeNumber(0, 2**32 - 1, none="no seeding"), None)
-    """Seed of python, numpy and torch, and of the data order; 0 to 2**32 - 1. ``None`` seeds nothing. It is set as the run starts: for the first
-    weights of a module that exists by then, call ``seed_everything`` before."""
+    """Seed of python, numpy and torch, and of the data order; 0 to 2**32 - 1. ``None`` seeds nothing. It is set when the run starts: to seed the
+    first weights of a module that is created earlier, call ``seed_everything`` before."""
     on_nonfinite: str | None = setting(Word("raise", "skip", none="no check"), None)
-    """A step whose gradient norm is not finite: ``"raise"`` an error, ``"skip"`` the step, or ``None``: no check."""
+    """What to do at a step whose gradient norm is not finite: ``"raise"`` an error, ``"skip"`` the step, or ``None``: no check."""
     timeout: Duration | None = setting(Time(1, none="no watch"), _TEN_MINUTES)
     """Maximum time without a finished batch, and for a collective, after the first step: several ranks then end with an error that names
     those that lag; a single process logs its position. ``None``: ``start_timeout`` applies throughout, without monitoring."""
     start_timeout: Duration = setting(Time(1), _HALF_HOUR)
-    """Maximum time without a sign of life, and for a collective, up to the first step: processes connect, data are prepared, the model is
+    """Maximum time without a sign of life, and for a collective, until the first step, while processes connect, data is prepared and the model is
     compiled."""
     check: bool = setting(Flag(), False)
     """Compare the ranks before the first step: parameters, lengths of loaders, structure of the first batch, and that batches arrive unchanged."""
     debug: bool = setting(Flag(), False)
     """Compare operation, shapes and dtypes over the ranks before each collective: an error instead of a hang. Slow; for debugging."""
     gc_every_n_steps: int = setting(WholeNumber(0), 50)
-    """Python's garbage collector runs at every n-th optimizer step, on all ranks at once, and not in between; 0: automatic, as Python does."""
+    """Run Python's garbage collector at every n-th optimizer step, on all ranks at once, and not in between; 0: automatically, as Python does."""
     reload_best: bool = setting(Flag(), False)
-    """After the training the module takes the weights of the best checkpoint, by a ``ModelCheckpoint``'s ``monitor``."""
+    """After the training, load the weights of the best checkpoint, by the ``monitor`` of a ``ModelCheckpoint``, into the module."""
     root_dir: Path = setting(Folder(), Path("runs"))
     """Where checkpoints and logs are written. The first run uses this folder, each later run a numbered folder in it."""
 
