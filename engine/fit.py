@@ -116,7 +116,7 @@ class Fit:
         detect_anomaly: Autograd checks every backward pass for NaN and shows the forward operation it comes from. Slow; for debugging.
         seed: Seed of python, numpy and torch, and of the data order; 0 to 2**32 - 1. ``None`` seeds nothing. It is set when the run starts:
             to seed the first weights of a module that is created earlier, call ``seed_everything`` before.
-        on_nonfinite: What to do at a step whose gradient norm is not finite: ``"raise"`` an error, ``"skip"`` the step, or ``None``: no
+        on_nonfinite: The reaction to a step whose gradient norm is not finite: ``"raise"`` an error, ``"skip"`` the step, or ``None``: no
             check.
         timeout: Maximum time without a finished batch, and for a collective, after the first step: several ranks then end with an error
             that names those that lag; a single process logs its position. ``None``: ``start_timeout`` applies throughout, without

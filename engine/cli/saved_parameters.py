@@ -111,14 +111,14 @@ def with_saved_parameters(component: Component, saved: Recorded) -> Component:
     init_args, origins, taken_values = dict(component.init_args), dict(component.origins), dict(fixed)
     for name in top_names:
         nested = any(full_name.startswith(f"{name}.") for full_name in names)
-        given = _given(component, name, nested)
+        extent = _extent_given(component, name, nested)
         text = texts.get(name, plain_value(saved_arguments.get(name)))
-        if given == "as a whole":
+        if extent == "as a whole":
             continue
-        if given == "no" and name in saved_arguments:
+        if extent == "no" and name in saved_arguments:
             fixed[name] = taken_values[name] = saved_arguments[name]
         elif (name not in texts and name not in saved_arguments) or (
-            given == "no" and text == defaults.get(name, _NO_DEFAULT)
+            extent == "no" and text == defaults.get(name, _NO_DEFAULT)
         ):
             continue
         elif _is_data_of(hints.get(name, Any), text):
@@ -128,7 +128,7 @@ def with_saved_parameters(component: Component, saved: Recorded) -> Component:
             )
             origins.setdefault(name, f"checkpoint {saved.path}")
             taken_values[name] = text
-        elif given == "no":
+        elif extent == "no":
             value_text = flow(text)
             raise UsageError(
                 f"{saved.path}: the {'module' if is_model else 'data'} was created with {name}={value_text}, which is not taken from a "
@@ -202,7 +202,7 @@ def _defaults(component: Component) -> dict[str, Any]:
         }
 
 
-def _given(component: Component, name: str, nested: bool) -> Literal["no", "in part", "as a whole"]:
+def _extent_given(component: Component, name: str, nested: bool) -> Literal["no", "in part", "as a whole"]:
     """How much of a parameter's value the command line and the file give; in part: an entry, or an appended element. ``nested``: it has parameters of
     its own."""
     keys = [key for key, _ in component.overrides if key.removesuffix("+").split(".")[0] == name]

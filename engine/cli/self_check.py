@@ -79,7 +79,7 @@ class Outcome:
     detail: str
     seconds: float
     mend: str = ""
-    """What to do about a check that failed."""
+    """How to fix a check that failed."""
 
 
 def run(options: argparse.Namespace) -> int:

@@ -129,7 +129,7 @@ class Settings:
     """Seed of python, numpy and torch, and of the data order; 0 to 2**32 - 1. ``None`` seeds nothing. It is set when the run starts: to seed the
     first weights of a module that is created earlier, call ``seed_everything`` before."""
     on_nonfinite: str | None = setting(Word("raise", "skip", none="no check"), None)
-    """What to do at a step whose gradient norm is not finite: ``"raise"`` an error, ``"skip"`` the step, or ``None``: no check."""
+    """The reaction to a step whose gradient norm is not finite: ``"raise"`` an error, ``"skip"`` the step, or ``None``: no check."""
     timeout: Duration | None = setting(Time(1, none="no watch"), _TEN_MINUTES)
     """Maximum time without a finished batch, and for a collective, after the first step: several ranks then end with an error that names
     those that lag; a single process logs its position. ``None``: ``start_timeout`` applies throughout, without monitoring."""

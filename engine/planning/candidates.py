@@ -321,13 +321,13 @@ def users_strategy(setting: Any, origin: str, world_size: int) -> UsersStrategy 
     return UsersStrategy(setting, strategy, options)
 
 
-def layouts_with(first: Layout, users: UsersStrategy, others: list[Layout]) -> list[Layout]:
-    """The layout ``first``, then ``others`` with the user's options, except those that are the same as ``first``."""
+def layouts_with(first: Layout, users: UsersStrategy, all_layouts: list[Layout]) -> list[Layout]:
+    """The layout ``first``, then ``all_layouts`` with the user's options, except those that are the same as ``first``."""
 
     def degrees(layout: Layout) -> tuple[Any, ...]:
         return layout.data_ranks, layout.shards, layout.degree("tp"), layout.degree("pp"), layout.offloaded
 
-    changed = [users.with_its_options(other) for other in others]
+    changed = [users.with_its_options(other) for other in all_layouts]
     kinds = {"ddp": ("ddp",), "fsdp": ("fsdp", "mesh"), "mesh": ("fsdp", "mesh")}
     users_name = next((name for name, kind in _KINDS.items() if type(users.strategy) is kind), None)
 
@@ -336,4 +336,4 @@ def layouts_with(first: Layout, users: UsersStrategy, others: list[Layout]) -> l
         alike = name in kinds.get(users_name, ()) if users_name else before.strategy == first.strategy
         return alike and degrees(after) == degrees(first)
 
-    return [first, *(new for old, new in zip(others, changed, strict=True) if not is_duplicate(old, new))]
+    return [first, *(new for old, new in zip(all_layouts, changed, strict=True) if not is_duplicate(old, new))]

@@ -120,7 +120,7 @@ class RankTrace:
 
     rank: int
     role: str
-    """What distinguishes the rank, such as ``"pipeline stage 1 of 4"``; ``""`` where all ranks do the same."""
+    """The difference between this rank and others, such as ``"pipeline stage 1 of 4"``; ``""`` where all ranks do the same."""
     samples: int
     """Samples of the micro-batches of this step on this rank."""
     micro_batches: int

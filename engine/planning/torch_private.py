@@ -50,7 +50,7 @@ MOST_HOST_NUMBERS = 1 << 20
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _prim = torch.ops.prim
 _NO_NUMBER = 2**64 - 1
-"""What autograd returns as the number of a node that the forward pass does not create."""
+"""The number that autograd returns for a node that the forward pass does not create."""
 _ORDINARY_TENSOR = torch.empty(0)
 UNSUPPORTED = UnsupportedOperatorException
 """An operation that needs values throughout, such as a reduction of sparse gradients."""

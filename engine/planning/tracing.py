@@ -31,7 +31,7 @@ from engine.strategies.base import Strategy
 from engine.strategies.mesh_parallel import MeshParallel
 
 MOST_TRACED_SEPARATELY = 4
-"""In a pipeline of at most this many ranks every rank is traced. In a longer one, a rank whose stages are like those of the rank before it is not
+"""The maximum number of ranks in a pipeline that are all traced. In a longer pipeline a rank whose stages are like those of the rank before it is not
 traced: it computes the same, and holds at most as much memory."""
 
 
@@ -51,14 +51,14 @@ def trace(job: SimulatedJob, facts: JobFacts) -> list[RankTrace]:
     if isinstance(module, TrainModule) and module.attached:
         raise RuntimeError(f"{type(module).__name__} is in a run: plan before it, or plan a new module")
 
-    known = KnownPipeline()
+    pipeline = PipelineKnowledge()
     with torch_private.optimizers_as_on_accelerators() if job.kind.is_accelerator else nullcontext():
-        traces = {0: trace_rank(job, 0, facts, known)}
+        traces = {0: trace_rank(job, 0, facts, pipeline)}
         if traces[0] is None:
-            traces[known.loss_rank] = trace_rank(job, known.loss_rank, JobFacts(), known)
-        to_trace = known.ranks_to_trace()
+            traces[pipeline.loss_rank] = trace_rank(job, pipeline.loss_rank, JobFacts(), pipeline)
+        to_trace = pipeline.ranks_to_trace()
         for rank in to_trace:
-            traces[rank] = traces.get(rank) or trace_rank(job, rank, facts if rank == 0 else JobFacts(), known)
+            traces[rank] = traces.get(rank) or trace_rank(job, rank, facts if rank == 0 else JobFacts(), pipeline)
     return [_as_representative(trace, count) for rank, count in to_trace.items() if (trace := traces[rank]) is not None]
 
 
@@ -68,8 +68,9 @@ def _as_representative(trace: RankTrace, count: int) -> RankTrace:
 
 
 @dataclass
-class KnownPipeline:
-    """What is known about the ranks of one pipeline; each traced rank adds to it. Under any other strategy, one rank represents all."""
+class PipelineKnowledge:
+    """The facts about the ranks of one pipeline that are known so far; each traced rank adds to them. Under any other strategy, one rank represents
+    all."""
 
     ranks: tuple[int, ...] = ()
     """One rank of each pipeline stage, in order; under any other strategy one rank."""
@@ -88,22 +89,22 @@ class KnownPipeline:
         return dict(Counter(self.ranks[index] for index in self.representatives))
 
 
-def trace_rank(job: SimulatedJob, rank: int, facts: JobFacts, known: KnownPipeline) -> RankTrace | None:
+def trace_rank(job: SimulatedJob, rank: int, facts: JobFacts, pipeline: PipelineKnowledge) -> RankTrace | None:
     """Trace one rank. Return ``None`` if the rank that computes the loss has to be traced first."""
     with simulated_run(job, rank, facts) as simulated:
         run = simulated.run
         assert run.train_loader is not None
-        known.ranks = _axes(run).get("pp", (rank,))
+        pipeline.ranks = _axes(run).get("pp", (rank,))
         strategy = run.engine.strategy
         pipelined = strategy if isinstance(strategy, MeshParallel) and strategy.pipelined else None
         if pipelined is not None:
-            known.loss_rank = known.ranks[pipelined.loss_stage]
-            if rank != known.loss_rank and known.weighted is None:
+            pipeline.loss_rank = pipeline.ranks[pipelined.loss_stage]
+            if rank != pipeline.loss_rank and pipeline.weighted is None:
                 return None
         batch, samples = first_batch(run.train_loader)
-        trace = _traced_training(job, simulated, batch, samples, facts, known)
+        trace = _traced_training(job, simulated, batch, samples, facts, pipeline)
         if pipelined is not None and pipelined.pipeline is not None:
-            known.weighted, known.representatives = (
+            pipeline.weighted, pipeline.representatives = (
                 bool(pipelined.pipeline.weighted),
                 strategy_facts(pipelined).representatives(),
             )
@@ -127,7 +128,7 @@ class _IdenticalRanks(GradientSync):
 
 
 def _traced_training(
-    job: SimulatedJob, simulated: SimulatedRun, batch: Any, samples: int, facts: JobFacts, known: KnownPipeline
+    job: SimulatedJob, simulated: SimulatedRun, batch: Any, samples: int, facts: JobFacts, pipeline: PipelineKnowledge
 ) -> RankTrace:
     """Set up the training and trace its epoch, whose micro-batches are all ``batch``, of ``samples`` samples. Return the trace."""
     run = simulated.run
@@ -145,7 +146,7 @@ def _traced_training(
         run.set_optimizers(run.optimizers, run.schedulers, automatic=False)
         observer.name(run.module)
         if isinstance(engine.strategy, MeshParallel) and engine.strategy.pipeline is not None:
-            engine.strategy.pipeline.weighted = known.weighted
+            engine.strategy.pipeline.weighted = pipeline.weighted
         facts.from_run(run, batch, compiled=bool(job.fit.settings.compile))
         engine.window.gradient_sync = _IdenticalRanks(engine.strategy)
         end = trace_epoch(simulated, batch, weights, observer)

@@ -1,4 +1,4 @@
-"""What a plan needs to know about DeepSpeed. Imported when one of its strategies is planned."""
+"""The facts about DeepSpeed that a plan needs. Imported when one of its strategies is planned."""
 
 from __future__ import annotations
 
