@@ -63,7 +63,7 @@ CHECKS: dict[str, tuple[str, str]] = {
 }
 """Name of a check -> its title in the table, and what to do when the check fails."""
 _ILLEGAL_INSTRUCTION = f"the process ended with signal {int(signal.SIGILL)}"
-"""How a process ended that computed in bf16 on a CPU which cannot."""
+"""The end, in words, of a process that computed in bf16 on a CPU that does not support it."""
 ON_ONE_DEVICE = ("store", "single", "bf16", "resume", "one rank")
 ON_SEVERAL_DEVICES = ("collectives", "ddp", "fsdp")
 

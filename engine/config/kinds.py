@@ -102,7 +102,7 @@ class Kind:
 
 
 def _or_none(none: str) -> str:
-    """The end of a sentence on possible values, if ``None`` is possible and means ``none``."""
+    """The end of a list of possible values, if ``None`` is one of them and means what ``none`` says."""
     return f", or None for {none}" if none else ""
 
 
@@ -215,7 +215,7 @@ class Time(Kind):
 
 
 class Maximum(Kind):
-    """A number of at least 0; 0 and ``None`` both have the meaning ``none``."""
+    """A number of at least 0; 0 and ``None`` both mean what ``none`` says."""
 
     accepts = "float | None"
 
@@ -256,7 +256,7 @@ class BatchLimit(Kind):
 
 
 class Schedule(Kind):
-    """An int of at least 1, or a mapping from epochs to such ints."""
+    """An int of at least 1, or a schedule ``{first epoch: int}`` of such ints."""
 
     accepts = "int | Mapping[int, int]"
 

@@ -188,8 +188,8 @@ def _check_name(name: str, origin: str) -> None:
 
 
 def read_value(name: str, node: Node, origin: str, *, lines: bool = False) -> Any:
-    """Read and check the value of the setting ``name``. Errors start with ``origin``; with ``lines``, which says that it ends in a line, with the
-    line of the key.
+    """Read and check the value of the setting ``name``. Errors start with ``origin``, or, if it ends in a line (``lines``), with the line of the
+    wrong key.
 
     Raises:
         ValueError, TypeError: the value is not possible.

@@ -1,4 +1,5 @@
-"""Files of settings as text: one in which the text under each setting's field is its documentation, and one with the settings of a run."""
+"""Files of settings as text: a file with every setting and its documentation, which is the docstring under its field, and a file with a run's
+settings."""
 
 from __future__ import annotations
 

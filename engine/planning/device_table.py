@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 _GIB = 2**30
 _TERA = 1e12
 DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16", "float8")
-"""Keys of :attr:`Hardware.peaks`. ``tf32``: products of float32 matrices with ``matmul_precision="high"``."""
+"""Keys of :attr:`Hardware.peaks`. ``tf32`` is for products of float32 matrices with ``matmul_precision="high"``."""
 SHORT = {
     "fp64": "float64",
     "fp32": "float32",

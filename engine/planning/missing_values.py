@@ -222,7 +222,7 @@ class MissingValues:
         return isinstance(error, untraceable) or bool(self._sentences) or any(phrase in message for phrase in _PHRASES)
 
     def users_line(self, error: Exception) -> str:
-        """The user's line at which an error was raised, or the words for none."""
+        """The line of the user's code in the traceback of an error, or a text that there is none."""
         frames = traceback.extract_tb(error.__traceback__)
         users_frames = [frame for frame in frames if not frame.filename.startswith((_TORCH, _OWN, "<"))]
         if not users_frames:
