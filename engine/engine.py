@@ -102,10 +102,10 @@ class Engine:
         environment: Environment | None = None,
         group: Group | None = None,
     ) -> None:
-        on_nonfinite = KINDS["on_nonfinite"].normal("on_nonfinite", on_nonfinite)
-        recompute = KINDS["activation_checkpointing"].normal("activation_checkpointing", activation_checkpointing)
-        compile = KINDS["compile"].normal("compile", compile)
-        sync_batchnorm = KINDS["sync_batchnorm"].normal("sync_batchnorm", sync_batchnorm)
+        on_nonfinite = KINDS["on_nonfinite"].normalized("on_nonfinite", on_nonfinite)
+        recompute = KINDS["activation_checkpointing"].normalized("activation_checkpointing", activation_checkpointing)
+        compile = KINDS["compile"].normalized("compile", compile)
+        sync_batchnorm = KINDS["sync_batchnorm"].normalized("sync_batchnorm", sync_batchnorm)
         self.precision = Precision.parse(precision)
         processes = group or own_environment(environment)
         self.strategy = strategies.get(strategy, processes.world_size)

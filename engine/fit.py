@@ -75,8 +75,8 @@ class Fit:
         precision: Number formats of the model and of its computations: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"fp8-mixed"``,
             ``"bf16-true"``, ``"16-true"``, ``"64-true"``, ``{name: fp8-mixed, recipe: rowwise}``, or an ``FP8`` or ``Precision`` object.
         max_epochs: Stop after this many epochs. 1 when neither this nor ``max_steps`` nor ``max_time`` is given.
-        min_epochs: Epochs before which callbacks (early stopping), ``run.stop()`` and ``max_time`` do not end the training; an earlier wish
-            to stop is met then.
+        min_epochs: Epochs before which callbacks (early stopping), ``run.stop()`` and ``max_time`` do not end the training; an earlier
+            request to stop takes effect then.
         max_steps: Stop after this many optimizer steps.
         min_steps: Optimizer steps before which callbacks, ``run.stop()`` and ``max_time`` do not end the training; with ``min_epochs`` both
             must be reached. Ctrl-C and SIGTERM end the training at any time.
@@ -114,20 +114,22 @@ class Fit:
             ``"highest"`` in float32, ``"high"`` in TF32 (or pairs of bfloat16), ``"medium"`` in bfloat16, each where the device has it.
             ``None``: torch's setting.
         detect_anomaly: Autograd checks every backward pass for NaN and shows the forward operation it comes from. Slow; for debugging.
-        seed: Seed of python, numpy and torch, and of the data order; 0 to 2**32 - 1. ``None`` seeds nothing. It is set as the run starts:
-            for the first weights of a module that exists by then, call ``seed_everything`` before.
-        on_nonfinite: A step whose gradient norm is not finite: ``"raise"`` an error, ``"skip"`` the step, or ``None``: no check.
+        seed: Seed of python, numpy and torch, and of the data order; 0 to 2**32 - 1. ``None`` seeds nothing. It is set when the run starts:
+            to seed the first weights of a module that is created earlier, call ``seed_everything`` before.
+        on_nonfinite: The reaction to a step whose gradient norm is not finite: ``"raise"`` an error, ``"skip"`` the step, or ``None``: no
+            check.
         timeout: Maximum time without a finished batch, and for a collective, after the first step: several ranks then end with an error
             that names those that lag; a single process logs its position. ``None``: ``start_timeout`` applies throughout, without
             monitoring.
-        start_timeout: Maximum time without a sign of life, and for a collective, up to the first step: processes connect, data are
-            prepared, the model is compiled.
+        start_timeout: Maximum time without a sign of life, and for a collective, until the first step, while processes connect, data is
+            prepared and the model is compiled.
         check: Compare the ranks before the first step: parameters, lengths of loaders, structure of the first batch, and that batches
             arrive unchanged.
         debug: Compare operation, shapes and dtypes over the ranks before each collective: an error instead of a hang. Slow; for debugging.
-        gc_every_n_steps: Python's garbage collector runs at every n-th optimizer step, on all ranks at once, and not in between; 0:
-            automatic, as Python does.
-        reload_best: After the training the module takes the weights of the best checkpoint, by a ``ModelCheckpoint``'s ``monitor``.
+        gc_every_n_steps: Run Python's garbage collector at every n-th optimizer step, on all ranks at once, and not in between; 0:
+            automatically, as Python does.
+        reload_best: After the training, load the weights of the best checkpoint, by the ``monitor`` of a ``ModelCheckpoint``, into the
+            module.
         root_dir: Where checkpoints and logs are written. The first run uses this folder, each later run a numbered folder in it.
 
     Raises:

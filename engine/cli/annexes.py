@@ -1,4 +1,4 @@
-"""Modules of annexes, which an installation may lack: imported when an option needs them."""
+"""Imports modules from the parts of the library that may be left out of an installation, when an option needs them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from engine.cli.terminal import UsageError
 
 
 def annex(name: str) -> ModuleType:
-    """The module ``name`` of an annex.
+    """Import and return the module ``name`` of a part of the library that may be left out of an installation, such as ``engine.compat``.
 
     Raises:
-        UsageError: this installation has no such annex.
+        UsageError: this installation lacks that part.
     """
     package = ".".join(name.split(".")[:2])
     if importlib.util.find_spec(package) is None:

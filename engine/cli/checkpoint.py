@@ -1,6 +1,6 @@
 """``fit checkpoint``: each subcommand calls one function of ``engine.checkpoint`` and prints the result.
 
-Imports no torch: the subcommands that read tensors stand in :mod:`engine.cli.checkpoint_weights`.
+Imports no torch: the subcommands that read tensors are in :mod:`engine.cli.checkpoint_weights`.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from engine.cli.terminal import show, table
 from engine.config.masked import table_rows
 from engine.utils.text import terminal_text
 
-_LONGEST = 1000
-"""Characters of a name, or of a value, that are printed."""
+_LONGEST_TEXT = 1000
+"""The maximum number of characters of a name or a value that are printed."""
 Answer = tuple[Any, list[str], bool]
-"""The JSON value, the printed lines, and whether all is well."""
+"""The value for ``--json``, the lines to print otherwise, and whether the checkpoints are all right."""
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand ``options.action``.
 
     Returns:
-        0, or 1 with one line on stderr that says why.
+        0, or 1 after one line on stderr that says what is wrong.
     """
     return run_action(_ACTIONS[options.action], options)
 
 
 def run_action(action: Callable[[argparse.Namespace], Answer], options: argparse.Namespace) -> int:
-    """Print the answer of a subcommand; see :func:`run`."""
+    """Print the answer of a subcommand, and return the exit status as :func:`run` does."""
     try:
         value, lines, all_well = action(options)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
@@ -45,23 +45,24 @@ def run_action(action: Callable[[argparse.Namespace], Answer], options: argparse
         )
         return 1
     if options.json:
-        print(json.dumps(_plain(value), indent=1))
+        print(json.dumps(_as_json(value), indent=1))
     elif lines:
         show(*(terminal_text(line, one_line=True) for line in lines))
     return 0 if all_well else 1
 
 
 def _list(options: argparse.Namespace) -> Answer:
+    """The checkpoints of a folder as a table, then those that are incomplete or damaged."""
     checkpoints = entries(options.root)
-    # Without other weights it goes without saying that these are the trained ones.
+    # The column is shown only if some checkpoint was scored with other weights than the trained ones.
     shows_weights = any(entry["complete"] and entry[SCORED_WITH] != TRAINED for entry in checkpoints)
     weights_column = ["weights"] if shows_weights else []
     rows = [("name", "step", "epoch", "time", "size", "ranks", *weights_column, "alias", "score and metrics")]
     for entry in checkpoints:
         if entry["complete"]:
             columns = (
-                _text(entry["step"]),
-                _text(entry["epoch"]),
+                _value_text(entry["step"]),
+                _value_text(entry["epoch"]),
                 _time(entry["saved_at"]),
                 size_text(entry["bytes"]),
                 str(entry["world_size"]),
@@ -82,6 +83,7 @@ def _list(options: argparse.Namespace) -> Answer:
 
 
 def _show(options: argparse.Namespace) -> Answer:
+    """The description of one checkpoint."""
     description = facts(options.path, options.tensors)
     tensors = description.get("tensors", {})
     values = {
@@ -98,7 +100,7 @@ def _show(options: argparse.Namespace) -> Answer:
     if isinstance(config, dict) and all(
         isinstance(entry, dict) and {"value", "origin"} <= entry.keys() for entry in config.values()
     ):
-        settings = [(name, _text(value), origin) for name, value, origin in table_rows(config)]
+        settings = [(name, _value_text(value), origin) for name, value, origin in table_rows(config)]
         lines += ["  config", *("    " + line for line in table(settings))]
     for folder, folder_tensors in tensors.items():
         lines += ["", f"{folder}: {len(folder_tensors)} tensors"]
@@ -114,6 +116,7 @@ def _show(options: argparse.Namespace) -> Answer:
 
 
 def _verify(options: argparse.Namespace) -> Answer:
+    """Compare all files of the checkpoints with their checksums."""
     problems_by_path: dict[str, list[str]] = {}
     for path in options.paths:
         try:
@@ -148,35 +151,41 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], Answer]] = {
 
 
 def _section(values: Mapping[str, Any], indent: str = "  ") -> list[str]:
-    """Lines with one value each; the entries of a dict stand below its name."""
-    items = [(_cut(str(name)), value) for name, value in values.items()]
+    """Lines with one value each; the entries of a dict are indented below its name."""
+    items = [(_shortened(str(name)), value) for name, value in values.items()]
     width = min(max((len(name) for name, _ in items), default=0), 60)
     lines: list[str] = []
     for name, value in items:
         if isinstance(value, dict) and value:
             lines += [f"{indent}{name}", *_section(value, indent + "  ")]
         else:
-            lines.append(f"{indent}{name:<{width}}  {_text(value)}")
+            lines.append(f"{indent}{name:<{width}}  {_value_text(value)}")
     return lines
 
 
 def _metrics(entry: Mapping[str, Any]) -> str:
     score = entry["score"]
-    best = [f"{score['monitor']}={_text(score['value'])} ({score['mode']})"] if score else []
+    best = [f"{score['monitor']}={_value_text(score['value'])} ({score['mode']})"] if score else []
     other_metrics = [
-        f"{name}={_text(value)}" for name, value in entry["metrics"].items() if not score or name != score["monitor"]
+        f"{name}={_value_text(value)}"
+        for name, value in entry["metrics"].items()
+        if not score or name != score["monitor"]
     ]
     return ", ".join([*best, *other_metrics])
 
 
-def _text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    return "-" if value is None or value == {} else _cut(str(value))
+    return "-" if value is None or value == {} else _shortened(str(value))
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters; --json prints all)"
+def _shortened(text: str) -> str:
+    return (
+        text
+        if len(text) <= _LONGEST_TEXT
+        else f"{text[:_LONGEST_TEXT]}... ({len(text):,} characters; --json prints all)"
+    )
 
 
 def _time(seconds: float) -> str:
@@ -192,11 +201,11 @@ def size_text(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def _plain(value: Any) -> Any:
-    """A value as JSON; what JSON cannot express becomes text."""
+def _as_json(value: Any) -> Any:
+    """A value as JSON has it; what JSON cannot express becomes text."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): _as_json(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_as_json(item) for item in value]
     finite = isinstance(value, float) and value - value == 0
     return value if value is None or finite or isinstance(value, (bool, int, str)) else str(value)

@@ -1,4 +1,4 @@
-"""``fit checkpoint``, the subcommands that read tensors: ``export``, ``convert`` and ``pack``."""
+"""The subcommands of ``fit checkpoint`` that read tensors: ``export``, ``convert`` and ``pack``."""
 
 from __future__ import annotations
 

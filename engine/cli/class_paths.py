@@ -27,13 +27,13 @@ def importable_here() -> None:
 
 
 def load(text: str, role: str, base: type, package: str | None = None) -> Any:
-    """The object that ``text`` names.
+    """Import and return the object that ``text`` names.
 
     Args:
         text: ``module:name``, ``module.name``, ``file.py:name``, or a module or file alone that defines one subclass of ``base``.
-        role: what it is for, in errors: ``"the target"``.
-        base: the class that a module is searched for.
-        package: where a bare name is looked up.
+        role: what the object is for, such as ``"the target"``, for errors.
+        base: the class whose subclass is searched for in a module or a file alone.
+        package: the package in which a bare name is looked up.
 
     Raises:
         UsageError: there is no such module, file or name, or not exactly one matching class.
@@ -50,16 +50,17 @@ def load(text: str, role: str, base: type, package: str | None = None) -> Any:
         elif package is not None and "." not in path and not importlib.util.find_spec(path):
             module, name = importlib.import_module(package), path
         else:
-            module, name = _longest(path, text, role)
+            module, name = _import_longest(path, text, role)
     except SystemExit as end:  # a script with top-level code would end this program as if it had succeeded
         raise UsageError(
             f"{role} {text!r}: its module calls exit({end.code!r}) when it is imported; put its script code under: "
             "if __name__ == '__main__':"
         ) from None
-    return _member(module, name, text, role) if name else _only(module, text, role, base)
+    return _member(module, name, text, role) if name else _only_subclass(module, text, role, base)
 
 
 def _from_file(path: Path, role: str) -> ModuleType:
+    """Import a file as the module of its name, and make the modules beside it importable."""
     if not path.is_file():
         files_beside = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise UsageError(
@@ -81,10 +82,11 @@ def _from_file(path: Path, role: str) -> ModuleType:
 
 
 def _import(name: str, text: str, role: str) -> ModuleType:
+    """Import a module; an error says where it was looked for, unless it comes from an import inside the module."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if not _is_part(error.name, name):
+        if not _is_same_or_parent(error.name, name):
             raise
         hint = f"; write a file with its suffix: {name.replace('.', '/')}.py" if error.name == name else ""
         raise UsageError(
@@ -92,15 +94,15 @@ def _import(name: str, text: str, role: str) -> ModuleType:
         ) from None
 
 
-def _longest(path: str, text: str, role: str) -> tuple[ModuleType, str]:
-    """Split ``package.module.Class`` into the longest module that can be imported and the name in it."""
+def _import_longest(path: str, text: str, role: str) -> tuple[ModuleType, str]:
+    """Split ``package.module.Class`` into the longest module that can be imported, which is returned, and the name in it."""
     for count in range(path.count(".") + 1, 0, -1):
         parts = path.split(".")
         name = ".".join(parts[:count])
         try:
             return importlib.import_module(name), ".".join(parts[count:])
         except ModuleNotFoundError as error:
-            if not _is_part(error.name, name):
+            if not _is_same_or_parent(error.name, name):
                 raise
     if "=" in path:
         raise UsageError(f"{role} {text!r}: give a setting with --set, as in --set {text}")
@@ -109,11 +111,13 @@ def _longest(path: str, text: str, role: str) -> tuple[ModuleType, str]:
     )
 
 
-def _is_part(missing: str | None, name: str) -> bool:
+def _is_same_or_parent(missing: str | None, name: str) -> bool:
+    """Check whether the ``missing`` module is ``name`` itself or one of its packages."""
     return missing is not None and f"{name}.".startswith(f"{missing}.")
 
 
 def _member(module: ModuleType, name: str, text: str, role: str) -> Any:
+    """The object with the dotted ``name`` in a module."""
     owner: Any = module
     for part in name.split("."):
         if not hasattr(owner, part):
@@ -128,7 +132,8 @@ def _public(owner: Any) -> Iterator[str]:
     return (name for name in names if not name.startswith("_"))
 
 
-def _only(module: ModuleType, text: str, role: str, base: type) -> Any:
+def _only_subclass(module: ModuleType, text: str, role: str, base: type) -> Any:
+    """The one subclass of ``base`` that a module defines."""
     classes = [
         cls
         for cls in vars(module).values()

@@ -1,4 +1,4 @@
-"""Completion by argcomplete: ``fit completion SHELL`` prints a script for a shell, which calls ``fit`` with ``_ARGCOMPLETE`` set."""
+"""Completion with argcomplete: ``fit completion SHELL`` prints a script that makes the shell call ``fit`` with ``_ARGCOMPLETE`` set."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from engine.config.settings import KINDS
 from engine.planning.device_table import DEVICES
 
 WORDS = {"resume": ("last", "auto", "best"), "checkpoint": ("last", "best"), "device": tuple(DEVICES)}
-"""Words that options accept besides paths."""
+"""Words that options take besides paths, by option."""
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the script of one shell."""
     script = argcomplete.shellcode(["fit"], shell=options.shell)
-    # After these characters the word continues, so that no space follows. argcomplete does not know the dot of "model.".
+    # After these characters no space is added, because the word continues. argcomplete does not include the dot of "model.".
     print(script.replace("[=/:]", "[=/:.]"), end="")
     return 0
 
 
 def complete() -> None:
-    """Write what the word at the shell's cursor may become, and end the process.
+    """Print the completions of the word at the shell's cursor, and end the process.
 
     Raises:
-        UsageError: no shell has set the variables that say what the line and the cursor are.
+        UsageError: the variables in which a shell passes the line and the cursor are not set.
     """
     try:
         words = argcomplete.split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))[3]
@@ -40,11 +40,11 @@ def complete() -> None:
             "_ARGCOMPLETE is set, which asks for completions of COMP_LINE, a text, at COMP_POINT, a number: "
             f"{type(error).__name__}: {error}; unset _ARGCOMPLETE to run a command"
         ) from error
-    # zsh passes all of its line: variables and other commands may precede ours.
+    # zsh passes the whole line: variables and other commands may precede fit.
     begin = max((index for index, word in enumerate(words, 1) if word.endswith((";", "|", "&"))), default=0)
     start = next((index for index in range(begin, len(words)) if os.path.basename(words[index]) == "fit"), 0)
     commands = [word for word in words[start + 1 : start + 2] if word in cli.COMMANDS]
-    # The number, from 1, of the word that precedes what the parser reads.
+    # argcomplete gives the parser the words after the one with this number, counted from 1.
     os.environ["_ARGCOMPLETE"] = str(start + 1 + len(commands))
     argcomplete.autocomplete(
         cli.COMMANDS[commands[0]].parser() if commands else cli.parser(),
@@ -54,13 +54,13 @@ def complete() -> None:
 
 
 class _Values(BaseCompleter):
-    """Words or files, for all arguments without ``choices``."""
+    """Completes the values of all arguments without ``choices``: words or files."""
 
     def __call__(
         self, *, prefix: str, action: argparse.Action, parser: argparse.ArgumentParser, **_: object
     ) -> Iterable[str]:
         options = [option for option in getattr(parser, "active_actions", ()) if option.option_strings]
-        if options and action not in options:  # argparse gives the word to the option
+        if options and action not in options:  # the word is the value of an option
             return []
         name, equals, value = prefix.partition("=")
         if action.dest == "set" and equals:
@@ -69,11 +69,11 @@ class _Values(BaseCompleter):
 
 
 def _fitting(prefix: str, words: Iterable[str]) -> Iterable[str]:
-    """The words that start with ``prefix``; if there are none, files, which bash looks for itself."""
+    """The words that start with ``prefix``; without any, the matching files, except in bash, which finds files by itself."""
     matches = [word for word in words if word.startswith(prefix)]
     if matches or os.environ.get("_ARGCOMPLETE_SHELL") == "bash":
         return matches
-    return [name for name in FilesCompleter()(prefix) if name.isprintable()]  # a terminal would obey the others
+    return [name for name in FilesCompleter()(prefix) if name.isprintable()]  # other names could control the terminal
 
 
 def _words(argument: str) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""The objects and settings of a ``fit`` command, from the file of settings and the command line."""
+"""Finds the settings and the objects of a ``fit`` command in the file of settings and on the command line."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ COMMAND_LINE = "command line"
 
 @dataclass
 class Component:
-    """An object to build."""
+    """A description of an object to build."""
 
     name: str
     """``"model"``, ``"data"`` or ``"callbacks.0"``."""
     path: str
-    """The class or function, as the user named it."""
+    """The class or the function, as the user named it."""
     target: Callable[..., Any]
     init_args: Mapping[str, Any] = field(default_factory=dict)
-    """The file's values."""
+    """The parameters that the file gives."""
     origins: Mapping[str, str] = field(default_factory=dict)
-    """The lines of the file's values, by the parameter's dotted name; ``""`` is the object itself."""
+    """Dotted name of a parameter -> the file and line that give it; ``""`` is the object itself."""
     overrides: list[tuple[str, str]] = field(default_factory=list)
-    """Dotted names and texts of the command line."""
+    """The dotted names and the values, as text, that the command line gives."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments that are passed unchanged with the lowest priority: those recorded in a checkpoint."""
+    """Arguments from a checkpoint, which are passed unchanged and have the lowest priority."""
 
     @property
     def title(self) -> str:
@@ -48,26 +48,26 @@ class Component:
         return str(getattr(self.target, "__qualname__", self.path))
 
     def origin(self, key: str) -> str:
-        """Where a parameter's value, or the last change inside it, comes from."""
+        """Where the value of a parameter, or the last change inside it, comes from."""
         if any(within(name, key) for name, _ in self.overrides):
             return f"{COMMAND_LINE} {self.name}.{key}"
         return self.line(key)
 
     def line(self, key: str) -> str:
-        """The line of the file that gives a parameter its value, or gives the value around it."""
+        """The file and line that give a parameter its value, or the value around it."""
         while key not in self.origins and key:
             key = key.rpartition(".")[0]
         return self.origins.get(key, COMMAND_LINE)
 
 
 def within(inner: str, outer: str) -> bool:
-    """Whether the dotted name ``inner`` is ``outer``, or names something in it; a last ``+`` appends to a list."""
+    """Check whether the dotted name ``inner`` is ``outer`` or names something inside it; a final ``+``, which appends to a list, is ignored."""
     return f"{inner.removesuffix('+')}.".startswith(f"{outer}.")
 
 
 @dataclass(frozen=True)
 class Components:
-    """Settings, and the objects to build."""
+    """The settings of a command, and the objects to build."""
 
     resolved: Resolved
     model: Component
@@ -82,18 +82,18 @@ class Components:
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """The settings and objects that a checkpoint records of its run, for a command that repeats it; the command line and a file win over them."""
+    """The settings and objects that a checkpoint records of its run, for a command that repeats it. The command line and a file take precedence."""
 
     origin: str
     settings: Mapping[str, Any]
     """Settings of ``Fit``, as plain values."""
     sections: Mapping[str, Any]
-    """Descriptions of objects (:data:`SECTIONS`), whose code will run."""
+    """Descriptions of objects (:data:`SECTIONS`); building them runs their code."""
     without_model: str
-    """The error if nothing names a model."""
+    """The error message if nothing names a model."""
 
     def origins(self) -> dict[str, str]:
-        """The origin of each object."""
+        """The origin of each recorded object, by its section; callbacks also by number."""
         callbacks = [f"callbacks.{index}" for index in range(len(self.sections.get("callbacks", ())))]
         return dict.fromkeys((*self.sections, *callbacks), self.origin)
 
@@ -106,16 +106,16 @@ def components_of(
     config: str | None,
     earlier: EarlierRun | None = None,
 ) -> Components:
-    """Combine the file and the command line.
+    """Combine the file of settings and the command line.
 
     Args:
-        target, data, callbacks: classes of the command line; target and data replace the file's, callbacks come after the file's.
+        target, data, callbacks: classes on the command line; target and data replace those in the file, callbacks are added after the file's.
         overrides: ``NAME=VALUE`` texts; dotted names set parameters of objects, all others are settings of ``Fit``.
         config: the file; ``None``: the one that ``FIT_CONFIG`` names, else ``./fit.yaml`` if there is one.
         earlier: the run to repeat.
 
     Raises:
-        UsageError: no model, an unknown target or object, or a malformed section.
+        UsageError: nothing names a model, a target or an object does not exist, or a section is malformed.
         ValueError, TypeError, OSError: a setting or the file is wrong; see :func:`engine.config.resolve.resolve`.
     """
     for text in overrides:
@@ -147,7 +147,7 @@ def components_of(
     components = Components(
         resolved,
         model,
-        _data(data, sections.get("data"), origins),
+        _data_component(data, sections.get("data"), origins),
         _callback_components(callbacks, sections.get("callbacks"), origins),
     )
     for text in overrides:
@@ -156,7 +156,7 @@ def components_of(
 
 
 def _origins_of_file(file: Path | None) -> dict[str, str]:
-    """The line of each key of the file, by its dotted name; entries of lists by their number."""
+    """The file and line of each key of the file, by dotted name; entries of lists by their number."""
     if file is None:
         return {}
     origin, origins = f"file {file}", {}
@@ -179,9 +179,9 @@ def _origins_of_file(file: Path | None) -> dict[str, str]:
 def _component(
     name: str, requested: str | None, section: Any, origins: Mapping[str, str], role: str, base: type
 ) -> Component | None:
-    """The object that the command line (``requested``) or a section of the file describes; ``None``: neither does."""
+    """The object that the command line (``requested``) or a section of the file describes; ``None``: neither describes one."""
     origin = origins.get(name, COMMAND_LINE)
-    path, init_args = _described(name, section, origin)
+    path, init_args = _class_and_parameters(name, section, origin)
     if requested is None and path is None:
         if init_args:
             raise UsageError(f"{origin}: {name} has no class_path: give one, as in 'class_path: my.module:Name'")
@@ -212,8 +212,8 @@ def _component(
     )
 
 
-def _described(name: str, section: Any, origin: str) -> tuple[str | None, dict[str, Any]]:
-    """The class and the parameters of a section: text, a mapping of both, or of parameters alone."""
+def _class_and_parameters(name: str, section: Any, origin: str) -> tuple[str | None, dict[str, Any]]:
+    """The class path and the parameters in a section, which is text, a mapping of both, or a mapping of parameters alone."""
     if section == "":
         raise UsageError(f"{origin}: {name} is empty: name a class, or remove the line")
     if section is None or isinstance(section, str):
@@ -237,11 +237,12 @@ def _described(name: str, section: Any, origin: str) -> tuple[str | None, dict[s
     return path, dict(init_args)
 
 
-def _data(requested: str | None, section: Any, origins: Mapping[str, str]) -> Component | None:
+def _data_component(requested: str | None, section: Any, origins: Mapping[str, str]) -> Component | None:
     return _component("data", requested, section, origins, "--data", DataModule)
 
 
 def _callback_components(requested: Sequence[str], section: Any, origins: Mapping[str, str]) -> list[Component]:
+    """The callbacks of the file, then those of the command line."""
     entries = [] if section is None else section if isinstance(section, list) else [section]
     is_single = section is not None and not isinstance(section, list)
     components = []
@@ -268,7 +269,7 @@ def _callback_components(requested: Sequence[str], section: Any, origins: Mappin
 
 
 def _check_section(text: str) -> None:
-    """Refuse a dotted name whose first name is neither a setting nor a section; settings are checked where they are read."""
+    """Raise an error for a dotted name whose first part is neither a setting nor a section; the names of settings are checked where they are read."""
     name = text.partition("=")[0]
     first, dot, _ = name.partition(".")
     if dot and first not in SECTIONS and first not in KINDS:
@@ -276,7 +277,7 @@ def _check_section(text: str) -> None:
 
 
 def _override(components: Components, name: str, text: str) -> None:
-    """Assign a dotted name of the command line to its object."""
+    """Add the value of a dotted name on the command line to the object that it belongs to."""
     section, _, key = name.partition(".")
     if section not in SECTIONS:
         return
@@ -295,6 +296,7 @@ def _override(components: Components, name: str, text: str) -> None:
 
 
 def _find_callback(callbacks: list[Component], name: str, origin: str) -> Component:
+    """The callback with this number or class name."""
     if name.isdecimal() and int(name) < len(callbacks):
         return callbacks[int(name)]
     matches = [component for component in callbacks if component.title == name]
@@ -310,5 +312,5 @@ def _find_callback(callbacks: list[Component], name: str, origin: str) -> Compon
 
 
 def _kind(value: Any) -> str:
-    """How an error names a value: ``the class Net``, ``a list``."""
+    """How an error message names a value: ``the class Net``, ``a list``."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""``fit config``: writes or checks a file of settings. The questions in a terminal stand at the end."""
+"""``fit config``: writes or checks a file of settings. The questions that a terminal asks are at the end of this module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ACCELERATE = "engine.compat.accelerate.config_file"
 LIGHTNING = "engine.compat.lightning.settings_file"
 TRAINING_ARGUMENTS = "engine.compat.transformers.training_arguments"
-"""The modules that read other trainers' files."""
+"""The modules that read the files of other trainers."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _write(options: argparse.Namespace) -> int:
+    """Write the file, from answers or from another trainer's file, once its settings are checked."""
     path = Path(options.output)
     if path.exists() and not options.force:
         raise ValueError(f"{path} exists: give --force to overwrite it, or another --output")
@@ -88,6 +89,7 @@ def _write(options: argparse.Namespace) -> int:
 
 
 def _check(path: Path) -> int:
+    """Check a file of settings, and print what is in it."""
     resolved = _settings_of_file(path)
     names = [name for name, origin in resolved.origins.items() if origin.startswith("file ")]
     show(f"{path}: {len(names)} setting(s), all valid" + (f": {', '.join(names)}" if names else ""))
@@ -97,7 +99,7 @@ def _check(path: Path) -> int:
 
 
 def _settings_of_file(path: Path) -> Resolved:
-    """The settings of a file alone; an error where they are not possible."""
+    """The settings that a file alone gives; raises an error if they cannot work."""
     resolved = resolve({}, {}, path, sections=SECTIONS)
     strategies.requested(resolved.settings, resolved.origins)
     return resolved
@@ -123,10 +125,10 @@ def _from_training_arguments(options: argparse.Namespace) -> tuple[dict[str, Any
 
 
 def _converted(path: Path, file: KeyFile, force: bool, head: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The settings of another trainer's ``file``, and the comments above them.
+    """The settings of another trainer's ``file``, and the lines of comment for the head of the new file.
 
     Raises:
-        ValueError: it has keys without a counterpart, and there is no ``--force``.
+        ValueError: the file has keys without a counterpart, and ``--force`` is not given.
     """
     if file.refused and not force:
         count = len(file.refused)
@@ -149,21 +151,22 @@ def _converted(path: Path, file: KeyFile, force: bool, head: list[str]) -> tuple
 
 @dataclass(frozen=True)
 class Question:
-    """One setting, or one option of a strategy or a precision: ``"strategy.stage"``."""
+    """A question about one setting, or about one option of a strategy or a precision (``"strategy.stage"``)."""
 
     name: str
     text: str
     applies: Callable[[Mapping[str, Any]], bool] = lambda values: True
+    """Whether the question is asked, given the earlier answers."""
     required: bool = False
-    """Whether the question has no default."""
+    """Whether the question needs an answer, because there is no default."""
 
 
-def _is(setting: str, *names: str) -> Callable[[Mapping[str, Any]], bool]:
+def _is_one_of(setting: str, *names: str) -> Callable[[Mapping[str, Any]], bool]:
     return lambda values: _name_of(values.get(setting)) in names
 
 
-_SHARDED = _is("strategy", "fsdp", "mesh")
-_ZERO = _is("strategy", "deepspeed")
+_SHARDED = _is_one_of("strategy", "fsdp", "mesh")
+_ZERO = _is_one_of("strategy", "deepspeed")
 
 QUESTIONS = (
     Question("accelerator", "Device"),
@@ -171,7 +174,9 @@ QUESTIONS = (
     Question("num_nodes", "Machines"),
     Question("strategy", "Strategy: auto, single, ddp, fsdp, mesh (tensor and pipeline parallel), deepspeed, ..."),
     Question(
-        "strategy.find_unused_parameters", "May a step leave parameters without a gradient", _is("strategy", "ddp")
+        "strategy.find_unused_parameters",
+        "May a step leave parameters without a gradient",
+        _is_one_of("strategy", "ddp"),
     ),
     Question("strategy.cpu_offload", "Keep parameters and optimizer states in host memory", _SHARDED),
     Question(
@@ -179,8 +184,8 @@ QUESTIONS = (
         "Groups of ranks with one copy of the model each (1: it is sharded over all of them)",
         _SHARDED,
     ),
-    Question("strategy.tp", "Tensor parallel: ranks that layers are sharded over", _is("strategy", "mesh")),
-    Question("strategy.pp", "Pipeline parallel: stages that the layers are split into", _is("strategy", "mesh")),
+    Question("strategy.tp", "Tensor parallel: ranks that layers are sharded over", _is_one_of("strategy", "mesh")),
+    Question("strategy.pp", "Pipeline parallel: stages that the layers are split into", _is_one_of("strategy", "mesh")),
     Question("strategy.stage", "ZeRO stage: 0, 1, 2 or 3 (null: 2)", _ZERO),
     Question("strategy.offload_optimizer", "Keep optimizer states in host memory: true, false or nvme", _ZERO),
     Question("strategy.offload_parameters", "Keep parameters there too, at stage 3: true, false or nvme", _ZERO),
@@ -192,7 +197,9 @@ QUESTIONS = (
     ),
     Question("precision", f"Precision: {', '.join(dict.fromkeys(PRECISIONS.values()))}"),
     Question(
-        "precision.recipe", "Scales of fp8: tensorwise, rowwise or rowwise_with_gw_hp", _is("precision", "fp8-mixed")
+        "precision.recipe",
+        "Scales of fp8: tensorwise, rowwise or rowwise_with_gw_hp",
+        _is_one_of("precision", "fp8-mixed"),
     ),
     Question("accumulate_grad_batches", "Micro-batches of one optimizer step"),
     Question("gradient_clip_val", "Largest gradient norm (null: no clipping)"),
@@ -201,7 +208,7 @@ QUESTIONS = (
 
 
 def ask(read: Callable[[str], str] = input, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """The answers that differ from the defaults, as plain values.
+    """Ask all questions that apply, and return the answers that differ from the defaults, as plain values.
 
     Raises:
         EOFError, KeyboardInterrupt: the terminal was closed, or Ctrl-C was pressed.
@@ -217,6 +224,7 @@ def ask(read: Callable[[str], str] = input, say: Callable[[str], None] = print) 
 def _ask_until_valid(
     question: Question, values: dict[str, Any], read: Callable[[str], str], say: Callable[[str], None]
 ) -> None:
+    """Ask one question again until the answer is valid, and store it in ``values``."""
     default, explanation = _default_of(question.name, values)
     while True:
         answer = read(f"{question.text} [{flow(plain_value(default))}]: ").strip()
@@ -233,7 +241,7 @@ def _ask_until_valid(
 
 
 def _store_answer(name: str, answer: str, values: dict[str, Any]) -> None:
-    """Check an answer and store it. An option is checked with the setting it belongs to, so that impossible pairs are errors at once."""
+    """Check an answer and store it in ``values``. An option is checked together with its setting, so that impossible pairs are errors at once."""
     setting, _, option = name.partition(".")
     node = yaml_text.compose(answer, "this answer")
     if not option:
@@ -245,12 +253,13 @@ def _store_answer(name: str, answer: str, values: dict[str, Any]) -> None:
     if node is None:
         raise ValueError(f"{name} is empty: there is no default")
     options = {**(current if isinstance(current, dict) else {"name": current}), option: yaml_text.construct(node)}
-    # The directory on the disk is the next question.
+    # nvme_path is asked for next, so any directory does for this check.
     _try_to_make(setting, check(setting, {"nvme_path": ".", **options} if "nvme" in options.values() else options))
     values[setting] = options
 
 
 def _try_to_make(setting: str, value: Any) -> None:
+    """Create the strategy or the precision, whose errors are about the answer."""
     if setting == "strategy" and value != "auto":
         strategies.get(value)
     elif setting == "precision":
@@ -258,7 +267,7 @@ def _try_to_make(setting: str, value: Any) -> None:
 
 
 def _default_of(name: str, values: Mapping[str, Any]) -> tuple[Any, str]:
-    """The default of a setting or an option, and its documentation."""
+    """The default of a setting or of an option, and its documentation."""
     setting, _, option = name.partition(".")
     if not option:
         default = next(field.default for field in fields(Settings) if field.name == setting)

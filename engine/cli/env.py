@@ -45,14 +45,14 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
         was read from), ``hints`` (lines about it), ``settings`` (name -> ``value`` and ``origin``, as in ``run.config``) and ``errors``
         (what makes environment or settings fail).
     """
-    faulty = bf16_ends_the_process()
+    bf16_faulty = bf16_ends_the_process()
     report: dict[str, Any] = {
         "versions": {"python": f"{platform.python_version()} ({platform.platform()})"}
         | {name: version(name) for name in _PACKAGES},
-        "devices": _devices(faulty),
+        "devices": _devices(bf16_faulty),
         "environment": None,
         "variables": {},
-        "hints": [BF16_REMEDY] if faulty else [],
+        "hints": [BF16_REMEDY] if bf16_faulty else [],
         "settings": {},
         "errors": [],
     }
@@ -80,7 +80,7 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def as_text(report: Mapping[str, Any]) -> str:
-    """The report of :func:`collect` as text: one value per line, settings with their origin."""
+    """The report of :func:`collect` as text, with one value per line and the origin of each setting."""
     lines = [
         *_section("versions", {name: installed or "not installed" for name, installed in report["versions"].items()})
     ]
@@ -99,8 +99,8 @@ def _section(title: str, values: Mapping[str, Any]) -> list[str]:
     return [title, *(f"  {name:<{width}}  {value}" for name, value in values.items()), ""]
 
 
-def _devices(faulty: bool) -> dict[str, str]:
-    """The devices of this machine and what they can do. With ``faulty`` the CPU is not tried: a product in bf16 would end this process."""
+def _devices(bf16_faulty: bool) -> dict[str, str]:
+    """The devices of this machine and what they can do. If ``bf16_faulty``, the CPU is not tried: a product in bf16 would end this process."""
     import torch
     import torch.distributed as dist
 
@@ -114,7 +114,7 @@ def _devices(faulty: bool) -> dict[str, str]:
         for index in range(accelerator.devices(kind)):
             lines[f"{kind}:{index}"] = Device(torch.device(kind, index)).described()
     device = torch.device(kind or "cpu")
-    if not faulty or device.type != "cpu":
+    if not bf16_faulty or device.type != "cpu":
         capabilities = accelerator.capabilities(device)
         lines[f"{device.type} has"] = ", ".join(name for name, is_supported in capabilities.items() if is_supported)
         lacks = [name for name, is_supported in capabilities.items() if not is_supported]

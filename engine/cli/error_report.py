@@ -1,4 +1,4 @@
-"""How errors are shown in the terminal: one line for what the user can fix, the user's traceback for exceptions of their code."""
+"""Shows errors in the terminal: one line for what the user can fix, and the user's traceback for exceptions of the user's code."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from engine.utils.errors import RankError
 from engine.utils.text import terminal_text
 
 _ABOUT_INPUT = (ValueError, TypeError, ImportError, FileNotFoundError)
-"""Exceptions of our own checks about wrong values."""
+"""Exceptions that the library's own checks raise for wrong values."""
 _ABOUT_FAILURE = (RuntimeError, OSError, FloatingPointError)
-"""Exceptions of our own code about failures, with a complete message."""
+"""Exceptions that the library's own code raises for failures, with a complete message."""
 
 
 def run_reporting_errors(work: Callable[[], int]) -> int:
-    """The exit status of ``work``; an exception is shown, and written where the launcher looks for it.
+    """Call ``work`` and return its exit status. An exception is shown, recorded where the launcher looks for it, and turned into a status.
 
     ======================================  ===================================  ==========
     what was raised                         what is shown                        status
@@ -55,6 +55,7 @@ def run_reporting_errors(work: Callable[[], int]) -> int:
 
 
 def _report(error: Exception) -> int:
+    """Show an exception: one line if the library raised it, else the traceback. Return the exit status."""
     _remember(error)
     is_ours = isinstance(error, RankError) or tracebacks.is_ours_alone(error)
     if is_ours and isinstance(error, (*_ABOUT_INPUT, *_ABOUT_FAILURE)) and not sys.flags.dev_mode:
@@ -73,7 +74,7 @@ def _remember(error: BaseException) -> None:
 
 
 def _show(error: Exception, status: int) -> int:
-    """Show an error whose message is complete: here, or where the launcher looks for it."""
+    """Show an error whose message is complete, here or where the launcher looks for it. Return ``status``."""
     with contextlib.suppress(RuntimeError):
         environment = detect(os.environ)
         if environment.error_file:

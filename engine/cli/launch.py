@@ -1,4 +1,4 @@
-"""``fit launch`` on machines that it starts processes on itself."""
+"""``fit launch`` on machines where it starts the processes itself."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Command:
     """One command of ``fit``."""
 
     parser: Callable[[], Parser]
-    """Makes the parser of the command's options; they say which module runs it."""
+    """Creates the parser of the command's options, which also names the module that runs the command."""
     line: str
     """The command's line in ``fit --help``."""
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return guarded(lambda: importlib.import_module("engine.cli.completion").complete())
     arguments = list(sys.argv[1:] if argv is None else argv)
     top = parser()
-    # The rest belongs to the command.
+    # The first word is the command; the rest belongs to it.
     first_word = top.parse_args(arguments[:1])
     if first_word.command is None:
         top.print_help()
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the words before a command's own arguments."""
+    """The parser of what precedes a command's own arguments."""
     width = max(map(len, COMMANDS)) + 2
     lines = "\n".join(f"  {name:<{width}}{command.line}" for name, command in COMMANDS.items())
     top = Parser(

@@ -10,14 +10,14 @@ from engine.cli.annexes import annex
 from engine.cli.terminal import FAILED, OK, UsageError, show
 
 REPORT, TEXT = "engine.compat.migrate.report", "engine.compat.migrate.report_text"
-"""The modules that make the report and write it out."""
+"""The modules that make the report and format it as text."""
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the report.
 
     Returns:
-        0; with ``--check`` 1 when something needs a change or could not be read. Paths that do not exist or have no sources end with status 2.
+        0; with ``--check`` 1 if something needs a change or could not be read. Paths that do not exist or contain no sources lead to status 2.
     """
     paths = [Path(path) for path in options.paths]
     if missing := [path for path in paths if not path.exists()]:

@@ -1,4 +1,4 @@
-"""Builds and describes an object of a run: its constructor's parameters are options of the file and the command line."""
+"""Builds and describes the objects of a run: the parameters of their constructors are options of the file and of the command line."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from engine.config.yaml_text import flow
 from engine.utils.errors import nearest
 
 _SECTION = "fit-section"
-"""The option under which a parser takes the file's values; no parameter has this name."""
+"""The option under which a parser takes the values of the file; no parameter has this name."""
 
 for _type, _reader in TEXT_READERS.items():
-    # jsonargparse has its own reader of paths, and before 4.52 replaces it by request only.
+    # jsonargparse has a reader of paths already, which before 4.52 it replaces only if told not to fail.
     register_type(_type, deserializer=_reader, type_check=isinstance, fail_already_registered=False)
 
 
@@ -71,7 +71,7 @@ class ObjectParser:
             raise UsageError(_needs(component, missing))
 
     def build(self) -> tuple[Any, dict[str, Any]]:
-        """The object, and the arguments that its constructor was called with."""
+        """Create the object; return it with the arguments of its constructor."""
         try:
             arguments = self._parser.instantiate(self._values).as_dict()
         except Exception as error:  # from a constructor, or from jsonargparse about one
@@ -81,17 +81,17 @@ class ObjectParser:
         return self.component.target(**arguments), arguments
 
     def as_values(self) -> tuple[dict[str, Any], list[str]]:
-        """All parameters as in YAML, including defaults; and the names of the parameters whose value has no text form."""
+        """All parameters as in YAML, including defaults; and the names of those that are left out because their values cannot be written as text."""
         values = self._values.clone()
         values.pop(_SECTION.replace("-", "_"))
-        left_out = [name for name in vars(values) if not self._repeatable(name)]
+        left_out = [name for name in vars(values) if not self._reads_back(name)]
         for name in left_out:
             values.pop(name)
         fixed = {name: plain_value(value) for name, value in self.component.fixed.items()}
         return {**fixed, **self._dumped(values)}, left_out
 
-    def _repeatable(self, name: str) -> bool:
-        """Whether the text of a parameter's value reads back as that value."""
+    def _reads_back(self, name: str) -> bool:
+        """Check whether the value of a parameter, written as text, is read as the same value."""
         values = self._values.clone()
         for other_name in [other_name for other_name in vars(values) if other_name != name]:
             values.pop(other_name)
@@ -104,6 +104,7 @@ class ObjectParser:
             return False
 
     def _dumped(self, values: Any) -> dict[str, Any]:
+        """The parameters as in YAML."""
         dumped: dict[str, Any] = json.loads(
             self._parser.dump(values, format="json_compact", skip_unset=False, skip_validation=True)
         )
@@ -111,7 +112,7 @@ class ObjectParser:
 
 
 def parser_of(component: Component) -> ArgumentParser:
-    """The options for the parameters of an object's class or function."""
+    """A parser whose options are the parameters of the component's class or function."""
     parser = ArgumentParser(
         exit_on_error=False, add_help=False, allow_abbrev=False, print_config=None, prog=component.name
     )
@@ -129,7 +130,7 @@ def parser_of(component: Component) -> ArgumentParser:
 
 
 def parameters(parser: ArgumentParser) -> dict[str, argparse.Action]:
-    """The parameters that have values, by dotted name; for a dataclass its fields, not the dataclass."""
+    """The parameters that take values, by dotted name; of a dataclass its fields instead of itself."""
     actions = {
         action.dest: action
         for action in parser._actions
@@ -145,7 +146,7 @@ def parameters(parser: ArgumentParser) -> dict[str, argparse.Action]:
 
 
 def _values_in_file(component: Component, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The dotted names that the file gives, as deep as the parser has names, with their values."""
+    """Yield the dotted names that the file gives, with their values; mappings are entered as far as the parser has names for their keys."""
 
     def walk(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for key, value in values.items():
@@ -159,6 +160,7 @@ def _values_in_file(component: Component, names: Mapping[str, Any]) -> Iterator[
 
 
 def _check_name(component: Component, key: str, origin: str, names: Mapping[str, Any]) -> None:
+    """Raise an error if there is no parameter with the dotted name ``key``; it names the nearest one."""
     # A name inside a parameter (of an object that the parameter's type describes) is checked by its type.
     if any(within(key, name) or within(name, key) for name in names):
         return
@@ -179,7 +181,7 @@ def _check_name(component: Component, key: str, origin: str, names: Mapping[str,
 
 
 def _check_value(component: Component, key: str, value: Any, origin: str, names: Mapping[str, argparse.Action]) -> None:
-    """Check a value as the options of a strategy are checked, unless its type has classes in it."""
+    """Check a value in the same way as the options of a strategy, if its type is data: text and numbers, alone or in lists and mappings."""
     if key not in names or not is_data(hint := type_of(names[key])):
         return
     try:
@@ -189,16 +191,16 @@ def _check_value(component: Component, key: str, value: Any, origin: str, names:
 
 
 def type_of(action: argparse.Action) -> Any:
-    """A parameter's type."""
+    """The type of a parameter."""
     return getattr(action, "_typehint", None) or action.type
 
 
 def _with_user_names(component: Component, message: str, names: Mapping[str, argparse.Action]) -> str:
-    """jsonargparse's message, with the parameter's name as the user wrote it, and its origin."""
+    """The message of an error of jsonargparse, with the parameter's name as the user wrote it, and its origin."""
     text = " ".join(message.split())
     if match := re.match(r'Parser key "([^"]+)": (.*)', text):
         key, reason = match.groups()
-        with suppress(ValueError):  # of text that is not YAML
+        with suppress(ValueError):  # the text may be no YAML
             for written in (written for override_key, written in component.overrides if override_key == key):
                 value = yaml_text.construct(yaml_text.compose(written, component.origin(key)))
                 _check_value(component, key, value, component.origin(key), names)
@@ -209,13 +211,14 @@ def _with_user_names(component: Component, message: str, names: Mapping[str, arg
 
 
 def _needs(component: Component, missing: list[str]) -> str:
+    """The error message for parameters without a value."""
     first = missing[0]
     advice = f"give --set {component.name}.{first}=VALUE, or {first} under its init_args in the file"
     return f"{component.name} {component.title} needs {', '.join(missing)}: {advice}"
 
 
 def _untyped(target: Callable[..., Any]) -> list[str]:
-    """Parameters with neither type nor default: jsonargparse would pass ``None`` for them."""
+    """The parameters with neither a type nor a default, for which jsonargparse would pass ``None``."""
     empty, kinds = inspect.Parameter.empty, (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     signature_parameters = inspect.signature(target).parameters.values()
     return [
@@ -226,7 +229,7 @@ def _untyped(target: Callable[..., Any]) -> list[str]:
 
 
 def _as_usage_error(component: Component, error: Exception) -> Exception:
-    """A :class:`UsageError` for jsonargparse's own errors, with the user's names; other errors are unchanged."""
+    """Return a :class:`UsageError` with the user's names if the error is jsonargparse's own; any other error is returned unchanged."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -240,7 +243,7 @@ def _as_usage_error(component: Component, error: Exception) -> Exception:
 
 
 def _reason(text: str) -> str:
-    """jsonargparse's reason, shortened: without the alternative ``None`` of a union."""
+    """The reason that jsonargparse gives, shortened: without the alternative ``None`` of a union."""
     if match := re.search(r"Errors: - (.*?) Given value type: .*? Given value: (.*)", text):
         reasons = [part for part in match[1].split(" - ") if part != "Expected a <class 'NoneType'>"]
         text = f"{'; or: '.join(reasons)} (given: {match[2]})"
@@ -256,9 +259,9 @@ def _reason(text: str) -> str:
 
 
 def config_text(resolved: Resolved, parsers: Sequence[ObjectParser]) -> str:
-    """A file of settings that repeats the run: settings with their origins, each object with all of its parameters.
+    """The text of a file of settings that repeats the run: settings with their origins, and each object with all of its parameters.
 
-    Defaults without a text form (an object created in the signature) are named in a comment, and apply again when the file is used.
+    Defaults that cannot be written as text (an object created in the signature) are named in a comment, and apply again when the file is used.
     """
     lines = ["# settings of Fit, and where each comes from"]
     for name, entry in with_origins(resolved.settings, resolved.origins, hide=False).items():
@@ -278,6 +281,7 @@ def config_text(resolved: Resolved, parsers: Sequence[ObjectParser]) -> str:
 
 
 def _object_lines(parser: ObjectParser, indent: str) -> list[str]:
+    """The lines of the file that describe one object."""
     values, left_out = parser.as_values()
     lines = [f"class_path: {flow(parser.component.path)}"]
     if values:
@@ -287,10 +291,10 @@ def _object_lines(parser: ObjectParser, indent: str) -> list[str]:
 
 
 def class_help(command: str, components: Sequence[Component]) -> str:
-    """The parameters of each class: name, type, default and documentation."""
+    """The text of ``--help`` with a target: name, type, default and documentation of each class's parameters."""
     lines = [f"usage: fit {command} TARGET --set NAME=VALUE ...", ""]
     for component in components:
-        # Of a class without a docstring getdoc would describe the base class.
+        # For a class without a docstring getdoc would return the base class's.
         bare = inspect.isclass(component.target) and component.target.__doc__ is None
         about = "" if bare else (inspect.getdoc(component.target) or "").split("\n\n")[0]
         about = _one_line(about)
@@ -313,21 +317,22 @@ def class_help(command: str, components: Sequence[Component]) -> str:
 
 
 def _parameter_row(action: argparse.Action) -> tuple[str, str]:
-    """A parameter's type, and its default with its documentation."""
+    """The type of a parameter, and its default with its documentation."""
     kind = type_of(action)
     default = "required" if action.required else f"default {_default_text(action.default)}"
     return _type_text(kind), f"{default}{f'; {_one_line(action.help)}' if action.help else ''}"
 
 
 def _one_line(text: str) -> str:
-    """A docstring in one line, with the targets of its roles: ``:class:`engine.Every``` is engine.Every."""
-    return _ROLE.sub(r"\1", " ".join(text.split()))
+    """A docstring on one line, with roles replaced by their targets: ``:class:`engine.Every``` becomes engine.Every."""
+    return _ROLE_OF_SPHINX.sub(r"\1", " ".join(text.split()))
 
 
-_ROLE = re.compile(r":[\w:]+:`~?([^`<]+?)(?: <[^`]*>)?`")
+_ROLE_OF_SPHINX = re.compile(r":[\w:]+:`~?([^`<]+?)(?: <[^`]*>)?`")
 
 
 def _type_text(kind: Any) -> str:
+    """A type as the help shows it: ``int | None``."""
     if isinstance(kind, type) and issubclass(kind, Enum):
         return f"{kind.__name__} {{{', '.join(kind.__members__)}}}"
     if get_origin(kind) in (Union, UnionType):

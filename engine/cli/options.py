@@ -1,6 +1,6 @@
-"""The options of every command of ``fit``, with the checks that are possible before the command's module is imported. Imports no torch.
+"""The options of every command of ``fit``, and the checks of them that are possible before the command's module is imported. Imports no torch.
 
-Each parser names, as ``run_by``, the module whose ``run(options) -> exit status`` does the work.
+Each parser sets ``run_by`` to the module whose ``run(options)`` does the work and returns the exit status.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ _WEIGHTS = "'trained', or those that a callback has kept, such as 'ema'; by defa
 
 
 class TargetParser(Parser):
-    """Options that go with a TARGET. ``--help`` without one describes the options; with one, the command describes its classes."""
+    """Options for a command with a TARGET. ``--help`` describes the options if there is no TARGET, and the parameters of its classes if there is
+    one."""
 
     setting = ""
-    """A setting that the error for ``--set`` without a value gives as an example."""
+    """The example of a setting in the error for a ``--set`` without a value."""
 
     def check(self, options: argparse.Namespace) -> None:
         if options.help and not names_objects(options):
@@ -44,7 +45,7 @@ class TargetParser(Parser):
 
 
 def names_objects(options: argparse.Namespace) -> bool:
-    """Whether the command line or its file says what is to run."""
+    """Check whether the command line, or the file that it names, may say what is to run."""
     return any((options.target, options.config, options.data, getattr(options, "callback", None)))
 
 
@@ -101,27 +102,27 @@ class RunParser(TargetParser):
 
 def run() -> Parser:
     """The options of ``fit run``."""
-    return _of_target("run")
+    return _loop_options("run")
 
 
 def validate() -> Parser:
     """The options of ``fit validate``."""
-    return _of_target("validate")
+    return _loop_options("validate")
 
 
 def test() -> Parser:
     """The options of ``fit test``."""
-    return _of_target("test")
+    return _loop_options("test")
 
 
 def predict() -> Parser:
     """The options of ``fit predict``."""
-    return _of_target("predict")
+    return _loop_options("predict")
 
 
-def _of_target(command: str) -> RunParser:
-    """The options of ``fit run``, ``validate``, ``test`` or ``predict``."""
-    top = RunParser(
+def _loop_options(command: str) -> RunParser:
+    """The parser of ``fit run``, ``validate``, ``test`` or ``predict``."""
+    parser = RunParser(
         prog=f"fit {command}",
         description=_ABOUT[command],
         epilog=f"{_TARGET}\n\n{_SETTINGS}\n\n{STATUSES}",
@@ -129,19 +130,21 @@ def _of_target(command: str) -> RunParser:
         add_help=False,
         allow_abbrev=False,
     )
-    top.set_defaults(run_by="engine.cli.run", command=command)
-    top.add_argument("target", nargs="?", metavar="TARGET", help="the TrainModule")
+    parser.set_defaults(run_by="engine.cli.run", command=command)
+    parser.add_argument("target", nargs="?", metavar="TARGET", help="the TrainModule")
     help_text = "print this; with a target, the parameters of its classes"
-    top.add_argument("-h", "--help", action="store_true", help=help_text)
-    top.add_argument("--data", metavar="CLASS", help="a DataModule, or a class or function that returns a DataLoader")
-    top.add_argument(
+    parser.add_argument("-h", "--help", action="store_true", help=help_text)
+    parser.add_argument(
+        "--data", metavar="CLASS", help="a DataModule, or a class or function that returns a DataLoader"
+    )
+    parser.add_argument(
         "--callback",
         action="append",
         default=[],
         metavar="CLASS",
         help="a callback; may be repeated; ModelCheckpoint means callbacks:ModelCheckpoint",
     )
-    top.add_argument(
+    parser.add_argument(
         "--set",
         action="extend",
         nargs="+",
@@ -149,33 +152,33 @@ def _of_target(command: str) -> RunParser:
         metavar="NAME=VALUE",
         help="settings of Fit, model.*, data.*, callbacks.N.* or callbacks.CLASS.*; these win over the environment and the file",
     )
-    top.add_argument("--config", metavar="FILE", help=_CONFIG)
+    parser.add_argument("--config", metavar="FILE", help=_CONFIG)
     print_config_help = "print everything that would run as such a file, without running it"
-    top.add_argument("--print-config", action="store_true", help=print_config_help)
+    parser.add_argument("--print-config", action="store_true", help=print_config_help)
     if command == "run":
-        top.add_argument(
+        parser.add_argument(
             "--resume",
             metavar="CHECKPOINT",
             help=f"last, auto (last, if there is one), best, or a checkpoint's path or URL; {_SAVED}",
         )
-        top.add_argument(
+        parser.add_argument(
             "--hyperparameters",
             choices=("checkpoint", "configured"),
             help="with --resume: learning rates, weight decays, ... of the optimizers are the checkpoint's (the default), or those that "
             "configure_optimizers gives now",
         )
-        return top
+        return parser
     checkpoint_help = f"last, best, or a checkpoint's path or URL; without it the constructor's weights; {_SAVED}"
-    top.add_argument("--checkpoint", metavar="CHECKPOINT", help=checkpoint_help)
-    top.add_argument("--weights", metavar="NAME", help=_WEIGHTS)
-    top.add_argument("--json", action="store_true", help="print one JSON value")
+    parser.add_argument("--checkpoint", metavar="CHECKPOINT", help=checkpoint_help)
+    parser.add_argument("--weights", metavar="NAME", help=_WEIGHTS)
+    parser.add_argument("--json", action="store_true", help="print one JSON value")
     if command == "predict":
-        top.add_argument(
+        parser.add_argument(
             "--output",
             metavar="FILE",
             help="a .safetensors file: tensors over all samples; a .jsonl file: one line per sample",
         )
-    return top
+    return parser
 
 
 # -- checkpoint ----------------------------------------------------------------------------------------------------------------------
@@ -183,16 +186,16 @@ def _of_target(command: str) -> RunParser:
 
 _PLACE = "a directory or a URL that fsspec knows"
 _WEIGHTS_ACTIONS = "engine.cli.checkpoint_weights"
-"""The module of the actions that read tensors, and so import torch."""
+"""The module of the subcommands that read tensors, and therefore import torch."""
 
 
 def checkpoint() -> Parser:
     """The options of ``fit checkpoint``."""
-    top = Parser(
+    parser = Parser(
         prog="fit checkpoint",
         description="Inspect, verify, export, convert, pack and remove checkpoints, without running code from them.",
     )
-    commands = top.add_subparsers(dest="action", required=True, metavar="list|show|verify|export|convert|pack|prune")
+    commands = parser.add_subparsers(dest="action", required=True, metavar="list|show|verify|export|convert|pack|prune")
 
     def add(name: str, text: str, run_by: str = "engine.cli.checkpoint") -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -242,7 +245,7 @@ def checkpoint() -> Parser:
     _prune(
         add("prune", "delete all complete checkpoints of a folder except the newest, and those with the best scores")
     )
-    return top
+    return parser
 
 
 def _convert(command: argparse.ArgumentParser) -> None:
@@ -290,6 +293,7 @@ def _export(command: argparse.ArgumentParser, path_help: str) -> None:
 
 
 def _size(text: str) -> str:
+    """A type for argparse: the size of a file, as text."""
     try:
         size_in_bytes(text)
     except ValueError:
@@ -300,6 +304,8 @@ def _size(text: str) -> str:
 
 
 def _at_least(low: int) -> Callable[[str], Any]:
+    """A type for argparse: an int of at least ``low``."""
+
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < low:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {low}")
@@ -313,28 +319,28 @@ def _at_least(low: int) -> Callable[[str], Any]:
 
 def report() -> Parser:
     """The options of ``fit report``."""
-    top = Parser(
+    parser = Parser(
         prog="fit report",
         description="Write one HTML page about runs, which opens without network: curves, times, configuration, checkpoints, and the differences "
         "between runs. The runs had the callback Report or CSVLogger; they may have been killed, or still be running.",
     )
-    top.set_defaults(run_by="engine.cli.report")
-    top.add_argument(
+    parser.set_defaults(run_by="engine.cli.report")
+    parser.add_argument(
         "folders", nargs="+", metavar="DIR", help="the folder of a run, or a root_dir, which stands for all of its runs"
     )
-    top.add_argument(
+    parser.add_argument(
         "--out",
         metavar="FILE",
         help="the page (default: report.html in the folder of a single run, comparison.html in the first DIR for several)",
     )
-    top.add_argument(
+    parser.add_argument(
         "--max-points",
         type=int,
         default=1_000_000,
         metavar="N",
         help="of all curves; beyond it, long curves keep their peaks only (default: 1000000)",
     )
-    return top
+    return parser
 
 
 _PLAN_EPILOG = f"""\
@@ -349,15 +355,15 @@ LINKS: bandwidths of one device in one direction, within and between nodes:
 
 {STATUSES}"""
 _JOB = ("target", "data", "set", "config", "world_size", "nodes", "device", "network", "memory_limit")
-_ONE = ("storage", "price", "page")
+_ONE_PLAN = ("storage", "price", "page")
 _BY_MODE = {
-    "plan": {*_JOB, *_ONE, "json"},
+    "plan": {*_JOB, *_ONE_PLAN, "json"},
     "search": {*_JOB, "seconds", "json", "search"},
     "measure": {"processes", "json", "measure"},
 }
-"""The options of one plan, of a search, and of a measurement."""
+"""The options that apply to one plan, to a search, and to a measurement."""
 _NEEDS = {"seconds": "--search", "processes": "--measure"}
-_WRONG = {
+_MODE_ERRORS = {
     "search": "--{} is of one plan: give it with the settings that --search has found",
     "measure": "--{} is not for --measure, which measures this machine: give its numbers to a plan with --device and --network",
 }
@@ -381,7 +387,7 @@ class PlanParser(TargetParser):
 
 def plan() -> Parser:
     """The options of ``fit plan``."""
-    top = PlanParser(
+    parser = PlanParser(
         prog="fit plan",
         description="Forecast a training on many ranks: the memory of a rank, what it sends, the time of a step,\n"
         "and whether it fits. The real strategy and optimizer run one step on this machine, in one\n"
@@ -391,38 +397,38 @@ def plan() -> Parser:
         add_help=False,
         allow_abbrev=False,
     )
-    top.set_defaults(run_by="engine.cli.plan")
-    _add_job(top)
-    one_plan = top.add_argument_group("one plan")
+    parser.set_defaults(run_by="engine.cli.plan")
+    _add_job(parser)
+    one_plan = parser.add_argument_group("one plan")
     storage_help = "bytes a second at which all ranks together write a checkpoint: 5GB/s"
     one_plan.add_argument("--storage", metavar="RATE", help=storage_help)
     one_plan.add_argument("--price", type=float, metavar="MONEY", help="of one device for one hour, in any currency")
     one_plan.add_argument("--page", metavar="FILE", help="also write an HTML page with a timeline of the memory")
-    search = top.add_argument_group("a search")
+    search = parser.add_argument_group("a search")
     search_help = "try strategies, mesh degrees, micro-batches, recomputation and precisions: what fits, the fastest first, and why the rest does not"
     search.add_argument("--search", action="store_true", help=search_help)
     search.add_argument("--seconds", type=float, metavar="S", help="start no further plan after S seconds")
-    machine = top.add_argument_group("this machine")
+    machine = parser.add_argument_group("this machine")
     measure_help = "measure this machine's arithmetic, memory and links, and print them for --device and --network"
     machine.add_argument("--measure", action="store_true", help=measure_help)
     processes_help = "ranks between which links are measured (default: one for each device, or 2)"
     machine.add_argument("--processes", type=int, metavar="N", help=processes_help)
-    return top
+    return parser
 
 
-def _add_job(top: argparse.ArgumentParser) -> None:
+def _add_job(parser: argparse.ArgumentParser) -> None:
     """Add the options of the job that is planned."""
-    top.add_argument("target", nargs="?", metavar="TARGET", help="the TrainModule")
+    parser.add_argument("target", nargs="?", metavar="TARGET", help="the TrainModule")
     help_text = "print this; with a target, the parameters of its classes"
-    top.add_argument("-h", "--help", action="store_true", help=help_text)
-    top.add_argument("--data", metavar="CLASS", help="its data: the first micro-batch gives the shapes")
+    parser.add_argument("-h", "--help", action="store_true", help=help_text)
+    parser.add_argument("--data", metavar="CLASS", help="its data: the first micro-batch gives the shapes")
     set_help = (
         "settings of Fit, model.* and data.*: strategy=fsdp, strategy.tp=8, precision=bf16-mixed, data.batch_size=4"
     )
-    top.add_argument("--set", action="extend", nargs="+", default=[], metavar="NAME=VALUE", help=set_help)
-    top.add_argument("--config", metavar="FILE", help=_CONFIG)
-    top.add_argument("--json", action="store_true", help="print one JSON object")
-    cluster = top.add_argument_group("the cluster")
+    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="NAME=VALUE", help=set_help)
+    parser.add_argument("--config", metavar="FILE", help=_CONFIG)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    cluster = parser.add_argument_group("the cluster")
     world_size_help = "processes of the job, one device each (default: devices x num_nodes of the settings)"
     cluster.add_argument("--world-size", type=int, metavar="N", help=world_size_help)
     cluster.add_argument("--nodes", type=int, metavar="M", help="machines (default: as few as hold the devices)")
@@ -444,11 +450,11 @@ def _check_mode(options: argparse.Namespace) -> None:
             raise UsageError(f"--measure takes no target, got {value!r}: it measures this machine")
         if mode == "plan":
             raise UsageError(f"--{option} needs {_NEEDS[name]}")
-        raise UsageError(_WRONG[mode].format(option))
+        raise UsageError(_MODE_ERRORS[mode].format(option))
 
 
 def _check_page(name: str) -> None:
-    """Refuse a page that cannot be written, before a plan that may take minutes."""
+    """Raise an error for a page that cannot be written, before a plan that may take minutes."""
     if not name.endswith(".html"):
         raise UsageError(f"--page {name}: the page needs a name that ends in .html")
     page = Path(name)
@@ -463,7 +469,7 @@ def _check_page(name: str) -> None:
 
 def replay() -> Parser:
     """The options of ``fit replay``."""
-    top = Parser(
+    parser = Parser(
         prog="fit replay",
         description="Run one step of an earlier training again, from its newest checkpoint before that step, and print the samples, the loss of each "
         "micro-batch, the norm of the gradients and the first number that is not finite. On as many ranks as the run had, every number is the "
@@ -473,27 +479,27 @@ def replay() -> Parser:
         "checkpoint names as code is not imported. A script can call Fit.replay.",
         allow_abbrev=False,
     )
-    top.set_defaults(run_by="engine.cli.replay")
-    top.add_argument("run", metavar="RUN", help="the run's folder, or one of its checkpoints; a directory or a URL")
-    top.add_argument("--step", type=int, required=True, metavar="N", help="the step's number, from 1")
-    top.add_argument("--target", metavar="TARGET", help="the TrainModule of the run")
-    top.add_argument("--data", metavar="CLASS", help="its data")
+    parser.set_defaults(run_by="engine.cli.replay")
+    parser.add_argument("run", metavar="RUN", help="the run's folder, or one of its checkpoints; a directory or a URL")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="the step's number, from 1")
+    parser.add_argument("--target", metavar="TARGET", help="the TrainModule of the run")
+    parser.add_argument("--data", metavar="CLASS", help="its data")
     callback_help = "a callback of the run that changes a step; may be repeated"
-    top.add_argument("--callback", action="append", default=[], metavar="CLASS", help=callback_help)
-    top.add_argument("--config", metavar="FILE", help=_CONFIG)
-    top.add_argument(
+    parser.add_argument("--callback", action="append", default=[], metavar="CLASS", help=callback_help)
+    parser.add_argument("--config", metavar="FILE", help=_CONFIG)
+    parser.add_argument(
         "--run-recorded-code",
         action="store_true",
         help="import and call what the checkpoint names as model, data and callbacks: only for a run that you made yourself. Prints it first",
     )
     set_help = "settings of Fit, model.*, data.* and callbacks.*, where they differ from the run's"
-    top.add_argument("--set", action="extend", nargs="+", default=[], metavar="NAME=VALUE", help=set_help)
-    top.add_argument(
+    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="NAME=VALUE", help=set_help)
+    parser.add_argument(
         "--detect-anomaly", action="store_true", help="let autograd name the operation whose gradient is not finite"
     )
-    top.add_argument("--per-layer", action="store_true", help="print the norm of each parameter's gradient")
-    top.add_argument("--json", action="store_true", help="print one JSON value")
-    return top
+    parser.add_argument("--per-layer", action="store_true", help="print the norm of each parameter's gradient")
+    parser.add_argument("--json", action="store_true", help="print one JSON value")
+    return parser
 
 
 # -- config, migrate -----------------------------------------------------------------------------------------------------------------
@@ -501,12 +507,12 @@ def replay() -> Parser:
 
 def config() -> Parser:
     """The options of ``fit config``."""
-    top = Parser(
+    parser = Parser(
         prog="fit config",
         description="Write a commented file of settings, from answers to questions unless one of the first five options is given.",
     )
-    top.set_defaults(run_by="engine.cli.config")
-    modes = top.add_mutually_exclusive_group()
+    parser.set_defaults(run_by="engine.cli.config")
+    modes = parser.add_mutually_exclusive_group()
     modes.add_argument(
         "--default", action="store_true", help="without questions: every setting as a comment with its default"
     )
@@ -528,43 +534,43 @@ def config() -> Parser:
         help="convert the 'trainer' of a YAML file, such as LightningCLI writes",
     )
     modes.add_argument("--check", metavar="PATH", help="write nothing: check a file of settings")
-    top.add_argument("--output", default="fit.yaml", metavar="PATH", help="the file to write (default: fit.yaml)")
-    top.add_argument(
+    parser.add_argument("--output", default="fit.yaml", metavar="PATH", help="the file to write (default: fit.yaml)")
+    parser.add_argument(
         "--force",
         action="store_true",
         help="overwrite the file; with --from-..., write settings without a counterpart as comments instead of refusing them",
     )
-    return top
+    return parser
 
 
 def migrate() -> Parser:
     """The options of ``fit migrate``."""
-    top = Parser(
+    parser = Parser(
         prog="fit migrate",
         description="Report where Python files and notebooks use Lightning and Accelerate, and what each use is here: it works as is (with the base "
         "class or import of engine), it works through engine.interop (only the import changes), or it needs a change, which is named. Sources are "
         "read; nothing in them is run or imported.",
     )
-    top.set_defaults(run_by="engine.cli.migrate")
-    top.add_argument("paths", nargs="+", metavar="PATH", help="a file, or a folder with everything below it")
-    top.add_argument(
+    parser.set_defaults(run_by="engine.cli.migrate")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="a file, or a folder with everything below it")
+    parser.add_argument(
         "--exclude",
         action="append",
         default=[],
         metavar="PATTERN",
         help="leave out files and folders of this name, such as 'test*'; may be repeated",
     )
-    top.add_argument("--changes", action="store_true", help="print only what needs a change, and the summary")
-    top.add_argument("--check", action="store_true", help="exit with status 1 when something needs a change")
-    top.add_argument("--json", action="store_true", help="print one JSON value, with every use")
-    return top
+    parser.add_argument("--changes", action="store_true", help="print only what needs a change, and the summary")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 when something needs a change")
+    parser.add_argument("--json", action="store_true", help="print one JSON value, with every use")
+    return parser
 
 
 # -- launch --------------------------------------------------------------------------------------------------------------------------
 
 
 class LaunchParser(Parser):
-    """The options of ``fit launch``. Errors name the nearest option."""
+    """The options of ``fit launch``; the error for an unknown option names the nearest one."""
 
     def error(self, message: str) -> NoReturn:
         unknown = (
@@ -575,7 +581,7 @@ class LaunchParser(Parser):
         super().error(f"{message}{nearest(unknown, self._option_string_actions) if unknown else ''}")
 
     def check(self, options: argparse.Namespace) -> None:
-        """Refuse what cannot be started. Without a cluster, ``options.job`` is what this machine starts."""
+        """Raise an error for a job that cannot be started. Without a cluster, ``options.job`` becomes the job that this machine starts."""
         try:
             self._check_cluster(options)
             if options.slurm or options.ray:
@@ -591,7 +597,7 @@ class LaunchParser(Parser):
             raise LaunchError("--slurm and --ray: give one of them")
         kind = "slurm" if options.slurm else "ray" if options.ray else ""
         without_effect = () if kind == "slurm" else (*_SLURM_ONLY, "no_requeue", "slurm_option")
-        for name in (*_NOT_FOR.get(kind, ("ray_address",)), *without_effect):
+        for name in (*_WITHOUT_EFFECT.get(kind, ("ray_address",)), *without_effect):
             if getattr(options, name) != self.get_default(name):
                 condition = (
                     f"with --{kind}" if kind else "without --ray" if name == "ray_address" else "without --slurm"
@@ -601,7 +607,7 @@ class LaunchParser(Parser):
 
 def launch() -> Parser:
     """The options of ``fit launch``."""
-    top = LaunchParser(
+    parser = LaunchParser(
         prog="fit launch",
         usage="fit launch [options] script.py [arguments of the script]\n       fit launch [options] -m package.module [arguments]\n"
         "       fit launch [options] --no-python program [arguments]",
@@ -611,22 +617,22 @@ def launch() -> Parser:
         "130 Ctrl-C; 143 SIGTERM.",
         allow_abbrev=False,
     )
-    top.set_defaults(run_by="engine.cli.launch")
-    _add_processes(top)
-    _add_failures(top)
-    _add_output(top)
-    _add_clusters(top)
-    program = top.add_argument_group("what is run")
+    parser.set_defaults(run_by="engine.cli.launch")
+    _add_processes(parser)
+    _add_failures(parser)
+    _add_output(parser)
+    _add_clusters(parser)
+    program = parser.add_argument_group("what is run")
     kind = program.add_mutually_exclusive_group()
     kind.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
     kind.add_argument("--no-python", action="store_true", help="the script is any program")
     program.add_argument("script")
     program.add_argument("args", nargs=argparse.REMAINDER)
-    return top
+    return parser
 
 
-def _add_processes(top: argparse.ArgumentParser) -> None:
-    processes = top.add_argument_group("processes")
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    processes = parser.add_argument_group("processes")
     processes.add_argument("--nproc", metavar="N", help="processes on this machine: a number, 'gpu' (one per GPU), 'cpu' (one per core), "
                        "'auto' (one per GPU, or one); default: auto")  # fmt: skip
     processes.add_argument(
@@ -649,8 +655,8 @@ def _add_processes(top: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_failures(top: argparse.ArgumentParser) -> None:
-    failures = top.add_argument_group("failures")
+def _add_failures(parser: argparse.ArgumentParser) -> None:
+    failures = parser.add_argument_group("failures")
     failures.add_argument(
         "--max-restarts", metavar="K", help="restart all ranks up to K times when one fails; default: 0"
     )
@@ -684,8 +690,8 @@ def _add_failures(top: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_output(top: argparse.ArgumentParser) -> None:
-    out = top.add_argument_group("settings and output")
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    out = parser.add_argument_group("settings and output")
     out.add_argument(
         "--config", metavar="FILE", type=Path, help="the YAML file of settings, for every rank (its FIT_CONFIG)"
     )
@@ -703,8 +709,8 @@ def _add_output(top: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_clusters(top: argparse.ArgumentParser) -> None:
-    slurm = top.add_argument_group(
+def _add_clusters(parser: argparse.ArgumentParser) -> None:
+    slurm = parser.add_argument_group(
         "SLURM", "submit a job whose tasks are the ranks; --nproc is its tasks on each node, --nnodes its nodes"
     )
     slurm.add_argument("--slurm", action="store_true", help="write an sbatch script and submit it")
@@ -728,7 +734,7 @@ def _add_clusters(top: argparse.ArgumentParser) -> None:
         default=[],
         help="any other option of sbatch; may be repeated",
     )
-    ray = top.add_argument_group("Ray")
+    ray = parser.add_argument_group("Ray")
     ray.add_argument(
         "--ray",
         action="store_true",
@@ -739,7 +745,7 @@ def _add_clusters(top: argparse.ArgumentParser) -> None:
     )
 
 
-_NOT_FOR = {
+_WITHOUT_EFFECT = {
     "slurm": ("node_rank", "rdzv", "rdzv_id", "dead_after", "join_wait", "join_timeout", "show", "ray_address"),
     "ray": (
         "nnodes",
@@ -774,19 +780,21 @@ _SLURM_ONLY = (
 
 def env() -> Parser:
     """The options of ``fit env``."""
-    top = Parser(prog="fit env", description="Print versions, devices, environment, and each setting with its origin.")
-    top.set_defaults(run_by="engine.cli.env")
-    top.add_argument("--json", action="store_true", help="print one JSON object")
-    return top
+    parser = Parser(
+        prog="fit env", description="Print versions, devices, environment, and each setting with its origin."
+    )
+    parser.set_defaults(run_by="engine.cli.env")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
 
 
 def completion() -> Parser:
     """The options of ``fit completion``."""
-    top = Parser(
+    parser = Parser(
         prog="fit completion",
         description="Print a script that completes commands, options, settings and their values.",
         epilog='bash: eval "$(fit completion bash)"    zsh: eval "$(fit completion zsh)"    fish: fit completion fish | source',
     )
-    top.set_defaults(run_by="engine.cli.completion")
-    top.add_argument("shell", choices=("bash", "zsh", "fish"))
-    return top
+    parser.set_defaults(run_by="engine.cli.completion")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    return parser

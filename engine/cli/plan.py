@@ -1,4 +1,4 @@
-"""``fit plan``: a plan, a search, and what this machine reaches (``--measure``)."""
+"""``fit plan``: prints a plan, the result of a search, or the speeds of this machine (``--measure``)."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ from engine.utils.text import terminal_text
 
 
 def run(options: argparse.Namespace) -> int:
-    """Forecast the run, or measure this machine; returns the exit status; see :mod:`engine.cli.terminal`."""
+    """Forecast the run, or measure this machine; return the exit status (see :mod:`engine.cli.terminal`)."""
     return run_reporting_errors(
         lambda: _measure(options.processes, options.json) if options.measure else _plan(options)
     )
 
 
 def _plan(options: argparse.Namespace) -> int:
+    """Make the plan or the search, and print it."""
     importable_here()
     components = components_of(options.target, options.data, [], options.set, options.config)
     if options.help:
@@ -78,15 +79,15 @@ def _write_page(plan: Plan, name: str, quiet: bool) -> None:
 
 
 def _report(tried: Tried) -> None:
-    """A line for each plan of a search, which may take minutes."""
+    """Print a line for a finished plan of a search, each of which may take minutes."""
     if tried.plan is not None:
         print(terminal_text(f"{tried.candidate}: {tried.reason or tried.verdict}"), file=sys.stderr, flush=True)
 
 
 def planned(components: Components, options: argparse.Namespace) -> Plan | PlanSearch:
-    """The plan, or the search for one, of the run that ``components`` describe, on the cluster that the options describe."""
+    """The plan of the run that ``components`` describe, or the search for one, on the cluster that ``options`` describe."""
     world_size = options.world_size if options.world_size is not None else _ranks(components.resolved.settings)
-    # Wrong options are refused before the data is made, which may take long.
+    # Errors in the options come before the data is created, which may take long.
     cluster = cluster_of(world_size, options.nodes, options.device or "h100", options.network, options.memory_limit)
     price, storage = checked_costs(options.price, options.storage)
     fit, make_module, data = prepare_objects(components, [ObjectParser(component) for component in components.objects])
@@ -121,11 +122,11 @@ def _ranks(settings: Settings) -> int:
 
 
 def _measure(processes: int | None, as_json: bool) -> int:
-    """Measure on ``processes`` ranks of this machine, or on the ranks that a launcher has started."""
+    """Measure on ``processes`` ranks of this machine, or on the ranks that a launcher has started; print the speeds."""
     if processes is not None and processes < 1:
         raise UsageError(f"--processes {processes}: give at least 1")
     log_to_terminal()
-    with joined(_measuring(processes)) as group:
+    with joined(_settings_to_measure(processes)) as group:
         speeds = measure_machine(group)
         if group.is_main:
             print(
@@ -137,7 +138,8 @@ def _measure(processes: int | None, as_json: bool) -> int:
     return OK
 
 
-def _measuring(processes: int | None) -> Settings:
+def _settings_to_measure(processes: int | None) -> Settings:
+    """The settings with which :func:`joined` starts the ranks, or joins those that a launcher has started."""
     started_ranks = detect(os.environ).world_size
     if started_ranks > 1:  # started by a launcher, or by this command's first process
         if processes not in (None, started_ranks):
@@ -152,6 +154,7 @@ def _measuring(processes: int | None) -> Settings:
 
 
 def _measured_text(speeds: MachineSpeeds) -> str:
+    """The speeds as a table, and the options for a plan with them."""
     rows = [
         (f"{speeds.ranks} rank(s) at once on", speeds.device),
         ("memory of a rank", size(speeds.memory)),
@@ -163,7 +166,7 @@ def _measured_text(speeds: MachineSpeeds) -> str:
             row
             for name, link in (("within a node", speeds.within), ("between nodes", speeds.between))
             if link
-            for row in _link(name, link)
+            for row in _link_rows(name, link)
         ),
     ]
     lines = [*table(rows), "", "for a plan:", f"  --device {speeds.as_device}"]
@@ -172,7 +175,7 @@ def _measured_text(speeds: MachineSpeeds) -> str:
     return "\n".join(lines)
 
 
-def _link(name: str, link: Link) -> list[tuple[str, str]]:
+def _link_rows(name: str, link: Link) -> list[tuple[str, str]]:
     rows = {"all_reduce": (link.bandwidth, link.latency), **link.kinds}
     return [
         (f"{kind} {name}", f"{size(rate)}/s, {duration(latency)} a step of a ring")

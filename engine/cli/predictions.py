@@ -1,4 +1,4 @@
-"""Predictions in files without code: safetensors, or one line of JSON per sample."""
+"""Writes predictions to files that contain no code: safetensors, or one line of JSON per sample."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ENDINGS = (".safetensors", ".jsonl")
 
 
 def check_output(output: str | None) -> None:
-    """Check before the run that its predictions can be written there.
+    """Check, before the run, that predictions can be written to ``output``.
 
     Raises:
-        UsageError: another suffix, or no such directory.
+        UsageError: the suffix is another one, or the directory does not exist.
     """
     if output is None:
         return
@@ -43,7 +43,7 @@ def write(predictions: list[Any], several: bool, output: str | None) -> dict[str
     with several loaders ``{"loader": 1, "prediction": ...}``; numbers that are not finite are ``null``.
 
     Returns:
-        ``samples``, and ``output`` or, without one, dtypes and shapes.
+        The number of ``samples``, and the ``output``; without an output, the dtype and shape of each tensor instead.
 
     Raises:
         ValueError: ``.safetensors`` is asked for predictions that are not tensors, or whose shapes differ beyond the first dimension.
@@ -51,10 +51,10 @@ def write(predictions: list[Any], several: bool, output: str | None) -> dict[str
     loaders = predictions if several else [predictions]
     if output is not None and output.endswith(".jsonl"):
         numbered_rows = (
-            (index, row) for index, batches in enumerate(loaders) for batch in batches for row in _rows(batch)
+            (index, row) for index, batches in enumerate(loaders) for batch in batches for row in _rows_of_batch(batch)
         )
         rows = [{"loader": index, "prediction": row} if several else row for index, row in numbered_rows]
-        with _named(output), Path(output).open("w", encoding="utf-8") as file:
+        with _naming_file(output), Path(output).open("w", encoding="utf-8") as file:
             file.writelines(f"{json.dumps(row)}\n" for row in rows)
         return {"samples": len(rows), "output": output}
     tensors: dict[str, Tensor] = {}
@@ -74,16 +74,16 @@ def write(predictions: list[Any], several: bool, output: str | None) -> dict[str
             **{name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()},
         }
     parts = serialize_tensors(tensors, {"format": "pt"})
-    head = next(parts)  # what cannot be written is an error before the file is touched
-    with _named(output), Path(output).open("wb") as file:
+    head = next(parts)  # raises for what cannot be written, before the file is opened
+    with _naming_file(output), Path(output).open("wb") as file:
         file.write(head)
         file.writelines(parts)
     return {"samples": samples, "output": output}
 
 
 @contextmanager
-def _named(output: str) -> Iterator[None]:
-    """Let errors inside the block name the file: a full disk's does not."""
+def _naming_file(output: str) -> Iterator[None]:
+    """Add the file's name to errors inside the block that lack it, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -92,7 +92,7 @@ def _named(output: str) -> Iterator[None]:
 
 
 def _joined(batches: Sequence[Any]) -> dict[tuple[str, ...], Tensor]:
-    """The tensors of all batches, by their path in a prediction, joined along their first dimension."""
+    """The predictions of all batches as tensors, joined along their first dimension, by their path inside a batch's prediction."""
     parts: dict[tuple[str, ...], list[Tensor]] = {}
     for batch in batches:
         for path, leaf in _leaves(batch, ()):
@@ -115,6 +115,7 @@ def _joined(batches: Sequence[Any]) -> dict[tuple[str, ...], Tensor]:
 
 
 def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the values inside dicts, lists and tuples, each with its path."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(item, (*path, str(key)))
@@ -125,34 +126,35 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
         yield path, value
 
 
-def _rows(batch: Any) -> list[Any]:
-    """Split a batch's prediction into one JSON value per sample; a batch that cannot be split is one row."""
+def _rows_of_batch(batch: Any) -> list[Any]:
+    """Split a batch's prediction into one JSON value per sample; if it cannot be split, it is one row."""
     if isinstance(batch, Tensor):
-        return list(_plain(batch)) if batch.ndim else [_plain(batch)]
+        return list(_as_json(batch)) if batch.ndim else [_as_json(batch)]
     items = (
         list(batch.values()) if isinstance(batch, Mapping) else list(batch) if isinstance(batch, (list, tuple)) else []
     )
     if items and not isinstance(batch, Mapping) and not any(isinstance(item, Tensor) for item in items):
-        return [_plain(item) for item in items]
+        return [_as_json(item) for item in items]
     lengths = {
         len(item) if isinstance(item, (list, tuple)) or (isinstance(item, Tensor) and item.ndim) else -1
         for item in items
     }
     if len(lengths) != 1 or -1 in lengths:
-        return [_plain(batch)]
-    columns = [_plain(item) for item in items]
+        return [_as_json(batch)]
+    columns = [_as_json(item) for item in items]
     if isinstance(batch, Mapping):
         return [dict(zip(map(str, batch), row, strict=True)) for row in zip(*columns, strict=True)]
     return [list(row) for row in zip(*columns, strict=True)]
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
+    """A value as JSON has it: numbers that are not finite become ``null``, and other objects text."""
     if isinstance(value, Tensor):
-        return _plain(value.tolist())
+        return _as_json(value.tolist())
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_as_json(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)

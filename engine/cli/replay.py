@@ -1,4 +1,4 @@
-"""``fit replay``."""
+"""``fit replay``: run one step of an earlier training again."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from engine.utils.log import logger
 from engine.utils.text import terminal_text
 
 _STRATEGIES = ("auto", "single", "ddp", "fsdp", "tp", "pp", "mesh")
-"""Strategies whose recorded options are numbers and words. DeepSpeed's name files, and a plug-in's may be anything."""
+"""Strategies whose recorded options are only numbers and words. DeepSpeed's options name files, and those of a plug-in may be anything."""
 
-_OUTSIDE_STEPS = ("EMA", "EarlyStopping", "GradientNorm", "LearningRateMonitor")
-"""Callbacks of ours that log, average or stop, and never change what a step computes."""
+_WATCHING_CALLBACKS = ("EMA", "EarlyStopping", "GradientNorm", "LearningRateMonitor")
+"""Callbacks of the library that log, average or stop, and never change what a step computes."""
 
 _SAFE_PATH = "PYTHONSAFEPATH"
-_LONG = 200
-"""The number of characters after which a text is cut off."""
+_LONGEST_TEXT = 200
+"""The number of characters of a text that are printed."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run a step again and print what it showed; returns the exit status; see :mod:`engine.cli.terminal`."""
+    """Run one step again and print what happened in it; return the exit status (see :mod:`engine.cli.terminal`)."""
     with _unchanged(_SAFE_PATH):
         return run_reporting_errors(lambda: _replay(options))
 
 
 @contextlib.contextmanager
 def _unchanged(variable: str) -> Iterator[None]:
-    """Restore the environment's ``variable`` after the block: the caller of :func:`engine.cli.main.main` may start other Pythons."""
+    """Restore the environment's ``variable`` after the block, because the caller of :func:`engine.cli.main.main` may start other Pythons."""
     earlier_value = os.environ.get(variable)
     try:
         yield
@@ -61,6 +61,7 @@ def _unchanged(variable: str) -> Iterator[None]:
 
 
 def _replay(options: argparse.Namespace) -> int:
+    """Find the checkpoint, build the objects of its run, run the step and print the answer."""
     try:
         start = starting_point(options.run, options.step)
     except (FileNotFoundError, ValueError) as error:
@@ -75,7 +76,7 @@ def _replay(options: argparse.Namespace) -> int:
     else:
         os.environ[_SAFE_PATH] = "1"  # for Pythons that libraries start, as jsonargparse's reader of stubs does
     log_to_terminal()
-    earlier, withheld = _earlier(start, options)
+    earlier, withheld = _earlier_run(start, options)
     components = components_of(options.target, options.data, options.callback, options.set, options.config, earlier)
     for name, value in withheld.items():
         if components.resolved.origins[name] == "default":
@@ -92,10 +93,10 @@ def _replay(options: argparse.Namespace) -> int:
     for parser in parsers:
         if parser.component.name in saved.sections:
             warn_about_differences(parser, saved)
-    left_out = _left_out(components, saved, start)
+    stand_ins = _stand_ins(components, saved, start)
     # Output of the run and its callbacks must not mix with the lines of the answer.
     with contextlib.redirect_stdout(sys.stderr):
-        fit, module, data = build_objects(components, parsers, *left_out)
+        fit, module, data = build_objects(components, parsers, *stand_ins)
         datamodule, loader = (data, None) if isinstance(data, DataModule) else (None, data)
         step = fit.replay(
             module,
@@ -112,13 +113,15 @@ def _replay(options: argparse.Namespace) -> int:
     return OK
 
 
-def _earlier(start: StartingPoint, options: argparse.Namespace) -> tuple[EarlierRun, dict[str, Any]]:
-    """The run as its checkpoint records it, and the settings that were withheld: without ``--run-recorded-code``, those that may run code."""
+def _earlier_run(start: StartingPoint, options: argparse.Namespace) -> tuple[EarlierRun, dict[str, Any]]:
+    """The run that the checkpoint records, and the settings that were withheld from it: without ``--run-recorded-code``, those that may run code."""
     values = _config(start)
     if not values:
         raise UsageError(f"{start.described_by} has no settings of a run: a script can call Fit.replay")
     requested = {"model": options.target, "data": options.data}
-    sections = {name: values[name] for name in SECTIONS if _paths(values.get(name)) and requested.get(name) is None}
+    sections = {
+        name: values[name] for name in SECTIONS if _class_paths(values.get(name)) and requested.get(name) is None
+    }
     settings = {
         name: value for name, value in values.items() if name in KINDS and name not in ("callbacks", "root_dir")
     }
@@ -134,11 +137,11 @@ def _earlier(start: StartingPoint, options: argparse.Namespace) -> tuple[Earlier
         withheld = {}
     else:
         settings = {name: value for name, value in settings.items() if name not in withheld}
-    if (root := _root(start.checkpoint)) is not None:
+    if (root := _root_dir_of(start.checkpoint)) is not None:
         settings["root_dir"] = str(root)
     allowed = sections if options.run_recorded_code else {}
     origin = f"checkpoint {start.described_by}"
-    return EarlierRun(origin, settings, allowed, _without_model(start, sections)), withheld
+    return EarlierRun(origin, settings, allowed, _error_without_model(start, sections)), withheld
 
 
 def _config(start: StartingPoint) -> dict[str, Any]:
@@ -148,41 +151,45 @@ def _config(start: StartingPoint) -> dict[str, Any]:
     return {str(name): entry["value"] for name, entry in entries if isinstance(entry, dict) and "value" in entry}
 
 
-def _paths(section: Any) -> list[str]:
-    """The classes of a recorded section; none if a script made the objects."""
+def _class_paths(section: Any) -> list[str]:
+    """The class paths in a recorded section; none if a script created any of the objects."""
     entries = section if isinstance(section, list) else [section]
     paths = [entry.get("class_path") if isinstance(entry, Mapping) else None for entry in entries]
     return [path for path in paths if isinstance(path, str)] if all(isinstance(path, str) for path in paths) else []
 
 
 def _shortened(value: Any) -> Any:
-    """A value with long text cut off, so that what stands beside it stays in sight."""
+    """The value with long texts cut off, at any depth, so that the values around them stay in sight."""
     if isinstance(value, Mapping):
         return {_shortened(key): _shortened(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_shortened(inner) for inner in value]
-    return f"{value[:_LONG]}... ({len(value)} characters)" if isinstance(value, str) and len(value) > _LONG else value
+    return (
+        f"{value[:_LONGEST_TEXT]}... ({len(value)} characters)"
+        if isinstance(value, str) and len(value) > _LONGEST_TEXT
+        else value
+    )
 
 
 def _may_run_code(setting: str, value: Any) -> bool:
-    """Whether a recorded value of ``strategy`` or ``compile`` may name a file or, as torch.compile's ``cpp.cxx`` does, a command."""
+    """Check whether a recorded value of ``strategy`` or ``compile`` may name a file or, as ``cpp.cxx`` of torch.compile does, a command."""
     if setting == "compile":
         return isinstance(value, Mapping)
     name = value.get("name") if isinstance(value, Mapping) else value
     return value is not None and name not in _STRATEGIES
 
 
-def _without_model(start: StartingPoint, sections: Mapping[str, Any]) -> str:
-    """The error for a replay that names no model."""
+def _error_without_model(start: StartingPoint, sections: Mapping[str, Any]) -> str:
+    """The error message for a replay that names no model, with what to give."""
     advice = "name its module with --target and its data with --data, or in a file of settings"
     if not sections:
         return f"{start.described_by} was made by a script, and not by 'fit run': {advice}, or call Fit.replay in the script"
     options = {"model": "--target", "data": "--data", "callbacks": "--callback"}
-    paths = [(name, path) for name, section in sections.items() for path in _paths(section)]
+    paths = [(name, path) for name, section in sections.items() for path in _class_paths(section)]
     arguments = [
         terminal_text(f"{options[name]} {shlex.quote(path)}", one_line=True)
         for name, path in paths
-        if not _only_watches(_name(path))
+        if not _cannot_change_step(_class_name(path))
     ]
     return (
         f"which code is to run? Nothing that a checkpoint names is imported: {advice}. {start.described_by} names {' '.join(arguments)}; if you made "
@@ -190,8 +197,8 @@ def _without_model(start: StartingPoint, sections: Mapping[str, Any]) -> str:
     )
 
 
-def _root(checkpoint: str) -> Path | None:
-    """The ``root_dir`` of the run with this checkpoint, if it is on this machine and in the usual place."""
+def _root_dir_of(checkpoint: str) -> Path | None:
+    """The ``root_dir`` of the run that saved this checkpoint; ``None``: it is not on this machine, or not in the usual place."""
     path = Path(checkpoint)
     if "://" in checkpoint or path.parent.name != "checkpoints":
         return None
@@ -200,18 +207,20 @@ def _root(checkpoint: str) -> Path | None:
 
 
 def _is_inside(checkpoint: str) -> bool:
-    """Whether the current directory belongs to the run. Then its files may be as foreign as the run: none is imported for its name alone, as
-    ``html.py`` would be where Python's own is not loaded yet."""
-    root = _root(checkpoint)
+    """Check whether the current directory belongs to the run. If it does, its files may be as untrusted as the run: no file is imported only because
+    of its name, as ``html.py`` would be if Python's own module is not loaded yet."""
+    root = _root_dir_of(checkpoint)
     return root is not None and Path.cwd().is_relative_to(root.resolve())
 
 
-def _left_out(components: Components, saved: Recorded, start: StartingPoint) -> list[Callback]:
-    """Stand-ins that receive the states of callbacks which are not given here. A warning names the callbacks that may change a step."""
+def _stand_ins(components: Components, saved: Recorded, start: StartingPoint) -> list[Callback]:
+    """Callbacks that only receive the states of the run's callbacks which are not given here. A warning names those that may change a step."""
     given_names = {callback.title for callback in components.callbacks}
     states = {key: key.partition("; ")[0].partition("[")[0] for key in saved.callbacks}
-    names = [*map(_name, _paths(_config(start).get("callbacks"))), *states.values()]
-    missing = dict.fromkeys(n for n in names if n not in given_names and not n.startswith("_") and not _only_watches(n))
+    names = [*map(_class_name, _class_paths(_config(start).get("callbacks"))), *states.values()]
+    missing = dict.fromkeys(
+        n for n in names if n not in given_names and not n.startswith("_") and not _cannot_change_step(n)
+    )
     if missing and detect(os.environ).rank == 0:
         logger.warning(
             "%s names callbacks that are not given here: %s; if one of them changes a step, give it with --callback",
@@ -221,13 +230,14 @@ def _left_out(components: Components, saved: Recorded, start: StartingPoint) -> 
     return [LeftOut(key) for key, name in states.items() if name not in given_names]
 
 
-def _name(path: str) -> str:
+def _class_name(path: str) -> str:
+    """The name of the class at the end of a class path."""
     return path.rpartition(":")[2].rpartition(".")[2]
 
 
-def _only_watches(name: str) -> bool:
-    """Check whether the name is that of a callback of ours that cannot change a step, such as a logger or a progress bar."""
-    if name in _OUTSIDE_STEPS:
+def _cannot_change_step(name: str) -> bool:
+    """Check whether ``name`` is that of one of the library's callbacks that cannot change a step, such as a logger or a progress bar."""
+    if name in _WATCHING_CALLBACKS:
         return True
     package = importlib.import_module(CALLBACKS)
     kind = getattr(package, name) if name in package.__all__ else None
@@ -235,7 +245,7 @@ def _only_watches(name: str) -> bool:
 
 
 def _logged(start: StartingPoint, step: int) -> dict[str, float]:
-    """Return what the run has logged at the step, from the files of ``Report`` or ``CSVLogger`` in its folder."""
+    """The values that the run logged at the step, from the files of ``Report`` or ``CSVLogger`` in its folder."""
     path = Path(start.described_by)
     if "://" in start.described_by:
         return {}

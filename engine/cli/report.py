@@ -1,4 +1,4 @@
-"""``fit report``: a page about runs, from what they left in their folders."""
+"""``fit report``: write a page about runs from the files in their folders."""
 
 from __future__ import annotations
 

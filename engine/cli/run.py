@@ -43,6 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    """Build the objects, run the loop and print the answer."""
     command = options.command
     importable_here()
     components = components_of(options.target, options.data, options.callback, options.set, options.config)
@@ -62,11 +63,11 @@ def _run(options: argparse.Namespace) -> int:
         return OK
     if command == "predict":
         check_output(options.output)
-    seen = _Loaders()
+    loaders = _Loaders()
     as_json = command != "run" and options.json
     # Output of the run and its callbacks must not mix with the lines of the answer.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        fit, module, data = build_objects(components, parsers, seen)
+        fit, module, data = build_objects(components, parsers, loaders)
         try:
             answer = _call_fit(command, fit, module, data, options)
         except DoesNotFit as error:
@@ -75,13 +76,13 @@ def _run(options: argparse.Namespace) -> int:
     if not fit.is_main_process:
         return OK
     if command == "predict":
-        answer = write(answer, seen.count > 1, options.output)
+        answer = write(answer, loaders.count > 1, options.output)
     _print_answer(command, answer, options, any(callback.shows_progress for callback in fit.settings.callbacks))
     return OK
 
 
 def parsers_of_checkpoint(components: Components, command: str, checkpoint: str) -> list[ObjectParser]:
-    """The objects of a run with a checkpoint: the module gets the checkpoint's parameters, unless others are given."""
+    """The parsers of a run that loads a checkpoint: the module gets the checkpoint's parameters, except those given here."""
     other_parsers = [ObjectParser(component) for component in components.objects[1:]]
     saving = (_callback(parser) for parser in other_parsers if getattr(parser.component.target, "runs_last", False))
     checkpoint_folder = next(
@@ -98,7 +99,7 @@ def parsers_of_checkpoint(components: Components, command: str, checkpoint: str)
 
 
 def build_objects(components: Components, parsers: list[ObjectParser], *more: Callback) -> tuple[Fit, TrainModule, Any]:
-    """The ``Fit``, the module and the data, each built from its parameters."""
+    """Create the ``Fit``, the module and the data. ``more``: callbacks to add."""
     fit, make_module, data = prepare_objects(components, parsers, *more)
     return fit, make_module(), data
 
@@ -106,7 +107,7 @@ def build_objects(components: Components, parsers: list[ObjectParser], *more: Ca
 def prepare_objects(
     components: Components, parsers: list[ObjectParser], *more: Callback
 ) -> tuple[Fit, Callable[[], TrainModule], Any]:
-    """The ``Fit``, a function that makes the module, and the data, each built from its parameters."""
+    """Create the ``Fit`` and the data, and return them with a function that creates the module. ``more``: callbacks to add."""
     by_name = {parser.component.name: parser for parser in parsers}
     callback_parsers = [parser for name, parser in by_name.items() if name.startswith("callbacks.")]
     callbacks = [_callback(parser) for parser in callback_parsers]
@@ -129,7 +130,7 @@ def prepare_objects(
 
 
 def _sections(parsers: list[ObjectParser], origins: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of the objects, for checkpoints and loggers, as the fields of :class:`engine.config.resolve.Resolved` that hold them."""
+    """The fields of :class:`engine.config.resolve.Resolved` with the arguments of the objects, for checkpoints and loggers."""
     sections: dict[str, Any] = {}
     all_origins = dict(origins)
     for parser in parsers:
@@ -178,7 +179,7 @@ def _call_fit(command: str, fit: Fit, module: TrainModule, data: Any, options: a
 
 
 def _print_answer(command: str, answer: Any, options: argparse.Namespace, already_shown: bool) -> None:
-    """Print the answer. ``already_shown``: a progress bar has printed the metrics of an evaluation."""
+    """Print the answer of a loop. ``already_shown``: a progress bar has printed the metrics of an evaluation."""
     if command == "run":
         show(answer)
     elif options.json:
@@ -190,7 +191,7 @@ def _print_answer(command: str, answer: Any, options: argparse.Namespace, alread
 
 
 class _Loaders(Callback):
-    """Records the number of loaders, which the predictions do not show."""
+    """Records the number of loaders, which the predictions do not tell."""
 
     count = 0
 
@@ -210,7 +211,7 @@ def _table(metrics: list[dict[str, float]]) -> None:
 
 
 def log_to_terminal() -> None:
-    """Show the library's log, unless logging has been set up already."""
+    """Show the library's log in the terminal, unless logging has been set up already."""
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         logger.setLevel(logging.INFO)

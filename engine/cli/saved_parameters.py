@@ -1,4 +1,4 @@
-"""The parameters of a checkpoint's module and data; the command line and the file of settings win over them."""
+"""Gives the module and the data the parameters that a checkpoint records, unless the command line or the file of settings has others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,6 +27,9 @@ from engine.distributed.environments import Environment, detect
 from engine.distributed.group import Group
 from engine.utils.log import logger
 
+_NO_DEFAULT = object()
+"""Differs from every default, in place of a default that does not exist."""
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -34,15 +37,15 @@ class Recorded:
 
     path: Path | str
     hparams: Mapping[str, Any]
-    """The arguments that ``save_hyperparameters`` kept, or with which ``fit run`` built the module, as far as checkpoints can hold them."""
+    """The arguments that ``save_hyperparameters`` saved, or with which ``fit run`` built the module, as far as a checkpoint can hold their values."""
     hparams_name: str | None
-    """The constructor's argument that was the dict of all hyperparameters, if there was one."""
+    """The constructor's argument that took all hyperparameters as one dict, if there was one."""
     texts: Mapping[str, str]
-    """All arguments as text, also where a checkpoint cannot hold the value; without secrets."""
+    """All arguments as text, including those whose values a checkpoint cannot hold; without secrets."""
     sections: Mapping[str, Mapping[str, Any]]
-    """``"model"`` and ``"data"``: the parameters from which ``fit run`` built them, as in YAML; without secrets."""
+    """The parameters with which ``fit run`` built ``"model"`` and ``"data"``, as in YAML; without secrets."""
     callbacks: tuple[str, ...] = ()
-    """The keys of callbacks' states."""
+    """The keys of the callbacks' states."""
 
 
 def recorded(root_dir: Path, checkpoint_folder: str | Path | None, checkpoint: str, argument: str) -> Recorded | None:
@@ -59,7 +62,7 @@ def recorded(root_dir: Path, checkpoint_folder: str | Path | None, checkpoint: s
     """
     single_process = Group(Environment("single"), torch.device("cpu"))
     try:
-        # Skipped checkpoints are reported by the run, which opens it again.
+        # The run opens the checkpoint again, and then reports the checkpoints that it skips.
         with opening(
             single_process, *source_of(root_dir, checkpoint_folder, checkpoint), ("state",), argument, logger.debug
         ) as loaded:
@@ -89,10 +92,10 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def with_saved_parameters(component: Component, saved: Recorded) -> Component:
-    """``component`` with the checkpoint's values for parameters that neither the command line nor the file gives.
+    """Return ``component`` with the checkpoint's values for the parameters that neither the command line nor the file gives.
 
     Values in the checkpoint go to the constructor unchanged. Parameters that it has as text only (``fit run`` records all of them) are parsed
-    if they are numbers, text, enums, dataclasses or lists of these. Names of code are not: a checkpoint is untrusted input.
+    if they are numbers, text, enums, dataclasses or lists of these. Names of classes and functions are not: a checkpoint is untrusted input.
 
     Raises:
         UsageError: the module was created with a class or a function that is not given here; the message says what to give.
@@ -102,20 +105,20 @@ def with_saved_parameters(component: Component, saved: Recorded) -> Component:
     is_model = component.name == "model"
     saved_arguments = arguments_from_saved(component.target, saved.hparams, saved.hparams_name) if is_model else {}
     texts, hints = saved.sections[component.name], hints_of(component.target)
-    current = _defaults(component)
-    # A constructor that takes anything has arguments which are no parameters.
+    defaults = _defaults(component)
+    # A constructor with **kwargs may have been given arguments that are not among its parameters.
     fixed = {name: value for name, value in saved_arguments.items() if name not in top_names}
     init_args, origins, taken_values = dict(component.init_args), dict(component.origins), dict(fixed)
     for name in top_names:
         nested = any(full_name.startswith(f"{name}.") for full_name in names)
-        partly = _partly(component, name, nested)
+        extent = _extent_given(component, name, nested)
         text = texts.get(name, plain_value(saved_arguments.get(name)))
-        if partly is False:
-            continue  # given as a whole
-        if partly is None and name in saved_arguments:
+        if extent == "as a whole":
+            continue
+        if extent == "no" and name in saved_arguments:
             fixed[name] = taken_values[name] = saved_arguments[name]
         elif (name not in texts and name not in saved_arguments) or (
-            partly is None and text == current.get(name, current)
+            extent == "no" and text == defaults.get(name, _NO_DEFAULT)
         ):
             continue
         elif _is_data_of(hints.get(name, Any), text):
@@ -125,7 +128,7 @@ def with_saved_parameters(component: Component, saved: Recorded) -> Component:
             )
             origins.setdefault(name, f"checkpoint {saved.path}")
             taken_values[name] = text
-        elif partly is None:
+        elif extent == "no":
             value_text = flow(text)
             raise UsageError(
                 f"{saved.path}: the {'module' if is_model else 'data'} was created with {name}={value_text}, which is not taken from a "
@@ -134,7 +137,7 @@ def with_saved_parameters(component: Component, saved: Recorded) -> Component:
     _log_taken(
         component,
         saved,
-        {name: value for name, value in taken_values.items() if plain_value(value) != current.get(name, current)},
+        {name: value for name, value in taken_values.items() if plain_value(value) != defaults.get(name, _NO_DEFAULT)},
     )
     given_names = {
         *saved_arguments,
@@ -154,7 +157,7 @@ def with_saved_parameters(component: Component, saved: Recorded) -> Component:
 
 
 def warn_about_differences(parser: ObjectParser, saved: Recorded) -> None:
-    """Warn about parameters that are given here with other values than in the checkpoint."""
+    """Warn about each parameter that is given here with another value than in the checkpoint."""
     component, current_values = parser.component, parser.as_values()[0]
     saved_values = dict(saved.sections[component.name])
     if component.name == "model":
@@ -179,7 +182,7 @@ def _log_taken(component: Component, saved: Recorded, values: Mapping[str, Any])
 
 
 def _log_on_one_rank(level: int, text: str, *values: object) -> None:
-    """Log on rank 0 alone: every rank reads the checkpoint."""
+    """Log on rank 0 only, because every rank reads the checkpoint."""
     if detect(os.environ).rank == 0:
         logger.log(level, text, *values)
 
@@ -189,26 +192,29 @@ def _defaults(component: Component) -> dict[str, Any]:
     try:
         return ObjectParser(replace(component, init_args={}, overrides=[])).as_values()[0]
     except UsageError:  # some have no default
-        defaults = {
+        signature_defaults = {
             name: parameter.default for name, parameter in inspect.signature(component.target).parameters.items()
         }
         return {
-            name: plain_value(default) for name, default in defaults.items() if default is not inspect.Parameter.empty
+            name: plain_value(default)
+            for name, default in signature_defaults.items()
+            if default is not inspect.Parameter.empty
         }
 
 
-def _partly(component: Component, name: str, nested: bool) -> bool | None:
-    """Whether only part of a parameter's value is given (an entry, an appended element); ``False``: all of it; ``None``: nothing."""
+def _extent_given(component: Component, name: str, nested: bool) -> Literal["no", "in part", "as a whole"]:
+    """How much of a parameter's value the command line and the file give; in part: an entry, or an appended element. ``nested``: it has parameters of
+    its own."""
     keys = [key for key, _ in component.overrides if key.removesuffix("+").split(".")[0] == name]
     if name in keys or (
         name in component.init_args and not (nested and isinstance(component.init_args[name], Mapping))
     ):
-        return False
-    return True if keys or name in component.init_args else None
+        return "as a whole"
+    return "in part" if keys or name in component.init_args else "no"
 
 
 def _is_data_of(hint: Any, value: Any) -> bool:
-    """Whether a plain value has the type ``hint``, and reading it as that type cannot import anything."""
+    """Check whether a plain value has the type ``hint``, and whether reading it as that type can import nothing."""
     if not is_data(hint) or not _is_plain(value):
         return False
     try:

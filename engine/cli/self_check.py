@@ -24,7 +24,7 @@ from engine.utils.text import terminal_text
 JOBS = "engine.cli.self_check_jobs"
 """The module that runs the checks, with ``python -m``."""
 LIMIT_S = 120.0
-"""The time limit for the processes of one job (s)."""
+"""The maximum time for the processes of one job (s)."""
 LAUNCHERS = (
     *(
         "RANK",
@@ -43,7 +43,7 @@ LAUNCHERS = (
     ),
     "FIT_",
 )
-"""Variables of launchers, and settings of ``Fit``: they are removed, because the checks are for this machine alone."""
+"""Prefixes of the variables of launchers and of ``Fit``'s settings, which are removed because the checks are about this machine alone."""
 
 _NETWORK = "let this machine reach itself: its name in /etc/hosts, no firewall on the loopback, GLOO_SOCKET_IFNAME=lo"
 _TORCH = "reinstall torch for these devices, https://pytorch.org/get-started/locally"
@@ -61,10 +61,11 @@ CHECKS: dict[str, tuple[str, str]] = {
         "pip install 'fit-trainer[deepspeed]'; a compiler if it builds operators; ds_report shows more",
     ),
 }
-"""Name -> its title in the table, and what to do when it fails."""
-_ILLEGAL = f"the process ended with signal {int(signal.SIGILL)}"
-ALONE = ("store", "single", "bf16", "resume", "one rank")
-TOGETHER = ("collectives", "ddp", "fsdp")
+"""Name of a check -> its title in the table, and what to do when the check fails."""
+_ILLEGAL_INSTRUCTION = f"the process ended with signal {int(signal.SIGILL)}"
+"""The end, in words, of a process that computed in bf16 on a CPU that does not support it."""
+ON_ONE_DEVICE = ("store", "single", "bf16", "resume", "one rank")
+ON_SEVERAL_DEVICES = ("collectives", "ddp", "fsdp")
 
 
 @dataclass
@@ -74,10 +75,11 @@ class Outcome:
     check: str
     devices: str
     ok: bool | None
-    """``None``: it was not run, and ``detail`` says why."""
+    """``None``: the check was not run, and ``detail`` says why."""
     detail: str
     seconds: float
     mend: str = ""
+    """How to fix a check that failed."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -95,11 +97,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def checked() -> list[Outcome]:
-    """The outcomes of all checks, in the order of :data:`CHECKS`."""
+    """Run all checks and return their outcomes."""
     with tempfile.TemporaryDirectory(prefix="fit-test-") as folder:
         work = Path(folder)
-        outcomes = _job(ALONE, work)
-        jobs = [TOGETHER, *([("deepspeed",)] if importlib.util.find_spec("deepspeed") is not None else [])]
+        outcomes = _job(ON_ONE_DEVICE, work)
+        jobs = [ON_SEVERAL_DEVICES, *([("deepspeed",)] if importlib.util.find_spec("deepspeed") is not None else [])]
         with ThreadPoolExecutor() as pool:  # DeepSpeed's import is most of its time
             for job_outcomes in pool.map(lambda names: _job(names, work), jobs):
                 outcomes += job_outcomes
@@ -108,13 +110,13 @@ def checked() -> list[Outcome]:
 
 
 def _job(names: Sequence[str], work: Path) -> list[Outcome]:
-    """Run some checks in one process; if it dies, the current check has failed, and another process runs the rest."""
+    """Run some checks in one process. If the process ends early, the check that was running has failed, and another process runs the rest."""
     outcomes: list[Outcome] = []
     pending = list(names)
     while pending:
         report = work / f"{pending[0]}.jsonl"
         began = time.perf_counter()
-        end = _started(pending, report, work)
+        how_it_ended = _run_in_process(pending, report, work)
         lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
         for line in lines:
             outcomes.append(Outcome(**line, mend="" if line["ok"] else CHECKS[line["check"]][1]))
@@ -122,13 +124,13 @@ def _job(names: Sequence[str], work: Path) -> list[Outcome]:
         if pending:
             name = pending.pop(0)
             seconds = time.perf_counter() - began - sum(line["seconds"] for line in lines)
-            mend = BF16_REMEDY if end.startswith(_ILLEGAL) else CHECKS[name][1]
-            outcomes.append(Outcome(name, "", False, end, round(seconds, 2), mend))
+            mend = BF16_REMEDY if how_it_ended.startswith(_ILLEGAL_INSTRUCTION) else CHECKS[name][1]
+            outcomes.append(Outcome(name, "", False, how_it_ended, round(seconds, 2), mend))
     return outcomes
 
 
-def _started(names: Sequence[str], report: Path, work: Path) -> str:
-    """Run the checks in one process; return in words how it ended, for the case that it ended early."""
+def _run_in_process(names: Sequence[str], report: Path, work: Path) -> str:
+    """Run the checks in one process; return in words how the process ended."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     root = str(Path(__file__).resolve().parents[2])
     environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environ.get("PYTHONPATH")])])
@@ -146,11 +148,12 @@ def _started(names: Sequence[str], report: Path, work: Path) -> str:
             process.wait()
         output.seek(0)
         lines = [line.strip() for line in output.read().splitlines() if line.strip()]
-    end = f"exit code {code}" if code >= 0 else f"signal {-code}"
-    return f"the process ended with {end}: {lines[-1] if lines else 'no output'}"
+    how_it_ended = f"exit code {code}" if code >= 0 else f"signal {-code}"
+    return f"the process ended with {how_it_ended}: {lines[-1] if lines else 'no output'}"
 
 
 def _table(outcomes: Sequence[Outcome]) -> None:
+    """Print the outcomes as a table."""
     from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text

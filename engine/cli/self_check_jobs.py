@@ -33,13 +33,13 @@ from engine.utils import accelerator
 SEED = 7
 EPOCHS = 2
 REFERENCE = Path("reference")
-"""Where the run on one device saves its checkpoint, for comparison with runs on several."""
+"""Where the training on one device saves its checkpoint, with which trainings on several devices are compared."""
 ROUNDINGS = 8.0
-"""Maximum difference of a weight, in rounding errors of a product of matrices: sums are in another order, and perhaps in other kernels."""
+"""The maximum difference between two weights, in rounding errors of a matrix product: sums may be in another order, or in other kernels."""
 
 
 class Net(TrainModule):
-    """A regression that keeps its losses."""
+    """A regression model that keeps the losses of its steps."""
 
     def __init__(self, dropout: float = 0.0, seed: int = SEED) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Net(TrainModule):
 
 
 class Save(Callback):
-    """Saves a checkpoint at the end."""
+    """Saves a checkpoint at the end of the training."""
 
     def __init__(self, folder: Path, asynchronous: bool = False) -> None:
         self.folder, self.asynchronous = folder, asynchronous
@@ -76,7 +76,7 @@ class Save(Callback):
 
 
 class Ranks:
-    """The number of processes of the checks with several, and their devices."""
+    """The number of processes in checks with several, and their kind of device."""
 
     def __init__(self) -> None:
         kind = accelerator.device_type("auto")
@@ -90,14 +90,14 @@ class Ranks:
 
 
 def loader(samples: int, size: int) -> DataLoader[Any]:
-    """Batches of a fixed regression."""
+    """A loader of a fixed regression problem."""
     generator = torch.Generator().manual_seed(SEED)
     inputs = torch.randn(samples, 8, generator=generator)
     return DataLoader(TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)), size, shuffle=True)
 
 
 def trained(module: Net, kind: str, ranks: Ranks, devices: int = 1, resume: str | None = None, **settings: Any) -> Net:
-    """Train on fixed global batches, which any number of devices may share, and return the module."""
+    """Train ``module`` with the same global batches on any number of devices, and return it."""
     settings = {"strategy": "auto", "max_epochs": EPOCHS, "callbacks": [], **settings}
     fit = Fit(accelerator=kind, devices=devices, seed=SEED, num_sanity_val_steps=0, root_dir="runs", **settings)
     fit.run(module, loader(4 * ranks.batch, ranks.batch // devices), resume=resume)
@@ -105,7 +105,8 @@ def trained(module: Net, kind: str, ranks: Ranks, devices: int = 1, resume: str 
 
 
 def store(kind: str, ranks: Ranks) -> str | None:
-    """A store can be reached on the loopback. Only jobs on several machines need the host's name."""
+    """Check that a store can be reached on the loopback; return a notice if it cannot be under the host's name, which only jobs on several machines
+    need."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=5)).set("key", "value")
     name = socket.gethostname()
@@ -117,14 +118,14 @@ def store(kind: str, ranks: Ranks) -> str | None:
 
 
 def single(kind: str, ranks: Ranks) -> None:
-    """One device: the loss falls, and the weights are saved for comparison."""
+    """Check that the loss falls on one device; save the weights for comparison."""
     module = trained(Net(), kind, ranks, callbacks=[Save(REFERENCE)])
     first, last = (float(torch.stack(part).mean()) for part in (module.losses[:4], module.losses[-4:]))
     assert last < first, f"the loss did not fall: {first:.3g} in the first epoch, {last:.3g} in the last"
 
 
 def bf16(kind: str, ranks: Ranks) -> None:
-    """Training in bf16-mixed gives almost the weights of full precision."""
+    """Check that training in bf16-mixed gives almost the weights of full precision."""
     module = trained(Net(), kind, ranks, precision="bf16-mixed")
     assert all(p.dtype is torch.float32 for p in module.parameters()), "parameters are no longer float32"
     difference = _difference(module)
@@ -132,7 +133,7 @@ def bf16(kind: str, ranks: Ranks) -> None:
 
 
 def resume(kind: str, ranks: Ranks) -> None:
-    """A run with dropout that was interrupted and resumed has the losses of one that was not."""
+    """Check that a training with dropout that was interrupted and resumed has the same losses as one that was not."""
     uninterrupted = trained(Net(0.5), kind, ranks).losses
     first_half = trained(Net(0.5), kind, ranks, max_epochs=EPOCHS // 2, callbacks=[Save(Path("half"))]).losses
     second_half = trained(Net(0.5, seed=0), kind, ranks, callbacks=[Save(Path("half"))], resume="last").losses
@@ -140,14 +141,14 @@ def resume(kind: str, ranks: Ranks) -> None:
     assert expected == actual, f"losses without interruption {expected}, with {actual}"
 
 
-def together(kind: str, ranks: Ranks) -> None:
-    """Collectives return the defined results."""
+def collectives_of_ranks(kind: str, ranks: Ranks) -> None:
+    """Check that collectives of several ranks return the defined results."""
     with joined(Settings(accelerator=kind, devices=ranks.count, strategy="ddp")) as group:
         check_collectives(group)
 
 
 def one_rank(kind: str, ranks: Ranks) -> str:
-    """One device calls every collective in its own back end; DDP and FSDP2 save while they train, and continue, over one rank."""
+    """Check, on one device, every collective in the device's own back end, and that DDP and FSDP2 with one rank save while they train, and resume."""
     kind, notice = _with_collectives(kind)
     group = join_alone(accelerator.device(kind, 0), timeout=timedelta(seconds=60))
     try:
@@ -165,18 +166,18 @@ def one_rank(kind: str, ranks: Ranks) -> str:
 
 
 def _with_collectives(kind: str) -> tuple[str, str]:
-    """The device whose back end can be tried, and what to say if that is another one: gloo, MPS's back end, takes no tensors of MPS."""
+    """The device whose back end can be checked, and a notice if it is not ``kind``: gloo, the back end for MPS, takes no tensors of MPS."""
     try:
         backend = "gloo" if kind == "cpu" else accelerator.collectives_backend(accelerator.device(kind, 0))
     except RuntimeError:
         backend = "gloo"
     if kind == "cpu" or backend != "gloo":
         return kind, ""
-    return "cpu", f"{kind} has no collectives of its own, only one rank can train on it; on the CPU: "
+    return "cpu", f"{kind} has no collectives of its own_tensor, only one rank can train on it; on the CPU: "
 
 
 def strategy(name: str) -> Callable[[str, Ranks], str]:
-    """Several devices under a strategy give the same weights as one."""
+    """A check that several devices under a strategy give the same weights as one device."""
 
     def check(kind: str, ranks: Ranks) -> str:
         folder = Path(f"trained-{name}")
@@ -187,7 +188,7 @@ def strategy(name: str) -> Callable[[str, Ranks], str]:
 
 
 def rounding(kind: str) -> float:
-    """The largest error of a product of float32 matrices on this device, by its largest element: about 1e-7, with TF32 4e-4."""
+    """The largest error of a product of float32 matrices on this device, relative to its largest element: about 1e-7, with TF32 4e-4."""
     generator = torch.Generator().manual_seed(SEED)
     first, second = torch.randn(64, 64, generator=generator), torch.randn(64, 64, generator=generator)
     exact = first.double() @ second.double()
@@ -196,7 +197,7 @@ def rounding(kind: str) -> float:
 
 
 def _compared(module: Net, kind: str) -> str:
-    """Compare a module with the one that a single process trained; the difference must lie within the rounding of both devices."""
+    """Compare a module with the one that a single process trained, and describe the difference; it must be within the rounding of both devices."""
     error = max(rounding(device_kind) for device_kind in {kind, accelerator.device_type("auto")})
     difference, limit = _difference(module), ROUNDINGS * error
     comparison = f"{difference:.1g}; products are rounded to {error:.1g} here, which allows {limit:.1g}"
@@ -205,6 +206,7 @@ def _compared(module: Net, kind: str) -> str:
 
 
 def _difference(module: Net) -> float:
+    """The largest difference of a weight from the single process's."""
     reference = Net.load_from_checkpoint(REFERENCE).state_dict()
     return max(
         float((reference[name].cpu() - tensor.cpu()).abs().max()) for name, tensor in module.state_dict().items()
@@ -216,10 +218,10 @@ def _difference(module: Net) -> float:
 
 def check_collectives(group: Group) -> None:
     """Call every collective of the library once, on this group's device and on the CPU, with results that can be worked out by hand. All ranks
-    call it together.
+    have to call this function.
 
     Raises:
-        AssertionError: one returned something else than it should.
+        AssertionError: a collective returned a wrong result.
     """
     for device in dict.fromkeys((torch.device("cpu"), group.device)):
         _check_device(group, device)
@@ -229,25 +231,27 @@ def check_collectives(group: Group) -> None:
 
 
 def _check_device(group: Group, device: torch.device) -> None:
+    """Check the library's collectives of tensors on one device."""
     size, place = group.world_size, f"on {device}"
-    mine = torch.full((3,), float(group.rank + 1), device=device)
+    own_tensor = torch.full((3,), float(group.rank + 1), device=device)
     total = size * (size + 1) / 2
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for op, expected in {"sum": total, "mean": total / size, "min": 1, "max": size}.items():
-            result = collectives.all_reduce(group, mine.to(dtype), op)
+            result = collectives.all_reduce(group, own_tensor.to(dtype), op)
             _check_result(f"all_reduce ({op}, {dtype}) {place}", result, [expected] * 3)
-    _check_result(f"all_reduce (sum, bool) {place}", collectives.all_reduce(group, mine > 1), [size - 1] * 3)
-    _check_result(f"gather {place}", collectives.gather(group, mine[:1]), list(range(1, size + 1)))
-    uneven = collectives.gather(group, mine[:1].expand(group.rank + 1))
+    _check_result(f"all_reduce (sum, bool) {place}", collectives.all_reduce(group, own_tensor > 1), [size - 1] * 3)
+    _check_result(f"gather {place}", collectives.gather(group, own_tensor[:1]), list(range(1, size + 1)))
+    uneven = collectives.gather(group, own_tensor[:1].expand(group.rank + 1))
     _check_result(
         f"gather of other lengths {place}", uneven, [rank + 1 for rank in range(size) for _ in range(rank + 1)]
     )
-    _check_result(f"broadcast {place}", collectives.broadcast(group, mine, size - 1), [size] * 3)
+    _check_result(f"broadcast {place}", collectives.broadcast(group, own_tensor, size - 1), [size] * 3)
     padded = collectives.pad_across_processes(group, torch.ones(group.rank + 1, device=device), pad_index=-1)
     _check_result(f"pad_across_processes {place}", padded, [1] * (group.rank + 1) + [-1] * (size - group.rank - 1))
 
 
 def _check_objects(group: Group) -> None:
+    """Check the library's collectives of Python objects, and the agreement to stop."""
     everybody = list(range(group.world_size))
     _check_result("gather_json", collectives.gather_json(group, group.rank), everybody)
     _check_result("gather_object", collectives.gather_object(group, group.rank), everybody)
@@ -259,23 +263,23 @@ def _check_objects(group: Group) -> None:
 
 
 def _check_bare(group: Group) -> None:
-    """Check the collectives that FSDP and the pipeline's schedules call, in a group of its own for the device's tensors."""
+    """Check the collectives of torch that FSDP and the pipeline's schedules call, in a separate group for the device's tensors."""
     size = group.world_size
     process_group = process_groups.on_device([list(range(size))], group.device)
-    mine = torch.full((2,), float(group.rank + 1), device=group.device)
-    rows = mine.new_empty(2 * size)
-    _collective("all_gather_single", "all_gather_into_tensor")(rows, mine, group=process_group)
+    own_tensor = torch.full((2,), float(group.rank + 1), device=group.device)
+    rows = own_tensor.new_empty(2 * size)
+    _collective("all_gather_single", "all_gather_into_tensor")(rows, own_tensor, group=process_group)
     _check_result("all_gather_into_tensor", rows, [rank + 1 for rank in range(size) for _ in range(2)])
-    part = mine.new_empty(2)
+    part = own_tensor.new_empty(2)
     _collective("reduce_scatter_single", "reduce_scatter_tensor")(
         part, torch.ones(2 * size, device=group.device), group=process_group
     )
     _check_result("reduce_scatter_tensor", part, [size] * 2)
-    work = dist.all_reduce(mine, async_op=True, group=process_group)
+    work = dist.all_reduce(own_tensor, async_op=True, group=process_group)
     assert work is not None
     work.wait()
-    _check_result("all_reduce in the background", mine, [size * (size + 1) / 2] * 2)
-    if size > 1:  # nobody sends to itself
+    _check_result("all_reduce in the background", own_tensor, [size * (size + 1) / 2] * 2)
+    if size > 1:  # a rank does not send to itself
         (next_rank, previous_rank) = ((group.rank + 1) % size, (group.rank - 1) % size)
         sent, received = torch.full((2,), float(group.rank), device=group.device), torch.empty(2, device=group.device)
         pair = [
@@ -289,7 +293,7 @@ def _check_bare(group: Group) -> None:
 
 
 def _collective(name: str, older_name: str) -> Any:
-    """A collective by its name since torch 2.13, or by its older name."""
+    """A collective of torch by its name since torch 2.13, or by its older name."""
     return getattr(dist, name, None) or getattr(dist, older_name)
 
 
@@ -307,16 +311,16 @@ CHECKS: dict[str, tuple[Callable[[str, Ranks], str | None], bool]] = {
     "bf16": (bf16, False),
     "resume": (resume, False),
     "one rank": (one_rank, False),
-    "collectives": (together, True),
+    "collectives": (collectives_of_ranks, True),
     "ddp": (strategy("ddp"), True),
     "fsdp": (strategy("fsdp"), True),
     "deepspeed": (strategy("deepspeed_stage_2"), True),
 }
-"""Name -> the check, and whether it needs several devices."""
+"""Name of a check -> its function, and whether it needs several devices."""
 
 
 def main() -> None:
-    """Run the checks that the command line names, and append the result of each to the report."""
+    """Run the checks that the command line names, and append the result of each one to the report."""
     parser = argparse.ArgumentParser()
     parser.add_argument("checks", nargs="+", choices=CHECKS)
     parser.add_argument("--report", type=Path, required=True, help="one line of JSON for each finished check")
@@ -324,21 +328,21 @@ def main() -> None:
     ranks = Ranks()
     single_kind = accelerator.device_type("auto")
     for name in arguments.checks:
-        check, several = CHECKS[name]
+        check, needs_several = CHECKS[name]
         began, ok = time.perf_counter(), False
         try:
-            detail = check(ranks.kind if several else single_kind, ranks) or ""
+            detail = check(ranks.kind if needs_several else single_kind, ranks) or ""
             ok = True
         except AssertionError as error:
             detail = str(error)
         except Exception as error:
-            if several:
-                raise  # the other ranks are elsewhere
+            if needs_several:
+                raise  # the ranks are no longer in step, so no further check can run
             detail = f"{type(error).__name__}: {' '.join(str(error).split())}"
         seconds = round(time.perf_counter() - began, 2)
         line = {
             "check": name,
-            "devices": str(ranks) if several else f"1 x {single_kind}",
+            "devices": str(ranks) if needs_several else f"1 x {single_kind}",
             "ok": ok,
             "detail": detail,
             "seconds": seconds,

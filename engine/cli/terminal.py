@@ -1,4 +1,4 @@
-"""The terminal of ``fit``: exit statuses, the error that the caller can fix, and the printing of text. Imports no torch."""
+"""The terminal of ``fit``: exit statuses, the error for what the caller can fix, and printing. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.utils.text import terminal_text
 
 OK = 0
 FAILED = 1
-"""The run, or a check, failed."""
+"""The run failed, or a check did."""
 USAGE = 2
 """Wrong options, settings or targets: nothing was started."""
 DOES_NOT_FIT = 3
@@ -32,26 +32,27 @@ exit status:
 
 
 class UsageError(Exception):
-    """Something that the caller gave is wrong; the message says what, and what to do."""
+    """The caller gave something wrong; the message says what it is and what to do."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors quote the words of the command line as text: a shell's ``*`` makes words of the names of files."""
+    """A parser whose error messages escape the words that they quote: the shell may have replaced a ``*`` by the names of files."""
 
     def error(self, message: str) -> NoReturn:
         super().error(terminal_text(message, one_line=True))
 
     def check(self, options: argparse.Namespace) -> None:
-        """Refuse options that do not go together. Called before the command's module is imported, so that errors come at once.
+        """Raise an error for options that do not go together. Called before the command's module is imported, so that errors come at once.
 
         The parsers of :mod:`engine.cli.options` override this: ``TargetParser``, ``RunParser``, ``PlanParser`` and ``LaunchParser``.
         """
 
 
 def open_streams() -> None:
-    """Redirect standard streams that were closed before the start (``>&-``) to nowhere, instead of to the next file that is opened.
+    """Connect standard streams that were closed before the start (``>&-``) to the null device, so that the next file that is opened does not take
+    their place.
 
-    What the encoding of standard output cannot express is written as Python's escapes, as on standard error.
+    Characters that the encoding of standard output lacks are written as Python's escapes, as on standard error.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
@@ -65,7 +66,7 @@ def open_streams() -> None:
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Run ``command``; a :class:`UsageError` becomes one line and status 2, Ctrl-C status 130."""
+    """Run ``command`` and return its exit status: for a :class:`UsageError`, which is printed as one line, 2; for Ctrl-C 130."""
     try:
         status = command()
         sys.stdout.flush()
@@ -89,11 +90,11 @@ def complain(error: object) -> None:
 
 
 def show(*lines: object) -> None:
-    """Print lines that quote names: nothing in them reaches the terminal as a command to it."""
+    """Print lines that may contain foreign text: nothing in them controls the terminal."""
     print(*map(terminal_text, lines), sep="\n", flush=True)
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows as lines with aligned columns; a few long cells shift only the rest of their row."""
+    """Format rows as lines with aligned columns. A column is at most 60 wide: longer cells shift only the rest of their row."""
     widths = [min(max(map(len, column)), 60) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,4 +1,4 @@
-"""Which settings go together, and which set others. A value alone is checked by its setting's kind."""
+"""Checks which settings go together, and sets those that others imply. Each value alone is checked by its setting's kind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMITED_BY_OVERFIT = ("limit_train_batches", "limit_val_batches")
 
 
 class StrategyRules(Protocol):
-    """The part of :class:`engine.Strategy` that concerns settings: any strategy, also another package's, may refuse settings or set some."""
+    """The part of :class:`engine.Strategy` that concerns settings: any strategy, including another package's, may refuse settings or change some."""
 
     def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None: ...
 
@@ -27,10 +27,10 @@ class StrategyRules(Protocol):
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuse settings that contradict each other.
+    """Raise an error for settings that contradict each other.
 
     Raises:
-        ValueError: names both settings, their values and what to change.
+        ValueError: two settings contradict each other; the message names both, their values and what to change.
     """
     if settings.global_batch_size is not None and settings.accumulate_grad_batches != 1:
         raise ValueError(
@@ -50,7 +50,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def implied(settings: Settings) -> dict[str, Any]:
-    """The values that ``overfit_batches``, ``fast_dev_run`` and a training without any limit set."""
+    """The values of settings, by name, that ``overfit_batches``, ``fast_dev_run``, or a training without any limit implies."""
     values: dict[str, Any] = {}
     if settings.overfit_batches:
         values.update(dict.fromkeys(LIMITED_BY_OVERFIT, settings.overfit_batches))
@@ -62,7 +62,7 @@ def implied(settings: Settings) -> dict[str, Any]:
 
 
 def implied_origins(settings: Settings) -> dict[str, str]:
-    """The origin of each setting that ``overfit_batches`` or ``fast_dev_run`` has set."""
+    """The origin of each setting whose value ``overfit_batches`` or ``fast_dev_run`` implies."""
     origins: dict[str, str] = {}
     if settings.overfit_batches:
         origins.update(dict.fromkeys(LIMITED_BY_OVERFIT, "overfit_batches"))
@@ -72,6 +72,7 @@ def implied_origins(settings: Settings) -> dict[str, str]:
 
 
 def _of_fast_dev_run(n: int) -> dict[str, Any]:
+    """The settings that ``fast_dev_run`` implies, for ``n`` batches."""
     return {
         "max_epochs": 1,
         "min_epochs": None,
@@ -89,10 +90,10 @@ def _of_fast_dev_run(n: int) -> dict[str, Any]:
 
 
 def check_limits(settings: Settings) -> None:
-    """Refuse a minimum that lies above its maximum; called when all settings have their final values.
+    """Raise an error for a minimum above its maximum. Called once all settings have their final values.
 
     Raises:
-        ValueError: names both.
+        ValueError: a minimum is above its maximum; the message names both.
     """
     for unit in ("epochs", "steps"):
         minimum, maximum = getattr(settings, f"min_{unit}"), getattr(settings, f"max_{unit}")
@@ -105,12 +106,12 @@ def check_limits(settings: Settings) -> None:
 def check_with_strategy(
     settings: Settings, origins: Mapping[str, str], strategy: StrategyRules | None, launched: int | None = None
 ) -> None:
-    """Let the strategy refuse settings, before processes start.
+    """Let the strategy check the settings before processes start.
 
     Args:
-        origins: where each setting comes from; an error has the origins of the settings that it names.
-        strategy: ``None`` for ``"auto"``, which fits itself to the processes.
-        launched: the processes that a launcher has started; ``None``: none, the settings say how many there will be.
+        origins: where each setting comes from; an error states the origins of the settings that it names.
+        strategy: the strategy; ``None`` for ``"auto"``, which adapts to the number of processes.
+        launched: the number of processes that a launcher has started; ``None``: there is no launcher, and the settings give the number.
 
     Raises:
         ValueError: the settings cannot work under this strategy, or with this many processes.
@@ -124,7 +125,7 @@ def check_with_strategy(
 def configured_by_strategy(
     settings: Settings, origins: Mapping[str, str], strategy: StrategyRules
 ) -> tuple[Settings, dict[str, str]]:
-    """The settings after the strategy's own configuration has set some of them, and where each comes from.
+    """Return the settings with the changes that the strategy's own configuration makes, and where each setting comes from.
 
     Raises:
         ValueError: the strategy's configuration contradicts a setting.
@@ -139,7 +140,7 @@ def configured_by_strategy(
 
 @contextmanager
 def naming_origins(settings: Settings, origins: Mapping[str, str]) -> Iterator[None]:
-    """Inside the block a ValueError gets the origins of the settings that it names, except for code, which the traceback shows."""
+    """Inside the block, append the origins of the settings that a ValueError names to its message, except for code, which the traceback shows."""
     try:
         yield
     except ValueError as error:
@@ -147,6 +148,7 @@ def naming_origins(settings: Settings, origins: Mapping[str, str]) -> Iterator[N
 
 
 def _origins_in(message: str, settings: Settings, origins: Mapping[str, str]) -> str:
+    """The text to append to an error message: the origins of the settings that it names."""
     if message.startswith(("file ", "environment ", "command line ")):  # it starts with the origin
         return ""
     options = settings.strategy.origins if isinstance(settings.strategy, NamedOptions) else {}
@@ -161,7 +163,7 @@ def _origins_in(message: str, settings: Settings, origins: Mapping[str, str]) ->
 
 
 def _processes(settings: Settings) -> int | None:
-    """The processes of the job, if the settings say how many."""
+    """The number of processes of the job; ``None``: the settings do not tell."""
     devices = settings.devices
     on_this_node = len(devices) if isinstance(devices, tuple) else devices
     return on_this_node * settings.num_nodes if isinstance(on_this_node, int) else None

@@ -1,4 +1,4 @@
-"""One vocabulary for lengths of training: ``"3 epochs"``, ``"500 steps"``, ``"10 min"``, or an int of steps."""
+"""One vocabulary for lengths of a training: ``"3 epochs"``, ``"500 steps"``, ``"10 min"``, or an int of steps."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _UNITS: dict[str, tuple[Unit, int]] = {
     **dict.fromkeys(("d", "day", "days"), ("seconds", 86400)),
 }
 _MOST: dict[Unit, int] = {"epochs": 1 << 62, "steps": 1 << 62, "seconds": 100 * 365 * 86400}
-"""torch counts its timeouts in nanoseconds, which in 64 bits is at most 292 years."""
+"""The maximum of each unit. For seconds: torch counts its timeouts in nanoseconds, which in 64 bits is at most 292 years."""
 _TEXT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*)")
 _CLOCK = re.compile(r"([0-9]+):([0-9]{1,2}):([0-9]{1,2}):([0-9]{1,2})")
 
 
 @dataclass(frozen=True)
 class Duration:
-    """A length of training. Created by :func:`parse`.
+    """A length of a training. Created by :func:`parse`.
 
     Raises:
-        ValueError: a negative or non-finite value, or a fraction of a step.
+        ValueError: the value is negative or not finite, or a fraction of a step.
     """
 
     unit: Unit
@@ -65,15 +65,15 @@ def parse(value: None) -> None: ...
 @overload
 def parse(value: int | float | str | timedelta | Duration) -> Duration: ...
 def parse(value: int | float | str | timedelta | Duration | None) -> Duration | None:
-    """The :class:`Duration` of ``value``; ``None`` stays ``None``.
+    """Convert ``value`` to a :class:`Duration`; ``None`` stays ``None``.
 
     An int is a number of steps. A float in (0, 1] is a fraction of an epoch, as in Lightning's ``val_check_interval``; larger
     ones are refused because their unit is unclear. A number as text means the same as the number.
     ``"DD:HH:MM:SS"`` is Lightning's ``max_time``.
 
     Raises:
-        ValueError: text or a number that is not a duration; lists the accepted forms.
-        TypeError: a value of another type.
+        ValueError: the text or the number is not a duration; the message lists the accepted forms.
+        TypeError: the value has another type.
     """
     if value is None or isinstance(value, Duration):
         return value
@@ -91,6 +91,7 @@ def parse(value: int | float | str | timedelta | Duration | None) -> Duration | 
 
 
 def _parse_text(text: str) -> Duration:
+    """The duration in a text: a number with a unit, a number alone, or ``DD:HH:MM:SS``."""
     clean = text.strip().lower()
     if clock := _CLOCK.fullmatch(clean):
         days, hours, minutes, seconds = map(int, clock.groups())
@@ -112,7 +113,7 @@ NEVER = 1 << 62
 
 
 class Every:
-    """A trigger that is due once every ``duration``; never with ``None``.
+    """A trigger that is due once every ``duration``; never if it is ``None``.
 
     - steps: at each multiple of n except 0; if steps are skipped (an optimizer that steps several times per batch),
       at the first one after each multiple;
@@ -122,13 +123,13 @@ class Every:
 
     Args:
         duration: a length in any form that :func:`parse` accepts; ``None``: never.
-        steps_per_epoch: optimizer steps in each epoch, where :meth:`due` does not get the epochs done.
+        steps_per_epoch: optimizer steps in each epoch; needed for fractions of an epoch if :meth:`due` is called without ``epochs``.
 
     A trigger is due at most once in a step. Ranks have different clocks: if seconds decide about a collective operation, let one
     rank decide for all.
 
     Raises:
-        ValueError: a duration that is not positive, or one that :func:`parse` refuses.
+        ValueError: the duration is not positive, or :func:`parse` refuses it.
     """
 
     def __init__(
@@ -138,30 +139,30 @@ class Every:
         if self.duration is not None and self.duration.value <= 0:
             raise ValueError(f"every {self.duration}: must be more than 0; give None for never")
         self.steps_per_epoch = steps_per_epoch
-        """Optimizer steps in each epoch; for fractions of an epoch, where :meth:`due` does not get the number of epochs."""
+        """Optimizer steps in each epoch; needed for fractions of an epoch if :meth:`due` is called without ``epochs``."""
         self._last_step = -1
         self._last_s = 0.0
-        self._count: int | None = None
-        """Multiples of the duration that had passed at the last call; ``None``: there was no call."""
-        self._n: Any = self.duration.value if self.duration else 0
+        self._multiples: int | None = None
+        """The number of multiples of the duration that had passed at the last call; ``None``: no call yet."""
+        self._interval: Any = self.duration.value if self.duration else 0
         unit = self.duration.unit if self.duration else "never"
         self._reached = {"never": self._never, "steps": self._steps, "epochs": self._epochs, "seconds": self._seconds}[
             unit
         ]
         """The method that says whether a multiple has been reached, by the unit."""
-        self.of_epochs = unit == "epochs" and isinstance(self._n, float)
-        """A fraction of an epoch: :meth:`due` needs the epochs done."""
+        self.of_epochs = unit == "epochs" and isinstance(self._interval, float)
+        """Whether the duration is a fraction of an epoch, for which :meth:`due` needs the epochs done."""
         if self.of_epochs:
             # 0.1 is the user's 1/10: as a float, 3 * 0.1 > 0.3 would move the trigger by a step.
-            self._n = Fraction(self._n).limit_denominator(1_000_000)
+            self._interval = Fraction(self._interval).limit_denominator(1_000_000)
             self._reached = self._fraction
 
     def start(self, step: int, epochs: Fraction | None = None) -> None:
-        """Skip multiples up to here; no effect after :meth:`load_state_dict`, which restores them."""
+        """Skip the multiples up to this step. No effect after :meth:`load_state_dict`, which restores how many have passed."""
         can_count = self._reached == self._steps or (
             self._reached == self._fraction and (epochs is not None or self.steps_per_epoch)
         )
-        if can_count and self._count is None:
+        if can_count and self._multiples is None:
             self._reached(step, None, 0.0, epochs)
 
     def due(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None = None) -> bool:
@@ -169,12 +170,12 @@ class Every:
 
         Args:
             step: optimizer steps done so far.
-            epoch_end: the number of finished epochs when this is the end of one, else ``None``.
+            epoch_end: the number of finished epochs if an epoch has just ended, else ``None``.
             elapsed_s: seconds since the start of the run.
-            epochs: epochs done so far; for fractions of an epoch.
+            epochs: epochs done so far, for fractions of an epoch.
 
         Raises:
-            ValueError: a fraction of an epoch with neither ``epochs`` nor ``steps_per_epoch``.
+            ValueError: the duration is a fraction of an epoch, and neither ``epochs`` nor ``steps_per_epoch`` is given.
         """
         if not self._reached(step, epoch_end, elapsed_s, epochs) or step == self._last_step:
             return False
@@ -182,56 +183,62 @@ class Every:
         return True
 
     def keep_due(self) -> None:
-        """Note that the action which was due at the last call was cut off: it is due again, also after a resume."""
+        """Make the trigger due again, also after a resume, because the action for which it was due was interrupted."""
         self._last_step, self._last_s = -1, 0.0
-        if self._count:
-            self._count -= 1
+        if self._multiples:
+            self._multiples -= 1
 
     def next_step(self, step: int) -> int:
-        """The first step after ``step`` at which the trigger can be due, apart from the ends of epochs: until then :meth:`due` need not be called."""
+        """The first step after ``step`` at which the trigger can be due, apart from the ends of epochs: :meth:`due` need not be called before that
+        step."""
         if self._reached == self._steps:
-            count = step // self._n if self._count is None else self._count
-            return max(step + 1, (count + 1) * int(self._n))
+            count = step // self._interval if self._multiples is None else self._multiples
+            return max(step + 1, (count + 1) * int(self._interval))
         return NEVER if self._reached in (self._never, self._epochs) else step + 1
 
     def state_dict(self) -> dict[str, Any]:
         """The step and the time at which the trigger was last due, and the number of multiples that have passed."""
-        return {"last_step": self._last_step, "last_s": self._last_s, "count": self._count, "every": str(self.duration)}
+        return {
+            "last_step": self._last_step,
+            "last_s": self._last_s,
+            "count": self._multiples,
+            "every": str(self.duration),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the ``state`` that :meth:`state_dict` returned."""
         self._last_step, self._last_s = int(state["last_step"]), float(state["last_s"])
-        # Another duration has other multiples.
+        # With another duration the saved number of multiples means nothing.
         count = state.get("count") if state.get("every") == str(self.duration) else None
-        self._count = None if count is None else int(count)
+        self._multiples = None if count is None else int(count)
 
     def _never(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None) -> bool:
         return False
 
     def _steps(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None) -> bool:
-        return self._passed(step // self._n, (step - 1) // self._n, step)
+        return self._has_reached_multiple(step // self._interval, (step - 1) // self._interval, step)
 
     def _epochs(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None) -> bool:
-        return epoch_end is not None and epoch_end > 0 and epoch_end % self._n == 0
+        return epoch_end is not None and epoch_end > 0 and epoch_end % self._interval == 0
 
     def _fraction(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None) -> bool:
         if epochs is not None:
-            return self._passed(epochs // self._n, epochs // self._n, step)
+            return self._has_reached_multiple(epochs // self._interval, epochs // self._interval, step)
         if not self.steps_per_epoch:
             raise ValueError(
                 f"every {self.duration}: the length of an epoch is unknown; give steps or a time, or a loader with a length"
             )
-        length = self._n * self.steps_per_epoch
-        return self._passed(step // length, (step - 1) // length, step)
+        length = self._interval * self.steps_per_epoch
+        return self._has_reached_multiple(step // length, (step - 1) // length, step)
 
-    def _passed(self, count: int, previous_count: int, step: int) -> bool:
-        """Whether a multiple has passed since the last call; ``previous_count``: the count to compare with at the first call."""
-        if self._count is not None:
-            previous_count = self._count
-        self._count = count
+    def _has_reached_multiple(self, count: int, previous_count: int, step: int) -> bool:
+        """Whether ``count`` multiples are more than at the last call, or at the first call more than ``previous_count``; never at step 0."""
+        if self._multiples is not None:
+            previous_count = self._multiples
+        self._multiples = count
         return step > 0 and count > previous_count
 
     def _seconds(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None) -> bool:
         if elapsed_s < self._last_s:  # a resumed or repeated run whose clock started again
             self._last_s = 0.0
-        return bool(elapsed_s - self._last_s >= self._n)
+        return bool(elapsed_s - self._last_s >= self._interval)

@@ -1,4 +1,4 @@
-"""Human-readable file sizes. Imports no torch."""
+"""Reads file sizes as people write them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _UNITS = {
 
 
 def size_in_bytes(value: int | str) -> int:
-    """The bytes of a size given as a number, or as text: ``"5GB"``, ``"200MiB"``.
+    """Convert a size to bytes: a number of bytes, or text such as ``"5GB"`` or ``"200MiB"``.
 
     Raises:
-        ValueError: ``value`` is neither, or less than one byte.
+        ValueError: ``value`` is not a size, or less than one byte.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value), re.IGNORECASE)
     if match is None or match[2].upper() not in _UNITS or float(match[1]) * _UNITS[match[2].upper()] < 1:

@@ -16,7 +16,7 @@ from engine.utils.errors import nearest
 
 
 class HParams(dict[str, Any]):
-    """A dict whose entries are attributes as well."""
+    """A dict whose entries are also attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -34,7 +34,7 @@ class HParams(dict[str, Any]):
 
 
 class Owner(Protocol):
-    """A module or a data module."""
+    """A module or a data module, which has hyperparameters."""
 
     hparams_name: str | None
 
@@ -45,16 +45,16 @@ class Owner(Protocol):
 def save(
     owner: Owner, names_or_object: Sequence[Any], ignore: str | Iterable[str] | None, logger: bool, frame: Any
 ) -> None:
-    """Add the hyperparameters that ``save_hyperparameters`` was called for to ``owner.hparams``.
+    """Add the hyperparameters of a call of ``save_hyperparameters`` to ``owner.hparams``.
 
     Args:
         names_or_object: names of constructor arguments, one object with all hyperparameters, or nothing for all arguments.
-        ignore: names of hyperparameters that are left out.
-        logger: whether loggers get them.
+        ignore: names of hyperparameters to leave out.
+        logger: whether loggers get these hyperparameters.
         frame: the caller's frame, inside the constructor.
 
     Raises:
-        TypeError, ValueError: ``names_or_object`` is something else, or has a name that is not an argument.
+        TypeError, ValueError: ``names_or_object`` is none of these, or has a name that is not an argument.
     """
     ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
     arguments = init_arguments(owner, frame)
@@ -85,24 +85,24 @@ def save(
 
 
 def saved_by(owner: object) -> HParams:
-    """The hyperparameters of a module or a data module, whether or not its constructor has begun."""
+    """The hyperparameters of a module or a data module; empty if its constructor has not begun yet."""
     hparams: HParams = vars(owner).setdefault("_hparams", HParams())
     return hparams
 
 
 def initial(owner: object) -> HParams:
-    """A copy of the hyperparameters as they were when they were saved last."""
+    """A copy of the hyperparameters as they were when ``save_hyperparameters`` was last called."""
     return HParams({name: _copied(value) for name, value in vars(owner).get("_hparams_initial", {}).items()})
 
 
 def for_loggers(owner: object) -> dict[str, Any]:
-    """The hyperparameters, except the ones that were saved with ``logger=False``."""
+    """The hyperparameters, except those that were saved with ``logger=False``."""
     unlogged = getattr(owner, "_hparams_unlogged", ())
     return {name: value for name, value in getattr(owner, "hparams", {}).items() if name not in unlogged}
 
 
 def _entries(source: Any) -> dict[str, Any]:
-    """The hyperparameters in one object."""
+    """The hyperparameters that one object holds, by name."""
     if isinstance(source, Mapping):
         return dict(source)
     if isinstance(source, Namespace):
@@ -115,14 +115,15 @@ def _entries(source: Any) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """Copy lists, tuples, sets and dicts, at every depth; the objects in them are not copied."""
+    """Copy nested lists, tuples, sets and dicts; the objects in them are shared, not copied."""
     if type(value) in (list, tuple, set):
         return type(value)(map(_copied, value))
     return type(value)({k: _copied(v) for k, v in value.items()}) if type(value) in (dict, HParams) else value
 
 
 def as_data(value: Any) -> Any:
-    """Configuration objects (dataclasses, ``Namespace``, other mappings and sequences) as dicts and lists; anything else as it is."""
+    """Convert configuration objects (dataclasses, ``Namespace``, other mappings and sequences) to dicts and lists; any other value is returned
+    unchanged."""
     if isinstance(value, Namespace) or (is_dataclass(value) and not isinstance(value, type)):
         value = _entries(value)
     if isinstance(value, Mapping) and type(value).__module__ != "collections":
@@ -134,7 +135,7 @@ def as_data(value: Any) -> Any:
 
 
 def _as_annotated(hint: Any, value: Any, name: str) -> Any:
-    """The reverse of :func:`as_data`, as far as a constructor's annotation says it; other dicts have attributes."""
+    """Reverse :func:`as_data`, as far as a constructor's annotation ``hint`` tells the type; other dicts become :class:`HParams`."""
     if not isinstance(value, Mapping):
         return value
     kinds = [*typing.get_args(hint), hint]
@@ -150,7 +151,7 @@ def _as_annotated(hint: Any, value: Any, name: str) -> Any:
 
 
 def init_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
-    """The arguments of ``owner``'s constructors that are running in ``frame`` and its callers (a subclass's ``__init__`` around a base's)."""
+    """The arguments of the constructors of ``owner`` that are running in ``frame`` and its callers (a subclass's ``__init__`` calls its base's)."""
     init_values: dict[str, Any] = {}
     while frame is not None:
         arguments = inspect.getargvalues(frame)
@@ -171,7 +172,7 @@ def init_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
 def arguments_from_saved(
     cls: Callable[..., Any], saved: Mapping[str, Any], argument_for_all: str | None = None
 ) -> dict[str, Any]:
-    """The arguments of ``cls`` that saved hyperparameters provide, by name; parameters as in :func:`constructor_arguments`."""
+    """The arguments for ``cls``, by name, that saved hyperparameters provide; parameters as in :func:`constructor_arguments`."""
     parameters = inspect.signature(cls).parameters
     named_parameters = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     argument_for_all = _argument_for_all(
@@ -192,7 +193,7 @@ def arguments_from_saved(
 
 
 def replaced_by_defaults(cls: Callable[..., Any], texts: Mapping[str, str], available: Iterable[str]) -> dict[str, str]:
-    """Hyperparameters whose values a checkpoint could not hold, by name, and for which the constructor's default differs.
+    """The hyperparameters that would silently get the constructor's default, because a checkpoint could not hold their values; by name, as text.
 
     Args:
         texts: the values of all hyperparameters as text, from a checkpoint's manifest.
@@ -215,7 +216,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def as_text(value: Any) -> str:
-    """The text in a manifest for a hyperparameter that is not a plain value."""
+    """The text by which a manifest records a hyperparameter that is not a plain value."""
     return repr(value)[:200]
 
 
@@ -224,18 +225,18 @@ def constructor_arguments(
 ) -> tuple[list[Any], dict[str, Any]]:
     """The arguments to construct ``cls`` with, from saved hyperparameters.
 
-    Hyperparameters without a constructor argument are ignored. A constructor with one argument for all of them gets the dict, with
-    overrides applied to its entries.
+    Hyperparameters that are not arguments of the constructor are ignored. If one argument takes all hyperparameters, it gets them as a dict, in
+    which overrides replace entries.
 
     Args:
-        overrides: values that win over ``saved``.
-        argument_for_all: the argument that was the dict of all of ``saved``.
+        overrides: values that take precedence over ``saved``.
+        argument_for_all: the argument that took all of ``saved`` as one dict.
 
     Returns:
-        Positional arguments and arguments by name.
+        The positional arguments, and the arguments by name.
 
     Raises:
-        TypeError: a required argument is missing, or an override is not an argument; the message names it.
+        TypeError: a required argument is missing, or an override is not an argument of the constructor; the message names it.
     """
     parameters = inspect.signature(cls).parameters
     named_parameters = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
@@ -281,14 +282,15 @@ def constructor_arguments(
             f"{cls.__name__}.__init__ needs {', '.join(map(repr, missing))}, not among the checkpoint's hyperparameters ({has}): give it as an "
             f"override, load_from_checkpoint(path, {missing[0]}=...), or save it with save_hyperparameters()"
         )
-    first = [name for name, p in named_parameters.items() if p.kind is p.POSITIONAL_ONLY and name in arguments]
-    return [arguments.pop(name) for name in first], arguments
+    positional = [name for name, p in named_parameters.items() if p.kind is p.POSITIONAL_ONLY and name in arguments]
+    return [arguments.pop(name) for name in positional], arguments
 
 
 def _argument_for_all(
     named_parameters: Mapping[str, Any], missing: Sequence[str], saved: Mapping[str, Any], argument_for_all: str | None
 ) -> str | None:
-    """The constructor's argument that takes all hyperparameters as one dict, if one does."""
+    """The constructor's argument that takes all hyperparameters as one dict; ``None``: no argument does. ``missing``: required arguments without a
+    value."""
     if argument_for_all is None and saved and len(missing) == 1 and not named_parameters.keys() & saved.keys():
         return missing[0]
     return argument_for_all if argument_for_all in named_parameters else None

@@ -1,6 +1,6 @@
-"""Kinds of settings: what a user may give, what the library reads, and the error for anything else.
+"""Kinds of settings: which values a user may give, which the library reads, and the error for any other value.
 
-A field of :class:`engine.config.settings.Settings` has one of these. Imports no torch: a shell completes the words of kinds.
+Each field of :class:`engine.config.settings.Settings` has a kind. Imports no torch, because shell completion reads the words of kinds.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from engine.utils.errors import nearest
 
 PRECISIONS: dict[str, str] = {
     **{name: name for name in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "fp8-mixed")},
-    "no": "32-true",  # Accelerate's
+    "no": "32-true",  # the names of Accelerate
     "bf16": "bf16-mixed",
     "fp16": "16-mixed",
     "fp8": "fp8-mixed",
-    "32": "32-true",  # Lightning's short ones
+    "32": "32-true",  # the short names of Lightning
     "16": "16-mixed",
     "64": "64-true",
 }
-"""Accepted precision name -> the name that the library uses."""
+"""Accepted name of a precision -> the library's name of it."""
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options")
 """Options of ``torch.compile``."""
 
@@ -44,22 +44,22 @@ _LISTS = (list, tuple, set, frozenset)
 
 
 def not_possible(name: str, value: object, possible: str) -> ValueError:
-    """The error for a value of the right type that is not possible."""
+    """The error for a value that has the right type but is not possible. ``possible`` says which values are."""
     return ValueError(f"{name}={value!r} is not possible: give {possible}")
 
 
 def wrong_type(name: str, value: object, possible: str) -> TypeError:
-    """The error for a value of a type that is not possible."""
+    """The error for a value whose type is not possible."""
     return TypeError(f"{name}={value!r} is of type {type(value).__name__}: give {possible}")
 
 
 def unknown_word(name: str, value: object, words: Iterable[str], possible: str) -> ValueError:
-    """The error for a word that is none of ``words``, with the nearest one."""
+    """The error for a word that is not among ``words``; it names the nearest one."""
     return ValueError(f"{name}={value!r} is unknown{nearest(value, words)}; possible: {possible}")
 
 
 def is_whole_number(value: object) -> bool:
-    """Whether ``value`` is an int (numpy's too). A bool is not: ``max_steps=True`` is a mistake."""
+    """Check whether ``value`` is an int, including numpy's. A bool is not: ``max_steps=True`` is a mistake."""
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
@@ -73,41 +73,42 @@ class Kind:
     accepts: str
     """The annotation of ``Fit``'s argument, as source text; its names are imported by ``engine/fit.py``."""
     words: tuple[str, ...] = ()
-    """Words that a shell completes, in YAML's form."""
+    """Words that a shell completes, as they are written in YAML."""
     as_written: bool = False
-    """YAML text is taken as it is written: ``no`` is a precision, and ``2024`` may be a folder."""
+    """Whether text in YAML is taken literally: ``no`` is a precision, and ``2024`` may be a folder."""
     code_only: bool = False
-    """Files, variables and the command line cannot give the value."""
+    """Whether the value can be given in code only, and not by files, variables or the command line."""
 
-    def normal(self, name: str, value: Any) -> Any:
-        """The value of the setting ``name`` in its normal form, which is accepted again.
+    def normalized(self, name: str, value: Any) -> Any:
+        """Check the value of the setting ``name``, and return it in the form that the library reads. That form is accepted, too.
 
         Raises:
-            ValueError, TypeError: it is not possible; the message names the setting, the value and what is possible.
+            ValueError, TypeError: the value is not possible; the message names the setting, the value and what is possible.
         """
         raise NotImplementedError
 
     def from_yaml(self, node: Node) -> Any:
-        """The plain value of a YAML node, for :meth:`normal` to check.
+        """The plain value of a YAML node, which :meth:`normalized` then checks.
 
         Raises:
-            ValueError: the node has no value of this kind; the message continues the setting's name.
+            ValueError: the node has no value of this kind; the message is to be put after the setting's name.
         """
         if node is None:
             raise ValueError("is empty: give a value, or null for None")
         return node.value if self.as_written and yaml_text.is_text(node) else yaml_text.construct(node)
 
     def as_mapping(self, value: Any) -> dict[Any, Any] | None:
-        """A new mapping with the content of ``value``, for the command line to set a key in; ``None``: such a value has no keys."""
+        """Copy ``value`` into a mapping, in which the command line sets one key; ``None``: a value like this has no keys."""
         return copy.deepcopy(dict(value)) if isinstance(value, Mapping) else None
 
 
 def _or_none(none: str) -> str:
+    """The end of a list of possible values, if ``None`` is one of them and means what ``none`` says."""
     return f", or None for {none}" if none else ""
 
 
 class WholeNumber(Kind):
-    """An int of at least ``minimum`` and at most ``maximum``; ``None`` is possible if ``none`` says what it means."""
+    """An int from ``minimum`` to ``maximum``; ``None`` is possible if ``none`` says what it means."""
 
     def __init__(self, minimum: int, maximum: int | None = None, *, none: str = "") -> None:
         self.accepts = "int | None" if none else "int"
@@ -115,7 +116,7 @@ class WholeNumber(Kind):
         self._possible = f"an int of at least {minimum}" if maximum is None else f"an int from {minimum} to {maximum}"
         self._possible += _or_none(none)
 
-    def normal(self, name: str, value: Any) -> Any:
+    def normalized(self, name: str, value: Any) -> Any:
         if value is None and self._none:
             return None
         if not is_whole_number(value):
@@ -136,7 +137,7 @@ class Word(Kind):
         self._choices, self._none = choices, none
         self._possible = " or ".join(map(repr, choices)) + _or_none(none)
 
-    def normal(self, name: str, value: Any) -> str | None:
+    def normalized(self, name: str, value: Any) -> str | None:
         if value is None and self._none:
             return None
         if not isinstance(value, str):
@@ -155,7 +156,7 @@ class Flag(Kind):
         self._choices, self._none = choices, none
         self._possible = " or ".join(["True", "False", *map(repr, choices)]) + _or_none(none)
 
-    def normal(self, name: str, value: Any) -> bool | str | None:
+    def normalized(self, name: str, value: Any) -> bool | str | None:
         if value is None and self._none:
             return None
         if isinstance(value, bool) or (isinstance(value, str) and value in self._choices):
@@ -175,8 +176,8 @@ class FlagOrNumber(Kind):
     words = _FLAGS
     _number = WholeNumber(0)
 
-    def normal(self, name: str, value: Any) -> Any:
-        return value if isinstance(value, bool) else self._number.normal(name, value)
+    def normalized(self, name: str, value: Any) -> Any:
+        return value if isinstance(value, bool) else self._number.normalized(name, value)
 
 
 class Interval(Kind):
@@ -185,7 +186,7 @@ class Interval(Kind):
     accepts = "int | float | str | timedelta | Duration | None"
     as_written = True
 
-    def normal(self, name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
+    def normalized(self, name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
         duration = _duration(name, value)
         if duration is not None and duration.value == 0:
             raise not_possible(name, value, "a duration of more than 0, or None for never")
@@ -201,7 +202,7 @@ class Time(Kind):
         self.accepts = "str | timedelta | Duration" + (" | None" if none else "")
         self._minimum, self._none = minimum, none
 
-    def normal(self, name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
+    def normalized(self, name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
         duration = _duration(name, value)
         if duration is None:
             if not self._none:
@@ -222,7 +223,7 @@ class Maximum(Kind):
     def __init__(self, *, none: str) -> None:
         self._possible = f"a number of at least 0{_or_none(none)}"
 
-    def normal(self, name: str, value: Any) -> float | None:
+    def normalized(self, name: str, value: Any) -> float | None:
         if value is None:
             return None
         if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
@@ -234,13 +235,13 @@ class Maximum(Kind):
 
 
 class BatchLimit(Kind):
-    """A number of batches, or a fraction of them. All of them are ``None``, or 0 if ``zero_is_all``."""
+    """A number of batches, or a fraction of all batches. ``None`` means all batches; it becomes 0 if ``zero_is_all``."""
 
     def __init__(self, *, zero_is_all: bool = False) -> None:
         self.accepts = "int | float" if zero_is_all else "int | float | None"
         self._all = 0 if zero_is_all else None
 
-    def normal(self, name: str, value: Any) -> int | float | None:
+    def normalized(self, name: str, value: Any) -> int | float | None:
         possible = "an int of at least 0 (a number of batches), a float in (0, 1] (a fraction of them), or None for all"
         if value is None:
             return self._all
@@ -256,11 +257,11 @@ class BatchLimit(Kind):
 
 
 class Schedule(Kind):
-    """An int of at least 1, or ``{first epoch: int}``."""
+    """An int of at least 1, or a schedule ``{first epoch: int}`` of such ints."""
 
     accepts = "int | Mapping[int, int]"
 
-    def normal(self, name: str, value: Any) -> int | dict[int, int]:
+    def normalized(self, name: str, value: Any) -> int | dict[int, int]:
         possible = "an int of at least 1, or a schedule {epoch: int} such as {0: 1, 5: 4}"
         if not isinstance(value, Mapping):
             if not is_whole_number(value):
@@ -286,12 +287,12 @@ class Folder(Kind):
     accepts = "str | Path"
     as_written = True
 
-    def normal(self, name: str, value: Any) -> Path:
+    def normalized(self, name: str, value: Any) -> Path:
         if not isinstance(value, str | Path) and not hasattr(value, "__fspath__"):
             raise wrong_type(name, value, "a path")
         if not str(value).strip():
             raise not_possible(name, value, "a path; '.' is the current directory")
-        if len(str(value).splitlines()) > 1:  # it would look like two lines of a log
+        if len(str(value).splitlines()) > 1:  # a log would show it as two lines
             raise not_possible(name, value, "a path without line ends")
         return Path(value).expanduser()
 
@@ -303,7 +304,7 @@ class Accelerator(Kind):
     words = device_names.KNOWN
     as_written = True
 
-    def normal(self, name: str, value: Any) -> str:
+    def normalized(self, name: str, value: Any) -> str:
         possible = (
             " or ".join(map(repr, self.words)) + ", or a device that a package adds to torch, once it is imported"
         )
@@ -321,7 +322,7 @@ class Devices(Kind):
     accepts = "int | str | Sequence[int]"
     words = ("auto",)
 
-    def normal(self, name: str, value: Any) -> int | str | tuple[int, ...]:
+    def normalized(self, name: str, value: Any) -> int | str | tuple[int, ...]:
         possible = "'auto', an int of at least 1, or distinct device indices such as [0, 2]"
         if isinstance(value, str) and value != "auto":
             try:
@@ -343,12 +344,12 @@ class Devices(Kind):
 
 
 class CallbackObjects(Kind):
-    """Callbacks; one alone is a list of one."""
+    """A list of callbacks; a single callback is a list of one."""
 
     accepts = "Callback | Sequence[Callback] | None"
     code_only = True
 
-    def normal(self, name: str, value: Any) -> tuple[Any, ...]:
+    def normalized(self, name: str, value: Any) -> tuple[Any, ...]:
         items = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
         for item in items:
             if isinstance(item, type):
@@ -362,23 +363,23 @@ class CallbackObjects(Kind):
 
 
 class ByName(Kind):
-    """Base class of kinds for an object that is given by its name, by a mapping with its name and options, or itself, which is not checked here."""
+    """Base class of kinds whose value is a name, a mapping with a name and options, or an object, which is not checked here."""
 
     as_written = True
     example: str
-    """A name and an option, for errors about a mapping without a name."""
+    """A name and an option, as an example in the error about a mapping without a name."""
 
     def from_mapping(
         self, setting: str, value: Mapping[str, Any], origins: Mapping[str, str] | None = None
     ) -> NamedOptions | str:
-        """The name and options of a mapping; the name alone if it has no options.
+        """The name and options in a mapping; the name alone if there are no options.
 
         Args:
             setting: the setting's name, for errors.
-            origins: where the mapping (key ``""``) and each of its keys come from; code by default.
+            origins: where the mapping (key ``""``) and each of its keys come from; by default from code.
 
         Raises:
-            ValueError: there is no ``name``, or one without options.
+            ValueError: there is no ``name``.
             TypeError: ``name`` or a key is not a string.
         """
         origins = dict(origins or {})
@@ -421,11 +422,11 @@ class StrategyName(ByName):
 
     @property
     def words(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The names of our strategies and of the strategies that other packages register."""
+        """The names of the library's strategies, and of those that other packages register."""
         registered = (point.name for point in entry_points(group=strategy_names.GROUP))
         return ("auto", *strategy_names.BUILT_IN, *registered)
 
-    def normal(self, name: str, value: Any) -> Any:
+    def normalized(self, name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
             value = self.from_mapping(name, value)
         if value is None or value == "" or isinstance(value, (bool, int, float, type, *_LISTS)):
@@ -447,7 +448,7 @@ class PrecisionName(ByName):
     words = tuple(PRECISIONS)
     example = "fp8-mixed, recipe: rowwise"
 
-    def normal(self, name: str, value: Any) -> Any:
+    def normalized(self, name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
             value = self.from_mapping(name, value)
         if isinstance(value, NamedOptions):
@@ -464,12 +465,12 @@ class PrecisionName(ByName):
 
 
 class Recomputation(Kind):
-    """``None``, ``"full"`` (or True), ``"selective"``, or n: every n-th block."""
+    """``None``, ``"full"`` (or ``True``), ``"selective"``, or an int n for every n-th block."""
 
     accepts = "str | int | None"
     words = ("full", "selective", "null")
 
-    def normal(self, name: str, value: Any) -> Recompute:
+    def normalized(self, name: str, value: Any) -> Recompute:
         possible, choices = "'full', 'selective', an int n of at least 1 (every n-th block), or None", self.words[:2]
         if value is None or value is False:
             return None
@@ -492,7 +493,7 @@ class Compilation(Kind):
     accepts = "bool | str | dict[str, Any]"
     words = (*_FLAGS, "blocks")
 
-    def normal(self, name: str, value: Any) -> Compile:
+    def normalized(self, name: str, value: Any) -> Compile:
         keys = ("blocks", *COMPILE_OPTIONS)
         possible = f"True or False, 'blocks', or a dict of {', '.join(keys)}"
         if isinstance(value, Mapping):
@@ -518,7 +519,7 @@ class Compilation(Kind):
 
 
 def precision_name(value: object) -> str:
-    """The library's name of a precision, e.g. ``"bf16"`` -> ``"bf16-mixed"``.
+    """The library's name of a precision, such as ``"bf16-mixed"`` for ``"bf16"``.
 
     Raises:
         ValueError: an unknown name; the message gives the nearest one.
@@ -530,11 +531,12 @@ def precision_name(value: object) -> str:
 
 
 def _as_flag(value: Any) -> Any:
-    """1 and 0 as bools: environment variables use them for flags."""
+    """Convert 1 and 0, which environment variables use for flags, to bools; any other value is returned unchanged."""
     return bool(value) if type(value) is int and value in (0, 1) else value
 
 
 def _duration(name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
+    """The duration of a value; an error starts with the setting's name."""
     try:
         return parse(value)
     except (ValueError, TypeError) as error:

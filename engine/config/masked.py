@@ -1,4 +1,4 @@
-"""Settings as plain JSON values that are safe to show: each with its origin, without secrets."""
+"""Settings as plain JSON values that can be shown safely: each with its origin, and without secrets."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from engine.config.named_options import NamedOptions
 from engine.config.settings import Settings
 
 Config = dict[str, dict[str, Any]]
-"""Setting -> ``value`` and ``origin``, and ``origins`` of the keys of its value where it has some."""
+"""Name of a setting -> its ``value`` and ``origin``, and the ``origins`` of the keys of its value if it has some."""
 HIDDEN = "***"
-"""The replacement for a secret."""
+"""The text that is shown instead of a secret."""
 
 
 def with_origins(
     settings: Settings, origins: Mapping[str, str], objects: Mapping[str, Any] | None = None, *, hide: bool = True
 ) -> Config:
-    """For each setting its ``value`` and ``origin``; for a strategy or a precision with options also the ``origins`` of these.
+    """The ``value`` and the ``origin`` of each setting; for a strategy or a precision with options also the ``origins`` of the options.
 
     Args:
         origins: the ``origins`` of :class:`engine.config.resolve.Resolved`.
-        objects: the created strategy and precision, as :func:`fields_of` objects are shown.
-        hide: leave secrets out; ``False`` to show them to their owner.
+        objects: the created strategy and precision, as :func:`fields_of` returns them, to be shown instead of their settings.
+        hide: whether to hide secrets; ``False`` to show them to their owner.
     """
     config: Config = {}
     for field in fields(settings):
@@ -43,7 +43,7 @@ def with_origins(
 
 
 def sections_with_origins(sections: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
-    """The arguments from which ``fit run`` built model, data and callbacks, in the form of :func:`with_origins`, without secrets."""
+    """The arguments with which ``fit run`` built the model, the data and the callbacks, in the form of :func:`with_origins`, without secrets."""
     config: Config = {
         name: {"value": plain_value(value), "origin": _hide_text(origins.get(name, "command line"))}
         for name, value in sections.items()
@@ -53,7 +53,7 @@ def sections_with_origins(sections: Mapping[str, Any], origins: Mapping[str, str
 
 
 def fields_of(instance: Any, name: str) -> dict[str, Any]:
-    """An object's public dataclass fields that its constructor takes, ``name`` first."""
+    """The public fields of a dataclass object that its constructor takes, after the entry ``name``."""
     values = {
         field.name: getattr(instance, field.name)
         for field in fields(instance)
@@ -63,7 +63,7 @@ def fields_of(instance: Any, name: str) -> dict[str, Any]:
 
 
 def plain_value(value: Any) -> Any:
-    """A value as JSON has it; anything that JSON cannot express becomes text."""
+    """Convert a value to what JSON can express; anything else becomes text."""
     if isinstance(value, NamedOptions):
         return plain_value(value.as_dict())
     if isinstance(value, Duration):
@@ -76,14 +76,15 @@ def plain_value(value: Any) -> Any:
         return value
     if is_dataclass(value) and not isinstance(value, type):
         return plain_value(fields_of(value, type(value).__name__))
-    # The default text of an object has an address, which differs between processes.
+    # The default text of an object contains its address, which differs between processes.
     kind: Any = type(value)
     has_own_text = kind.__str__ is not object.__str__ or kind.__repr__ is not object.__repr__
     return str(value)[:500] if has_own_text else f"{kind.__module__}:{kind.__qualname__}"
 
 
 def table_rows(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows of name, value and origin from :func:`with_origins`; options of a strategy, and arguments of a class, are in rows below it."""
+    """Rows of name, value and origin for the result of :func:`with_origins`; options of a strategy and arguments of a class have rows of their own
+    below it."""
     lines = []
     for name, entry in config.items():
         value, origin, origins = entry["value"], entry["origin"], entry.get("origins", {})
@@ -110,29 +111,29 @@ def table_rows(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def without_secrets(values: Any, key: str = "") -> Any:
-    """A copy of plain values with :data:`HIDDEN` for text that looks like a secret, by its key or by itself."""
+    """A copy of plain values in which :data:`HIDDEN` replaces text that looks like a secret, by its key or by itself."""
     if isinstance(values, Mapping):
-        # An object for a parameter "key" is not a secret.
+        # The description of an object is not a secret, even if its key is a word such as "key".
         is_secret = _is_secret_name(key) and "class_path" not in values
         return {name: without_secrets(item, key if is_secret else name) for name, item in values.items()}
     if isinstance(values, (list, tuple)):
         return [without_secrets(item, key) for item in values]
-    if type(values) is int and _NUMBERS & _parts(key):
+    if type(values) is int and _SECRET_NUMBERS & _words_of(key):
         return HIDDEN
     if not isinstance(values, str) or not values:
         return values
     return HIDDEN if _is_secret_name(key) else _hide_text(values)
 
 
-_WORDS = frozenset(("token", "key", "apikey", "secret", "password", "passwd", "pwd", "passphrase", "credential", "credentials", "bearer",
+_SECRET_WORDS = frozenset(("token", "key", "apikey", "secret", "password", "passwd", "pwd", "passphrase", "credential", "credentials", "bearer",
                     "apikeys", "accesskey", "secretkey", "privatekey", "secrets", "passwords", "passcode", "authorization"))  # fmt: skip
-_NUMBERS = frozenset(("password", "passwords", "passwd", "pwd", "passcode", "passphrase"))
-"""Names whose values are secret even as numbers; ``key_dim`` is not."""
-_SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
-# Each pattern takes a time that grows with the length of the text alone: hyperparameters may be megabytes.
-_IN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2})[^/\s]+@")
-_GIVEN = re.compile(r"(?<![\w.-])([\w.-]+)(\s*(?:=|:(?!//))\s*)(\"[^\"]*\"|'[^']*'|[^\s,;&}\])]+)")
-_ITSELF = re.compile(
+_SECRET_NUMBERS = frozenset(("password", "passwords", "passwd", "pwd", "passcode", "passphrase"))
+"""Names whose values are secret even if they are numbers; ``key_dim`` is not among them."""
+_WORD_BOUNDARY = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
+# The time of each pattern is linear in the length of the text, because hyperparameters may be megabytes.
+_PASSWORD_IN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2})[^/\s]+@")
+_NAMED_VALUE = re.compile(r"(?<![\w.-])([\w.-]+)(\s*(?:=|:(?!//))\s*)(\"[^\"]*\"|'[^']*'|[^\s,;&}\])]+)")
+_SECRET_TEXT = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*|\bBearer\s+\S+|\beyJ[\w-]{8,2000}\.[\w-]{8,}\.[\w-]*"
     r"|\b(?:sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|AIza|[rs]k_(?:live|test)_|npm_)[\w-]{12,}"
     r"|(?i:\bauthorization\b\W{1,4}\w+\s+[^\s'\"]+)",
@@ -141,13 +142,17 @@ _ITSELF = re.compile(
 
 
 def _is_secret_name(name: str) -> bool:
-    return bool(_WORDS & _parts(name))
+    return bool(_SECRET_WORDS & _words_of(name))
 
 
-def _parts(name: str) -> set[str]:
-    return {part.lower() for part in _SPLIT.split(str(name))}
+def _words_of(name: str) -> set[str]:
+    """The words of a name in lower case, split at case changes and at other characters."""
+    return {part.lower() for part in _WORD_BOUNDARY.split(str(name))}
 
 
 def _hide_text(text: str) -> str:
-    text = _IN_URL.sub(rf"\1{HIDDEN}@", _ITSELF.sub(HIDDEN, text))
-    return _GIVEN.sub(lambda match: f"{match[1]}{match[2]}{HIDDEN}" if _is_secret_name(match[1]) else match[0], text)
+    """The text with :data:`HIDDEN` for passwords in URLs, for text that is a secret in itself, and for values of secret names."""
+    text = _PASSWORD_IN_URL.sub(rf"\1{HIDDEN}@", _SECRET_TEXT.sub(HIDDEN, text))
+    return _NAMED_VALUE.sub(
+        lambda match: f"{match[1]}{match[2]}{HIDDEN}" if _is_secret_name(match[1]) else match[0], text
+    )

@@ -1,4 +1,4 @@
-"""Where each setting comes from: command line > code > environment (``FIT_PRECISION``) > YAML file > default."""
+"""Determines the value of each setting and where it comes from: command line > code > environment (``FIT_PRECISION``) > YAML file > default."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from engine.utils.log import TERMINAL
 
 PREFIX = "FIT_"
 RESERVED = ("FIT_CONFIG", "FIT_PARENT_PID", TERMINAL)
-"""Variables with our prefix that are not settings: the file's path, and the marks of a rank that ``Fit`` or ``fit launch`` started."""
+"""Variables with our prefix that are not settings: the path of the file, and the marks of a rank that ``Fit`` or ``fit launch`` has started."""
 DEFAULT_FILE = "fit.yaml"
 SECTIONS = ("model", "data", "callbacks")
-"""Parts of a file that describe a training to ``fit run``, and are not settings."""
+"""Keys of a file that are not settings, but describe the objects of a training to ``fit run``."""
 
 
 class _Unset:
@@ -32,16 +32,17 @@ class _Unset:
         return "<default>"
 
     def __reduce__(self) -> str:
-        return "UNSET"  # copies and pickles are the same object
+        return "UNSET"  # copying and unpickling give the same object
 
 
 UNSET: Any = _Unset()
-"""Marks an argument that was not given; ``None`` is a normal value."""
+"""Marks an argument that was not given, because ``None`` is a possible value."""
 F = TypeVar("F", bound=Callable[..., None])
 
 
 def with_real_defaults_in_help(init: F) -> F:
-    """Decorator: where an argument's default is :data:`UNSET`, ``help`` and ``inspect.signature`` show the setting's own default."""
+    """Decorate ``Fit.__init__`` so that ``help`` and ``inspect.signature`` show the setting's default where an argument's default is
+    :data:`UNSET`."""
     signature = inspect.signature(init)
     defaults = {setting.name: setting.default for setting in fields(Settings)}
     parameters = []
@@ -55,13 +56,13 @@ def with_real_defaults_in_help(init: F) -> F:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The settings of a run and where they come from."""
+    """The settings of a run, and where each of them comes from."""
 
     settings: Settings
     origins: dict[str, str]
     """For each setting: ``"command line seed=1"``, ``"code"``, ``"environment FIT_PRECISION"``, ``"file fit.yaml:3"``, ``"fast_dev_run"``,
-    ``"overfit_batches"``
-    or ``"default"``. Options of a strategy or a precision have their origins in :attr:`engine.config.named_options.NamedOptions.origins`."""
+    ``"overfit_batches"`` or ``"default"``. The origins of a strategy's or a precision's options are in
+    :attr:`engine.config.named_options.NamedOptions.origins`."""
     sections: dict[str, Any] = field(default_factory=dict)
     """The requested sections of the file, as plain values."""
     file: Path | None = None
@@ -77,19 +78,19 @@ def resolve(
     earlier: Mapping[str, Any] | None = None,
     earlier_origin: str = "",
 ) -> Resolved:
-    """Resolve the settings: command line > code > environment > file > earlier run > default.
+    """Determine the settings: command line > code > environment > file > earlier run > default.
 
     Args:
         arguments: arguments of ``Fit`` in code; :data:`UNSET` marks those that were not given.
         environ: ``os.environ``. ``FIT_<NAME>`` is a setting as YAML; ``FIT_CONFIG`` names the file.
         file: the YAML file. ``None``: the one that ``FIT_CONFIG`` names, else ``./fit.yaml`` if there is one.
-        overrides: ``name=value`` texts of the command line, values as YAML; the last one of a name wins. ``strategy.stage=3`` changes one
-            key of a mapping from any source; a plain strategy becomes one. Those of ``sections`` are left to the caller.
-        sections: top-level keys of the file that the caller reads (:data:`SECTIONS`); elsewhere they are an error.
-        earlier, earlier_origin: settings and sections of an earlier run as plain values, and where they are from.
+        overrides: ``name=value`` texts of the command line, with values in YAML; the last text for a name wins. ``strategy.stage=3`` changes
+            one key of a mapping from any source, and turns the name of a strategy into a mapping. Texts for ``sections`` are left to the caller.
+        sections: top-level keys of the file that the caller reads (:data:`SECTIONS`); other sections in the file are an error.
+        earlier, earlier_origin: settings and sections of an earlier run as plain values, and where these come from.
 
     Raises:
-        ValueError, TypeError: a name or a value that is not possible, with its origin.
+        ValueError, TypeError: a name or a value is not possible; the message states its origin.
         OSError: the file cannot be read; ``FileNotFoundError``: the named file does not exist.
     """
     values: dict[str, Any] = {}
@@ -131,6 +132,7 @@ _Entries = Iterator[tuple[str, Node, str]]
 
 
 def _from_environment(environ: Mapping[str, str]) -> _Entries:
+    """Yield the name, the YAML node and the origin of each setting in the environment."""
     for variable, text in environ.items():
         if not variable.startswith(PREFIX) or variable in RESERVED:
             continue
@@ -145,6 +147,7 @@ def _from_environment(environ: Mapping[str, str]) -> _Entries:
 
 
 def _path(environ: Mapping[str, str], file: Path | None) -> Path | None:
+    """The path of the file of settings; ``None``: no file is requested, and there is none in the current directory."""
     requested = file if file is not None else environ.get("FIT_CONFIG")
     path, reason = Path(requested or DEFAULT_FILE), "is not a file"
     try:
@@ -161,6 +164,7 @@ def _path(environ: Mapping[str, str], file: Path | None) -> Path | None:
 
 
 def _from_file(path: Path) -> list[tuple[str, Node, str]]:
+    """The name, the YAML node and the origin of each top-level key of a file."""
     origin = f"file {path}"
     root = yaml_text.compose(yaml_text.read_file(path), origin, lines=True)
     if root is None:
@@ -171,6 +175,7 @@ def _from_file(path: Path) -> list[tuple[str, Node, str]]:
 
 
 def _check_name(name: str, origin: str) -> None:
+    """Raise an error unless ``name`` is a setting."""
     if name in SECTIONS:
         code_hint = "; Fit(callbacks=[...]) takes callbacks in code only" if name == "callbacks" else ""
         if origin.startswith("file "):
@@ -185,10 +190,11 @@ def _check_name(name: str, origin: str) -> None:
 
 
 def read_value(name: str, node: Node, origin: str, *, lines: bool = False) -> Any:
-    """The checked value of the setting ``name``; ``origin`` starts each error, with the line of the key if ``lines``.
+    """Read and check the value of the setting ``name``. Errors start with ``origin``, or, if it ends in a line (``lines``), with the line of the
+    wrong key.
 
     Raises:
-        ValueError, TypeError: it is not possible.
+        ValueError, TypeError: the value is not possible.
     """
     kind = KINDS[name]
     try:
@@ -200,7 +206,7 @@ def read_value(name: str, node: Node, origin: str, *, lines: bool = False) -> An
     if isinstance(kind, ByName) and isinstance(value, dict):
         value = kind.from_mapping(name, value, {"": origin, **origins})
     try:
-        return kind.normal(name, value)
+        return kind.normalized(name, value)
     except (ValueError, TypeError) as error:
         key_origin = next((key_origin for key, key_origin in origins.items() if repr(key) in str(error)), origin)
         raise type(error)(f"{key_origin}: {error}") from None
@@ -209,7 +215,8 @@ def read_value(name: str, node: Node, origin: str, *, lines: bool = False) -> An
 def _apply_command_line(
     overrides: Sequence[str], values: dict[str, Any], origins: dict[str, str], sections: Sequence[str]
 ) -> None:
-    """Apply ``max_epochs=3`` and ``strategy.stage=3`` to ``values`` and ``origins``: whole settings first, then single keys, in order.
+    """Apply texts such as ``max_epochs=3`` and ``strategy.stage=3`` to ``values`` and ``origins``: first whole settings, then single keys, each in
+    order.
 
     Raises:
         ValueError, TypeError: a text without ``=``, an unknown setting, or a value that is not possible.
@@ -240,7 +247,7 @@ def _apply_command_line(
 
 
 def _set_key(path: list[str], node: Node, origin: str, values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Set one key of a setting's mapping, which another source may have given."""
+    """Set one key of the mapping that is the setting's value, from whatever source it comes."""
     setting, *keys = path
     if node is None:
         raise ValueError(f"{origin}: {'.'.join(path)} is empty: give a value, or null for None")
@@ -275,7 +282,7 @@ def _set_key(path: list[str], node: Node, origin: str, values: dict[str, Any], o
         origins[setting] = origin if origins[setting] == "default" else origins[setting]
         return
     try:
-        values[setting] = kind.normal(setting, mapping)
+        values[setting] = kind.normalized(setting, mapping)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{origin}: {error}") from None
     origins[setting] = origin if origins[setting] == "default" else f"{origin}, over {origins[setting]}"
@@ -285,4 +292,5 @@ _DEFAULTS: dict[str, Any] = {name: getattr(Settings(), name) for name in KINDS}
 
 
 def _key(text: str) -> Any:
+    """A key of a mapping; digits become an int."""
     return int(text) if text.isdecimal() else text

@@ -1,4 +1,4 @@
-"""Every argument of ``Fit``: its kind, default and meaning."""
+"""The settings: every argument of ``Fit`` with its kind, default and meaning."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ _TEN_MINUTES, _HALF_HOUR = Duration("seconds", 600), Duration("seconds", 1800)
 
 
 def setting(kind: Kind, default: Any) -> Any:
-    """A field of :class:`Settings`. The text under the field is its documentation."""
+    """A field of :class:`Settings`. The docstring under the field is its documentation."""
     return field(default=default, metadata={"kind": kind})
 
 
 # Fit.__init__ repeats names, types and texts, so that editors show them. After a change: python tests/tools/settings_text.py --write
 @dataclass(frozen=True)
 class Settings:
-    """All arguments of ``Fit``, checked and in one form each.
+    """All arguments of ``Fit``, checked and normalized.
 
-    A setting is one field: its kind checks a value and gives it its normal form (durations become :class:`Duration`, precision names the library's
-    own, ``callbacks`` a tuple, ``root_dir`` a ``Path``), and the text under it is its documentation.
+    Each field is a setting. Its kind checks and normalizes the value (durations become :class:`Duration`, precision names the library's own,
+    ``callbacks`` a tuple, ``root_dir`` a ``Path``), and the docstring under the field is its documentation.
 
     Raises:
-        ValueError, TypeError: a value that is not possible; the message names the argument, the value and what is possible.
+        ValueError, TypeError: a value is not possible; the message names the argument, the value and what is possible.
     """
 
     strategy: Any = setting(StrategyName(), "auto")
@@ -69,8 +69,8 @@ class Settings:
     max_epochs: int | None = setting(WholeNumber(0, none="no limit of epochs"), None)
     """Stop after this many epochs. 1 when neither this nor ``max_steps`` nor ``max_time`` is given."""
     min_epochs: int | None = setting(WholeNumber(0, none="no minimum"), None)
-    """Epochs before which callbacks (early stopping), ``run.stop()`` and ``max_time`` do not end the training; an earlier wish to stop is met
-    then."""
+    """Epochs before which callbacks (early stopping), ``run.stop()`` and ``max_time`` do not end the training; an earlier request to stop takes
+    effect then."""
     max_steps: int | None = setting(WholeNumber(0, none="no limit of steps"), None)
     """Stop after this many optimizer steps."""
     min_steps: int | None = setting(WholeNumber(0, none="no minimum"), None)
@@ -126,30 +126,30 @@ class Settings:
     detect_anomaly: bool = setting(Flag(), False)
     """Autograd checks every backward pass for NaN and shows the forward operation it comes from. Slow; for debugging."""
     seed: int | None = setting(WholeNumber(0, 2**32 - 1, none="no seeding"), None)
-    """Seed of python, numpy and torch, and of the data order; 0 to 2**32 - 1. ``None`` seeds nothing. It is set as the run starts: for the first
-    weights of a module that exists by then, call ``seed_everything`` before."""
+    """Seed of python, numpy and torch, and of the data order; 0 to 2**32 - 1. ``None`` seeds nothing. It is set when the run starts: to seed the
+    first weights of a module that is created earlier, call ``seed_everything`` before."""
     on_nonfinite: str | None = setting(Word("raise", "skip", none="no check"), None)
-    """A step whose gradient norm is not finite: ``"raise"`` an error, ``"skip"`` the step, or ``None``: no check."""
+    """The reaction to a step whose gradient norm is not finite: ``"raise"`` an error, ``"skip"`` the step, or ``None``: no check."""
     timeout: Duration | None = setting(Time(1, none="no watch"), _TEN_MINUTES)
     """Maximum time without a finished batch, and for a collective, after the first step: several ranks then end with an error that names
     those that lag; a single process logs its position. ``None``: ``start_timeout`` applies throughout, without monitoring."""
     start_timeout: Duration = setting(Time(1), _HALF_HOUR)
-    """Maximum time without a sign of life, and for a collective, up to the first step: processes connect, data are prepared, the model is
+    """Maximum time without a sign of life, and for a collective, until the first step, while processes connect, data is prepared and the model is
     compiled."""
     check: bool = setting(Flag(), False)
     """Compare the ranks before the first step: parameters, lengths of loaders, structure of the first batch, and that batches arrive unchanged."""
     debug: bool = setting(Flag(), False)
     """Compare operation, shapes and dtypes over the ranks before each collective: an error instead of a hang. Slow; for debugging."""
     gc_every_n_steps: int = setting(WholeNumber(0), 50)
-    """Python's garbage collector runs at every n-th optimizer step, on all ranks at once, and not in between; 0: automatic, as Python does."""
+    """Run Python's garbage collector at every n-th optimizer step, on all ranks at once, and not in between; 0: automatically, as Python does."""
     reload_best: bool = setting(Flag(), False)
-    """After the training the module takes the weights of the best checkpoint, by a ``ModelCheckpoint``'s ``monitor``."""
+    """After the training, load the weights of the best checkpoint, by the ``monitor`` of a ``ModelCheckpoint``, into the module."""
     root_dir: Path = setting(Folder(), Path("runs"))
     """Where checkpoints and logs are written. The first run uses this folder, each later run a numbered folder in it."""
 
     def __post_init__(self) -> None:
         for name, kind in KINDS.items():
-            object.__setattr__(self, name, kind.normal(name, getattr(self, name)))
+            object.__setattr__(self, name, kind.normalized(name, getattr(self, name)))
         combinations.check_settings(self)
         for name, value in combinations.implied(self).items():
             object.__setattr__(self, name, value)
@@ -164,15 +164,15 @@ class Settings:
 
 
 KINDS: dict[str, Kind] = {declared.name: declared.metadata["kind"] for declared in fields(Settings)}
-"""Setting -> its kind."""
+"""Name of a setting -> its kind."""
 
 
 def check(name: str, value: object) -> Any:
-    """The ``value`` of the setting ``name`` in its normal form, for code that takes one setting alone.
+    """Check a ``value`` of the setting ``name``, for code that takes one setting alone, and return it normalized.
 
     Raises:
-        ValueError, TypeError: as :class:`Settings`. An unknown ``name`` is a ValueError with the nearest one.
+        ValueError, TypeError: as :class:`Settings`; also a ValueError for an unknown ``name``, which names the nearest one.
     """
     if name not in KINDS:
         raise ValueError(f"{name!r} is not a setting{nearest(name, KINDS)}; possible: {', '.join(KINDS)}")
-    return KINDS[name].normal(name, value)
+    return KINDS[name].normalized(name, value)

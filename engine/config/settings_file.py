@@ -1,4 +1,5 @@
-"""Files of settings as text: one with the documentation of each setting, which is the text under its field, and one of a run."""
+"""Files of settings as text: a file with every setting and its documentation, which is the docstring under its field, and a file with a run's
+settings."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ from engine.config.settings import KINDS, Settings
 from engine.config.yaml_text import flow
 
 WIDTH = 110
+"""Columns of a line of documentation in a file."""
 CODE_ONLY = tuple(name for name, kind in KINDS.items() if kind.code_only)
-"""Settings that a file cannot give."""
+"""Settings that a file cannot contain."""
 
 
 @functools.cache
 def field_texts(cls: type = Settings) -> dict[str, str]:
-    """Field -> the text under it in the source, on one line."""
+    """Name of a field -> the docstring under the field in the source, on one line."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     body = tree.body[0].body  # type: ignore[attr-defined]
     texts: dict[str, str] = {}
@@ -34,22 +36,22 @@ def field_texts(cls: type = Settings) -> dict[str, str]:
 
 
 def documentation(cls: type = Settings) -> dict[str, str]:
-    """Field -> the text under it in the source, as plain text with YAML's words."""
-    return {name: _plain_text(text) for name, text in field_texts(cls).items()}
+    """Name of a field -> the docstring under the field as text without markup, with YAML's ``null`` for ``None``."""
+    return {name: _without_markup(text) for name, text in field_texts(cls).items()}
 
 
-def _plain_text(text: str) -> str:
+def _without_markup(text: str) -> str:
     text = re.sub(r":\w+:`~?([^`]*)`", r"\1", text)
     return text.replace("``None``", "null").replace("``", "")
 
 
 def document(values: Mapping[str, Any], head: Sequence[str] = ()) -> str:
-    """The text of a file with every setting and its documentation. Settings in ``values`` have their value; all others are comments with their
-    default.
+    """The text of a file with every setting and its documentation. Settings in ``values`` have these values; all others are in comments, with their
+    defaults.
 
     Args:
         values: settings as plain values; a strategy or a precision may be a mapping with its name.
-        head: the first lines of comment.
+        head: lines of comment to add at the top.
     """
     texts = documentation()
     lines = [f"# {line}".rstrip() for line in (*_HEAD, *head)]
@@ -70,9 +72,9 @@ def document(values: Mapping[str, Any], head: Sequence[str] = ()) -> str:
 
 
 def as_yaml(config: Mapping[str, Mapping[str, Any]]) -> str:
-    """The result of :func:`engine.config.masked.with_origins` as a file of settings: ``name: value  # origin``.
+    """Format the result of :func:`engine.config.masked.with_origins` as a file of settings with lines ``name: value  # origin``.
 
-    Callbacks created in code are in a comment.
+    Callbacks that were created in code are commented out.
     """
     lines = []
     for name, entry in config.items():
@@ -89,7 +91,7 @@ _HEAD = (
 
 
 def _block(name: str, value: Any) -> list[str]:
-    """A setting; one line per key of a mapping."""
+    """The lines for one setting; a mapping has one line per key."""
     if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
         return [f"{name}:", *(f"  {key}: {flow(inner)}" for key, inner in value.items())]
     return [f"{name}: {flow(value)}"]

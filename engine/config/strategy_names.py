@@ -1,4 +1,4 @@
-"""The names of our strategies, and where each is, in the form in which other packages register theirs. Imports none of them."""
+"""The names of the library's strategies and where each is defined, in the form in which other packages register theirs. Imports no strategy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 from importlib.metadata import EntryPoint
 
 GROUP = "engine.strategies"
-"""The entry-point group for strategies: callables whose arguments have defaults."""
+"""The entry-point group of strategies, which are callables whose arguments all have defaults."""
 _DEEPSPEED = "engine.strategies.deepspeed"
 BUILT_IN = {
     name: EntryPoint(name, value, GROUP)
@@ -29,6 +29,6 @@ BUILT_IN = {
 
 
 def is_there(point: EntryPoint) -> bool:
-    """Whether the code of one of our strategies is in this installation. Imports the package that it is in."""
+    """Check whether this installation contains the code of one of the library's strategies. Imports the package that contains the module."""
     spec = importlib.util.find_spec(point.module)
     return spec is not None and spec.has_location  # a removed folder that still has its __pycache__ has none

@@ -1,6 +1,6 @@
-"""Creates an object from plain options, each checked against the class's annotations.
+"""Creates an object from plain options, each of which is checked against the class's annotations.
 
-Options are data: nothing in them is imported, called or read as another file, because a file of settings may come from anyone.
+Options are data: nothing that they name is imported, called or read as a file, because a file of settings may come from anyone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DTYPES = {
 
 
 def dtype(text: str) -> torch.dtype:
-    """``"bf16"``, ``"bfloat16"`` and ``"torch.bfloat16"`` are ``torch.bfloat16``."""
+    """The dtype with this name: ``"bf16"``, ``"bfloat16"`` and ``"torch.bfloat16"`` are ``torch.bfloat16``."""
     name = text.removeprefix("torch.")
     if name not in _DTYPES:
         raise ValueError(f"unknown dtype{nearest(name, _DTYPES)}; possible: {', '.join(_DTYPES)}")
@@ -42,11 +42,11 @@ def dtype(text: str) -> torch.dtype:
 
 
 TEXT_READERS: dict[Any, Callable[[str], Any]] = {Path: lambda text: Path(text).expanduser(), torch.dtype: dtype}
-"""How text becomes an object of a type that YAML has no form for; :mod:`engine.cli.object_parser` gives these to jsonargparse."""
+"""Type without a form in YAML -> a function that reads its objects from text; :mod:`engine.cli.object_parser` registers these with jsonargparse."""
 
 
 def construct(setting: str, requested: NamedOptions, make: Callable[..., Any]) -> Any:
-    """Call ``make`` with the options of ``requested``, each in the type of its annotation.
+    """Call ``make`` with the options of ``requested``, each converted to its annotated type.
 
     Args:
         setting: the setting's name, for errors.
@@ -54,8 +54,8 @@ def construct(setting: str, requested: NamedOptions, make: Callable[..., Any]) -
         make: a class or a function without positional arguments; its public arguments are the options.
 
     Raises:
-        ValueError: an option that does not exist or is not possible, with its origin and the nearest one.
-        TypeError: an option of another type than its annotation.
+        ValueError: an option does not exist, or its value is not possible; the message states its origin and the nearest option.
+        TypeError: the value of an option has another type than its annotation.
     """
     option_types = hints(make)
     values = {}
@@ -68,7 +68,7 @@ def construct(setting: str, requested: NamedOptions, make: Callable[..., Any]) -
         try:
             values[key] = converted(option_types[key], value, f"{setting}.{key}")
         except (ValueError, TypeError) as error:
-            raise _builtin_class(error)(f"{_origin(requested, str(error), key)}{error}") from None
+            raise _builtin_class(error)(f"{_prefix_of_innermost(requested, str(error), key)}{error}") from None
     try:
         return make(**values)
     except (ValueError, TypeError, OSError) as error:
@@ -79,18 +79,18 @@ def construct(setting: str, requested: NamedOptions, make: Callable[..., Any]) -
 
 
 def _builtin_class(error: Exception) -> type[Exception]:
-    """The built-in class of an error; others may not take a text alone."""
+    """The built-in class of an error, which can be created from a message alone; a subclass may need more."""
     return next(cls for cls in (TypeError, ValueError, OSError) if isinstance(error, cls))
 
 
-def _origin(requested: NamedOptions, message: str, key: str) -> str:
-    """The origin of the innermost key that an error names."""
+def _prefix_of_innermost(requested: NamedOptions, message: str, key: str) -> str:
+    """The start of an error about the option ``key``: the origin of the innermost key inside it that ``message`` names."""
     inner_paths = [path for path in requested.origins if path.startswith(f"{key}.") and f".{path}=" in message]
     return requested.error_prefix(max(inner_paths, key=len, default=key))
 
 
 def hints(make: Callable[..., Any]) -> dict[str, Any]:
-    """The options that ``make`` takes by name, each with its type; ``Any`` if the annotation cannot be read."""
+    """The arguments that ``make`` takes by name, each with its type; ``Any`` if the annotation cannot be read."""
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     signature_parameters = inspect.signature(make).parameters.items()
     names = [name for name, parameter in signature_parameters if parameter.kind in kinds and not name.startswith("_")]
@@ -99,11 +99,11 @@ def hints(make: Callable[..., Any]) -> dict[str, Any]:
         try:
             annotations.update(typing.get_type_hints(source))
         except (NameError, TypeError, AttributeError):
-            continue  # names that are imported for type checking only
+            continue  # an annotation names what is imported for type checking only
     return {name: annotations.get(name, Any) for name in names}
 
 
-NOT_THIS_TYPE: Any = object()  # "not of this type"
+NOT_THIS_TYPE: Any = object()  # returned instead of a value that does not have the type
 _NULL, _QUOTES = " (null in YAML)", "; in YAML, write it in quotes"
 _REBUILT = (tuple, set, frozenset)
 _LISTS = (*_REBUILT, list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
@@ -113,20 +113,20 @@ SCALARS = (bool, int, float, str, type(None))
 
 
 def converted(hint: Any, value: Any, name: str) -> Any:
-    """``value`` as the type ``hint``.
+    """Convert ``value`` to the type ``hint``.
 
-    Text becomes a path, an enum's member, or what jsonargparse reads it as for a type without a YAML form (``timedelta``); a whole
-    number a float; a scalar of numpy or torch Python's; a list a tuple or a set; a mapping a dataclass.
+    Text is converted to a path, to a member of an enum, or, for a type without a form in YAML (``timedelta``), to what jsonargparse reads; an
+    int to a float; a scalar of numpy or torch to Python's; a list to a tuple or a set; a mapping to a dataclass.
 
     Raises:
-        TypeError: it is of another type.
-        ValueError: it has the type, but is not a possible value.
+        TypeError: the value has another type.
+        ValueError: the value has the type, but is not possible.
     """
     members = typing.get_args(hint) if typing.get_origin(hint) in _UNIONS else (hint,)
     if getattr(value, "shape", None) == () and not {bool, int, float}.isdisjoint(members):
         value = value.item()
     failed: Exception | None = None
-    # Those of its exact type first, so that 1 stays an int where ints are allowed.
+    # Try the value's exact type first, so that 1 stays an int where ints are allowed.
     for member in sorted(members, key=lambda member: member is not type(value)):
         if member is bool and not isinstance(value, bool) and int in members:
             continue  # 1 is a number here
@@ -145,7 +145,7 @@ def converted(hint: Any, value: Any, name: str) -> Any:
 
 
 def checked(call: str, types_by_name: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a Python ``call`` in their types.
+    """Convert the arguments of a Python ``call`` to their types.
 
     Args:
         call: the name of what is called, for errors.
@@ -163,6 +163,7 @@ def checked(call: str, types_by_name: Mapping[str, Any], values: Mapping[str, An
 
 
 def _by_type(hint: Any, value: Any, name: str) -> Any:
+    """Convert a value to a type that is not a union; :data:`NOT_THIS_TYPE` if it has another type."""
     kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind is typing.Annotated:
         return converted(arguments[0], value, name)
@@ -186,6 +187,7 @@ def _by_type(hint: Any, value: Any, name: str) -> Any:
 
 
 def _choice(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
+    """The one of a ``Literal``'s values that is given, enum members by name; :data:`NOT_THIS_TYPE` if the type matches none."""
     choices = {member.name if isinstance(member, Enum) else member: member for member in arguments}
     if type(value) not in map(type, choices):
         return value if any(value is member for member in arguments) else NOT_THIS_TYPE
@@ -195,10 +197,11 @@ def _choice(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
 
 
 def _mapping(arguments: tuple[Any, ...], value: Mapping[Any, Any], name: str) -> Any:
+    """A dict with converted keys and values."""
     key_hint, value_hint = arguments or (Any, Any)
     entries = {}
     for key, item in value.items():
-        # JSON, and so a checkpoint's manifest, has keys of text only.
+        # In JSON, and so in a checkpoint's manifest, keys are always text.
         typed_key = int(key) if key_hint is int and isinstance(key, str) and key.isdecimal() else key
         typed_key = converted(key_hint, typed_key, f"a key of {name}: {key}")
         entries[typed_key] = converted(value_hint, item, f"{name}.{key}")
@@ -206,6 +209,7 @@ def _mapping(arguments: tuple[Any, ...], value: Mapping[Any, Any], name: str) ->
 
 
 def _list(kind: Any, arguments: tuple[Any, ...], value: Any, name: str) -> Any:
+    """A collection of ``kind`` with converted items; :data:`NOT_THIS_TYPE` if the value is no list."""
     if not isinstance(value, (list, kind if kind in _REBUILT else tuple)):
         return NOT_THIS_TYPE
     fixed = kind is tuple and arguments and arguments[-1] is not Ellipsis
@@ -219,6 +223,7 @@ def _list(kind: Any, arguments: tuple[Any, ...], value: Any, name: str) -> Any:
 
 
 def _dataclass(kind: Any, value: Mapping[Any, Any], name: str) -> Any:
+    """Create a dataclass from a mapping of its fields, each converted to its annotated type."""
     field_types = hints(kind)
     for key in value:
         if key not in field_types:
@@ -232,7 +237,7 @@ def _dataclass(kind: Any, value: Mapping[Any, Any], name: str) -> Any:
 
 
 def _read(kind: type, text: str, name: str) -> Any:
-    """An object of a type that YAML has no form for."""
+    """Read an object of a type without a form in YAML from text; :data:`NOT_THIS_TYPE` if no reader for the type is known."""
     if issubclass(kind, Enum):
         if text not in kind.__members__:
             raise unknown_word(name, text, kind.__members__, type_text(kind))
@@ -252,7 +257,7 @@ def _read(kind: type, text: str, name: str) -> Any:
 
 
 def is_data(hint: Any) -> bool:
-    """Whether values of a type consist of numbers and text, alone or in mappings and lists."""
+    """Check whether values of a type consist of numbers and text only, alone or in mappings and lists."""
     kind, inner_hints = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind is typing.Literal or kind is None or kind is Ellipsis:
         return True
@@ -264,7 +269,7 @@ def is_data(hint: Any) -> bool:
 
 
 def type_text(hint: Any) -> str:
-    """A type as an error names it: ``bool, int or None``."""
+    """How an error message names a type: ``bool, int or None``."""
     kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind in _UNIONS:
         words = list(dict.fromkeys(map(type_text, arguments)))

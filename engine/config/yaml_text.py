@@ -1,4 +1,4 @@
-"""Reads and writes YAML. Untrusted text is read as plain values only, with the line of each key, and nothing in it is ever called."""
+"""Reads and writes YAML. Untrusted text is read as plain values only, with the line of each key; nothing in the text is ever called."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 1_000_000
 """The maximum size of a file of settings."""
 MAX_NODES = 20_000
-"""The maximum number of values, with aliases expanded."""
+"""The maximum number of values in a document, with aliases expanded."""
 
 Node = Any  # a yaml.Node, whose stub leaves out its fields, or None for an empty document
 Entry = tuple[str, Node, str]
@@ -34,16 +34,16 @@ PLAIN_FORMS = tuple(
         ("float", r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|[-+]?\.inf|\.nan"),
     )
 )
-"""Patterns of unquoted words that are not text, with their tags."""
-_PLAIN = frozenset(_CORE + kind for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge"))
+"""Tags, and patterns of the unquoted words that have these tags instead of being text."""
+_ALLOWED_TAGS = frozenset(_CORE + kind for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge"))
 
 
 def read_file(path: Path) -> str:
-    """The text of a file of settings; the null device is empty.
+    """The text of a file of settings; the null device counts as an empty file.
 
     Raises:
-        ValueError: it is not a regular file, is larger than :data:`MAX_BYTES`, or not UTF-8.
-        OSError: it cannot be read.
+        ValueError: the file is not a regular file, is larger than :data:`MAX_BYTES`, or is not UTF-8.
+        OSError: the file cannot be read.
     """
     if str(path) == os.devnull:
         return ""
@@ -67,14 +67,14 @@ def read_file(path: Path) -> str:
 
 
 def compose(text: str, origin: str, *, lines: bool = False) -> Node:
-    """The document in ``text``, as nodes with plain values only.
+    """Parse the document in ``text`` into nodes, which contain plain values only.
 
     Args:
-        origin: where the text is from, for errors.
-        lines: whether errors name the line, as ``origin:line``.
+        origin: where the text comes from, for errors.
+        lines: whether errors state the line, as ``origin:line``.
 
     Raises:
-        ValueError: not valid YAML; a tag for objects; a duplicate key; aliases that are circular or multiply.
+        ValueError: the text is not valid YAML, or has a tag for objects, a duplicate key, or aliases that are circular or expand to too much.
     """
     import yaml
 
@@ -92,14 +92,15 @@ def compose(text: str, origin: str, *, lines: bool = False) -> Node:
 
 
 def items_with_lines(node: Node, origin: str, *, lines: bool = False) -> Iterator[Entry]:
-    """Key, value and line of each entry of a mapping, including merged ones (the mapping's own come first and win)."""
+    """Yield the key, the value and the line of each entry of a mapping: first its own entries, then those it merges, unless the mapping has the key
+    already."""
     own_entries = (
-        (str(key.value), value, _where(origin, key, lines)) for key, value in node.value if not _is_merge(key)
+        (str(key.value), value, _origin_of(origin, key, lines)) for key, value in node.value if not _is_merge(key)
     )
     seen = set()
     for name, value, line_origin in (
         *own_entries,
-        *(entry for base in _bases(node) for entry in items_with_lines(base, origin, lines=lines)),
+        *(entry for base in _merged_mappings(node) for entry in items_with_lines(base, origin, lines=lines)),
     ):
         if name not in seen:
             seen.add(name)
@@ -110,7 +111,7 @@ def construct(node: Node) -> Any:
     """The plain value of a node.
 
     Raises:
-        ValueError: a value that does not fit its tag, such as ``!!int abc``.
+        ValueError: a value does not fit its tag, as in ``!!int abc``.
     """
     loader = _loader()("")
     try:
@@ -122,7 +123,7 @@ def construct(node: Node) -> Any:
 
 
 def origins_of_keys(node: Node, origin: str, *, lines: bool = False) -> dict[str, str]:
-    """The line of each key in a mapping, by its dotted path."""
+    """The line of each key in a mapping and in the mappings inside it, by the key's dotted path."""
     origins: dict[str, str] = {}
     if node is not None and node.id == "mapping":
         for name, value, line_origin in items_with_lines(node, origin, lines=lines):
@@ -142,19 +143,23 @@ def is_text(node: Node) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """The error's message without its line breaks."""
+    """The message of an error on one line."""
     return " ".join(str(error).split())
 
 
 def _check(root: Node, origin: str, lines: bool) -> None:
+    """Raise an error for a tag for objects, a circular alias, a duplicate key, or too many values, anywhere in a document."""
     sizes: dict[int, int] = {}
 
     def size(node: Node, ancestors: tuple[int, ...]) -> int:
+        """The number of values in a node, with aliases expanded, once the node is checked."""
         if id(node) in ancestors:
-            raise ValueError(f"{_where(origin, node, lines)}: an alias is inside the value that it refers to")
-        if node.tag not in _PLAIN:
+            raise ValueError(f"{_origin_of(origin, node, lines)}: an alias is inside the value that it refers to")
+        if node.tag not in _ALLOWED_TAGS:
             tag = str(node.tag).replace(_CORE, "!!")
-            raise ValueError(f"{_where(origin, node, lines)}: the tag {tag!r} is refused: settings are plain values")
+            raise ValueError(
+                f"{_origin_of(origin, node, lines)}: the tag {tag!r} is refused: settings are plain values"
+            )
         if id(node) not in sizes:
             inner: list[Node] = []
             if node.id == "mapping":
@@ -165,7 +170,7 @@ def _check(root: Node, origin: str, lines: bool) -> None:
             sizes[id(node)] = 1 + sum(size(part, (*ancestors, id(node))) for part in inner)
         if sizes[id(node)] > MAX_NODES:
             raise ValueError(
-                f"{_where(origin, node, lines)}: has more than {MAX_NODES:,} values with aliases expanded, too many for settings"
+                f"{_origin_of(origin, node, lines)}: has more than {MAX_NODES:,} values with aliases expanded, too many for settings"
             )
         return sizes[id(node)]
 
@@ -176,9 +181,10 @@ def _check(root: Node, origin: str, lines: bool) -> None:
 
 
 def _check_keys(node: Node, origin: str, lines: bool) -> None:
+    """Raise an error for a key that is not a scalar or is given twice, and for a merge of something other than mappings."""
     seen: dict[str, str] = {}
     for key, value in node.value:
-        place = _where(origin, key, lines)
+        place = _origin_of(origin, key, lines)
         if key.id != "scalar":
             raise ValueError(f"{place}: a {key.id} as a key; a key is a name or a number")
         if key.value in seen:
@@ -190,15 +196,16 @@ def _check_keys(node: Node, origin: str, lines: bool) -> None:
             raise ValueError(f"{place}: '<<' merges mappings; give an alias of one")
 
 
-def _bases(node: Node) -> list[Node]:
+def _merged_mappings(node: Node) -> list[Node]:
+    """The mappings that a mapping merges with ``<<``."""
     merged = [value for key, value in node.value if _is_merge(key)]
     return [base for value in merged for base in (value.value if value.id == "sequence" else [value])]
 
 
 def _without_merges(node: Node) -> Node:
-    """The node, with merged entries written out in place: versions of PyYAML differ in which entry of a merge within a merge wins."""
+    """Return the node with merged entries written out, changed in place: versions of PyYAML differ in which entry wins in a merge within a merge."""
     if node.id == "mapping":
-        node.value = list(_pairs(node).values())
+        node.value = list(_entries_by_name(node).values())
         for _, value in node.value:
             _without_merges(value)
     elif node.id == "sequence":
@@ -207,11 +214,11 @@ def _without_merges(node: Node) -> Node:
     return node
 
 
-def _pairs(node: Node) -> dict[str, tuple[Node, Node]]:
-    """Key and value of each entry by name: the bases' entries first, and the mapping's own in their place."""
+def _entries_by_name(node: Node) -> dict[str, tuple[Node, Node]]:
+    """The key and value nodes of each entry by name, merged entries included; the mapping's own entries take precedence."""
     pairs: dict[str, tuple[Node, Node]] = {}
-    for base in reversed(_bases(node)):
-        pairs |= _pairs(base)
+    for base in reversed(_merged_mappings(node)):
+        pairs |= _entries_by_name(base)
     return pairs | {str(key.value): (key, value) for key, value in node.value if not _is_merge(key)}
 
 
@@ -219,13 +226,14 @@ def _is_merge(key: Node) -> bool:
     return bool(key.tag == _CORE + "merge")
 
 
-def _where(origin: str, node: Node, lines: bool) -> str:
+def _origin_of(origin: str, node: Node, lines: bool) -> str:
+    """The origin of a node, with its line if ``lines``."""
     return f"{origin}:{node.start_mark.line + 1}" if lines else origin
 
 
 @functools.cache
 def _loader() -> type[yaml.SafeLoader]:
-    """PyYAML's safe loader with YAML 1.2's numbers: 1e-3 is one (1.1: text), and 10:30 is not (1.1: 630)."""
+    """PyYAML's safe loader with the numbers of YAML 1.2: 1e-3 is a number (text in 1.1), and 10:30 is text (630 in 1.1)."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -248,10 +256,10 @@ def flow(value: Any) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically: a crash leaves the old one or the whole new one; a new file gets the usual permissions.
+    """Write a file atomically: after a crash there is the old file or the whole new one. A new file gets the usual permissions.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -273,14 +281,14 @@ def _umask() -> int:
     return mask
 
 
-def _text(dumper: Any, text: str) -> Any:
-    # On one line, and never empty: other styles fold, and an empty text is not a value.
+def _represent_text(dumper: Any, text: str) -> Any:
+    # Quotes keep the text on one line, where other styles would fold it, and make an empty text a value.
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, '"' if "\n" in text or not text else None)
 
 
 @functools.cache
 def _dumper() -> type[yaml.SafeDumper]:
-    """PyYAML's safe dumper, which quotes text that our reader would not read as text."""
+    """PyYAML's safe dumper, changed to quote text that our reader would not read as text."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -291,5 +299,5 @@ def _dumper() -> type[yaml.SafeDumper]:
 
     for tag, pattern in PLAIN_FORMS:
         Dumper.add_implicit_resolver(tag, pattern, None)
-    Dumper.add_representer(str, _text)
+    Dumper.add_representer(str, _represent_text)
     return Dumper

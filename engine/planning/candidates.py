@@ -26,34 +26,34 @@ from engine.transforms.blocks import repeated, user_module
 RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
 """Settings of ``activation_checkpointing``, from the most memory to the least."""
 _MOST_TP = 16
-"""Tensor parallel stays within a node, and beyond this many ranks its products are too small to be worth it."""
+"""The maximum degree of tensor parallel: it stays within a node, and beyond this many ranks its products are too small to be worth it."""
 _DOUBLINGS = 2
-"""A search goes up to four times the given micro-batch: larger ones gain little, and the given one is somebody's choice."""
+"""How often a search doubles the given micro-batch at most: larger ones gain little, and the user has chosen the given one."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A strategy with its degrees, on all ranks."""
+    """A strategy with its degrees on all ranks."""
 
     strategy: Any
     """Value for ``Fit(strategy=...)``: a name, a mapping with a name, or an object."""
     data_ranks: int
     """Ranks that see different samples."""
     shards: int
-    """Ranks that share the parameters, gradients and optimizer state of one copy of the model."""
+    """Ranks over which the parameters, gradients and optimizer state of one copy of the model are sharded."""
     offloaded: bool = False
     """Whether parameters or optimizer state are in host memory."""
     sharded_parameters: bool = True
-    """Whether parameters and gradients are shared too, not only the optimizer state."""
+    """Whether parameters and gradients are sharded too, not only the optimizer state."""
     is_requested: bool = False
     """Whether the user has asked for this layout."""
     bounded: bool = True
-    """Whether ``shards`` says how much of the model state a rank has; not of strategies that others wrote."""
+    """Whether ``shards`` tells how much of the model state a rank holds; false for strategies that the library does not provide."""
     sizes: tuple[tuple[str, int], ...] = ()
-    """Degrees of the strategy, if ``strategy`` does not state them."""
+    """The degrees of the strategy where ``strategy`` does not state them."""
 
     def degree(self, axis: str) -> int:
-        """Ranks along ``"tp"`` or ``"pp"``."""
+        """The number of ranks along ``"tp"`` or ``"pp"``."""
         stated = self.strategy if isinstance(self.strategy, Mapping) else {}
         return int({**stated, **dict(self.sizes)}.get(axis, 1))
 
@@ -63,7 +63,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train: the settings that a search changes."""
+    """One combination of the settings that a search changes."""
 
     layout: Layout
     precision: Any
@@ -71,11 +71,11 @@ class Candidate:
     micro_batch: int
     """Samples that a rank trains on at once."""
     window: int
-    """Micro-batches of a step, so that the global batch is the one asked for."""
+    """Micro-batches of a step; their number keeps the global batch."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments of ``Fit``."""
+        """The settings as arguments of ``Fit``."""
         return {
             "strategy": self.layout.strategy,
             "precision": self.precision,
@@ -84,7 +84,7 @@ class Candidate:
         }
 
     def code(self, derived: bool) -> str:
-        """The arguments in Python; ``derived``: ``global_batch_size`` gives the window."""
+        """The settings as Python code; with ``derived`` without the window, which ``global_batch_size`` gives."""
         parts = {"strategy": in_python(self.layout.strategy), "precision": value_in_python(self.precision)}
         if self.activation_checkpointing is not None:
             parts["activation_checkpointing"] = value_in_python(self.activation_checkpointing)
@@ -93,7 +93,7 @@ class Candidate:
         return f"Fit({', '.join(f'{key}={text}' for key, text in parts.items())})"
 
     def command(self, derived: bool) -> str | None:
-        """The arguments as options of ``fit run``; ``None``: an object cannot be written there."""
+        """The settings as options of ``fit run``; ``None``: an object among them cannot be written there."""
         writable = (str, Mapping)
         if not isinstance(self.layout.strategy, writable) or not isinstance(self.precision, str):
             return None
@@ -122,42 +122,44 @@ def divisors(number: int) -> list[int]:
 def layouts(
     model: nn.Module, world_size: int, per_node: int, offload: bool = True, planned: bool = False
 ) -> list[Layout]:
-    """Every strategy that could train ``model`` on ``world_size`` ranks, the simplest first.
+    """Every layout with which ``model`` could be trained on ``world_size`` ranks, the simplest first.
 
-    Tensor parallel stays within a node and hybrid sharding shards within one. A model without a plan for tensor parallel, or without pipeline
-    stages, has one layout of the kind all the same: planning it says what the model lacks.
+    Tensor parallel stays within a node and hybrid sharding shards within one. For a model without a plan for tensor parallel, or without
+    pipeline stages, one such layout is included all the same: the error of its plan says what the model lacks.
 
     Args:
         model: the user's module.
         world_size: ranks.
         per_node: ranks of a node.
-        offload: whether devices have memory apart from the host's.
-        planned: a plan for tensor parallel is given, so that the model needs none.
+        offload: whether to include offloading: the devices have memory of their own, apart from the host's.
+        planned: whether the strategy has a plan for tensor parallel, so that the model needs none.
     """
     planned = planned or has_plan(model)
     if world_size == 1:
         return [Layout("single", 1, 1), *_zero(1)]
-    node = divisors(per_node)[1:]
-    ways = [Layout("ddp", world_size, 1), Layout("fsdp", world_size, world_size)]
-    for shard in (degree for degree in node if degree < world_size and world_size % degree == 0):
-        ways.append(Layout({"name": "fsdp", "dp_replicate": world_size // shard}, world_size, shard))
-    ways += _zero(world_size)
-    tensor = [degree for degree in node if world_size % degree == 0 and degree <= _MOST_TP]
-    depth = divisors(world_size)[1:]
+    degrees_in_node = divisors(per_node)[1:]
+    all_layouts = [Layout("ddp", world_size, 1), Layout("fsdp", world_size, world_size)]
+    for shard in (degree for degree in degrees_in_node if degree < world_size and world_size % degree == 0):
+        all_layouts.append(Layout({"name": "fsdp", "dp_replicate": world_size // shard}, world_size, shard))
+    all_layouts += _zero(world_size)
+    tp_degrees = [degree for degree in degrees_in_node if world_size % degree == 0 and degree <= _MOST_TP]
+    pp_degrees = divisors(world_size)[1:]
     if not planned:
-        tensor = tensor[:1]
+        tp_degrees = tp_degrees[:1]
     if not has_parts(user_module(model)):
-        depth = depth[:1]
-    ways += [_mesh(world_size, tp=tp) for tp in tensor]
-    ways += [layout for pp in depth for layout in _pipelines(world_size, pp)]
+        pp_degrees = pp_degrees[:1]
+    all_layouts += [_mesh(world_size, tp=tp) for tp in tp_degrees]
+    all_layouts += [layout for pp in pp_degrees for layout in _pipelines(world_size, pp)]
     if planned and has_parts(user_module(model)):
-        ways += [_mesh(world_size, pp=pp, tp=tp) for tp in tensor for pp in depth if world_size % (tp * pp) == 0]
-    ways.append(Layout({"name": "fsdp", "cpu_offload": True}, world_size, world_size, offloaded=True))
-    return list({str(layout): layout for layout in ways if offload or not layout.offloaded}.values())
+        all_layouts += [
+            _mesh(world_size, pp=pp, tp=tp) for tp in tp_degrees for pp in pp_degrees if world_size % (tp * pp) == 0
+        ]
+    all_layouts.append(Layout({"name": "fsdp", "cpu_offload": True}, world_size, world_size, offloaded=True))
+    return list({str(layout): layout for layout in all_layouts if offload or not layout.offloaded}.values())
 
 
 def _zero(world_size: int) -> Iterable[Layout]:
-    """DeepSpeed's stages; none where it is not installed, as a plan of them could not be run."""
+    """The layouts with DeepSpeed's stages; none if DeepSpeed is not installed, because their plans could not be run."""
     if importlib.util.find_spec("deepspeed") is None or world_size == 1:
         return
     for stage in (1, 2, 3):
@@ -167,7 +169,7 @@ def _zero(world_size: int) -> Iterable[Layout]:
 
 
 def _mesh(world_size: int, *, pp: int = 1, tp: int = 1) -> Layout:
-    """A mesh with parts along ``pp`` and ``tp``, and shards over the ranks that remain."""
+    """A mesh with ``pp`` pipeline stages and tensor parallel over ``tp`` ranks, sharded over the ranks that remain."""
     shards = world_size // (pp * tp)
     axes = {"pp": pp, "dp_shard": shards, "tp": tp}
     return Layout(
@@ -178,6 +180,7 @@ def _mesh(world_size: int, *, pp: int = 1, tp: int = 1) -> Layout:
 
 
 def _pipelines(world_size: int, pp: int) -> Iterable[Layout]:
+    """The layouts with ``pp`` pipeline stages: one that shards each stage over the remaining ranks, and one that replicates it."""
     yield _mesh(world_size, pp=pp)
     replicas = world_size // pp
     if replicas > 1:
@@ -185,7 +188,7 @@ def _pipelines(world_size: int, pp: int) -> Iterable[Layout]:
 
 
 def has_plan(model: nn.Module) -> bool:
-    """Check whether a model says how tensor parallel cuts it."""
+    """Check whether a model has a plan for tensor parallel."""
     owner = user_module(model)
     if callable(getattr(type(owner), "parallelize", None)):
         return True
@@ -193,7 +196,7 @@ def has_plan(model: nn.Module) -> bool:
 
 
 def has_blocks(model: nn.Module) -> bool:
-    """Check whether activation checkpointing finds blocks, as far as it is known before ``configure_model``."""
+    """Check whether activation checkpointing finds blocks. Before ``configure_model`` a model without parameters counts as one that has them."""
     owner = user_module(model)
     return (
         callable(getattr(type(owner), "blocks", None))
@@ -203,7 +206,7 @@ def has_blocks(model: nn.Module) -> bool:
 
 
 def micro_batches(start: int, share: int) -> list[int]:
-    """Sizes that divide a rank's ``share`` of the global batch: ``start``, its halves and doubles, and 1; in order."""
+    """The sizes of micro-batches to try that divide a rank's ``share`` of the global batch, ascending: ``start``, its halves and doubles, and 1."""
     sizes = {start * 2**doubling for doubling in range(_DOUBLINGS + 1)} | {1}
     size = start
     while size > 1:
@@ -213,7 +216,8 @@ def micro_batches(start: int, share: int) -> list[int]:
 
 
 def precisions(setting: Any, device: Hardware, requested: Sequence[Any]) -> list[Any]:
-    """The precisions to try: the requested ones, else full precision and beside it the half one for which a GPU has units."""
+    """The precisions to try: those requested; else the given one, and if that is the default on a GPU also the half precision that the GPU
+    supports."""
     if requested:
         return list(requested)
     if str(setting) != "32-true" or device.is_host:
@@ -224,7 +228,7 @@ def precisions(setting: Any, device: Hardware, requested: Sequence[Any]) -> list
 
 
 _KINDS: dict[str, type[Strategy]] = {"ddp": DDP, "fsdp": FSDP, "mesh": MeshParallel}
-"""Classes whose options a search knows, by the name that a candidate has."""
+"""Name of a strategy -> its class, for the strategies whose options a search varies."""
 _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 
@@ -233,26 +237,26 @@ class UsersStrategy:
     """The strategy that a user asked for."""
 
     as_written: Any
-    """Value of the setting: a name, a :class:`NamedOptions`, or an object."""
+    """The value of the setting: a name, a :class:`NamedOptions`, or an object."""
     strategy: Strategy
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options other than degrees that are not the defaults, if a search knows the class of the strategy."""
+    """Options other than degrees that differ from their defaults, if the strategy is of one of :data:`_KINDS`."""
 
     @property
     def is_searchable(self) -> bool:
-        """Check whether a search knows the class of the strategy: a subclass may do anything."""
+        """Check whether a search can vary the strategy: its class is one of :data:`_KINDS`. A subclass may do anything."""
         return type(self.strategy) in _KINDS.values()
 
     @property
     def brings_plan(self) -> bool:
-        """Check whether the strategy brings a plan for tensor parallel, so that the model needs none."""
+        """Check whether the strategy has a plan for tensor parallel, so that the model needs none."""
         return self.options.get("plan") is not None
 
     def layout(self, engine: Engine | None, world_size: int) -> Layout:
-        """The layout of the strategy, as the user asked for it.
+        """The layout of the strategy as the user configured it.
 
         Args:
-            engine: the engine that has the strategy in a simulated job; ``None``: the strategy is refused there.
+            engine: the engine of a simulated job with the strategy; ``None``: the strategy refuses the job.
             world_size: ranks.
         """
         strategy = self.as_written.as_dict() if isinstance(self.as_written, NamedOptions) else self.as_written
@@ -273,7 +277,7 @@ class UsersStrategy:
         )
 
     def with_its_options(self, layout: Layout) -> Layout:
-        """``layout`` with the user's options, as far as its class has them, too."""
+        """Return ``layout`` with those of the user's options that the class of its strategy has."""
         name = layout.strategy if isinstance(layout.strategy, str) else layout.strategy["name"]
         kind = _KINDS.get(name)
         if kind is None or not self.options:
@@ -292,7 +296,7 @@ class UsersStrategy:
         return replace(layout, strategy=changed, offloaded=offloaded, sizes=sizes)
 
     def notes(self) -> list[str]:
-        """Sentences on what the search does with the strategy."""
+        """Sentences on how the search treats the strategy."""
         text = written(self.as_written.as_dict() if isinstance(self.as_written, NamedOptions) else self.as_written)
         if not self.is_searchable:
             return [
@@ -303,7 +307,7 @@ class UsersStrategy:
 
 
 def users_strategy(setting: Any, origin: str, world_size: int) -> UsersStrategy | None:
-    """The strategy of the settings; ``None``: nobody asked for a strategy."""
+    """The strategy of the settings; ``None``: the user asked for none."""
     if origin == "default" or setting == "auto":
         return None
     strategy = strategies.get(setting, world_size)
@@ -317,19 +321,19 @@ def users_strategy(setting: Any, origin: str, world_size: int) -> UsersStrategy 
     return UsersStrategy(setting, strategy, options)
 
 
-def layouts_with(first: Layout, users: UsersStrategy, ways: list[Layout]) -> list[Layout]:
-    """The layout ``first``, and all of ``ways`` that do not only describe it in other words."""
+def layouts_with(first: Layout, users: UsersStrategy, all_layouts: list[Layout]) -> list[Layout]:
+    """The layout ``first``, then ``all_layouts`` with the user's options, except those that are the same as ``first``."""
 
     def degrees(layout: Layout) -> tuple[Any, ...]:
         return layout.data_ranks, layout.shards, layout.degree("tp"), layout.degree("pp"), layout.offloaded
 
-    changed = [users.with_its_options(way) for way in ways]
+    changed = [users.with_its_options(other) for other in all_layouts]
     kinds = {"ddp": ("ddp",), "fsdp": ("fsdp", "mesh"), "mesh": ("fsdp", "mesh")}
     users_name = next((name for name, kind in _KINDS.items() if type(users.strategy) is kind), None)
 
-    def doubles(before: Layout, after: Layout) -> bool:
+    def is_duplicate(before: Layout, after: Layout) -> bool:
         name = before.strategy if isinstance(before.strategy, str) else before.strategy["name"]
         alike = name in kinds.get(users_name, ()) if users_name else before.strategy == first.strategy
         return alike and degrees(after) == degrees(first)
 
-    return [first, *(new for old, new in zip(ways, changed, strict=True) if not doubles(old, new))]
+    return [first, *(new for old, new in zip(all_layouts, changed, strict=True) if not is_duplicate(old, new))]

@@ -21,7 +21,7 @@ class OperationCounter:
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str, int, int, str], int] = {}
         self.weight = 1
-        """How often a step makes each call that is noted now."""
+        """How many calls of the step each call that is noted now represents."""
 
     def note(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, phase: str) -> None:
         """Count a call of an operator."""
@@ -38,7 +38,8 @@ class OperationCounter:
         self._counts[key] = self._counts.get(key, 0) + self.weight
 
     def wrapped(self, operator: Any, phase: str) -> None:
-        """Count a call on a tensor that wraps others, such as a ``DTensor``: the host finds out what it means for those, and calls it again."""
+        """Count a call on a tensor that only wraps others, such as a ``DTensor``: the host derives the call on the local tensors, which is noted when
+        it comes."""
         key = (f"{WRAPPED}.{operator.overloadpacket}", "", 0, 0, phase)
         self._counts[key] = self._counts.get(key, 0) + 1
 
@@ -55,7 +56,8 @@ class OperationCounter:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of attention: two products for each query and key. Shapes: [batch, heads, queries, width], and alike for keys and values."""
+    """FLOPs of attention: two products for each pair of a query and a key. Shapes: [batch, heads, queries, width], and likewise for keys and
+    values."""
     *batch, queries, width = query.shape
     return 2 * prod(batch) * queries * key.shape[-2] * (width + value.shape[-1])
 
@@ -105,6 +107,7 @@ _KINDS = (
     ("send", "send"),
     ("recv", "recv"),
 )
+"""Part of an operator's name -> kind of collective; the first part that is found counts."""
 _GROUP_ARGUMENTS = ("process_group", "group_name")
 
 
@@ -118,13 +121,13 @@ class CollectiveCounter:
     def __init__(self, axes: Mapping[str, tuple[int, ...]]) -> None:
         self._names = {ranks: name for name, ranks in axes.items()}
         self.weight = 1
-        """How often a step makes each call that is noted now."""
+        """How many calls of the step each call that is noted now represents."""
         self._calls: dict[tuple[str, tuple[int, ...], str], list[int]] = {}  # by kind, ranks and phase
 
     def note(
         self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, phase: str
     ) -> list[Tensor]:
-        """Count a call of a collective's operator, and return its tensors."""
+        """Count a call of a collective's operator, and return the tensors that it reads or writes."""
         name = operator._schema.name.partition("::")[2]
         kind = next((kind for start, kind in _KINDS if start in name), None)
         if kind is None:
@@ -157,6 +160,7 @@ class CollectiveCounter:
         self._calls.clear()
 
     def _axis(self, ranks: tuple[int, ...]) -> str:
+        """The name of the mesh axis whose group is ``ranks``; without one, ``"world"`` or the number of ranks."""
         if ranks in self._names:
             return self._names[ranks]
         return "world" if len(ranks) == dist.get_world_size() else f"{len(ranks)} ranks"

@@ -1,4 +1,4 @@
-"""Memory that a rank needs on its device: torch's caching allocator replayed, and what comes on top."""
+"""The memory that a rank needs on its device: a replay of torch's caching allocator, and margins."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _MIB = 2**20
 BLOCK = 512
 """Bytes; the size of every block is a multiple."""
 _SMALL = _MIB
-"""Blocks up to this size come from segments of 2 MiB, and what is left of a segment is another block."""
+"""Blocks up to this size come from segments of 2 MiB; the rest of a segment becomes another block."""
 _SMALL_SEGMENT = 2 * _MIB
 _LARGE = 10 * _MIB
-"""Blocks from here have segments of their own, multiples of 2 MiB; smaller ones share segments of 20 MiB. More than 1 MiB that is left is a block."""
+"""Blocks of at least this size have segments of their own, multiples of 2 MiB; smaller ones share segments of 20 MiB. If more than 1 MiB of a segment
+is left, it becomes a block."""
 _SHARED_SEGMENT = 20 * _MIB
 _ROUND = 2 * _MIB
 _STEPS = 5
-"""Steps after the first until the allocator has settled: where there is room, two are enough."""
+"""The maximum number of steps after the first in which the allocator may settle; with enough room two suffice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +35,27 @@ class AllocatorPeaks:
     reserved: int
     """Peak of the segments, ``torch.cuda.max_memory_reserved``."""
     settled: bool
-    """Whether the last steps took no more memory from the device and gave none back."""
+    """Whether the allocator took no new segment in one of the steps after the first."""
 
 
 class OutOfMemory(Exception):
-    """The tensors need more than the limit."""
+    """The tensors need more memory than the limit."""
 
 
 def replay(allocations: Allocations, limit: int | None = None) -> AllocatorPeaks:
-    """Replay some steps of ``allocations`` with an allocator that starts with nothing.
+    """Replay some steps of ``allocations`` with an allocator that has reserved nothing yet.
 
     Args:
-        limit: bytes that the allocator can reserve.
+        limit: the maximum of bytes that the allocator may reserve.
 
     Raises:
-        OutOfMemory: ``limit`` does not suffice.
+        OutOfMemory: ``limit`` is not enough.
     """
     allocator = CachingAllocator(limit)
     blocks: dict[int, Block] = {}
 
     def step(events: Sequence[int]) -> bool:
-        """Replay one step; returns whether the allocator needed no further segment."""
+        """Replay one step; return whether the allocator needed no new segment."""
         segments_before = allocator.segments_made
         for storage, size in zip(events[::2], events[1::2], strict=True):
             if (before := blocks.pop(storage, None)) is not None:
@@ -69,7 +70,7 @@ def replay(allocations: Allocations, limit: int | None = None) -> AllocatorPeaks
 
 
 class Block:
-    """A part of a segment."""
+    """A part of a segment, or a whole segment."""
 
     __slots__ = ("address", "after", "before", "pool", "size")
 
@@ -84,7 +85,7 @@ class Block:
 
 
 class _Pool:
-    """The free blocks of one stream for small tensors, or for large ones."""
+    """The free blocks of one stream, for small tensors or for large ones."""
 
     __slots__ = ("_free", "small")
 
@@ -109,14 +110,14 @@ class _Pool:
         return self._free.pop(position)[2] if position < len(self._free) else None
 
     def release(self) -> int:
-        """Give back the segments that nothing uses; returns their bytes."""
+        """Give the segments that are not in use back to the device, and return their bytes."""
         unused = sum(block.size for _, _, block in self._free if block.is_segment)
         self._free = [entry for entry in self._free if not entry[2].is_segment]
         return unused
 
 
 class CachingAllocator:
-    """Blocks in segments, which it keeps when their tensors are gone: the same decisions as torch's, and no memory."""
+    """Divides segments into blocks, and keeps segments when their tensors are gone: it decides as torch's allocator does, but allocates no memory."""
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
@@ -127,10 +128,10 @@ class CachingAllocator:
         self.segments_made = 0
 
     def allocate(self, size: int, stream: int = 0) -> Block:
-        """A block for a tensor of ``size`` bytes on a stream.
+        """Return a block for a tensor of ``size`` bytes on ``stream``.
 
         Raises:
-            OutOfMemory: the limit does not suffice, even if all unused segments are given back.
+            OutOfMemory: the limit is not enough, even after all unused segments are given back.
         """
         size = rounded(size)
         small = size <= _SMALL
@@ -148,7 +149,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Free a block whose tensor is gone; free neighbours become one block."""
+        """Free a block whose tensor is gone, and merge it with free neighbours."""
         self.allocated -= block.size
         pool, before, after = block.pool, block.before, block.after
         if after is not None and pool.remove(after):
@@ -165,6 +166,7 @@ class CachingAllocator:
         pool.add(block)
 
     def _segment(self, size: int, pool: _Pool) -> Block:
+        """Reserve a segment in which a block of ``size`` bytes has room, and return it as one block."""
         if pool.small:
             size = _SMALL_SEGMENT
         else:
@@ -182,15 +184,15 @@ class CachingAllocator:
 
 
 def rounded(size: int) -> int:
-    """Bytes of the block for ``size`` bytes."""
+    """The size of the block for ``size`` bytes."""
     return -(-size // BLOCK) * BLOCK
 
 
 MARGIN = 0.01
-"""Share of the reserved memory, for what no trace sees: workspaces of cuBLAS and cuDNN. More is not needed: where the tensors come in another
-order than in the trace, the allocator can give back what it keeps unused, some 5 % in the published runs of ``tests/planning/published.py``."""
+"""Fraction of the reserved memory, for what a trace does not see: workspaces of cuBLAS and cuDNN. More is not needed: if a real run allocates its
+tensors in another order, the allocator can give back unused segments, some 5 % in the published runs of ``tests/planning/published.py``."""
 NCCL_BYTES = 256 * 2**20
-"""Bytes of each process group on a GPU: NCCL's channels have buffers of 4 MiB for each protocol (NCCL_BUFFSIZE), 16 to 32 channels, at both ends."""
+"""Bytes for each process group on a GPU: NCCL has 16 to 32 channels, each with buffers of 4 MiB for each protocol (NCCL_BUFFSIZE) at both ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +218,7 @@ class Need:
 
 
 def memory_need(trace: RankTrace, device: Hardware) -> Need:
-    """Compute the need of a rank on ``device``; on a CPU nothing is rounded."""
+    """Compute the memory need of a rank on ``device``; on a CPU nothing is rounded."""
     tensors = trace.peak.memory.total
     if not device.caching:
         return Need(tensors, tensors, tensors, 0, device.reserved, 0)
@@ -230,9 +232,9 @@ def memory_need(trace: RankTrace, device: Hardware) -> Need:
 
 
 def _replay_within(trace: RankTrace, room: int) -> AllocatorPeaks | None:
-    """Replay within ``room`` bytes, where the allocator may have to give back what it does not use.
+    """Replay within ``room`` bytes, in which the allocator may have to give back unused segments.
 
-    ``None``: it would do so again and again, or ``room`` is not enough.
+    Return ``None`` if it would have to do so in every step, or if ``room`` is not enough.
     """
     with suppress(OutOfMemory):
         replayed = replay(trace.allocations, room)
@@ -241,7 +243,7 @@ def _replay_within(trace: RankTrace, room: int) -> AllocatorPeaks | None:
 
 
 def is_enough(trace: RankTrace, device: Hardware) -> bool:
-    """Check whether the device's memory is enough without margins, however often the allocator gives back what it does not use."""
+    """Check whether the device's memory is enough without margins, however often the allocator has to give back unused segments."""
     room = device.memory - device.reserved
     if not device.caching:
         return trace.peak.memory.total <= room

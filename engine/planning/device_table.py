@@ -1,4 +1,4 @@
-"""Devices and the machines that they stand in: memory, speed and links, each with its source."""
+"""The known devices and the machines that they are in: memory, speed and links, each with its source."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 _GIB = 2**30
 _TERA = 1e12
 DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16", "float8")
-"""Keys of :attr:`Hardware.peaks`. ``tf32``: products of float32 matrices with ``matmul_precision="high"``."""
+"""Keys of :attr:`Hardware.peaks`. ``tf32`` is for products of float32 matrices with ``matmul_precision="high"``."""
 SHORT = {
     "fp64": "float64",
     "fp32": "float32",
@@ -17,19 +17,19 @@ SHORT = {
     "fp8": "float8",
     **{name: name for name in DTYPES},
 }
-"""Names of :data:`DTYPES` on the command line."""
+"""The dtype that each name on the command line stands for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way between two ranks."""
+    """A link between two ranks."""
 
     bandwidth: float
     """Bytes a second of one device in one direction, as the vendor states it."""
     latency: float
-    """Seconds of one step of a ring."""
+    """Seconds of one step of a ring collective."""
     kinds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Kind of collective (``"reduce_scatter"``) -> its measured bandwidth and latency, where they differ from the link's."""
+    """Kind of collective (such as ``"reduce_scatter"``) -> its measured bandwidth and latency, where they differ from the link's."""
 
     def for_kind(self, kind: str) -> Link:
         """The link as it was measured with the collective ``kind``; the link itself if that was not measured."""
@@ -38,14 +38,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """The share of stated numbers that a well written training reaches; 1 for numbers that were measured."""
+    """The share of the vendor's numbers that a well-written training reaches; 1 where the numbers were measured."""
 
     compute: float = 0.7
-    """Share of the dense peak, by products of large matrices: cuBLAS reaches 0.6 to 0.8 of an A100's or H100's at their power limit."""
+    """Share of the dense peak that products of large matrices reach: with cuBLAS 0.6 to 0.8 on an A100 or H100 at its power limit."""
     memory: float = 0.8
-    """Share of the memory's bandwidth, by operations on each element (STREAM reaches 0.85 to 0.9)."""
+    """Share of the memory bandwidth that element-wise operations reach (STREAM: 0.85 to 0.9)."""
     links: float = 0.8
-    """Share of a link's bandwidth, by collectives of large tensors (``busbw`` of nccl-tests on DGX A100 and H100: 0.75 to 0.85)."""
+    """Share of a link's bandwidth that collectives of large tensors reach (``busbw`` of nccl-tests on DGX A100 and H100: 0.75 to 0.85)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Hardware:
 
     name: str
     memory: int
-    """Bytes that ``torch.cuda.mem_get_info`` reports as total, a little less than the vendor's; an out-of-memory error names the same number."""
+    """Total bytes as ``torch.cuda.mem_get_info`` reports them, a little less than the vendor states; an out-of-memory error names the same number."""
     peaks: Mapping[str, float]
     """Dense (without sparsity) floating point operations a second of matrix products, by :data:`DTYPES`."""
     bandwidth: float
@@ -62,30 +62,32 @@ class Hardware:
     within: Link
     """Link between two devices of a node."""
     between: Link
-    """Link between devices of two nodes: the network card's bandwidth that one device has for itself."""
+    """Link between devices of two nodes: the share of the network cards' bandwidth that one device has for itself."""
     per_node: int
     """Devices of a node, unless ``--nodes`` says otherwise."""
     caching: bool = True
-    """Whether torch's caching allocator rounds what is asked for: on GPUs."""
+    """Whether torch's caching allocator, which rounds sizes up, manages the memory: true on GPUs."""
     reserved: int = _GIB // 2
-    """Bytes that the driver's context and the kernels take besides torch's allocator."""
+    """Bytes that the driver's context and the kernels take in addition to torch's allocator."""
     dispatch: float = 5e-6
-    """Seconds that the host needs to start one operation: a lower bound of each operation's time in eager mode."""
+    """Seconds that the host needs to launch one operation: a lower bound of each operation's time in eager mode."""
     dtensor: float = 50e-6
-    """Seconds that the host needs besides for an operation on a ``DTensor``, to find out what it means for the local one: 30 to 70 us on a server."""
+    """Additional seconds that the host needs for an operation on a ``DTensor``, to derive the operation on the local tensor: 30 to 70 us on a
+    server."""
     to_host: float = 32e9
     """Bytes a second between the device's and the host's memory, in one direction: PCIe 4.0 with 16 lanes, unless the source says more."""
     host_memory: float = 50e9
     """Bytes a second of the host's memory for each device, assumed: 400 GB/s for 8."""
     is_host: bool = False
-    """Whether the device is the host's own processor: what starts operations also computes, and sends, one after another."""
+    """Whether the device is the host's own processor, which then launches operations, computes them and sends data, one after another."""
     reached: Reached = Reached()
     source: str = ""
     notes: tuple[str, ...] = field(default=())
     """Assumptions beyond the source."""
 
     def peak(self, dtype: str, tf32: bool = False) -> float:
-        """Operations a second in a dtype of torch (``"bfloat16"``); what the device lacks runs at the rate of float32, and integers too."""
+        """Peak operations a second for a dtype of torch (such as ``"bfloat16"``). Dtypes that the device lacks, and integers, run at the rate of
+        float32."""
         name = "float8" if dtype.startswith("float8") else dtype
         if name == "float32" and tf32:
             name = "tf32"
@@ -97,12 +99,12 @@ def _tera(fp32: float, **by_dtype: float) -> dict[str, float]:
 
 
 # Latency of a step: NCCL's own model (src/graph/tuning.cc, ring, LL128): 1.9 us over NVLink, 2.5 us over PCIe, 4 us over the network.
-def _nvlink(giga: float) -> Link:
-    return Link(giga * 1e9, 1.9e-6)
+def _nvlink(gigabytes: float) -> Link:
+    return Link(gigabytes * 1e9, 1.9e-6)
 
 
-def _pcie(giga: float) -> Link:
-    return Link(giga * 1e9, 2.5e-6)
+def _pcie(gigabytes: float) -> Link:
+    return Link(gigabytes * 1e9, 2.5e-6)
 
 
 def _net(gigabits: float) -> Link:

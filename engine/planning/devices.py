@@ -1,4 +1,4 @@
-"""Devices, links and clusters as ``--device``, ``--network``, ``--nodes`` and ``--memory-limit`` name or describe them. Imports no torch."""
+"""Reads devices, links and clusters from the texts for ``--device``, ``--network``, ``--nodes`` and ``--memory-limit``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from engine.planning.rank_trace import KINDS
 from engine.utils.errors import nearest
 
 MOST_RANKS = 131_072
-"""Ranks of a plan: each costs 0.7 ms, since torch's exchanges have a place for every rank."""
+"""The maximum number of ranks in a plan. Each costs 0.7 ms, because torch's exchanges have a slot for every rank."""
 _MEASURED = Reached(1.0, 1.0, 1.0)
 _DESCRIBED = "memory, operations a second and bytes a second, as in 80GiB,1e15,3e12"
 _PREFIX = "measured:"
-"""The start of a description whose numbers are what the machine reaches, as ``fit plan --measure`` prints it."""
+"""The start of a description whose numbers were measured, as ``fit plan --measure`` prints it."""
 
 
 def hardware(description: str | Hardware) -> Hardware:
-    """The device of a name of :data:`DEVICES`, or of a description.
+    """The device with a name of :data:`DEVICES`, or the device that a description describes.
 
     Args:
         description: ``"h100"``; ``"80GiB,1e15,3e12"``: memory, floating point operations a second (in every dtype) and bytes a second of its memory;
@@ -54,21 +54,23 @@ def hardware(description: str | Hardware) -> Hardware:
 
 
 def _described(text: str, subject: str, base: Hardware, parts: list[str], links_from: str) -> Hardware:
+    """The device with the memory, operations a second and bandwidth in ``parts``; the rest as ``base``. ``links_from`` says in words where its links
+    are from."""
     if len(parts) < 3:
         raise ValueError(f"{subject}: give {_DESCRIBED}")
     memory, *speeds, bandwidth = parts
     peaks: dict[str, float] = {}
-    hosts = {"host": base.dispatch, "dtensor": base.dtensor}
+    host_seconds = {"host": base.dispatch, "dtensor": base.dtensor}
     numbers = [speed for speed in speeds if not speed.startswith(("host=", "dtensor="))]
     for speed in speeds:
         dtype, equals, number = speed.partition("=")
-        if dtype in hosts and equals:
-            hosts[dtype] = _number(number, subject, "seconds")
+        if dtype in host_seconds and equals:
+            host_seconds[dtype] = _number(number, subject, "seconds")
             continue
         if not equals and len(numbers) > 1:
             raise ValueError(f"{subject}: with several numbers name their dtypes, as in bf16={speed},fp32=6e13")
         if equals and dtype not in SHORT:
-            raise ValueError(f"{subject}: unknown dtype {dtype!r}{nearest(dtype, [*SHORT, *hosts])}")
+            raise ValueError(f"{subject}: unknown dtype {dtype!r}{nearest(dtype, [*SHORT, *host_seconds])}")
         value = _number(number if equals else speed, subject, "operations a second")
         peaks |= {SHORT[dtype]: value} if equals else dict.fromkeys(DTYPES, value)
     if not peaks:
@@ -80,8 +82,8 @@ def _described(text: str, subject: str, base: Hardware, parts: list[str], links_
         memory=_memory(memory, subject),
         peaks=peaks,
         bandwidth=_number(bandwidth, subject, "bytes a second"),
-        dispatch=hosts["host"],
-        dtensor=hosts["dtensor"],
+        dispatch=host_seconds["host"],
+        dtensor=host_seconds["dtensor"],
         reached=_MEASURED if text.startswith(_PREFIX) else Reached(),
         source=f"given; links between devices, unless a network is given, {links_from}",
         notes=(),
@@ -89,10 +91,10 @@ def _described(text: str, subject: str, base: Hardware, parts: list[str], links_
 
 
 def linked(device: Hardware, network: str) -> Hardware:
-    """``device`` with other links.
+    """Return ``device`` with the links that ``network`` describes.
 
     Args:
-        device: the device, whose latencies hold where none is given.
+        device: the device; its latencies apply where ``network`` gives none.
         network: ``"450GB/s,50GB/s"``: bandwidth of one device, in one direction, within and between nodes; ``"450e9:2e-6,400Gbit/s:5e-6"``: with
             the seconds of a step of a ring. One link alone holds for both. ``"450GB/s,reduce_scatter=300GB/s:3e-6,50GB/s"``: a kind of collective
             that differs follows its link. With ``measured:`` before it, what collectives reach rather than what the vendor states.
@@ -133,6 +135,9 @@ def rate(value: float | str, what: str) -> float:
 
 
 def _link(parts: list[str], old: Link, subject: str) -> Link:
+    """The link that ``parts`` describe: first its bandwidth and latency, then the kinds of collectives that differ. ``old`` gives the latency where
+    none is stated."""
+
     def numbers(part: str) -> tuple[float, float]:
         bandwidth, colon, latency = part.partition(":")
         return _rate(bandwidth, subject), _number(latency, subject, "seconds") if colon else old.latency
@@ -149,6 +154,7 @@ def _link(parts: list[str], old: Link, subject: str) -> Link:
 
 
 def _rate(text: str, subject: str) -> float:
+    """Bytes a second from text such as ``450GB/s`` or ``400Gbit/s``."""
     match = re.fullmatch(r"([0-9.]+(?:[eE][+-]?\d+)?)\s*([kKMGT]i?)?(B|bit|b)?(?:/s|ps)?", text.strip())
     if match is None:
         raise ValueError(f"{subject}: {text!r} is not a bandwidth: give bytes a second (450e9), 450GB/s, or 400Gbit/s")
@@ -212,7 +218,7 @@ def cluster_of(
 
 
 def machines_for(world_size: int, nodes: int | None, per_node: int) -> int:
-    """The nodes of a job.
+    """The number of nodes of a job.
 
     Args:
         world_size: ranks of the job.

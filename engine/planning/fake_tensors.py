@@ -1,4 +1,4 @@
-"""Tensors, modules and batches that have shapes but no values, in process groups that exist in this process alone."""
+"""Tensors, modules and batches that have shapes but no values, and operations on them."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _aten, _prim = torch.ops.aten, torch.ops.prim
 
 
 class Simulation(Mode):
-    """Creates tensors with shapes but without values, inside the block. Only the host's small tensors have values: made from Python values, small
-    integers made from nothing, and results of such tensors alone. Process groups are simulated, by
+    """Inside the block, tensors have shapes but no values. Only small tensors on the host have values: those created from Python values, small new
+    tensors of integers, and results that are computed from such tensors alone. Process groups are simulated, by
     :func:`engine.planning.torch_private.simulated_processes`.
 
-    Where the code reads a value that is not there, it gets an answer: see :mod:`engine.planning.missing_values`.
+    Code that reads a value of a tensor without values gets an assumed one: see :mod:`engine.planning.missing_values`.
 
     Args:
-        answered: called with a question of the code and the answer to it; returns the answer to give.
+        assume: called with what the code does and the assumed value; returns the value that the code gets.
     """
 
-    def __init__(self, answered: Callable[[str, Any], Any]) -> None:
+    def __init__(self, assume: Callable[[str, Any], Any]) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._answered = answered
+        self._assume = assume
 
     def __enter__(self) -> Simulation:
         self.fake.__enter__()
@@ -62,46 +62,48 @@ class Simulation(Mode):
         if wraps(types):
             return NotImplemented
         if operator is WAIT:
-            return args[0]  # the fake one would be a copy
+            return args[0]  # the operation on a fake tensor would return a copy
         kwargs = kwargs or {}
         if operator.overloadpacket is _aten._grouped_mm:
             with self.fake:
                 return missing_values.grouped_product(*args, **kwargs)
-        if FakeTensor not in types and _of_host(operator, args, kwargs):
+        if FakeTensor not in types and _computes_on_host(operator, args, kwargs):
             with unset_fake_temporarily():
                 result = operator(*args, **kwargs)
         else:
             try:
                 result = operator(*self._indices(operator, args), **kwargs)
             except UNREADABLE:
-                result = self._answer(operator, args, kwargs)
+                result = self._assumed_result(operator, args, kwargs)
             if type(result) is FakeTensor and result.dtype is torch.bool:
                 result._truth = missing_values.known_truth(operator, args)  # type: ignore[attr-defined]
-        return _finished(result, args) if operator.namespace == "c10d" else result
+        return _with_tensors_in_future(result, args) if operator.namespace == "c10d" else result
 
-    def _answer(self, operator: Any, args: Any, kwargs: Any) -> Any:
+    def _assumed_result(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation that depends on values which are not there. Called while the operation's error is handled, which is raised again
+        if the operation is not known."""
         if operator is _aten._local_scalar_dense.default:
             kind = args[0].dtype
             answer: Any = (
                 bool(getattr(args[0], "_truth", None)) if kind is torch.bool else 1 if kind in INTEGERS else 1.0
             )
-            return self._answered("reads a value on the host", answer)
+            return self._assume("reads a value on the host", answer)
         if operator in (_aten.equal.default, _aten.allclose.default):
-            self._answered("compares values on the host", True)
+            self._assume("compares values on the host", True)
             return True
         with self.fake:
-            result = missing_values.assumed_shape(operator, args, kwargs, _ON_HOST)
+            result = missing_values.assumed_shape(operator, args, kwargs, _HOST_VALUES)
         if result is None:
             raise
         first = result[0] if isinstance(result, tuple) else result
-        if not missing_values.shape_is_certain(operator, args, kwargs, _ON_HOST):
-            self._answered(
+        if not missing_values.shape_is_certain(operator, args, kwargs, _HOST_VALUES):
+            self._assume(
                 f"has a result ({operator.overloadpacket}) whose shape depends on values", f"shape {list(first.shape)}"
             )
         return result
 
     def _indices(self, operator: Any, args: Any) -> Any:
-        """The arguments of an operation, where masks that choose elements are numbers of elements."""
+        """The arguments of an operation, with boolean masks that index a tensor replaced by indices."""
         if operator.overloadpacket not in (_aten.index, _aten.index_put, _aten.index_put_) or len(args) < 2:
             return args
         indices: list[Any] = []
@@ -109,7 +111,7 @@ class Simulation(Mode):
             if index is None or index.dtype is not torch.bool:
                 indices.append(index)
             elif is_fake(index):
-                self._answered("chooses elements by a mask", "all of them")
+                self._assume("chooses elements by a mask", "all of them")
                 with self.fake:
                     indices += [torch.empty(index.numel(), dtype=torch.int64) for _ in range(index.ndim)]
             else:
@@ -119,6 +121,7 @@ class Simulation(Mode):
 
 
 def _numbers(tensor: Tensor) -> list[int] | None:
+    """The values of a tensor of integers; ``None``: it has none."""
     if is_fake(tensor):
         return None
     with unset_fake_temporarily():
@@ -127,15 +130,16 @@ def _numbers(tensor: Tensor) -> list[int] | None:
 
 
 def _tensor(values: list[int]) -> Tensor:
+    """A tensor with values."""
     with unset_fake_temporarily():
         return torch.tensor(values)
 
 
-_ON_HOST = missing_values.HostValues(_numbers, _tensor)
+_HOST_VALUES = missing_values.HostValues(_numbers, _tensor)
 
 
-def _of_host(operator: Any, args: Any, kwargs: Any) -> bool:
-    """Check whether all values of an operation are on the host."""
+def _computes_on_host(operator: Any, args: Any, kwargs: Any) -> bool:
+    """Check whether an operation computes values: its tensors are small and on the host, or it creates a small tensor of integers there."""
     tensors = _tensors(args, _tensors(kwargs.values(), []))
     if tensors:
         return all(t.device == _HOST and t.numel() <= MOST_HOST_NUMBERS for t in tensors)
@@ -148,7 +152,7 @@ def _of_host(operator: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _tensors(values: Any, tensors: list[Tensor]) -> list[Tensor]:
-    """Add the tensors among arguments of an operator to ``tensors``."""
+    """Append the tensors among an operator's arguments ``values`` to ``tensors``, and return ``tensors``."""
     for value in values:
         if isinstance(value, Tensor):
             tensors.append(value)
@@ -157,8 +161,9 @@ def _tensors(values: Any, tensors: list[Tensor]) -> list[Tensor]:
     return tensors
 
 
-def _finished(result: Any, args: Any) -> Any:
-    """The result of a collective, with a future that holds its tensors: that of torch's fake work is empty, and DDP's reducer reads it."""
+def _with_tensors_in_future(result: Any, args: Any) -> Any:
+    """The result of a collective, whose handle gets a future that holds the tensors: the future of torch's fake handle is empty, and DDP's reducer
+    reads it."""
     several = isinstance(result, (list, tuple))
     parts = list(result) if several else [result]
     for index, part in enumerate(parts):
@@ -171,7 +176,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def fake_module(module: Module) -> Module:
-    """A deep copy with fake tensors on the CPU. Tensors on the meta device stay there; shared ones stay shared.
+    """Return a deep copy of ``module`` with fake tensors on the CPU. Tensors on the meta device stay there; shared tensors stay shared.
 
     To be called within a :class:`engine.planning.fake_tensors.Simulation`.
     """
@@ -190,7 +195,7 @@ def fake_module(module: Module) -> Module:
         try:
             return copy.deepcopy(module, memo)
         except Exception:
-            shared = _not_copied(module, memo)
+            shared = _uncopyable_attributes(module, memo)
             if not shared:
                 raise
             memo = {key: memo[key] for key in first_keys}
@@ -199,15 +204,15 @@ def fake_module(module: Module) -> Module:
 
 
 def fake_tensor(tensor: Tensor) -> Tensor:
-    """A tensor without values that has the shape, the layout and the kind of ``tensor``. A tensor without values is returned unchanged, and a
-    tensor on the meta device stays there. Small integers keep their values: indices of positions, pointers into a queue."""
+    """Return a tensor without values that has the shape, the layout and the class of ``tensor``. A fake tensor is returned unchanged, and a tensor on
+    the meta device stays there. Small integers keep their values: they may be indices of positions, or pointers into a queue."""
     if tensor.is_meta:
         with torch_private.with_values():
             meta = torch.empty_like(tensor)
             return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
     if torch_private.is_fake(tensor):
         return tensor
-    if is_lazy(tensor):  # has no shape yet
+    if is_lazy(tensor):  # it has no shape yet
         return copy.deepcopy(tensor)
     if not isinstance(tensor, nn.Parameter) and torch_private.has_host_numbers(tensor):
         with torch_private.with_values():
@@ -227,7 +232,7 @@ def fake_tensor(tensor: Tensor) -> Tensor:
 
 
 def make_fake(module: nn.Module) -> None:
-    """Replace tensors with values in a module, which its own hooks have created, in place."""
+    """Replace, in place, the tensors with values that hooks of ``module`` have created."""
     fakes: dict[int, Tensor] = {}
     for submodule in module.modules():
         for tensors in (submodule._parameters, submodule._buffers):
@@ -245,8 +250,8 @@ def _fake_input(tensor: Tensor) -> Tensor:
     return fake_tensor(tensor.detach() if torch_private.has_host_numbers(tensor) else tensor)
 
 
-def _not_copied(module: nn.Module, memo: dict[int, Any]) -> list[Any]:
-    """Attributes of a module that cannot be copied, such as locks and open files: the copy shares them."""
+def _uncopyable_attributes(module: nn.Module, memo: dict[int, Any]) -> list[Any]:
+    """Attributes of a module's submodules that cannot be copied, such as locks and open files: the copy will share them."""
     attributes = []
     for inner in module.modules():
         for name, value in vars(inner).items():

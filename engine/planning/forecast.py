@@ -1,4 +1,4 @@
-"""A plan of a user's run, and a search over its plans: :meth:`engine.Fit.plan` and :meth:`engine.Fit.search_plans`."""
+"""Plans a user's run, and searches over its plans: :meth:`engine.Fit.plan` and :meth:`engine.Fit.search_plans`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ from engine.planning.tracing import trace
 from engine.utils.log import logger
 
 _ORIGIN = "the search"
+"""The origin of a setting that a search has chosen."""
 _FIXED = ("precision", "activation_checkpointing")
-"""Settings that a search varies only if nobody has given them."""
+"""Settings that a search varies only if the user has not given them."""
 _NOT_VARIED = "not varied: compilation, clipping, optimizers, sequence and loss parallel, a pipeline's schedule and number of parts"
 
 
@@ -66,7 +67,7 @@ def plan(
 
 
 def checked_costs(price: float | None, storage: float | str | None) -> tuple[float | None, float | None]:
-    """A price of one device for one hour, and bytes a second of storage.
+    """Check the price of one device for one hour, and return it with the bytes a second of storage.
 
     Raises:
         ValueError: one of them is not a number above 0 (a price may be 0).
@@ -93,16 +94,17 @@ def search_plans(
     first: bool = False,
     report: Callable[[Tried], None] = lambda tried: None,
 ) -> PlanSearch:
-    """Plan the ways to train ``module`` on ``world_size`` ranks, as :func:`engine.planning.search.search` does.
+    """Plan candidates of how to train ``module`` on ``world_size`` ranks, as :func:`engine.planning.search.search` does.
 
     Args:
-        fit: its settings hold, except the settings that the search changes.
+        fit: its settings apply, except those that the search varies.
         module, train_loader, datamodule: the run's module and data.
         world_size, nodes, device, network, memory_limit: the ranks and their hardware, as in :meth:`engine.Fit.plan`.
-        precisions: the precisions to try; by default the given one, or without one ``bf16-mixed`` (on GPUs without it ``16-mixed``) and ``32-true``.
+        precisions: the precisions to try; by default the one in the settings, or if these have none ``32-true`` and ``bf16-mixed`` (``16-mixed`` on
+            GPUs without bf16).
         largest: the largest micro-batch to try.
         seconds: begin no further plan after this time.
-        first: end with the first candidate that fits; the simplest strategies and the least recomputation come first.
+        first: stop at the first candidate that fits; the simplest strategies and the least recomputation are tried first.
         report: called with each candidate once its verdict is known.
 
     Raises:
@@ -113,13 +115,13 @@ def search_plans(
     cluster = cluster_of(world_size, nodes, device, network, memory_limit)
     job = SimulatedJob(fit, module, train_loader, datamodule, cluster.world_size, cluster.nodes)
     users = users_strategy(fit.settings.strategy, fit.origins.get("strategy", "default"), cluster.world_size)
-    batch, samples, ways, blocks = _facts_of_one_rank(job, cluster, users is not None and users.brings_plan)
+    batch, samples, all_layouts, blocks = _facts_of_one_rank(job, cluster, users is not None and users.brings_plan)
     data_ranks = cluster.world_size
     with _quiet():
         if users is not None:
             layout = _users_layout(users, job)
-            ways, data_ranks = layouts_with(layout, users, ways), layout.data_ranks
-        space = _space(fit, users, ways, blocks, cluster, samples, data_ranks, precisions, largest, first)
+            all_layouts, data_ranks = layouts_with(layout, users, all_layouts), layout.data_ranks
+        space = _space(fit, users, all_layouts, blocks, cluster, samples, data_ranks, precisions, largest, first)
         return search(
             space,
             _planner(job, batch, samples, cluster),
@@ -134,7 +136,7 @@ def search_plans(
 def _space(
     fit: Fit,
     users: UsersStrategy | None,
-    ways: Sequence[Layout],
+    all_layouts: Sequence[Layout],
     blocks: bool,
     cluster: Cluster,
     samples: int,
@@ -143,14 +145,14 @@ def _space(
     largest: int | None,
     first: bool,
 ) -> Space:
-    """The candidates of the search: settings that somebody has given are not varied."""
+    """The candidates of the search; settings that the user has given are not varied."""
     settings = fit.settings
     fixed = [name for name in _FIXED if fit.origins.get(name, "default") != "default"]
     if "precision" in fixed and not precisions:
         precisions = [settings.precision]
     keeps_recompute = "activation_checkpointing" in fixed or not blocks
     return Space(
-        layouts=ways,
+        layouts=all_layouts,
         precisions=candidates.precisions(settings.precision, cluster.device, precisions),
         recompute=(settings.activation_checkpointing,) if keeps_recompute else RECOMPUTE,
         global_batch=settings.global_batch_size or samples * settings.accumulate_at(0) * data_ranks,
@@ -167,7 +169,8 @@ def _space(
 
 
 def _facts_of_one_rank(job: SimulatedJob, cluster: Cluster, planned: bool) -> tuple[Any, int, list[Layout], bool]:
-    """A micro-batch, its samples, the layouts on the cluster, and whether the model has blocks. One rank alone shows them."""
+    """A micro-batch, its samples, the layouts on the cluster, and whether the model has blocks, from a simulated run on one rank. ``planned``: see
+    :func:`layouts`."""
     changes = {"strategy": "single", "accumulate_grad_batches": 1}
     single_rank_job = replace(
         job, fit=job.fit.from_resolved(_with_changes(job.fit, changes), ()), world_size=1, nodes=1
@@ -175,23 +178,23 @@ def _facts_of_one_rank(job: SimulatedJob, cluster: Cluster, planned: bool) -> tu
     with simulated_run(single_rank_job, 0, JobFacts()) as simulated:
         run, device = simulated.run, cluster.device
         assert run.train_loader is not None
-        ways = layouts(run.module, cluster.world_size, cluster.ranks_per_node, not device.is_host, planned)
-        return *first_batch(run.train_loader), ways, has_blocks(run.module)
+        all_layouts = layouts(run.module, cluster.world_size, cluster.ranks_per_node, not device.is_host, planned)
+        return *first_batch(run.train_loader), all_layouts, has_blocks(run.module)
 
 
 def _users_layout(users: UsersStrategy, job: SimulatedJob) -> Layout:
-    """The user's strategy with its degrees on the job's ranks."""
+    """The layout of the user's strategy on the job's ranks."""
     try:
         with simulated_run(
             replace(job, fit=job.fit.from_resolved(_with_changes(job.fit, {}), ())), 0, JobFacts()
         ) as simulated:
             return users.layout(simulated.run.engine, job.world_size)
-    except ValueError:  # the strategy is refused, and its plan will say why
+    except ValueError:  # the strategy refuses the job; the error of its plan will say why
         return users.layout(None, job.world_size)
 
 
 def _planner(job: SimulatedJob, batch: Any, samples: int, cluster: Cluster) -> Planner:
-    """Plans a candidate; its micro-batch is made of ``batch``."""
+    """A function that plans a candidate, with ``batch`` resized to the candidate's micro-batch."""
     fit = job.fit
 
     def plan_of(candidate: Candidate) -> Plan:
@@ -209,15 +212,15 @@ def _planner(job: SimulatedJob, batch: Any, samples: int, cluster: Cluster) -> P
 
 
 def _with_changes(fit: Fit, changes: Mapping[str, Any]) -> Resolved:
-    """The settings of ``fit`` with ``changes``. The window keeps the global batch, so ``global_batch_size`` derives no window; the ranks are
-    those of the search."""
+    """The settings of ``fit`` with ``changes``. ``global_batch_size`` is removed, because the window in ``changes`` keeps the global batch already;
+    ``devices`` and ``num_nodes`` have their defaults, because the search has its own ranks."""
     changed = {**changes, "global_batch_size": None, "devices": "auto", "num_nodes": 1}
     return Resolved(replace(fit.settings, **changed), {**fit.origins, **dict.fromkeys(changed, _ORIGIN)}, fit.sections)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Log and warn nothing within the block: nobody has chosen the candidates."""
+    """Suppress logs and warnings inside the block: the user has not chosen the candidates."""
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -1,5 +1,5 @@
-"""DeepSpeed in a simulated job, where it is imported: its own code sets up ZeRO and runs the step, on tensors without values and apart from the
-process's groups. Imports nothing of it."""
+"""Prepares DeepSpeed, if it has been imported, for a simulated job: its own code sets up ZeRO and runs the step, on tensors without values and
+in groups of the simulated job. Does not import DeepSpeed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from engine.planning.missing_values import DEEPSPEED
 
 @contextmanager
 def without_earlier_groups() -> Iterator[None]:
-    """Inside the block DeepSpeed knows no process group from before, and afterwards none from the block: its modules keep them. What it replaces in
-    torch is as before, inside and afterwards."""
+    """Inside the block DeepSpeed knows no process group from before, and after it none from the block, although its modules keep groups. Functions of
+    torch that DeepSpeed replaces are torch's own at the start of the block, and as before after it."""
     linear = functional.linear
     _forget_groups()
     driven_model = sys.modules.get("engine.strategies.deepspeed.driven_model")
@@ -41,8 +41,8 @@ def _forget_groups() -> None:
 
 @contextmanager
 def accepting_plans(group: Group) -> Iterator[None]:
-    """Inside the block DeepSpeed, if a strategy has imported it, accepts what a plan has: tensors that have no address, the formats of the planned
-    device, and one rank without a launcher."""
+    """Inside the block DeepSpeed, if it is imported, accepts what is special about a plan: tensors without addresses, the number formats of the
+    planned device, and a single rank without a launcher."""
     cpu = sys.modules.get("deepspeed.accelerator.cpu_accelerator") or sys.modules.get("accelerator.cpu_accelerator")
     with ExitStack() as stack:
         if cpu is not None:

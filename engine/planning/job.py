@@ -1,4 +1,4 @@
-"""The planned job: the facts about a run that its estimates need besides its traces."""
+"""The planned job: what the estimates need to know about a run besides its traces."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from engine.transforms.blocks import repeated
 from engine.utils.tree import batch_size, map_tensors
 
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead")
-
-
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A dense transformer."""
+    """The shape of a dense transformer."""
 
     layers: int
     hidden: int
@@ -37,23 +35,23 @@ class Shape:
     feed_forward: int = 0
     """Width of the feed-forward layer; 0: four times ``hidden``."""
     gated: bool = False
-    """Whether the feed-forward layer has three matrices rather than two (SwiGLU)."""
+    """Whether the feed-forward layer is gated, with three matrices rather than two (SwiGLU)."""
     key_heads: int = 0
     """Heads of keys and values; 0: as many as ``heads``."""
     tied: bool = True
-    """Whether the output layer is the input embedding."""
+    """Whether the output layer shares the weights of the input embedding."""
     positions: int = 0
-    """Number of learned positions."""
+    """Rows of a learned position embedding; 0: there is none."""
 
     @property
     def wide(self) -> int:
-        """Width of the feed-forward layer."""
+        """Width of the feed-forward layer, also where ``feed_forward`` is 0."""
         return self.feed_forward or 4 * self.hidden
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run on ``world_size`` ranks."""
+    """One planned run on ``world_size`` ranks."""
 
     world_size: int
     nodes: int = 1
@@ -61,7 +59,7 @@ class Job:
     """Name of the strategy's class."""
     precision: str = "32-true"
     axes: dict[str, int] = field(default_factory=dict)
-    """Ranks on each axis of the mesh that has more than one."""
+    """The axes of the mesh that have more than one rank, each with its number of ranks."""
     data_ranks: int = 1
     """Ranks that see different samples."""
     window: int = 1
@@ -69,7 +67,7 @@ class Job:
     schedule: str | None = None
     """Schedule of the pipeline; ``None``: there is no pipeline."""
     parts: int = 1
-    """Parts of a micro-batch in the pipeline."""
+    """Parts that the pipeline splits a micro-batch into."""
     tf32: bool = False
     """Whether products of float32 matrices are computed in TF32."""
     compiled: bool = False
@@ -82,22 +80,22 @@ class Job:
     parameter_bytes: int = 0
     """Bytes of the whole model, parameters and buffers, as a checkpoint has them."""
     buffer_bytes: int = 0
-    """Bytes of the buffers among them."""
+    """Bytes of the buffers in :attr:`parameter_bytes`."""
     optimizer_bytes: int | None = None
-    """Bytes of the whole optimizer state in a checkpoint; ``None``: as much for each byte of parameters as on the traced ranks."""
+    """Bytes of the whole optimizer state in a checkpoint; ``None``: in proportion to the parameters, as on the traced ranks."""
     samples_per_epoch: int | None = None
     """Samples that all ranks together train on in an epoch; ``None``: the loader has no length."""
     steps_per_epoch: int | None = None
     total_steps: int | None = None
     """Optimizer steps of the run; ``None``: only a time or a callback ends it."""
     zero: tuple[int, int] | None = None
-    """DeepSpeed's stage of ZeRO, from 1 on, and the bytes of an element of the parameters; ``None``: another strategy, or not Adam."""
+    """DeepSpeed's stage of ZeRO, from 1 on, and the bytes of one parameter; ``None``: another strategy, or an optimizer other than Adam."""
     shape: Shape | None = None
     """Shape of the model for the formulas of papers; ``None``: the model is not known to be a dense transformer."""
 
     @property
     def pipeline(self) -> int:
-        """Ranks of a pipeline."""
+        """The number of ranks of a pipeline."""
         return self.axes.get("pp", 1)
 
     @property
@@ -117,17 +115,17 @@ class JobFacts:
         self._values: dict[str, Any] = {}
 
     def from_module(self, module: nn.Module) -> None:
-        """Note the facts of the user's module, before a strategy divides it; it lacks what ``configure_model`` creates."""
+        """Record the facts of the user's module before a strategy divides it; what ``configure_model`` creates is not there yet."""
         self._count(module, Single())
         self._values["shape"] = shape_of(module)
 
     def from_run(self, run: Run, batch: Any, compiled: bool) -> None:
-        """Note the facts of a run up to its first step.
+        """Record the facts of a run that is set up for its first step.
 
         Args:
             run: the run.
             batch: a micro-batch.
-            compiled: whether the user's step is compiled; the run's is not.
+            compiled: whether the user's settings compile the step; in the planned run it is not.
         """
         settings, strategy, engine = run.settings, run.engine.strategy, run.engine
         axes = {name: size for name, size in strategy.axes.items() if size > 1}
@@ -155,7 +153,7 @@ class JobFacts:
         }
 
     def _count(self, module: nn.Module, strategy: Strategy) -> None:
-        """Count a module if it is larger than the modules counted before: a stage of a pipeline lacks the other stages."""
+        """Record the sizes of a module if it is larger than those recorded before: one stage of a pipeline lacks the other stages."""
         sizes = {p: prod(strategy.whole_shape(p)) for p in module.parameters()}
         count = sum(sizes.values())
         if count > self._values.get("parameters", -1):
@@ -168,11 +166,12 @@ class JobFacts:
             }
 
     def job(self, world_size: int, nodes: int) -> Job:
-        """Create the job from the facts, for ``world_size`` ranks on ``nodes`` nodes."""
+        """Create the job on ``world_size`` ranks and ``nodes`` nodes from the recorded facts."""
         return Job(world_size=world_size, nodes=nodes, **self._values)
 
 
 def _zero(run: Run, stage: int) -> tuple[int, int] | None:
+    """The value of :attr:`Job.zero`."""
     adam = all(
         type(getattr(optimizer, "optimizer", optimizer)).__name__.startswith("Adam") for optimizer in run.optimizers
     )
@@ -181,8 +180,8 @@ def _zero(run: Run, stage: int) -> tuple[int, int] | None:
 
 
 def _samples(loader: PreparedLoader | None, batch_samples: int, window: int, batches: int | None) -> int | None:
-    """Samples of an epoch over all ranks: all of the loader's, which counts in samples or in ready batches, or those of the ``batches`` that are
-    read."""
+    """Samples of an epoch over all ranks: all of the loader's (``loader.samples`` counts single samples or whole batches), or those of the first
+    ``batches`` batches if these are fewer."""
     if loader is None or loader.samples is None or not batch_samples:
         return None
     samples = round(loader.samples / loader.stride * batch_samples * window)
@@ -190,16 +189,17 @@ def _samples(loader: PreparedLoader | None, batch_samples: int, window: int, bat
 
 
 def shape_of(model: nn.Module) -> Shape | None:
-    """The shape of a dense transformer, from its Hugging Face configuration or its modules; ``None``: the model is another one, or its shape
+    """The shape of a dense transformer, from its Hugging Face configuration or its modules; ``None``: it is another kind of model, or its shape
     cannot be read.
 
-    Read are: ``config`` of the model or of one of its modules; else the repeated blocks, the largest embedding, and the number of heads that a
-    module of the first block has as an attribute. A model with experts is not dense.
+    The shape is read from ``config`` of the model or of one of its modules; else from the repeated blocks, the largest embedding, and the
+    attribute of a module in the first block that is the number of heads. A model with experts is not dense.
     """
-    return _configured(model) or _of_modules(model)
+    return _shape_from_config(model) or _shape_from_modules(model)
 
 
-def _configured(model: nn.Module) -> Shape | None:
+def _shape_from_config(model: nn.Module) -> Shape | None:
+    """The shape according to the first complete ``config`` of a module, if there is one."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is None or isinstance(config, (nn.Module, Tensor)):
@@ -209,8 +209,8 @@ def _configured(model: nn.Module) -> Shape | None:
             if isinstance(config, Mapping)
             else lambda name, default=None, of=config: getattr(of, name, default)
         )
-        layers, hidden, heads, words = (
-            _first(get, names)
+        layers, hidden, heads, vocabulary = (
+            _first_number(get, names)
             for names in (
                 ("num_hidden_layers", "n_layer", "num_layers"),
                 ("hidden_size", "n_embd", "d_model"),
@@ -218,59 +218,60 @@ def _configured(model: nn.Module) -> Shape | None:
                 ("vocab_size",),
             )
         )
-        if not (layers and hidden and heads and words):
+        if not (layers and hidden and heads and vocabulary):
             continue
-        if _first(get, ("num_experts", "num_local_experts", "n_routed_experts")):
+        if _first_number(get, ("num_experts", "num_local_experts", "n_routed_experts")):
             return None
-        wide = _first(get, ("intermediate_size", "n_inner", "ffn_dim"))
+        wide = _first_number(get, ("intermediate_size", "n_inner", "ffn_dim"))
         return Shape(
             layers=layers,
             hidden=hidden,
             heads=heads,
-            vocabulary=words,
+            vocabulary=vocabulary,
             feed_forward=wide,
             gated=_gated(model),
-            key_heads=_first(get, _KEY_HEADS),
+            key_heads=_first_number(get, _KEY_HEADS),
             tied=bool(get("tie_word_embeddings", True)),
-            positions=_positions(model, hidden, words),
+            positions=_positions(model, hidden, vocabulary),
         )
     return None
 
 
-def _of_modules(model: nn.Module) -> Shape | None:
+def _shape_from_modules(model: nn.Module) -> Shape | None:
+    """The shape according to the modules: embeddings, repeated blocks and their layers."""
     blocks = repeated(model)
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     if len(blocks) < 2 or not embeddings:
         return None
     outputs = {m.out_features for m in model.modules() if isinstance(m, nn.Linear)}
-    words = max(
+    word_embedding = max(
         embeddings,
         key=lambda embedding: (embedding.num_embeddings in outputs, embedding.num_embeddings * embedding.embedding_dim),
     )
-    hidden = words.embedding_dim
+    hidden = word_embedding.embedding_dim
     heads = next(filter(None, (_number(vars(m).get(name)) for m in blocks[0].modules() for name in _HEADS)), 0)
     if not heads or sum(isinstance(m, nn.ModuleList) and len(m) > 3 for m in blocks[0].modules()):
         return None
     linear = [m for m in blocks[0].modules() if isinstance(m, nn.Linear)]
     wide = max((m.out_features for m in linear if m.in_features == hidden and m.out_features != 3 * hidden), default=0)
-    table = words.weight
+    table = word_embedding.weight
     shared = sum(p is table for m in model.modules() for p in m._parameters.values()) > 1
     separate = any(
-        isinstance(m, nn.Linear) and m.out_features == words.num_embeddings and m.weight is not table
+        isinstance(m, nn.Linear) and m.out_features == word_embedding.num_embeddings and m.weight is not table
         for m in model.modules()
     )
     return Shape(
         layers=len(blocks),
         hidden=hidden,
         heads=heads,
-        vocabulary=words.num_embeddings,
+        vocabulary=word_embedding.num_embeddings,
         feed_forward=wide if wide > hidden else 0,
         gated=_gated(blocks[0]),
         key_heads=next(
             filter(None, (_number(vars(m).get(name)) for m in blocks[0].modules() for name in _KEY_HEADS)), 0
         ),
         tied=shared or not separate,
-        positions=_positions(model, hidden, words.num_embeddings),
+        positions=_positions(model, hidden, word_embedding.num_embeddings),
     )
 
 
@@ -280,12 +281,13 @@ def _gated(model: nn.Module) -> bool:
 
 
 def _positions(model: nn.Module, hidden: int, vocabulary: int) -> int:
-    """Rows of a second embedding of width ``hidden``."""
+    """Rows of the position embedding: an embedding of width ``hidden`` with another number of rows than the vocabulary; 0: there is none."""
     rows = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m.embedding_dim == hidden)
     return max((count for count in rows if count != vocabulary), default=0)
 
 
-def _first(get: Any, names: tuple[str, ...]) -> int:
+def _first_number(get: Any, names: tuple[str, ...]) -> int:
+    """The first positive int among the values of ``names``; 0: there is none."""
     return next(filter(None, (_number(get(name)) for name in names)), 0)
 
 
@@ -294,7 +296,7 @@ def _number(value: Any) -> int:
 
 
 def sequence_of(batch: Any) -> int:
-    """Tokens of a sample: the length of the batch's first tensor of whole numbers with two dims; 0: the batch has no such tensor."""
+    """Tokens of a sample: the length of the second dimension of the batch's first 2-d tensor of integers; 0: the batch has no such tensor."""
     lengths: list[int] = []
 
     def look(tensor: Tensor) -> Tensor:

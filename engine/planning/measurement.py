@@ -1,4 +1,4 @@
-"""Measures what this machine reaches: arithmetic, memory traffic, the host's work, and links between the ranks of a job."""
+"""Measures the speeds that this machine reaches: arithmetic, memory traffic, the host's work, and the links between the ranks of a job."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from engine.planning.step_time import START_S
 from engine.utils import accelerator
 
 _SECONDS = 0.2
-"""Duration of each repetition at least (s). The median of three counts: other work on the machine slows some of them down."""
+"""The minimum duration of each repetition (s). The median of three repetitions counts, because other work on the machine slows some of them down."""
 _REPETITIONS = 3
 _SMALL = 8
-"""Bytes of the collectives that latency is measured with."""
+"""Bytes of the collectives whose latency is measured."""
 _LARGE, _LARGE_ON_CPU = 32 * 2**20, 8 * 2**20
-"""Bytes of the collectives that bandwidth is measured with."""
+"""Bytes of the collectives whose bandwidth is measured."""
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-"""How often each kind of collective goes around the ring, as in :mod:`engine.planning.step_time`."""
+"""How often each kind of collective passes its data around the ring, as in :mod:`engine.planning.step_time`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineSpeeds:
-    """Speeds that a rank reaches with all ranks at work at once: the slowest of ranks that have a device each, the mean of ranks that share a
+    """Speeds that a rank reaches while all ranks work: those of the slowest rank if each has its own device, the mean over the ranks that share a
     processor."""
 
     device: str
@@ -46,9 +46,9 @@ class MachineSpeeds:
     """Operations a second by the short name of the dtype, ``"bf16"``."""
     bandwidth: float = 0.0
     dispatch: float = 0.0
-    """Seconds to start an operation of a training, with what Python and autograd do for it."""
+    """Seconds to launch an operation of a training, including the work of Python and autograd for it."""
     dtensor: float | None = None
-    """Seconds that an operation on a ``DTensor`` takes besides; ``None``: one rank alone."""
+    """Additional seconds for an operation on a ``DTensor``; ``None``: the job has one rank."""
     within: Link | None = None
     """Link between ranks of one node; ``None``: no node has two ranks."""
     between: Link | None = None
@@ -64,7 +64,7 @@ class MachineSpeeds:
 
     @property
     def as_network(self) -> str | None:
-        """The text for ``--network``; ``None``: one rank alone."""
+        """The text for ``--network``; ``None``: the job has one rank."""
         links = [link for link in (self.within, self.between) if link is not None]
         if not links:
             return None
@@ -80,7 +80,7 @@ class MachineSpeeds:
 
 
 def measure_machine(group: Group) -> MachineSpeeds:
-    """Measure on all ranks of a job at once, about twenty seconds. A collective."""
+    """Measure on all ranks of a job at the same time, which takes about twenty seconds. A collective."""
     clock = _Clock(group)
     speeds = {f"peak {name}": _product(clock, dtype, tf32) for name, dtype, tf32 in _dtypes(group.device)}
     speeds |= {"bandwidth": _copy(clock), **_host(clock), **_links(group), "memory": float(_memory(group))}
@@ -99,8 +99,8 @@ def measure_machine(group: Group) -> MachineSpeeds:
 
 
 def _slowest_of_ranks(group: Group, rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The speeds of the slowest rank. Ranks that share a processor take turns, and one that is ahead waits for the others: there, the mean over
-    a node's ranks counts."""
+    """The lowest speeds of all ranks. On CPUs the mean over a node's ranks counts instead of each rank's own speed: they share a processor, and one
+    that is ahead waits for the others."""
     ranks_per_node = group.world_size // _nodes(group) if group.device.type == "cpu" else 1
     nodes = [rows[first : first + ranks_per_node] for first in range(0, len(rows), ranks_per_node)]
     return {name: min(fmean(row[name] for row in node) for node in nodes) for name in rows[0]}
@@ -114,6 +114,7 @@ def _link(speeds: dict[str, float], name: str) -> Link | None:
 
 
 def _dtypes(device: torch.device) -> list[tuple[str, torch.dtype, bool]]:
+    """Short name, dtype, and whether TF32 is used, of each kind of product that the device supports."""
     dtypes = [("fp32", torch.float32, False)]
     if device.type == "cuda":
         dtypes.append(("tf32", torch.float32, True))
@@ -125,10 +126,10 @@ def _dtypes(device: torch.device) -> list[tuple[str, torch.dtype, bool]]:
 
 
 class _Clock:
-    """Times work that all ranks do at once.
+    """Times work that all ranks do at the same time.
 
     Args:
-        group: the ranks, which begin together.
+        group: the ranks; they start each repetition together.
     """
 
     def __init__(self, group: Group) -> None:
@@ -139,7 +140,7 @@ class _Clock:
         return self.rates(work)[0]
 
     def rates(self, *works: Callable[[], object]) -> list[float]:
-        """Calls a second of several pieces of work, which take turns so that they can be compared."""
+        """Calls a second of several pieces of work. They are timed alternately, so that they can be compared."""
         for work in works:
             self._timed(work, 0.0)
         repetitions = [[self._timed(work, _SECONDS) for work in works] for _ in range(_REPETITIONS)]
@@ -155,9 +156,10 @@ class _Clock:
                 work()
             self._finish()
             durations.append((time.perf_counter() - began) / calls)
-        return median(durations[1:])  # the first opens connections
+        return median(durations[1:])  # without the first, which opens connections
 
     def _timed(self, work: Callable[[], object], seconds: float) -> float:
+        """Calls a second of ``work``, which is called for at least ``seconds``, and at least once."""
         self.group.barrier()
         self._finish()
         began, calls, repeats, elapsed = time.perf_counter(), 0, 1, 0.0
@@ -187,39 +189,40 @@ def _product(clock: _Clock, dtype: torch.dtype, tf32: bool) -> float:
 
 
 def _copy(clock: _Clock) -> float:
-    """Bytes a second, read and written, in a copy that no cache holds."""
+    """Bytes a second, read and written, in a copy that is too large for caches."""
     size = 2**26 if clock.device.type == "cpu" else 2**30
     source, target = (torch.zeros(size, dtype=torch.uint8, device=clock.device) for _ in range(2))
     return 2 * size * clock.rate(lambda: target.copy_(source))
 
 
-class _Count(torch_private.Mode):
-    """Counts operations as a plan does: views, and those on wrapped tensors before they come with the local ones, are none."""
+class _CountingMode(torch_private.Mode):
+    """Counts operations as a plan does: ``direct`` without views, and ``wrapped`` on tensors that wrap others, which come again on the local ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.plain = self.wrapped = 0
+        self.direct = self.wrapped = 0
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch_private.wraps(types):
             self.wrapped += 1
             return NotImplemented
-        self.plain += not operator.is_view
+        self.direct += not operator.is_view
         return operator(*args, **(kwargs or {}))
 
 
 def _host(clock: _Clock) -> dict[str, float]:
-    """Operations a second that the host starts in the passes of a network whose tensors are tiny, and what wrapping them as ``DTensor`` costs."""
+    """Operations a second that the host launches in both passes of a network with tiny tensors, and how many ``DTensor`` operations a second it
+    derives."""
     width = 8
     network = nn.Sequential(
         *(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(8))
     ).to(clock.device)
     inputs = torch.ones(1, width, device=clock.device)
     passes = _passes(network, inputs)
-    with _Count() as counts:
+    with _CountingMode() as counts:
         passes()
     if clock.group.world_size == 1:
-        return {"starts": clock.rate(passes) * counts.plain}
+        return {"starts": clock.rate(passes) * counts.direct}
     mesh = _single_rank_mesh(clock.group)
     sharded = copy.deepcopy(network)
     for module in sharded.modules():
@@ -227,15 +230,17 @@ def _host(clock: _Clock) -> dict[str, float]:
             local = DTensor.from_local(parameter.detach(), mesh, [Replicate()], run_check=False)
             module.register_parameter(name, nn.Parameter(local))
     sharded_passes = _passes(sharded, DTensor.from_local(inputs, mesh, [Replicate()], run_check=False))
-    with _Count() as sharded_counts:
+    with _CountingMode() as sharded_counts:
         sharded_passes()
     plain_s, sharded_s = (1 / rate for rate in clock.rates(passes, sharded_passes))
-    start_s = plain_s / counts.plain
-    dtensor_s = (sharded_s - start_s * sharded_counts.plain) / sharded_counts.wrapped
+    start_s = plain_s / counts.direct
+    dtensor_s = (sharded_s - start_s * sharded_counts.direct) / sharded_counts.wrapped
     return {"starts": 1 / start_s, "dtensors": 1 / max(dtensor_s, 1e-7)}
 
 
 def _passes(network: nn.Module, inputs: torch.Tensor) -> Callable[[], None]:
+    """A function that runs one forward and one backward pass."""
+
     def forward_and_backward() -> None:
         with torch.enable_grad():
             network.zero_grad(set_to_none=True)
@@ -245,14 +250,14 @@ def _passes(network: nn.Module, inputs: torch.Tensor) -> Callable[[], None]:
 
 
 def _single_rank_mesh(group: Group) -> DeviceMesh:
-    """A mesh of this rank, so that operations on it send nothing."""
+    """A mesh of this rank alone: its operations send nothing."""
     channel = group.part_for_device([[rank] for rank in range(group.world_size)])
     assert channel is not None
     return DeviceMesh.from_group(channel, group.device.type)
 
 
 def _memory(group: Group) -> int:
-    """Bytes of a rank's device; the ranks of a node share its memory if they compute on the CPU."""
+    """Bytes of a rank's memory; ranks of a node that compute on the CPU get equal shares of the node's."""
     if group.device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, group.world_size // _nodes(group))
     return int(torch.accelerator.get_memory_info(group.device)[1])
@@ -263,7 +268,7 @@ def _nodes(group: Group) -> int:
 
 
 def _links(group: Group) -> dict[str, float]:
-    """Bandwidth of a device, and steps of a ring a second, of collectives within the nodes and between them."""
+    """The speeds of collectives within the nodes and between them: bandwidth (bytes a second) and steps of a ring a second."""
     ranks, nodes = group.world_size, _nodes(group)
     ranks_per_node = ranks // nodes
     speeds: dict[str, float] = {}
@@ -277,7 +282,7 @@ def _links(group: Group) -> dict[str, float]:
 
 
 def _rings(group: Group, parts: Sequence[range], name: str) -> dict[str, float]:
-    """The speeds of each kind of collective, measured in all of ``parts`` at once."""
+    """The speeds of each kind of collective in all groups of ``parts`` at the same time."""
     channel, size = group.part_for_device([list(part) for part in parts]), len(parts[0])
     clock, speeds = _Clock(group), {}
     large = _LARGE_ON_CPU if group.device.type == "cpu" else _LARGE
@@ -290,11 +295,11 @@ def _rings(group: Group, parts: Sequence[range], name: str) -> dict[str, float]:
 
 
 def _collective(clock: _Clock, kind: str, length: int, size: int, channel: Any) -> float:
-    """Seconds of a collective of about ``length`` bytes between ``size`` ranks."""
+    """Seconds of one collective of about ``length`` bytes among ``size`` ranks."""
     part = torch.zeros(max(1, length // 4 // size), device=clock.device)
     full = torch.zeros(part.numel() * size, device=clock.device)
     calls = 100 if length == _SMALL else 5
-    # Their names until torch 2.12; later ones warn of these.
+    # Since torch 2.13 the functions have new names, and the older names warn.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: dict[str, Callable[[], object]] = {

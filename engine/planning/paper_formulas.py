@@ -1,4 +1,4 @@
-"""A dense transformer's parameters, FLOPs and memory by published formulas: a cross-check of what was traced."""
+"""A dense transformer's parameters, FLOPs and memory by published formulas, to cross-check the traced numbers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from engine.planning.rank_trace import RankTrace
 from engine.planning.step_time import model_flops
 
 DIFFERS = 0.2
-"""Relative difference from which on a formula is shown beside the traced number."""
+"""The relative difference beyond which a formula is shown beside the traced number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A traced number beside the formula's."""
+    """A traced number beside the result of a published formula."""
 
     what: str
     traced: float
@@ -29,7 +29,7 @@ class Check:
 
 
 def parameters(shape: Shape) -> int:
-    """Weights of the matrices, with biases and norms left out: 12 l h^2 + V h for GPT (Narayanan et al. 2021, section 5)."""
+    """The number of parameters by a formula that leaves out biases and norms: 12 l h^2 + V h for GPT (Narayanan et al. 2021, section 5)."""
     h = shape.hidden
     keys = (shape.key_heads or shape.heads) / shape.heads
     attention = 2 * h * h + 2 * h * h * keys
@@ -53,7 +53,8 @@ def flops(shape: Shape, count: int, tokens: int) -> float:
 def activations(
     shape: Shape, samples: int, *, bytes_each: int = 2, tp: int = 1, sequence_parallel: bool = False, full: bool = False
 ) -> float:
-    """Bytes that the layers keep for the backward pass, without attention scores (Korthikanti et al. 2022, table 2, selective recomputation).
+    """Bytes of activations that the layers keep for the backward pass, without attention scores (Korthikanti et al. 2022, table 2, selective
+    recomputation).
 
     Args:
         shape: shape of the model.
@@ -91,7 +92,7 @@ def model_state(
 
 
 def checks(job: Job, traces: Sequence[RankTrace], worst: RankTrace, samples_per_step: int) -> tuple[Check, ...]:
-    """The checks that are possible for a job; none if its model is not known to be a dense transformer and its strategy is not ZeRO.
+    """Compare the traced numbers with the formulas that apply; none if the model is not known to be a dense transformer and the strategy is not ZeRO.
 
     Args:
         job: the planned job.
@@ -99,7 +100,7 @@ def checks(job: Job, traces: Sequence[RankTrace], worst: RankTrace, samples_per_
         worst: trace of the rank that needs the most memory.
         samples_per_step: samples over all ranks.
     """
-    results = [*_of_zero(job, worst)]
+    results = [*_zero_check(job, worst)]
     shape = job.shape
     if shape is None or not shape.sequence:
         return tuple(results)
@@ -135,8 +136,8 @@ def checks(job: Job, traces: Sequence[RankTrace], worst: RankTrace, samples_per_
     return tuple(results)
 
 
-def _of_zero(job: Job, worst: RankTrace) -> tuple[Check, ...]:
-    """The check of what a rank keeps between steps under ZeRO. The trace leaves out what is offloaded."""
+def _zero_check(job: Job, worst: RankTrace) -> tuple[Check, ...]:
+    """Compare what a rank keeps between steps with the formula of ZeRO; the trace leaves out what is offloaded."""
     if job.zero is None or not job.trainable:
         return ()
     (stage, size), start = job.zero, worst.timeline[0].memory

@@ -1,4 +1,4 @@
-"""``Plan``: the forecast of a run of many ranks, from the traced step of each distinct one."""
+"""``Plan``: the forecast of a run on many ranks, from one traced step of each rank that differs from the others."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from engine.planning.rank_trace import RankTrace as RankTrace
 from engine.planning.step_time import BUBBLE_FORMULAS, StepTime, bubble_fraction, model_flops
 
 VERSION = 2
-"""Version of :meth:`Plan.as_json`: keys may be added; a change of meaning makes it larger."""
+"""Version of :meth:`Plan.as_json`. Adding keys keeps it; a key that changes its meaning increases it."""
 _MOMENTS = 2000
-"""Moments of a rank's timeline in :meth:`Plan.as_json` at most; of a longer timeline the highest of neighbouring moments."""
+"""The maximum number of moments of a rank's timeline in :meth:`Plan.as_json`. A longer timeline keeps the highest of neighbouring moments."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Plan:
     """
 
     traces: tuple[RankTrace, ...]
-    """The traced steps: one for each group of ranks that do the same."""
+    """The traced steps: one for each group of ranks that do the same work."""
     job: Job
     """The planned job."""
     device: Hardware
@@ -46,7 +46,7 @@ class Plan:
     price: float | None = None
     """Price of one device for one hour, in any currency."""
     storage: float | None = None
-    """Bytes a second that all ranks together write to the place of checkpoints."""
+    """Bytes a second at which all ranks together write checkpoints."""
 
     def __post_init__(self) -> None:
         if not self.traces:
@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that a rank needs on its device: the peak of its tensors, the allocator's rounding and the margins."""
+        """The largest memory need of a rank: the peak of its tensors, the allocator's rounding and the margins."""
         return self.need.total
 
     @property
@@ -97,7 +97,7 @@ class Plan:
 
     @cached_property
     def bubble(self) -> float:
-        """The share of the passes in which a pipeline's ranks wait."""
+        """The fraction of the passes' time that the ranks of a pipeline wait."""
         if self.job.schedule is None:
             return 0.0
         return bubble_fraction(self.job.schedule, self.job.pipeline, self.job.parts)
@@ -114,12 +114,12 @@ class Plan:
 
     @cached_property
     def slowest(self) -> StepTime:
-        """Step time of the slowest rank, which sets the pace."""
+        """Step time of the slowest rank, for which all others wait."""
         return max(self.times, key=lambda time: time.expected_s)
 
     @property
     def step_seconds(self) -> float:
-        """The estimate for one optimizer step."""
+        """The estimated seconds of one optimizer step."""
         return self.slowest.expected_s
 
     @property
@@ -140,7 +140,7 @@ class Plan:
 
     @cached_property
     def peak_flops(self) -> float:
-        """Operations a second of the device in the dtype that most of the step's FLOPs have."""
+        """The device's peak operations a second in the dtype of most of the step's FLOPs."""
         by_dtype: dict[str, int] = {}
         for operation in self.traces[0].operations:
             by_dtype[operation.dtype] = by_dtype.get(operation.dtype, 0) + operation.flops * operation.count
@@ -152,12 +152,12 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization of the estimate: FLOPs without recomputation over what the device could do in that time."""
+        """Model FLOPs utilization at the estimated step time: FLOPs without recomputation over what the device could do in that time."""
         return self._utilization(self.step_seconds)
 
     @property
     def mfu_bound(self) -> float:
-        """Model FLOPs utilization with all communication hidden and no bubble."""
+        """Model FLOPs utilization if all communication is hidden and there is no bubble."""
         return self._utilization(max(time.best_s for time in self.times))
 
     # -- the whole run ----------------------------------------------------------------------------------------------------------
@@ -182,9 +182,9 @@ class Plan:
 
     @property
     def checkpoint_files(self) -> int:
-        """Files of one checkpoint, at most: each rank writes its share of the model and of the optimizer's state, and its own state; a small
-        checkpoint of one rank has a file of tensors and a manifest. Tensors in callbacks' states and other weights have files of their own,
-        which do not count."""
+        """The maximum number of files in a checkpoint: each rank writes its share of the model and of the optimizer's state, and its own state; a
+        small checkpoint of one rank has a file of tensors and a manifest. Files for tensors in callbacks' states and for other weights are not
+        counted."""
         ranks = self.job.world_size
         if ranks == 1 and self.checkpoint_bytes <= manifest.JOINED_BYTES:
             return 2
@@ -194,11 +194,12 @@ class Plan:
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of a rank's share of a checkpoint, which a save in the background copies into the host's memory."""
+        """Bytes of a rank's share of a checkpoint, which an asynchronous save copies into the host's memory."""
         return -(-self.checkpoint_bytes // self.job.world_size)
 
     @cached_property
     def _optimizer_bytes(self) -> int:
+        """Bytes of the whole optimizer state; if not known, in proportion to the parameters as on the traced ranks."""
         if self.job.optimizer_bytes is not None:
             return self.job.optimizer_bytes
         states = [trace.timeline[-1].memory if trace.timeline else trace.peak.memory for trace in self.traces]
@@ -208,7 +209,7 @@ class Plan:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Sentences on what could not be traced: the numbers are those of the rest."""
+        """Sentences on what could not be traced, which the numbers leave out."""
         return tuple(dict.fromkeys(line for trace in self.traces for line in trace.missing))
 
     @property
@@ -218,7 +219,7 @@ class Plan:
 
     @cached_property
     def checks(self) -> tuple[Check, ...]:
-        """Published formulas beside the traced numbers; none if the model is not known to be a dense transformer."""
+        """Comparisons of traced numbers with published formulas; none if the model is not known to be a dense transformer."""
         return paper_formulas.checks(self.job, self.traces, self.worst, self.samples_per_step)
 
     @cached_property
@@ -310,6 +311,7 @@ class Plan:
         }
 
     def _rank(self, index: int) -> dict[str, Any]:
+        """The values of one traced rank for :meth:`as_json`."""
         trace, time, needed = self.traces[index], self.times[index], self.needs[index]
         compute = time.compute
         return {
@@ -361,7 +363,7 @@ def _moment(moment: Moment) -> dict[str, Any]:
 
 
 def _thinned(timeline: Sequence[Moment]) -> list[Moment]:
-    """At most :data:`_MOMENTS` of the moments, peaks kept."""
+    """At most :data:`_MOMENTS` of the moments: of each group of neighbouring ones the one with the most memory."""
     width = -(-len(timeline) // _MOMENTS) or 1
     return [
         max(timeline[start : start + width], key=lambda moment: moment.memory.total)

@@ -55,7 +55,7 @@ def page(plan: Mapping[str, Any]) -> str:
         *(_module_table(rank) for rank in plan["ranks"] if rank["held_at_peak"]),
         "<h2>Time and communication</h2>",
         _table("One step", (), time_rows(plan)),
-        *(_sent(rank) for rank in plan["ranks"] if rank["collectives"]),
+        *(_communication(rank) for rank in plan["ranks"] if rank["collectives"]),
         "<h2>The run</h2>",
         _table("Data, checkpoints and cost", (), run_rows(plan)),
         _checks(plan),
@@ -79,7 +79,7 @@ def _table(
     numbers_from: int | None = None,
     last_is_sum: bool = False,
 ) -> str:
-    """A table that scrolls sideways where it is too wide."""
+    """An HTML table that scrolls sideways where it is too wide. The columns from ``numbers_from`` on are aligned as numbers."""
 
     def kind(index: int) -> str:
         return ' class="number"' if numbers_from is not None and index >= numbers_from else ""
@@ -104,16 +104,17 @@ def _list(heading: str, lines: Iterable[str]) -> str:
     return f"<h2>{_text(heading)}</h2><ul>{''.join(f'<li>{_text(line)}</li>' for line in lines)}</ul>"
 
 
-def _named(rank: Mapping[str, Any]) -> str:
+def _rank_title(rank: Mapping[str, Any]) -> str:
     return f"rank {rank['rank']}{': ' + rank['role'] if rank['role'] else ''}"
 
 
 def _memory(plan: Mapping[str, Any]) -> str:
+    """A table of each rank's memory at the peak, by category."""
     columns = [dict(need_rows(rank["need"], rank["peak"]["memory"])) for rank in plan["ranks"]]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *(size(column.get(name, 0)) for column in columns)] for name in names]
     rows.append(["needed", *(size(rank["need"]["total"]) for rank in plan["ranks"])])
-    heads = ["", *(_named(rank) for rank in plan["ranks"])]
+    heads = ["", *(_rank_title(rank) for rank in plan["ranks"])]
     device = size(plan["memory"]["device_bytes"])
     return _table(f"At the peak, on a device with {device}", heads, rows, numbers_from=1, last_is_sum=True)
 
@@ -121,14 +122,15 @@ def _memory(plan: Mapping[str, Any]) -> str:
 def _module_table(rank: Mapping[str, Any]) -> str:
     rows = [[name or "(outside of modules)", size(value)] for name, value in rank["held_at_peak"].items()]
     return _table(
-        f"Held by modules at the peak of {_named(rank)}, which is in: {place(rank['peak'])}",
+        f"Held by modules at the peak of {_rank_title(rank)}, which is in: {place(rank['peak'])}",
         ("module", "bytes"),
         rows,
         numbers_from=1,
     )
 
 
-def _sent(rank: Mapping[str, Any]) -> str:
+def _communication(rank: Mapping[str, Any]) -> str:
+    """A table of a rank's collectives in a step, the slowest first."""
     rows = [
         [
             collective["kind"],
@@ -143,7 +145,7 @@ def _sent(rank: Mapping[str, Any]) -> str:
         for collective in sorted(rank["collectives"], key=lambda entry: -entry["seconds"])
     ]
     columns = ("kind", "axis", "phase", "beside the pass", "ranks", "count", "bytes", "time")
-    return _table(f"Communication of {_named(rank)} in a step", columns, rows, numbers_from=4)
+    return _table(f"Communication of {_rank_title(rank)} in a step", columns, rows, numbers_from=4)
 
 
 def _checks(plan: Mapping[str, Any]) -> str:
@@ -158,7 +160,7 @@ def _checks(plan: Mapping[str, Any]) -> str:
 
 
 def _timeline(rank: Mapping[str, Any], limit: int) -> str:
-    """The memory of a rank as stacked areas over the moments of a step."""
+    """A chart of a rank's memory over the moments of a step, as stacked areas; ``limit``: the device's memory in bytes."""
     moments = rank["timeline"] or [rank["peak"]]
     categories = [key for key in CATEGORIES if any(moment["memory"].get(key) for moment in moments)]
     highest = max(moment["memory"]["total"] for moment in moments) or 1
@@ -173,7 +175,7 @@ def _timeline(rank: Mapping[str, Any], limit: int) -> str:
     parts.append(_line("peak", _x(peak_index, moments), _y(highest, top), _x(peak_index, moments), _BOTTOM))
     peak = f"peak of {size(highest)}, {place(moments[peak_index])}"
     parts.append(_label(_x(peak_index, moments), max(_y(highest, top) - 6, 12), peak))
-    name = f"Memory of {_named(rank)} over one step: {peak}"
+    name = f"Memory of {_rank_title(rank)} over one step: {peak}"
     keys = "".join(
         f'<li><span class="swatch {_colour(key)}"></span>{_text(CATEGORIES[key])}</li>' for key in categories
     )
@@ -184,6 +186,7 @@ def _timeline(rank: Mapping[str, Any], limit: int) -> str:
 
 
 def _areas(moments: Sequence[Mapping[str, Any]], categories: Sequence[str], top: float) -> list[str]:
+    """One polygon for each category, stacked on those before it. ``top``: the number of bytes at the upper edge."""
     floor = [0] * len(moments)
     polygons = []
     for key in categories:
@@ -198,7 +201,7 @@ def _areas(moments: Sequence[Mapping[str, Any]], categories: Sequence[str], top:
 
 
 def _stairs(values: Sequence[int], moments: Sequence[Any]) -> Iterable[tuple[float, int]]:
-    """Points of a line of stairs: memory changes at once, so each moment is a horizontal piece."""
+    """The corners of a line of stairs with one horizontal piece for each moment, because memory changes abruptly."""
     half = (_WIDTH - _LEFT) / len(moments) / 2
     for index, value in enumerate(values):
         yield _x(index, moments) - half, value
@@ -206,6 +209,7 @@ def _stairs(values: Sequence[int], moments: Sequence[Any]) -> Iterable[tuple[flo
 
 
 def _phases(moments: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A vertical line at the start of each phase, and the phase's name where there is room."""
     shapes, first_moment = [], 0
     half = (_WIDTH - _LEFT) / len(moments) / 2
     for phase, group in groupby(moment["phase"] for moment in moments):
@@ -221,6 +225,7 @@ def _phases(moments: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _grid(top: float) -> list[str]:
+    """Five horizontal lines with their numbers of bytes, up to ``top``."""
     shapes = []
     for quarter in range(5):
         value = top * quarter / 4

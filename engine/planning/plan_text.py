@@ -1,4 +1,4 @@
-"""Plans and searches as text: numbers and rows, the same in the terminal and on the page, and the terminal's tables."""
+"""Plans and searches as text: numbers and rows that the terminal and the page share, and the terminal's tables."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def duration(value: float | None) -> str:
 
 
 def need_rows(need: Mapping[str, Any], memory: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Parts that add up to a rank's need: categories at the peak, rounding, margins."""
+    """The titles and bytes of the parts that add up to a rank's need: the categories at the peak, rounding, margins."""
     rows = [(title, memory[key]) for key, title in CATEGORIES.items() if memory.get(key)]
     parts = {"rounding": need["rounded"] - need["tensors"], "unused": need["reserved"] - need["rounded"], **need}
     return rows + [(title, parts[key]) for key, title in MARGINS.items() if parts[key]]
@@ -97,13 +97,13 @@ def verdict(plan: Mapping[str, Any]) -> str:
 
 
 def place(moment: Mapping[str, Any]) -> str:
-    """Phase and module of a moment."""
+    """The phase of a moment, and the module that runs."""
     module = f" in {moment['module']}" if moment["module"] else ""
     return f"{moment['phase']}{module}"
 
 
 def time_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Rows on one step: its time, FLOPs, communication and throughput."""
+    """Titles and texts on one step: its time, FLOPs, communication and throughput."""
     time = plan["time"]
     slowest = next(entry for entry in plan["ranks"] if entry["step_s"] == max(rank["step_s"] for rank in plan["ranks"]))
     compute = slowest["compute"]
@@ -146,7 +146,7 @@ def time_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def run_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Rows on data, checkpoints and money."""
+    """Titles and texts on the whole run: data, checkpoints and cost."""
     data, checkpoint, cost, job = plan["data"], plan["checkpoint"], plan["cost"], plan["job"]
     rows = [
         ("model", f"{count(job['parameters'])} parameters, {count(job['trainable'])} trained"),
@@ -174,7 +174,7 @@ def run_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def check_rows(plan: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Formulas that differ from the trace: what, traced, formula, source."""
+    """A row (quantity, traced, formula, source) for each published formula that differs from the trace."""
     show = {"activations": size}
     rows = []
     for check in plan["checks"]:
@@ -185,7 +185,7 @@ def check_rows(plan: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
 
 
 def agreeing(plan: Mapping[str, Any]) -> str:
-    """A sentence on the formulas that agree, or that there are none."""
+    """A sentence that names the formulas that agree with the trace, or says that no formula applies; empty if none agrees."""
     if not plan["checks"]:
         return "No cross-check by published formulas: the shape of a dense transformer cannot be read from the model."
     names = [check["what"] for check in plan["checks"] if not check["differs"]]
@@ -193,11 +193,11 @@ def agreeing(plan: Mapping[str, Any]) -> str:
 
 
 WIDTH = 140
-"""Columns of a file or a pipe, which have no width."""
+"""Columns of the output to a file or a pipe, which have no width of their own."""
 
 
 def console() -> Any:
-    """The terminal; a file or a pipe is :data:`WIDTH` wide, unless ``COLUMNS`` says otherwise."""
+    """A console for standard output; for a file or a pipe it is :data:`WIDTH` columns wide, unless ``COLUMNS`` is set."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
@@ -215,7 +215,7 @@ def as_text(content: dict[str, Any], show: Callable[[Any, Any], None]) -> str:
 
 
 def terminal_safe(value: Any) -> Any:
-    """A copy of JSON values whose text a terminal shows and does not obey: names of modules and strategies are the user's."""
+    """A copy of JSON values whose texts cannot control the terminal: names of modules and strategies are the user's."""
     if isinstance(value, dict):
         return {terminal_text(key, one_line=True): terminal_safe(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -224,7 +224,7 @@ def terminal_safe(value: Any) -> Any:
 
 
 def table(*columns: str, text_columns: Iterable[str] = (), folds: Iterable[str] = (), title: str | None = None) -> Any:
-    """A table without rows.
+    """An empty table.
 
     Args:
         columns: heads of the columns.
@@ -257,7 +257,7 @@ def table(*columns: str, text_columns: Iterable[str] = (), folds: Iterable[str] 
 
 
 def bullets(lines: Iterable[str]) -> Any:
-    """A list, whose long lines continue under their text."""
+    """A list with one bullet for each line; long lines are indented where they continue."""
     from rich.table import Table
     from rich.text import Text
 
@@ -268,7 +268,7 @@ def bullets(lines: Iterable[str]) -> Any:
 
 
 _MOST_MODULES = 8
-"""Rows of a table of modules."""
+"""The maximum number of rows in a table of modules."""
 
 
 def show_plan(plan: Mapping[str, Any], console: Any) -> None:
@@ -293,7 +293,7 @@ def show_plan(plan: Mapping[str, Any], console: Any) -> None:
         _print(console, *_modules_at_peak(worst["held_at_peak"]))
     _print(console, *_pairs("One step", time_rows(plan)))
     if any(rank["collectives"] for rank in plan["ranks"]):
-        _print(console, *_sent(plan))
+        _print(console, *_communication(plan))
     _print(console, *_pairs("The run", run_rows(plan)))
     if rows := check_rows(plan):
         _print(console, *_checks(rows))
@@ -312,6 +312,7 @@ def _print(console: Any, heading: str, rows: Any) -> None:
 
 
 def _pairs(heading: str, rows: list[tuple[str, str]]) -> tuple[str, Any]:
+    """A heading, and a table of two columns without heads."""
     grid = table("", "", text_columns=("",), folds=("",))
     for row in rows:
         grid.add_row(*row)
@@ -319,6 +320,7 @@ def _pairs(heading: str, rows: list[tuple[str, str]]) -> tuple[str, Any]:
 
 
 def _memory(plan: Mapping[str, Any]) -> tuple[str, Any]:
+    """The heading and the table of each rank's memory at the peak, by category."""
     ranks = plan["ranks"]
     titles = [f"rank {rank['rank']}{': ' + rank['role'] if rank['role'] else ''}" for rank in ranks]
     grid = table("", *titles)
@@ -337,8 +339,9 @@ def _modules_at_peak(bytes_by_module: Mapping[str, int]) -> tuple[str, Any]:
     return "Held by modules at the peak", grid
 
 
-def _sent(plan: Mapping[str, Any]) -> tuple[str, Any]:
-    """Communication of the rank that sets the pace; the others send alike. The plan's title has the ranks of each axis."""
+def _communication(plan: Mapping[str, Any]) -> tuple[str, Any]:
+    """The heading and the table of the communication of the slowest rank; the other ranks send the same. The plan's title has the ranks of each
+    axis."""
     slowest = max(plan["ranks"], key=lambda rank: rank["step_s"])
     text = ("axis", "phase", "overlaps")
     grid = table("kind", *text, "count", "bytes", "time", text_columns=text, folds=("phase",))
@@ -363,7 +366,7 @@ def _checks(rows: list[tuple[str, str, str, str]]) -> tuple[str, Any]:
 
 
 _MOST_CANDIDATES = 15
-"""Rows of the table of what fits; ``--json`` has all."""
+"""The maximum number of rows in the table of candidates that fit; ``--json`` prints all."""
 
 
 def in_python(strategy: object) -> str:
@@ -392,7 +395,7 @@ def _default(option: Any) -> Any:
 
 
 def written(strategy: object) -> str:
-    """A strategy as one types it after ``strategy=``: ``fsdp``, or ``{name: mesh, tp: 2}``; an object as in a script."""
+    """A strategy as one types it after ``strategy=`` on the command line: ``fsdp``, or ``{name: mesh, tp: 2}``; an object as in a script."""
     if isinstance(strategy, str):
         return strategy
     if not isinstance(strategy, Mapping):
@@ -407,7 +410,7 @@ def written(strategy: object) -> str:
 
 
 def show_search(search: Mapping[str, Any], console: Any) -> None:
-    """Print a search.
+    """Print the result of a search.
 
     Args:
         search: the result of :meth:`engine.planning.search.PlanSearch.as_json`.
@@ -427,7 +430,7 @@ def show_search(search: Mapping[str, Any], console: Any) -> None:
     )
     if fits:
         console.print(_fitting_table(fits))
-        for line in _run(fits[0]):
+        for line in _run_commands(fits[0]):
             console.print(Text(line, style="bold green"), soft_wrap=True)
     else:
         console.print(Text(_closest_text(candidates, search["memory_bytes"]), style="bold red"), soft_wrap=True)
@@ -436,8 +439,8 @@ def show_search(search: Mapping[str, Any], console: Any) -> None:
     console.print(bullets(search["notes"]))
 
 
-def _run(candidate: Mapping[str, Any]) -> list[str]:
-    """The settings of a candidate, as one types them."""
+def _run_commands(candidate: Mapping[str, Any]) -> list[str]:
+    """Lines that say how to run with the settings of a candidate, on the command line and in a script."""
     commands = [] if candidate["set"] is None else [f"  fit run ... {candidate['set']}"]
     return [
         f"The fastest that fits, with a loader that gives batches of {candidate['micro_batch']} to each rank:",
@@ -447,7 +450,7 @@ def _run(candidate: Mapping[str, Any]) -> list[str]:
 
 
 def _closest_text(candidates: Iterable[Mapping[str, Any]], memory: int) -> str:
-    """A sentence for a search in which nothing fits: the candidate that comes closest."""
+    """A sentence for a search in which nothing fits, with the candidate that needs the least memory."""
     planned = [candidate for candidate in candidates if candidate["need_bytes"] is not None]
     if not planned:
         return "Nothing fits."
@@ -459,6 +462,7 @@ def _closest_text(candidates: Iterable[Mapping[str, Any]], memory: int) -> str:
 
 
 def _fitting_table(rows: list[Mapping[str, Any]]) -> Any:
+    """The table of the candidates that fit, which are in ``rows``."""
     numbers = ("micro-batch", "window", "needs", "step", "samples/s")
     text = ("strategy", "precision", "recompute")
     grid = table(*text, *numbers, text_columns=text, folds=("strategy",), title="What fits, the fastest first")
@@ -481,7 +485,7 @@ def _fitting_table(rows: list[Mapping[str, Any]]) -> Any:
 
 
 def _reason_table(rows: list[Mapping[str, Any]]) -> Any:
-    """A table of candidates that do not fit, or were not planned: a line for each reason; for what is too large, a line for each strategy and
+    """A table of the candidates that do not fit or were not planned: one row for each reason; for those that are too large, one for each strategy and
     precision, with the smallest need."""
     text = ("strategy", "precision", "verdict", "tried", "why")
     grid = table(
@@ -509,6 +513,7 @@ def _reason_text(candidate: Mapping[str, Any]) -> str:
 
 
 def _grouped(rows: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """The candidates grouped by verdict and reason; those that are too large, by strategy and precision."""
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for candidate in rows:
         key: tuple[str, ...] = (candidate["verdict"], candidate["reason"])

@@ -19,7 +19,7 @@ class Memory:
     activations: int = 0
     """Results of the forward pass that the backward pass needs."""
     temporaries: int = 0
-    """Results that one operation hands to the next."""
+    """Intermediate results that the backward pass does not need."""
     communication: int = 0
     """Buffers of collectives: gathered parameters, gradients on their way, buckets."""
     inputs: int = 0
@@ -32,7 +32,7 @@ class Memory:
 
 
 Phase = Literal["set-up", "start", "forward", "backward", "optimizer step", "end"]
-"""The phases of a training as a trace knows them; those of a step are the last five."""
+"""The phases of a training in a trace; the last five are those of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Moment:
     phase: str
     """``"start"``, ``"forward"``, ``"backward"``, ``"optimizer step"`` or ``"end"``."""
     module: str
-    """The module that runs, by its dotted name in the user's module; ``""`` outside of all."""
+    """The module that runs, by its dotted name in the user's module; ``""`` outside of every module."""
     memory: Memory
 
 
@@ -80,18 +80,19 @@ class Collective:
 
 
 WRAPPED = "DTensor"
-"""Start of the names of operations that take the host's time alone: operations on tensors that wrap local ones. The local operations follow by
-themselves."""
+"""The prefix of the names of operations on tensors that only wrap local tensors. They cost time on the host alone; the operations on the local
+tensors are counted separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Equal operations of a step."""
+    """All calls with the same operator, dtype, FLOPs and bytes in one phase of a step."""
 
     name: str
-    """The dispatcher's name of the operation: ``"aten.mm"``; after :data:`WRAPPED` and a point, what the host does for a ``DTensor``."""
+    """The dispatcher's name of the operator, such as ``"aten.mm"``; with the prefix :data:`WRAPPED` and a point for what the host does for a
+    ``DTensor``."""
     dtype: str
-    """Dtype of the arithmetic: ``"bfloat16"``; ``""`` for work of the host."""
+    """Dtype of the arithmetic, such as ``"bfloat16"``; ``""`` for work of the host."""
     flops: int
     """FLOPs of one call; a multiplication and an addition are two."""
     bytes: int
@@ -102,23 +103,24 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Allocations:
-    """How a rank's storages change their sizes, in order: the number of a storage and its new size in bytes (0: it is freed), by turns."""
+    """The order in which a rank's storages are created, resized and freed. Each change is two numbers: the storage's number and its new size in bytes
+    (0: it is freed)."""
 
     first: Sequence[int] = ()
     """Changes until the end of the first step."""
     again: Sequence[int] = ()
     """Changes in each further step."""
     streams: Sequence[int] = ()
-    """The stream that creates each storage, by the storage's number. A stream does not get the memory that another one has freed."""
+    """The stream on which each storage is created, by the storage's number. Memory that was freed on one stream is not given to another."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """One full step, the second, of one rank: the first one has made the optimizer's state."""
+    """The trace of one full step of one rank. It is never the first step, because that one creates the optimizer's state."""
 
     rank: int
     role: str
-    """Part of the rank, such as ``"pipeline stage 1 of 4"``; ``""`` where all ranks do the same."""
+    """The difference between this rank and others, such as ``"pipeline stage 1 of 4"``; ``""`` where all ranks do the same."""
     samples: int
     """Samples of the micro-batches of this step on this rank."""
     micro_batches: int
@@ -129,17 +131,17 @@ class RankTrace:
     collectives: tuple[Collective, ...]
     operations: tuple[Operation, ...]
     allocations: Allocations = field(default_factory=Allocations, repr=False)
-    """Allocations of the first step and of later ones, for an allocator that rounds and keeps what it has reserved."""
+    """The allocations of the first step and of a later one, from which torch's caching allocator is replayed."""
     on_host: dict[str, int] = field(default_factory=dict)
-    """Bytes between steps by category (fields of :class:`Memory`) of what is in the host's memory, and in none of the numbers above."""
+    """Bytes, between steps, of what is in the host's memory, by field of :class:`Memory`. No other number of the trace includes them."""
     overlaps: bool = True
-    """Whether the strategy sends beside a pass what can be sent beside it."""
+    """Whether the strategy runs its collectives concurrently with a pass, where a pass allows it."""
     missing: tuple[str, ...] = ()
-    """Sentences on what could not be traced; the numbers do not include it."""
+    """Sentences on what could not be traced; the numbers leave it out."""
     computed: tuple[str, ...] = ()
     """Sentences on numbers that come from formulas rather than from the trace, each with the source."""
     stands_for: int = 1
-    """The number of ranks of a pipeline that do what this rank does and hold at most as much, this one included."""
+    """The number of pipeline ranks that this trace represents, its own included. The others compute the same and hold at most as much memory."""
 
     @property
     def flops(self) -> int:

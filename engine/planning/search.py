@@ -1,4 +1,4 @@
-"""The search over plans: which ways to train a model fit on a device, the fastest first, and why the others do not."""
+"""The search over plans: which strategies and settings fit on a device, the fastest first, and why the others do not."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ VERDICTS = ("fits", "too large", "slower", "refused", "failed", "not planned")
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate of a search, and the verdict about it."""
+    """A candidate of a search, with the verdict on it."""
 
     candidate: Candidate
     verdict: str
-    """One of :data:`VERDICTS`. ``"slower"``: not planned, because one that fits does the same with less work; ``"refused"``: by the strategy;
-    ``"failed"``: its plan ended with another error."""
+    """One of :data:`VERDICTS`. ``"slower"``: not planned, because a candidate that fits does the same with less work; ``"refused"``: by the strategy;
+    ``"failed"``: the plan ended with another error."""
     reason: str = ""
     """Why the candidate does not fit, or was not planned."""
     plan: Plan | None = None
@@ -45,7 +45,7 @@ class Tried:
         plan = self.plan
         return {
             **self.candidate.settings,
-            "strategy": plain_value(_plain_strategy(self.candidate.layout.strategy)),
+            "strategy": plain_value(_strategy_as_data(self.candidate.layout.strategy)),
             "precision": str(self.candidate.precision),
             "micro_batch": self.candidate.micro_batch,
             "fit": self.candidate.code(derived),
@@ -78,7 +78,7 @@ class PlanSearch:
     notes: tuple[str, ...] = ()
     """Assumptions of the search, and what it left out; a sentence each."""
     derived: bool = False
-    """Whether ``global_batch_size`` was given: then a run finds the window by itself."""
+    """Whether the user gave ``global_batch_size``, from which a run derives ``accumulate_grad_batches`` itself."""
 
     @cached_property
     def fitting(self) -> tuple[Tried, ...]:
@@ -113,14 +113,15 @@ class PlanSearch:
         return as_text(self.as_json(), show_search)
 
 
-def _plain_strategy(strategy: object) -> Any:
+def _strategy_as_data(strategy: object) -> Any:
+    """A strategy as text or a mapping; an object becomes the text that one types in a script."""
     return strategy if isinstance(strategy, (str, Mapping)) else written(strategy)
 
 
 Planner = Callable[[Candidate], Plan]
-"""Plans a candidate; its errors are the strategy's own."""
-_ELEMENT = {"64-true": 8, "bf16-true": 2, "16-true": 2}
-"""Bytes of a parameter; 4 under other precisions."""
+"""Plans a candidate. Raises the errors of its strategy."""
+_PARAMETER_BYTES = {"64-true": 8, "bf16-true": 2, "16-true": 2}
+"""Bytes of one parameter, by precision; 4 under all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +204,7 @@ def search(
 
 
 class _SearchWalk:
-    """Goes through a space, and remembers what rules others out."""
+    """Goes through the candidates of a space, and remembers which results rule out candidates that were not tried."""
 
     def __init__(
         self, space: Space, plan_of: Planner, memory: int, deadline: float | None, report: Callable[[Tried], None]
@@ -217,16 +218,16 @@ class _SearchWalk:
         )
         self.tried: list[Tried] = []
         self.late = False
-        self._model: tuple[int, int] | None = None  # parameters, trainable ones
+        self._model: tuple[int, int] | None = None  # numbers of parameters and of trainable ones
         self._optimizer: dict[str, float] = {}  # bytes of its state for each byte of parameters, by precision
-        self._ruled_out: list[tuple[int, Candidate]] = []  # with the bytes that it needs at least
+        self._ruled_out: list[tuple[int, Candidate]] = []  # each with the least number of bytes that it needs
         self._refused: list[tuple[Layout, str, str]] = []  # with verdict and reason
         self._needs: dict[
             tuple[Any, ...], dict[int, int]
         ] = {}  # bytes by micro-batch, of candidates that differ in nothing else
 
     def layout(self, layout: Layout, precision: object) -> None:
-        """Try a strategy under a precision."""
+        """Try all candidates with this layout and this precision."""
         share, remainder = divmod(self._space.global_batch, layout.data_ranks)
         sizes = [] if remainder else micro_batches(min(self._space.micro_batch, share), share)
         sizes = [size for size in sizes if self._space.largest is None or size <= self._space.largest]
@@ -244,7 +245,7 @@ class _SearchWalk:
             self._recomputations(layout, precision, sizes)
 
     def closest(self) -> None:
-        """If nothing fits, plan the smallest candidate that was ruled out without a trace, where it may come closer than the planned ones."""
+        """If nothing fits, also plan the smallest candidate that was ruled out without a plan, unless a planned one needs less than it can."""
         needed = min((tried.plan.peak_bytes for tried in self.tried if tried.plan), default=None)
         if needed is None or any(tried.fits for tried in self.tried) or not self._ruled_out:
             return
@@ -253,6 +254,7 @@ class _SearchWalk:
             self._try(candidate)
 
     def _recomputations(self, layout: Layout, precision: object, sizes: list[int]) -> None:
+        """Try the micro-batches in ``sizes`` with each setting of recomputation, from the least recomputation to the most."""
         best = 0
         for number, recompute in enumerate(self._space.recompute):
             if best and self._space.first:
@@ -273,7 +275,8 @@ class _SearchWalk:
             self._explain_untried(candidates, best)
 
     def _sizes(self, open_sizes: list[int], sizes: list[int]) -> Iterator[int]:
-        """Yield the micro-batches to try, by the results of earlier ones: up from the given one while they fit, else down until one fits."""
+        """Yield the micro-batches of ``open_sizes`` to try, which depends on earlier results: up from the given one while they fit, else down until
+        one fits."""
         start = max([size for size in sizes if size <= self._space.micro_batch], default=sizes[0])
         ascending = [size for size in open_sizes if size >= start]
         for size in ascending:
@@ -291,18 +294,20 @@ class _SearchWalk:
             yield from self._smaller_sizes(open_sizes[::-1])
 
     def _smaller_sizes(self, sizes: list[int]) -> Iterator[int]:
+        """Yield ``sizes``, which descend, until one fits."""
         for size in sizes:
             yield size
             if self.tried[-1].fits:
                 return
 
     def _one_window(self, size: int) -> bool:
-        """Check whether this size makes a step of one micro-batch, under a strategy that shards parameters."""
+        """Check whether a micro-batch of ``size`` makes up a whole step, under a strategy that shards parameters."""
         latest = self.tried[-1].candidate
         return latest.layout.shards > 1 and latest.micro_batch * latest.window == size
 
     def _explain_untried(self, candidates: dict[int, Candidate], best: int) -> None:
-        """Add a verdict for each size that was not tried, with the reason."""
+        """Add a verdict with its reason for each of ``candidates`` that was not tried. ``best``: the largest micro-batch that fits, 0 if none
+        does."""
         ids = {id(candidate) for candidate in candidates.values()}
         attempts = [attempt for attempt in self.tried if id(attempt.candidate) in ids]
         failed = [attempt for attempt in attempts if attempt.verdict == "too large"]
@@ -327,6 +332,7 @@ class _SearchWalk:
         return Candidate(layout, precision, recompute, size, window)
 
     def _try(self, candidate: Candidate) -> Tried:
+        """Plan a candidate, unless it is known to be too large or the time is over, and add the verdict."""
         if (bound := self._why_too_large(candidate)) is not None:
             return self._add(Tried(candidate, "too large", bound))
         if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -358,6 +364,7 @@ class _SearchWalk:
     # -- what rules out without a trace -----------------------------------------------------------------------------------------
 
     def _remember(self, candidate: Candidate, plan: Plan) -> None:
+        """Store from the plan of a candidate what bounds the memory of others."""
         self._model = plan.job.parameters, plan.job.trainable
         end = [trace.timeline[-1].memory for trace in plan.traces if trace.timeline]
         ratios = [memory.optimizer_state / memory.parameters for memory in end if memory.parameters]
@@ -371,8 +378,8 @@ class _SearchWalk:
         self._needs.setdefault(_comparison_key(candidate), {})[candidate.micro_batch] = plan.peak_bytes
 
     def _known_refusal(self, layout: Layout) -> tuple[str, str] | None:
-        """The error of a layout whose tensor or pipeline degree divides this one's: what does not divide by 2 does not by 4, and a model with too few
-        parts for two stages has too few for four."""
+        """The verdict and the reason for a layout whose tensor or pipeline degree is a multiple of one that was refused: what cannot be divided by 2
+        cannot be divided by 4. ``None``: no such layout was refused."""
         for refused, verdict, text in self._refused:
             for axis, other_axis in (("tp", "pp"), ("pp", "tp")):
                 degree = refused.degree(axis)
@@ -381,11 +388,12 @@ class _SearchWalk:
         return None
 
     def _too_large_without_trace(self, layout: Layout, precision: object) -> int | None:
-        """Bytes of parameters, gradients and optimizer state alone, which every step holds at its end, if they are too many."""
+        """The bytes of parameters, gradients and optimizer state, which every step holds at its end, if they alone exceed the memory; ``None``: they
+        fit, or are not known."""
         if self._model is None or layout.is_requested or layout.offloaded or not layout.bounded:
             return None
         parameters, trainable = self._model
-        element_bytes = _ELEMENT.get(str(precision), 4)
+        element_bytes = _PARAMETER_BYTES.get(str(precision), 4)
         state = self._optimizer.get(str(precision), 0.0) * parameters * element_bytes / layout.shards
         weights = parameters * element_bytes
         if layout.sharded_parameters:
@@ -395,9 +403,10 @@ class _SearchWalk:
         return None if needed <= self._memory else int(needed)
 
     def _why_too_large(self, candidate: Candidate) -> str | None:
-        """A lower bound of the memory, in words, if it is too large; ``None``: it may fit.
+        """The reason, with a lower bound of the memory, if a candidate is certain to be too large; ``None``: it may fit.
 
-        Memory over the micro-batch is the largest of several straight lines: outside of two points it is not below the line through them.
+        As a function of the micro-batch, memory is the maximum of several straight lines: outside the interval between two planned sizes, it is
+        not below the line through them.
         """
         points = sorted(self._needs.get(_comparison_key(candidate), {}).items())
         size = candidate.micro_batch
@@ -410,13 +419,13 @@ class _SearchWalk:
 
 
 def _comparison_key(candidate: Candidate) -> tuple[Any, ...]:
-    """The key of candidates whose memory differs by the size of the micro-batch alone."""
-    single = candidate.window == 1  # a later micro-batch has the gradients of earlier ones beside it
+    """A key that candidates share if their memory differs by the size of the micro-batch alone."""
+    single = candidate.window == 1  # further micro-batches run beside the gradients of the earlier ones
     return str(candidate.layout), str(candidate.precision), candidate.activation_checkpointing, single
 
 
 def resized(batch: Any, current: int, target: int) -> Any:
-    """A batch of ``target`` samples: the first of its ``current`` ones, again from the first where there are too few.
+    """Return ``batch``, which has ``current`` samples, with ``target`` samples: the first ones, repeated from the start if there are too few.
 
     Raises:
         ValueError: the samples of the batch cannot be told apart.
@@ -433,11 +442,12 @@ def resized(batch: Any, current: int, target: int) -> Any:
 
 
 def _rows(tensor: Tensor, *, current: int, rows: Tensor) -> Tensor:
+    """The ``rows`` of a tensor that has one row for each of the ``current`` samples; any other tensor is unchanged."""
     return tensor[rows] if tensor.ndim and tensor.shape[0] == current else tensor
 
 
 def _lists(tree: Any, current: int, rows: Sequence[int]) -> Any:
-    """The lists with an item for each sample, such as texts, in plain containers."""
+    """Return ``tree`` with the ``rows`` of each list that has one item for each of the ``current`` samples, such as texts, inside dicts and lists."""
     if type(tree) is dict:
         return {key: _lists(item, current, rows) for key, item in tree.items()}
     if type(tree) is list and len(tree) == current and not any(isinstance(item, Tensor) for item in tree):

@@ -1,4 +1,5 @@
-"""A job of many ranks in one process: torch's fake process groups carry no data, and every exchange answers that all ranks are like this one."""
+"""A job of many ranks in one process: torch's fake process groups carry no data, and every exchange returns what it would if all ranks were like this
+one."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ CPU = DeviceKind()
 
 
 class SimulatedGroup(Group):
-    """One rank of a simulated job. Strategies, meshes and engines use it as any other group. Created by :func:`simulated`."""
+    """The group of a simulated job, as one of its ranks sees it. Strategies, meshes and engines use it as any other group. Created by
+    :func:`simulated`."""
 
     __slots__ = ("_kind", "_objects", "failed")
 
@@ -59,7 +61,8 @@ class SimulatedGroup(Group):
 
 @contextmanager
 def simulated(rank: int, world_size: int, num_nodes: int = 1, kind: DeviceKind = CPU) -> Iterator[SimulatedGroup]:
-    """The ``rank`` of a job of ``world_size`` ranks on ``num_nodes`` machines with devices of ``kind``. The job exists within the block.
+    """Yield the group of rank ``rank`` in a job of ``world_size`` ranks on ``num_nodes`` nodes with devices of ``kind``. The job exists within the
+    block.
 
     Raises:
         ValueError: the ranks cannot be divided over the machines.
@@ -83,7 +86,7 @@ def simulated(rank: int, world_size: int, num_nodes: int = 1, kind: DeviceKind =
 
 @contextmanager
 def _equal_objects() -> Iterator[None]:
-    """Inside the block exchanges of Python objects answer that every rank has what this one has."""
+    """Inside the block an exchange of Python objects returns this rank's object for every rank."""
 
     def gather(value: Any, results: list[Any] | None) -> None:
         if results is not None:

@@ -1,4 +1,5 @@
-"""One rank of the user's run in a simulated job, set up to its first epoch: silent loggers, copied callbacks, a module and a batch without values."""
+"""Sets up one rank of the user's run in a simulated job, up to its first epoch: silent loggers, copied callbacks, a module and a batch without
+values."""
 
 from __future__ import annotations
 
@@ -44,11 +45,11 @@ from engine.utils.tree import batch_size
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """A planned job: a user's run, and the ranks for which it is planned."""
+    """A job to plan: the user's run, and the ranks on which it is planned."""
 
     fit: Fit
     module: TrainModule | Callable[[], TrainModule]
-    """The user's module, or a function that makes it where tensors have no values."""
+    """The user's module, or a function that creates it; the function is called where tensors have no values."""
     train_loader: Any
     datamodule: DataModule | None
     world_size: int
@@ -68,7 +69,7 @@ class SimulatedRun:
 
 @contextmanager
 def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[SimulatedRun]:
-    """The run of one rank of the job, with its training loader; nothing in it has values. ``facts`` notes the module's facts.
+    """Yield the run of one rank of the job, with its training loader; its tensors have no values. ``facts`` receives the facts about the module.
 
     Raises:
         RuntimeError: this process is in a job already.
@@ -83,12 +84,12 @@ def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[Sim
         simulation = Simulation(missing_values)
         stack.enter_context(torch_private.allowed_on_fake_tensors(simulation.fake, missing_values))
         stack.enter_context(torch_private.agreeing_stages())
-        stack.enter_context(torch_private.plain_outputs())
+        stack.enter_context(torch_private.released_outputs())
         with simulation:
             module = (
                 fake_module(job.module)
                 if isinstance(job.module, TrainModule)
-                else _made_without_values(job.module, missing_values)
+                else _created_without_values(job.module, missing_values)
             )
         facts.from_module(module)
         folder = stack.enter_context(_temporary_folder())
@@ -108,8 +109,8 @@ def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[Sim
 
 
 def planned_settings(settings: Settings, folder: PlannedFolder) -> Settings:
-    """The settings of a planned run: copies of the strategy and the callbacks, which stay as they are, the plan's folder, an eager step, and
-    nothing that reads values."""
+    """The settings of a planned run: with copies of the strategy and the callbacks, so that the user's stay unchanged, in the plan's folder,
+    uncompiled, and without checks that read values."""
     return replace(
         settings,
         strategy=copy_or_share(settings.strategy),
@@ -125,7 +126,7 @@ def planned_settings(settings: Settings, folder: PlannedFolder) -> Settings:
 
 
 class NoStops(Agreement):
-    """Stands for the ranks' agreement to stop: requests end no plan. Ctrl-C and SIGTERM end it at once."""
+    """Stands for the ranks' agreement to stop, and never stops: Ctrl-C and SIGTERM end a plan at once."""
 
     __slots__ = ()
 
@@ -142,11 +143,11 @@ class NoStops(Agreement):
 
 
 class NeedsValues(ValueError):
-    """A module reads values of its tensors while it is made, so it cannot be made of tensors without them. The message names the line."""
+    """A module reads values of its tensors while it is created, so it cannot be created without them. The message names the line."""
 
 
-def _made_without_values(function: Callable[[], TrainModule], missing_values: MissingValues) -> TrainModule:
-    """The module that the function makes; an assumed value could make another module."""
+def _created_without_values(function: Callable[[], TrainModule], missing_values: MissingValues) -> TrainModule:
+    """Return the module that the function creates. Reading a value is an error, because an assumed value could lead to another module."""
     try:
         module = function()
     except Exception as error:
@@ -163,7 +164,7 @@ def _made_without_values(function: Callable[[], TrainModule], missing_values: Mi
 
 
 def first_batch(loader: PreparedLoader) -> tuple[Any, int]:
-    """A full micro-batch and the number of its samples. No generator, sampler or worker of the loader is used.
+    """Return a full micro-batch on the device, and the number of its samples. No generator, sampler or worker of the loader is used.
 
     Raises:
         ValueError: the loader gives no batch, or can be read only once.
@@ -176,13 +177,14 @@ def first_batch(loader: PreparedLoader) -> tuple[Any, int]:
 
 
 def _read(data: Any, loader: PreparedLoader) -> Any:
+    """The first batch of the user's data, before it is moved to the device."""
     if isinstance(data, Iterator):
         raise ValueError(
             f"the training data is a {type(data).__name__}, which can be read only once, and a plan would take its first batch: give a list of "
             "batches, a DataLoader or an object whose __iter__ starts again"
         )
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
-        return _of_dataset(data)
+        return _batch_of_dataset(data)
     source = data if hasattr(data, "__iter__") else loader
     batch = next(iter(source), None)
     if batch is None:
@@ -190,8 +192,8 @@ def _read(data: Any, loader: PreparedLoader) -> Any:
     return batch
 
 
-def _of_dataset(loader: DataLoader[Any]) -> Any:
-    """The dataset's first samples in a batch: their number is what the plan needs, not their order."""
+def _batch_of_dataset(loader: DataLoader[Any]) -> Any:
+    """The first samples of the loader's dataset as one batch: a plan needs their number, not their order."""
     dataset: Any = loader.dataset
     size = loader.batch_size
     if size is None and loader.batch_sampler is not None:
@@ -212,7 +214,7 @@ def _of_dataset(loader: DataLoader[Any]) -> Any:
 
 
 class PlannedFolder(RunFolder):
-    """Stands for the run's folder: a temporary folder, which is made when something is written there."""
+    """Stands for the run's folder: a temporary folder, which is created when something is written there."""
 
     def __init__(self, path: Path) -> None:
         self.id, self.path = path.name, path
@@ -220,17 +222,17 @@ class PlannedFolder(RunFolder):
 
     @property
     def is_announced(self) -> bool:
-        """True: a run logs where its folder is, unless that was announced before; nobody looks for this one."""
+        """Always true, so that the run does not log where its folder is: nobody looks for this one."""
         return True
 
     def announce(self) -> None:
-        """Make the folder, because something is about to be written there."""
+        """Create the folder, because something is about to be written there."""
         self.path.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
 def _temporary_folder() -> Iterator[PlannedFolder]:
-    """A folder that does not outlive the block."""
+    """Yield the plan's folder, and delete it after the block."""
     folder = PlannedFolder(Path(tempfile.gettempdir(), f"plan-{uuid.uuid4().hex}"))
     try:
         yield folder
@@ -239,7 +241,8 @@ def _temporary_folder() -> Iterator[PlannedFolder]:
 
 
 class AcceptsAnything:
-    """Has every attribute and takes every call, without effect: what a logger's library gives. As a path it is the plan's folder."""
+    """Stands for the object of a logger's library, such as a ``SummaryWriter``: has every attribute and takes every call, without effect. As a path
+    it is the plan's folder."""
 
     def __init__(self, folder: PlannedFolder) -> None:
         self.__folder = folder
@@ -288,17 +291,17 @@ class SilentLogger(Callback):
 
 
 def without_effects(callbacks: Sequence[Callback], folder: PlannedFolder) -> tuple[Callback, ...]:
-    """Copies of callbacks that may change a step, and a silent logger for each logger."""
-    step = {id(callback) for callback in affecting_steps(callbacks)}
+    """Copies of the callbacks that may change a step, and a silent logger in place of each logger; all others are left out."""
+    step_changing = {id(callback) for callback in affecting_steps(callbacks)}
     return tuple(
         SilentLogger(folder) if callback.is_logger else copy_or_share(callback)
         for callback in callbacks
-        if callback.is_logger or id(callback) in step
+        if callback.is_logger or id(callback) in step_changing
     )
 
 
 def copy_or_share(value: Any) -> Any:
-    """A deep copy, but for attributes that cannot be copied (locks, connections), which it shares."""
+    """A deep copy; attributes that cannot be copied (locks, connections) are shared."""
     try:
         return copy.deepcopy(value)
     except Exception:
@@ -313,12 +316,13 @@ def copy_or_share(value: Any) -> Any:
 
 @contextmanager
 def sparing_files() -> Iterator[None]:
-    """Inside the block no file that was there before is truncated or appended to by ``open`` and ``os.open`` in this thread: the code writes to
-    nowhere instead. New files are written, as in a run; so is all below the folder for temporary files."""
+    """Protect the user's files inside the block: where ``open`` and ``os.open`` in this thread would truncate or append to a file that existed
+    before, the code writes to the null device. New files are written, as in a run, and so is everything below the folder for temporary files."""
     thread, temporary = threading.get_ident(), os.path.realpath(tempfile.gettempdir())
     written: set[str] = set()
 
-    def spared(file: Any, mode: str) -> bool:
+    def is_protected(file: Any, mode: str) -> bool:
+        """Check whether the file existed before the block, and opening it with ``mode`` would change it."""
         if not set("wa+") & set(mode) or isinstance(file, int) or threading.get_ident() != thread:
             return False
         path = os.path.realpath(file)
@@ -329,19 +333,19 @@ def sparing_files() -> Iterator[None]:
         written.add(path)
         return False
 
-    def opening(real: Callable[..., Any]) -> Callable[..., Any]:
-        def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            return real(os.devnull if spared(file, mode) else file, mode, *args, **kwargs)
+    def protecting(real: Callable[..., Any]) -> Callable[..., Any]:
+        def protected_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            return real(os.devnull if is_protected(file, mode) else file, mode, *args, **kwargs)
 
-        return opened
+        return protected_open
 
-    def opened_descriptor(file: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+    def protected_os_open(file: Any, flags: int, *args: Any, **kwargs: Any) -> int:
         mode = "w" if flags & os.O_TRUNC else "a" if flags & os.O_APPEND else "r"
-        return descriptor(os.devnull if spared(file, mode) else file, flags, *args, **kwargs)
+        return descriptor(os.devnull if is_protected(file, mode) else file, flags, *args, **kwargs)
 
     descriptor = os.open
     with ExitStack() as stack:
         for module in (builtins, io):
-            stack.enter_context(patch.object(module, "open", opening(module.open)))
-        stack.enter_context(patch.object(os, "open", opened_descriptor))
+            stack.enter_context(patch.object(module, "open", protecting(module.open)))
+        stack.enter_context(patch.object(os, "open", protected_os_open))
         yield

@@ -1,4 +1,4 @@
-"""One observer of all operations of a step: it tells the log of storages and the counters what runs."""
+"""One observer of all operations of a step: it reports each one to the log of storages and to the counters."""
 
 from __future__ import annotations
 
@@ -46,10 +46,12 @@ class StepObserver(torch_private.Mode):
         """The module of each parameter, by the parameter's id."""
         self._running = ""
         self._path: list[tuple[str, bool]] = []
-        """For each module whose forward pass runs: the module around it, and whether a backward pass computes it again."""
+        """For each module whose forward pass is under way, outermost first: the name of the module around it, and whether a backward pass recomputes
+        it."""
         self._nodes: list[int] = [0]
+        """The numbers of autograd nodes at which another module began to run, ascending."""
         self._module_from_node: list[str] = [""]
-        """The module that makes the nodes of the backward pass from each number of ``_nodes`` on."""
+        """For each number in ``_nodes``, the module whose forward pass creates the nodes from that number on."""
         self._outside: Phase = "set-up"
         """The phase of operations outside of backward passes."""
         self._recording = False
@@ -87,14 +89,14 @@ class StepObserver(torch_private.Mode):
         namespace = operator.namespace
         if namespace in counters.NAMESPACES:
             tensors = self.collectives.note(operator, args, kwargs, result, memory.phase)
-            if namespace == "c10d":  # functional collectives exchange activations
+            if namespace == "c10d":  # what functional collectives exchange stays an activation
                 memory.used_to_communicate(tensors)
         elif namespace == "fsdp":
             memory.used_to_communicate(_tensors((args, kwargs, result)))
         if self._recording and namespace not in counters.NAMESPACES and not (memory.made_on_host and self._accelerated):
             self.operations.note(operator, args, kwargs, result, memory.phase)
         if isinstance(result, Tensor):
-            if operator is not torch.ops.aten.detach.default:  # of a generator's state, which no operation has made
+            if operator is not torch.ops.aten.detach.default:  # no operation has made a generator's state
                 memory.follow(result)
             if operator is torch.ops.aten.add.Tensor and memory.phase == "backward":
                 memory.summed_in_place(args[0], result)
@@ -104,6 +106,7 @@ class StepObserver(torch_private.Mode):
         return result
 
     def _watch(self, watched: bool) -> None:
+        """Stop observing (``watched`` is false) while ``DTensor`` computes the shape of a result, and continue afterwards."""
         self._propagating = not watched
 
     def begin_window(
@@ -113,7 +116,7 @@ class StepObserver(torch_private.Mode):
         inputs: list[Tensor],
         own_tensors: Iterable[KeptTensors] = (),
     ) -> None:
-        """Record from here on; ``own_tensors``: see :meth:`mark_kept`."""
+        """Begin to record a step; ``own_tensors``: see :meth:`mark_kept`."""
         memory = self.memory
         memory.phase, memory.module, self._running = "start", "", ""
         self._nodes, self._module_from_node = [torch_private.next_node()], [""]
@@ -131,13 +134,13 @@ class StepObserver(torch_private.Mode):
         self._recording = True
 
     def next_micro_batch(self, inputs: list[Tensor], count_as: int = 1) -> None:
-        """Begin a micro-batch that stands for ``count_as`` micro-batches of the step."""
+        """Begin a micro-batch that represents ``count_as`` equal micro-batches of the step."""
         self.collectives.weight = self.operations.weight = count_as
         self.memory.set_kind(inputs, storages.INPUTS)
         self.enter("forward")
 
     def enter(self, phase: Phase) -> None:
-        """Assign operations from here on, outside of backward passes, to ``phase``."""
+        """Assign the operations from now on to ``phase``, except for those of backward passes."""
         self._outside = phase
 
     def end_window(self) -> None:
@@ -146,6 +149,7 @@ class StepObserver(torch_private.Mode):
         self.enter("set-up")
 
     def _set_phase(self) -> None:
+        """Update the phase and the module to which the next operation belongs."""
         memory = self.memory
         phase = "backward" if torch_private.in_backward() else self._outside
         if phase != memory.phase:
@@ -157,10 +161,10 @@ class StepObserver(torch_private.Mode):
             self._module_of_node(memory.module) if phase == "backward" and not is_recomputed else self._running
         )
 
-    # -- who runs -----------------------------------------------------------------------------------------------------------------
+    # -- the running module -----------------------------------------------------------------------------------------------------------------
 
     def name(self, model: nn.Module) -> None:
-        """Name modules as ``model`` does."""
+        """Call the submodules by their names in ``model``."""
         self._modules = {id(module): name for name, module in model.named_modules()}
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
@@ -172,7 +176,8 @@ class StepObserver(torch_private.Mode):
             self._enter(self._path.pop()[0])
 
     def _enter(self, name: str) -> None:
-        """Note that the module ``name`` runs from here on; autograd numbers the nodes that it makes in the order of the forward pass."""
+        """Note that the module ``name`` runs from now on. Autograd numbers nodes in the order of the forward pass, so this module's begin with the
+        next number."""
         self._running = name
         number = torch_private.next_node()
         if self._nodes[-1] == number:
@@ -182,7 +187,7 @@ class StepObserver(torch_private.Mode):
             self._module_from_node.append(name)
 
     def _module_of_node(self, before: str) -> str:
-        """The module to which the running node of the backward pass belongs."""
+        """The module that created the running node of the backward pass; ``before``, the module until now, if that is not known."""
         number, parameter = torch_private.running_node()
         if parameter is not None:
             return self._owners.get(id(parameter), before)
@@ -197,19 +202,19 @@ class StepObserver(torch_private.Mode):
         self.memory.set_kind(_tensors(optimizer.state), storages.OPTIMIZER)
 
     def mark_gradients(self, optimizers: list[Optimizer]) -> None:
-        """Mark the present gradients of the parameters of ``optimizers``."""
+        """Label the current ``.grad`` tensors of the parameters of ``optimizers`` as gradients."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     self.memory.set_kind([parameter.grad], storages.GRADIENTS, self._owners.get(id(parameter)))
 
     def mark_kept(self, own_tensors: Iterable[KeptTensors]) -> None:
-        """Mark a strategy's own tensors (:attr:`engine.planning.strategy_facts.StrategyFacts.kept_tensors`)."""
+        """Label a strategy's own tensors (:attr:`engine.planning.strategy_facts.StrategyFacts.kept_tensors`) with their kinds."""
         for kind, tensors, on_host in own_tensors:
             self.memory.set_kind(tensors, kind, on_host=on_host)
 
     def mark_kept_gradients(self, model: nn.Module) -> None:
-        """Mark the gradients that FSDP keeps whole until the last micro-batch of a window."""
+        """Label the whole gradients that FSDP keeps until the last micro-batch of a window as gradients."""
         self.memory.set_kind(whole_gradients([model]), storages.GRADIENTS)
 
 

@@ -1,4 +1,4 @@
-"""Seconds of a rank's step: operations, collectives, the host's memory and a pipeline's waiting, and what of it overlaps."""
+"""The time of a rank's step: operations, collectives, the host's memory, a pipeline's waiting, and what overlaps."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Compute:
     flops: int = 0
     bytes: int = 0
     seconds: float = 0.0
-    """Seconds of all operations, each at its own roof, one after another."""
+    """Seconds of all operations, one after another, each bounded by arithmetic, memory traffic or the host."""
     arithmetic_s: float = 0.0
-    """Seconds of the operations that arithmetic bounds."""
+    """Seconds of the operations that are bound by arithmetic."""
     memory_s: float = 0.0
-    """Seconds of the operations that memory traffic bounds."""
+    """Seconds of the operations that are bound by memory traffic."""
     dispatch_s: float = 0.0
-    """Seconds in which the device waits for the host to start operations."""
+    """Seconds that the device waits for the host to launch operations."""
     peak_s: float = 0.0
-    """Seconds of all FLOPs at the full peak of their dtype: no step is faster."""
+    """Seconds of all FLOPs at the full peak of their dtypes, which no step can undercut."""
 
     @property
     def intensity(self) -> float:
@@ -41,13 +41,13 @@ class Compute:
 def compute_time(
     operations: Iterable[Operation], device: Hardware, *, tf32: bool = False, compiled: bool = False
 ) -> Compute:
-    """The time of ``operations``, one after another. The host starts them: beside a device, at most as far ahead as these operations go.
+    """The time of ``operations``, one after another. The host launches them, ahead of a device, but not before the first of them begins.
 
     Args:
         operations: the operations of a step, or of a part of it.
         tf32: whether products of float32 matrices are computed in TF32.
-        compiled: whether the step is compiled. ``torch.compile`` starts few kernels: the host's time for each operation does not count. Traffic
-            stays that of single operations: an upper bound, as fused ones keep values in registers.
+        compiled: whether the step is compiled. ``torch.compile`` launches few kernels, so the host's time for each operation is not counted.
+            Memory traffic is that of the single operations: an upper bound, because fused operations keep values in registers.
     """
     flops = moved = 0
     peak = host = 0.0
@@ -104,7 +104,7 @@ def compute_assumptions(device: Hardware, *, tf32: bool, compiled: bool) -> list
 
 
 def model_flops(operations: Iterable[Operation]) -> int:
-    """FLOPs of a step without what activation checkpointing computes again: the backward pass has twice the forward pass's, or less."""
+    """FLOPs of a step without recomputation: of the backward pass at most twice the forward pass's FLOPs count."""
     forward = backward = other_phases = 0
     for operation in operations:
         total = operation.flops * operation.count
@@ -129,22 +129,22 @@ COLLECTIVE_ASSUMPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the ranks of a group lie on nodes."""
+    """How the ranks of a group are distributed over nodes."""
 
     ranks: int
     nodes: int
     fewest: int
-    """Members on the node that has the fewest members."""
+    """The number of members on the node with the fewest."""
 
 
 def layout(ranks: tuple[int, ...], ranks_per_node: int) -> Layout:
-    """The layout of ``ranks``: neighbouring ranks share a node, as every launcher numbers them."""
+    """How ``ranks`` are distributed over nodes: neighbouring ranks share a node, as every launcher numbers them."""
     members = Counter(rank // ranks_per_node for rank in ranks)
     return Layout(len(ranks), len(members), min(members.values(), default=0))
 
 
 def pace(placement: Layout, device: Hardware, kind: str) -> float:
-    """Bytes a second through each member of a group, as the links are stated."""
+    """The stated bandwidth, in bytes a second, through each member of a group, of the slower of its links."""
     node_rate = device.within.for_kind(kind).bandwidth if placement.ranks > placement.nodes else float("inf")
     network_rate = device.between.for_kind(kind).bandwidth * placement.fewest if placement.nodes > 1 else float("inf")
     return min(node_rate, network_rate)
@@ -168,19 +168,20 @@ def collective_seconds(collective: Collective, device: Hardware, ranks_per_node:
 
 
 def _ring(placement: Layout, device: Hardware, kind: str) -> float:
-    """Latency of one way around: most steps stay within a node."""
+    """Latency of one pass around the ring, most of whose steps are within a node."""
     network_steps = placement.nodes - 1 if placement.nodes > 1 else 0
     node_steps = placement.ranks - 1 - network_steps
     return node_steps * device.within.for_kind(kind).latency + network_steps * device.between.for_kind(kind).latency
 
 
 def _tree(placement: Layout, device: Hardware) -> float:
+    """Latency of one pass through a tree over the nodes, and through the ranks of each node."""
     members = -(-placement.ranks // placement.nodes)
     return (members - 1) * device.within.latency + (placement.nodes - 1).bit_length() * device.between.latency
 
 
 def _point_to_point(transfer: Collective, device: Hardware, ranks_per_node: int) -> float:
-    """Seconds of sending to, or receiving from, neighbours on the axis: within a node only if the whole axis is."""
+    """Seconds of sending to, or receiving from, neighbours on the axis. The link within a node counts only if the whole axis is on one node."""
     placement = layout(transfer.ranks, ranks_per_node)
     link = (device.within if placement.nodes == 1 else device.between).for_kind(transfer.kind)
     return transfer.count * (START_S + link.latency) + transfer.bytes / (link.bandwidth * device.reached.links)
@@ -190,12 +191,12 @@ _PARAMETERS, _STATE = "parameters", "optimizer_state"
 
 
 def host_seconds(trace: RankTrace, device: Hardware) -> float:
-    """Seconds of one step for transfers between host and device, and for the optimizer's step in the host's memory. Nothing runs beside them."""
+    """Seconds of one step for transfers between host and device, and for the optimizer's step in the host's memory. Nothing overlaps with them."""
     if not trace.on_host or device.is_host:
         return 0.0
     gathered = _shards(trace, "all_gather")
     reduced = _shards(trace, "reduce_scatter") or _shards(trace, "all_reduce")
-    # Parameters in the host's memory cross before each gather; others once, when the host's optimizer has changed them.
+    # Parameters in the host's memory are copied to the device before each gather; others once, after the host's optimizer has changed them.
     crossing_bytes = reduced + (gathered if trace.on_host.get(_PARAMETERS) else reduced)
     traced = sum(
         operation.bytes * operation.count for operation in trace.operations if operation.phase == "optimizer step"
@@ -207,7 +208,7 @@ def host_seconds(trace: RankTrace, device: Hardware) -> float:
 
 
 def _shards(trace: RankTrace, kind: str) -> float:
-    """Bytes of this rank's part in the passes' collectives of a kind over the data axes."""
+    """Bytes of this rank's shards in the collectives of one kind over the data axes during the passes."""
     return sum(
         collective.bytes / len(collective.ranks)
         for collective in trace.collectives
@@ -242,7 +243,7 @@ BUBBLE_FORMULAS = {
 
 
 def bubble_fraction(schedule: str, ranks: int, parts: int) -> float:
-    """The part of the step's time in which a rank of the pipeline has nothing to do, if all stages take equally long.
+    """The fraction of the step's time that a rank of the pipeline waits, if all stages take equally long.
 
     Args:
         schedule: a key of :data:`BUBBLE_FORMULAS`.
@@ -260,6 +261,8 @@ def bubble_fraction(schedule: str, ranks: int, parts: int) -> float:
 
 _WITHIN_LAYERS = ("tp", "cp", "pp", "ep")
 _PASSES = ("forward", "backward")
+_OUTSIDE = "outside of the passes"
+"""The key of everything outside of the passes."""
 _OVERLAP = (
     "overlap: FSDP's gathers run beside the forward and the backward pass, its scatters and DDP's reductions beside the backward pass; DeepSpeed's "
     "only with overlap_comm, which is its default at stage 3; of the calls of one kind in a pass, one (the first gather, the last reduction) has "
@@ -282,7 +285,7 @@ def overlap_assumptions(device: Hardware) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TimedCollectives:
-    """A rank's collectives of one kind, axis and phase, with their time."""
+    """A rank's collectives of one kind, axis and phase, with the time that they take."""
 
     collective: Collective
     seconds: float
@@ -296,17 +299,17 @@ class StepTime:
     compute: Compute
     sent: tuple[TimedCollectives, ...]
     exposed_s: float
-    """Seconds of communication that nothing hides, in the estimate."""
+    """Seconds of communication in the estimate that no computation hides."""
     bubble_s: float
-    """Seconds in which the pipeline waits."""
+    """Seconds in which the rank waits for other stages of the pipeline."""
     host_s: float
     """Seconds of transfers to and from the host's memory, and of the optimizer's step there."""
     expected_s: float
-    """The estimate of the step (s): compute, exposed communication, the bubble and the host's memory."""
+    """The estimated seconds of the step: compute, exposed communication, the bubble and the host's memory."""
     best_s: float
-    """Seconds of the step if all communication runs beside the compute, without a bubble."""
+    """Seconds of the step if all communication overlaps with the compute, without a bubble."""
     worst_s: float
-    """Seconds of the step if no communication runs beside the compute."""
+    """Seconds of the step if no communication overlaps with the compute."""
 
     @property
     def communication_s(self) -> float:
@@ -315,7 +318,8 @@ class StepTime:
 
 
 def overlaps(collective: Collective) -> bool:
-    """Whether a pass can run beside ``collective``: beside a gather of parameters or a reduction of gradients it can."""
+    """Whether a pass can run concurrently with ``collective``: with a gather of parameters, a reduction of gradients, or a send to the next stage it
+    can."""
     if collective.kind == "send":
         return collective.phase in _PASSES
     if collective.axis in _WITHIN_LAYERS or collective.phase not in _PASSES:
@@ -353,12 +357,12 @@ def step_time(
     )
     parts = {
         phase: compute_time(
-            (o for o in trace.operations if (o.phase in _PASSES and o.phase) == phase),
+            (o for o in trace.operations if (o.phase if o.phase in _PASSES else _OUTSIDE) == phase),
             device,
             tf32=tf32,
             compiled=compiled,
         )
-        for phase in (*_PASSES, False)
+        for phase in (*_PASSES, _OUTSIDE)
     }
     passes = exposed = 0.0
     for phase in _PASSES:
@@ -369,7 +373,7 @@ def step_time(
         passes += computing + unhidden
         exposed += unhidden
     outside_passes = sum(entry.seconds for entry in sent if entry.collective.phase not in _PASSES)
-    total, outside_s = sum(parts.values(), Compute()), parts[False].seconds
+    total, outside_s = sum(parts.values(), Compute()), parts[_OUTSIDE].seconds
     waiting = passes * bubble / (1 - bubble)
     sending_s, host = sum(entry.seconds for entry in sent), host_seconds(trace, device)
     return StepTime(
@@ -388,6 +392,6 @@ def step_time(
 
 
 def _uncovered(hidden: Sequence[TimedCollectives], computing: float) -> float:
-    """Seconds of overlapping collectives that a pass of ``computing`` seconds does not cover."""
+    """Seconds of the overlapping collectives ``hidden`` that a pass of ``computing`` seconds does not hide."""
     one_call_each_s = sum(entry.seconds / entry.collective.count for entry in hidden if entry.collective.count)
     return max(one_call_each_s, sum(entry.seconds for entry in hidden) - computing)

@@ -1,4 +1,4 @@
-"""The contents of a rank's memory in each moment of a step: the storages that operations make, by what they are for."""
+"""Follows what is in a rank's memory at each moment of a step: the storages that operations create, by what they are used for."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER = "parameters", "buffers", "gradients"
 ACTIVATIONS, TEMPORARIES, COMMUNICATION, INPUTS = "activations", "temporaries", "communication", "inputs"
 SET_UP: Phase = "set-up"
 """The phase before the first step."""
-_BEFORE_STEPS = (PARAMETERS, BUFFERS, COMMUNICATION, INPUTS)
-"""Kinds of storages that exist when the first step begins; that step makes the rest."""
+_PRESENT_BEFORE_STEPS = (PARAMETERS, BUFFERS, COMMUNICATION, INPUTS)
+"""Kinds of storages that exist when the first step begins; that step creates the rest."""
 MOST_SHOWN = 20
-"""Modules in :attr:`engine.planning.plan.RankTrace.held_at_peak`."""
+"""The maximum number of modules in :attr:`engine.planning.plan.RankTrace.held_at_peak`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,33 +35,37 @@ class Storage:
     phase: str
     module: str
     node: int = -1
-    """The node of the backward pass that has made the storage; -1: none."""
+    """The number of the backward pass's node that created the storage; -1: none did."""
     kind: str = TEMPORARIES
-    """The last use: a result of the forward pass that the backward pass needs was an activation from the start."""
+    """The most recent use of the storage. A result of the forward pass that the backward pass turns out to need has been an activation from the
+    start."""
     alive: Any = None
+    """A weak reference to torch's storage, whose end is the end of this one."""
     on_host: bool = False
     """Whether the storage is in the host's memory when the job has an accelerator."""
     stream: int = 0
-    """The device's stream that has made the storage; 0 computes."""
+    """The number of the stream on which the storage was created; 0 is the one that computes."""
 
 
 class StorageLog:
-    """Follows every storage from the operation that makes it to its end. With real tensors it works as with fake ones."""
+    """Follows every storage from the operation that creates it until it is freed, with real tensors as with fake ones."""
 
     def __init__(self) -> None:
         self.phase, self.module = SET_UP, ""
         self._storages: dict[int, Storage] = {}
         self._log: list[tuple[Storage, int, str, str]] | None = None
+        """The recorded changes: storage, change of its bytes, phase and module; ``None``: nothing is recorded."""
         self._at_start: list[tuple[Storage, int]] = []
         self._sum: tuple[int, int, int] | None = None
+        """While a sum may turn out to be in place: the keys of the storage before and of the result, and the index of the result's event."""
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
         self.made_on_host = False
-        """Whether new storages are in the host's memory: the step of an offloaded optimizer makes them."""
+        """Whether new storages are in the host's memory: they are during the step of an offloaded optimizer."""
 
     # -- storages -----------------------------------------------------------------------------------------------------------------
 
     def follow(self, tensor: Tensor) -> Storage | None:
-        """Follow the storage of ``tensor`` from now on, and return it; ``None`` for a tensor without memory."""
+        """Follow the storage of ``tensor`` until it is freed, and return it; ``None``: the tensor has no memory."""
         try:
             untyped = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # a sparse tensor has none; its parts do
@@ -69,13 +73,13 @@ class StorageLog:
         key = untyped._cdata
         storage = self._storages.get(key)
         if storage is None:
-            if tensor.device.type == "meta":  # what another rank has, or an example of a shape
+            if tensor.device.type == "meta":  # it stands for another rank's tensor, or only for a shape
                 return None
             storage = self._storages[key] = Storage(
                 untyped.nbytes(), self.phase, self.module, torch_private.node_number()
             )
             storage.on_host = self.made_on_host
-            # Strategies choose streams on a CPU, too, where they mean nothing.
+            # Strategies select streams on a CPU too, where they have no effect.
             storage.stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
             storage.alive = weakref.ref(untyped, lambda _: self._freed(key))
             self._event(storage, storage.size)
@@ -93,21 +97,22 @@ class StorageLog:
                     storage.on_host = storage.on_host if on_host is None else on_host
 
     def offloaded(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of ``tensors`` was marked to be in the host's memory."""
+        """Check whether one of ``tensors`` is marked as being in the host's memory."""
         storages = [part.untyped_storage()._cdata for tensor in tensors for part in local_parts(tensor)]
         return any(key in self._storages and self._storages[key].on_host for key in storages)
 
     def used_to_communicate(self, tensors: Iterable[Tensor]) -> None:
-        """Note that a collective reads or writes ``tensors``."""
+        """Label the storages of ``tensors``, which a collective reads or writes, as communication buffers."""
         for tensor in tensors:
             storage = self.follow(tensor)
-            # What is used again in later steps, such as DDP's buckets, was there in a backward pass before.
+            # Buffers that outlive a step, such as DDP's buckets, may have been labelled as activations by a backward pass before.
             if storage is not None and storage.kind in (TEMPORARIES, ACTIVATIONS):
                 storage.kind = COMMUNICATION
 
     def summed_in_place(self, before: Tensor, result: Tensor) -> None:
-        """Note a sum in the backward pass. If it is autograd's own, of two gradients of one tensor, real tensors are added in place, unless
-        something else refers to ``before``; those that Python sees are not. A node's own sums do not release at once what another node has made."""
+        """Note the sum ``result`` of ``before`` and another tensor in the backward pass, because it may be autograd's sum of two gradients of one
+        tensor. Autograd adds those in place unless something else refers to ``before``, but not while Python observes the operations; if
+        ``before`` is freed before the next operation, the sum is recorded as in place. A node's own sums do not free other nodes' tensors so soon."""
         old, new = self.follow(before), self.follow(result)
         if old is None or new is None or not self._log or self._log[-1][0] is not new:
             return
@@ -115,16 +120,17 @@ class StorageLog:
             self._sum = before.untyped_storage()._cdata, result.untyped_storage()._cdata, len(self._log) - 1
 
     def next_operation(self) -> None:
-        """Begin the next operation."""
+        """Begin the next operation: an earlier sum whose first summand still exists was not in place."""
         self._sum = None
 
     def kept_for_backward(self) -> None:
-        """Mark what is left of the forward pass as activations: the backward pass needs it."""
+        """Label what is left of the forward pass as activations, because the backward pass needs it."""
         for storage in self._storages.values():
             if storage.kind == TEMPORARIES and storage.phase == "forward":
                 storage.kind = ACTIVATIONS
 
     def _freed(self, key: int) -> None:
+        """Record that a storage was freed; if it is the first summand of the latest sum, record instead that the sum is in its place."""
         storage = self._storages.pop(key, None)
         if storage is not None and self._sum is not None and key == self._sum[0] and self._sum[1] in self._storages:
             assert self._log is not None
@@ -150,7 +156,7 @@ class StorageLog:
 
     @contextmanager
     def watching_resizes(self) -> Iterator[None]:
-        """Inside the block, storages that change their size are noticed: FSDP empties and fills those of gathered parameters."""
+        """Inside the block, record when a storage changes its size: FSDP empties and refills those of gathered parameters."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: Any, size: int) -> Any:
@@ -164,7 +170,7 @@ class StorageLog:
     # -- a recorded step ----------------------------------------------------------------------------------------------------------
 
     def record(self) -> None:
-        """Begin the recorded step."""
+        """Begin to record a step."""
         for storage in self._storages.values():
             if storage.kind == TEMPORARIES and storage.phase == SET_UP:  # numbers on the host: meshes, seeds
                 storage.size = 0
@@ -172,7 +178,8 @@ class StorageLog:
         self._log = []
 
     def move_to_host(self, kinds: Collection[str]) -> dict[str, int]:
-        """Move storages of ``kinds``, and storages marked ``on_host``, to the host's memory; returns their bytes at the start by kind."""
+        """Remove the storages of ``kinds``, and those marked ``on_host``, from the record: they are in the host's memory. Return their bytes at the
+        start of the step by kind."""
 
         def stays(storage: Storage) -> bool:
             return storage.kind not in kinds and not storage.on_host
@@ -186,7 +193,7 @@ class StorageLog:
         return moved
 
     def timeline(self) -> tuple[Moment, ...]:
-        """The recorded step: for each stretch in one module the moment with the most memory."""
+        """The moments of the recorded step: for each time that a module runs without interruption, the moment with the most memory."""
         moments: list[Moment] = [Moment("start", "", self._memory(self._amounts()))]
         amounts, stretch, highest_amounts, total = self._amounts(), None, None, sum(self._amounts().values())
         highest = -1
@@ -205,7 +212,7 @@ class StorageLog:
         return tuple(moments)
 
     def held_at_peak(self) -> dict[str, int]:
-        """Bytes of parameters, gradients and activations by module when the recorded step needed the most, the largest first."""
+        """Bytes of parameters, gradients and activations by module at the peak of the recorded step, the largest first."""
         by_module: dict[str, int] = {}
         for storage, size in self._at_peak().items():
             if size and storage.kind in (PARAMETERS, GRADIENTS, ACTIVATIONS):
@@ -213,29 +220,32 @@ class StorageLog:
         return dict(sorted(by_module.items(), key=lambda item: -item[1])[:MOST_SHOWN])
 
     def allocations(self) -> Allocations:
-        """The allocations of the first step, which makes the optimizer's state, and of the steps after it, each like the recorded step."""
+        """The changes of storages in the first step, which creates the optimizer's state, and in each later step, which is like the recorded one."""
         sizes: dict[Storage, int] = {}
         numbers: dict[Storage, int] = {}
         steps = array("q"), array("q")
-        waiting = [(storage, size) for storage, size in self._at_start if storage.kind not in _BEFORE_STEPS]
+        not_yet_created = [
+            (storage, size) for storage, size in self._at_start if storage.kind not in _PRESENT_BEFORE_STEPS
+        ]
         at_start = dict(self._at_start)
 
         def change(events: array[int], storage: Storage, size: int) -> None:
+            """Append the new size of a storage to ``events``, unless it has that size already."""
             if sizes.get(storage, 0) != size:
                 sizes[storage] = size
                 events.extend((numbers.setdefault(storage, len(numbers)), size))
 
         for storage, size in at_start.items():
-            if storage.kind in _BEFORE_STEPS:
+            if storage.kind in _PRESENT_BEFORE_STEPS:
                 change(steps[0], storage, size)
         for events in steps:
             for storage, difference, phase, _ in self._log or []:
-                if waiting and phase == "optimizer step":
-                    for late, size in waiting:
+                if not_yet_created and phase == "optimizer step":
+                    for late, size in not_yet_created:
                         change(events, late, size)
-                    waiting = []
+                    not_yet_created = []
                 change(events, storage, max(0, sizes.get(storage, 0) + difference))
-            # The next step begins with what this one began with, in other storages.
+            # The next step begins with the same storages as this one, so what was created in between is freed.
             for storage in sizes:
                 if storage not in at_start:
                     change(events, storage, 0)
@@ -244,6 +254,7 @@ class StorageLog:
         return Allocations(*steps, tuple(storage.stream for storage in numbers))
 
     def _at_peak(self) -> dict[Storage, int]:
+        """The size of each storage at the moment of the recorded step with the most memory."""
         sizes = dict(self._at_start)
         total = highest = sum(sizes.values())
         peak_end = 0
@@ -257,6 +268,7 @@ class StorageLog:
         return sizes
 
     def _amounts(self) -> dict[str, int]:
+        """Bytes at the start of the recorded step, by category."""
         amounts = dict.fromkeys(Memory.__dataclass_fields__, 0)
         for storage, size in self._at_start:
             amounts[storage.kind] += size
@@ -267,7 +279,8 @@ class StorageLog:
 
 
 def local_parts(tensor: Any) -> list[Tensor]:
-    """The plain tensors in this rank's memory that hold ``tensor``: a shard of a ``DTensor``, the parts of a tensor class."""
+    """The ordinary tensors in this rank's memory that make up ``tensor``: the local shard of a ``DTensor``, or the inner tensors of a tensor
+    subclass."""
     if not isinstance(tensor, Tensor):
         return []
     if hasattr(tensor, "placements"):

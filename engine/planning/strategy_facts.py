@@ -21,34 +21,34 @@ memory."""
 
 @dataclass(frozen=True)
 class StrategyFacts:
-    """Facts about one strategy, after ``connect``."""
+    """Facts about one strategy, known once it is connected to its process group."""
 
     on_host: tuple[str, ...] = ()
-    """Fields of :class:`engine.planning.rank_trace.Memory` that are in the host's memory between steps."""
+    """Fields of :class:`engine.planning.rank_trace.Memory` whose tensors are in the host's memory between steps."""
     overlaps: bool = True
-    """Whether collectives run beside the passes."""
+    """Whether collectives run concurrently with the passes."""
     kept_tensors: Callable[[], Iterable[KeptTensors]] = tuple
-    """The strategy's own tensors. Asked between operations: it must not compute."""
+    """Returns the tensors that the strategy itself keeps. Called between operations, so it must not run any."""
     schedule: str | None = None
     """The schedule of a pipeline, if there is one."""
     parts: int | None = None
-    """Parts of a micro-batch in a pipeline; ``None``: as many as its schedule needs."""
+    """Parts that a pipeline splits a micro-batch into; ``None``: as many as its schedule needs."""
     zero_stage: int = 0
-    """The stage of ZeRO, where the formulas of its paper apply."""
+    """The stage of ZeRO if the formulas of its paper apply, else 0."""
     refusal: str = ""
-    """The error of a plan that cannot be made."""
-    alike: Callable[[], Sequence[int]] = lambda: (0,)
-    """For each place in a pipeline, once the model is divided, the first place whose stages compute alike and hold at least as many parts of a
-    micro-batch at once."""
+    """The error message if the strategy cannot be planned; empty if it can."""
+    representatives: Callable[[], Sequence[int]] = lambda: (0,)
+    """Returns, for each rank of a pipeline once its model is divided, the first rank whose stages compute the same and hold at least as many parts of
+    a micro-batch at once."""
 
 
 _CASES = {"engine.strategies.deepspeed.strategy": "engine.planning.zero"}
-"""By a strategy's module, the module that registers its case. Loaded when the strategy is planned, because few are."""
+"""Module of a strategy -> the module that registers its facts, which is imported only when such a strategy is planned."""
 
 
 @singledispatch
 def strategy_facts(strategy: Strategy) -> StrategyFacts:
-    """The facts about ``strategy``. A package's own strategy adds its case by ``@strategy_facts.register``."""
+    """The facts about ``strategy``. Another package adds those of its own strategy with ``@strategy_facts.register``."""
     cases = [_CASES[kind.__module__] for kind in type(strategy).__mro__ if kind.__module__ in _CASES]
     if not cases:
         return StrategyFacts()
@@ -63,12 +63,21 @@ def _fsdp(strategy: FSDP) -> StrategyFacts:
 
 @strategy_facts.register
 def _mesh(strategy: MeshParallel) -> StrategyFacts:
-    def alike() -> list[int]:
-        assert strategy.pipeline is not None, "alike before setup"
-        kinds, places = strategy.pipeline.kinds(), [0]
-        for place in range(1, len(kinds)):
-            middle = places[-1] > 0 and place != strategy.loss_stage and not SCHEDULES[strategy.schedule][2]
-            places.append(places[-1] if middle and kinds[place] == kinds[places[-1]] else place)
-        return places
+    """The facts about a mesh, whose pipeline may have ranks that represent others."""
 
-    return replace(_fsdp(strategy), alike=alike, schedule=strategy.schedule, parts=strategy.num_microbatches)
+    def representatives() -> list[int]:
+        assert strategy.pipeline is not None, "asked before setup"
+        kinds, first_alike = strategy.pipeline.kinds(), [0]
+        _, _, is_v_shaped = SCHEDULES[strategy.schedule]
+        for rank in range(1, len(kinds)):
+            # The first rank represents itself alone, as each rank of a V-shaped schedule does; the rank with the loss is always traced.
+            in_the_middle = first_alike[-1] > 0 and rank != strategy.loss_stage and not is_v_shaped
+            first_alike.append(first_alike[-1] if in_the_middle and kinds[rank] == kinds[first_alike[-1]] else rank)
+        return first_alike
+
+    return replace(
+        _fsdp(strategy),
+        representatives=representatives,
+        schedule=strategy.schedule,
+        parts=strategy.num_microbatches,
+    )

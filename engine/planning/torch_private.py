@@ -1,4 +1,4 @@
-"""The private parts of torch that planning needs. No other file of planning touches them."""
+"""The private parts of torch that planning uses. No other file of planning touches them."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ except (ImportError, AttributeError) as error:
     ) from error
 
 MOST_HOST_NUMBERS = 1 << 20
-"""Larger tensors have no values, even if they hold integers."""
+"""The largest tensor of integers, in elements, that keeps its values in a plan."""
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _prim = torch.ops.prim
 _NO_NUMBER = 2**64 - 1
-"""Autograd's number of nodes that the forward pass does not make."""
-_PLAIN = torch.empty(0)
+"""The number that autograd returns for a node that the forward pass does not create."""
+_ORDINARY_TENSOR = torch.empty(0)
 UNSUPPORTED = UnsupportedOperatorException
 """An operation that needs values throughout, such as a reduction of sparse gradients."""
 UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException)
@@ -59,7 +59,8 @@ UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class Mode(TorchDispatchMode):
-    """Sees each operation below autograd. An operation on a tensor that only wraps others, such as a ``DTensor``, comes again with those."""
+    """Base class of modes that see each operation below autograd. One on a tensor that only wraps others, such as a ``DTensor``, is seen again on the
+    local tensors."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -86,7 +87,7 @@ def wraps(types: Any) -> bool:
 
 
 def asks_device(operator: Any) -> bool:
-    """Check whether ``operator`` only reads a fake tensor's device, which torch does several times an operation."""
+    """Check whether ``operator`` only reads a fake tensor's device, which torch does several times per operation."""
     return operator is _prim.device.default
 
 
@@ -96,18 +97,18 @@ def in_backward() -> bool:
 
 
 def node_number() -> int:
-    """The number of the node of the backward pass that runs in this thread, or has run last in it; -1 outside of backward passes."""
+    """The number of the autograd node that runs, or ran last, in this thread's backward pass; -1 outside of backward passes."""
     node = torch._C._current_autograd_node() if in_backward() else None
     return -1 if node is None else node._sequence_nr()
 
 
 def next_node() -> int:
-    """The number of the next node that the forward pass makes in this thread."""
+    """The number of the autograd node that the forward pass will create next in this thread."""
     return torch.autograd._get_sequence_nr()
 
 
 def running_node() -> tuple[int, Tensor | None]:
-    """The number of the running node of the backward pass (-1: none), or the parameter whose gradient it adds up, which has no number."""
+    """The number of the running node of the backward pass (-1: none), and the parameter whose gradient it accumulates; such a node has no number."""
     node: Any = torch._C._current_autograd_node() if in_backward() else None
     if node is None:
         return -1, None
@@ -116,7 +117,7 @@ def running_node() -> tuple[int, Tensor | None]:
 
 
 def persistent_buffers(model: Any) -> list[Tensor]:
-    """The buffers that the state of a module, and so a checkpoint, has."""
+    """The buffers that a module's state, and so a checkpoint, contains."""
     return [
         buffer
         for part in model.modules()
@@ -126,19 +127,19 @@ def persistent_buffers(model: Any) -> list[Tensor]:
 
 
 def group_of(name: Any) -> dist.ProcessGroup:
-    """The process group of this name, or behind this script object."""
+    """The process group with this name, or the one in this script object."""
     group = _resolve_process_group(name) if isinstance(name, str) else name
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 
 def flops_of(packet: Any) -> Callable[..., int] | None:
-    """The formula for the floating point operations of an operator (a multiplication and an addition are two)."""
+    """The formula for the FLOPs of an operator (a multiplication and an addition are two); ``None``: torch has none."""
     formula: Any = flop_registry.get(packet)
     return formula
 
 
 def work_with(tensors: list[Any]) -> Any:
-    """A finished collective with a future that holds its tensors."""
+    """The handle of a finished collective, with a future that holds ``tensors``."""
     future: Any = torch.futures.Future()
     future.set_result(tensors)
     return _create_work_from_future(future).boxed()
@@ -146,8 +147,8 @@ def work_with(tensors: list[Any]) -> Any:
 
 @contextmanager
 def simulated_processes(rank: int, world_size: int) -> Iterator[None]:
-    """Inside the block torch's default group has ``world_size`` ranks that exist in this process alone, which is ``rank``: no socket, no other
-    process."""
+    """Inside the block torch's default group has ``world_size`` ranks, of which this process is ``rank`` and the others do not exist: no socket is
+    opened."""
     _clear_sharding_prop_cache()
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -156,11 +157,11 @@ def simulated_processes(rank: int, world_size: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook  # torch's own would mark each line of an error with this rank
-        _clear_sharding_prop_cache()  # it takes equal meshes of two jobs for one, and finds the groups of the first
+        _clear_sharding_prop_cache()  # it would take an equal mesh of the next job for this one's, and use its groups
 
 
 def simulated_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A new group of ``ranks``, some of the simulated ones."""
+    """Create a group of ``ranks``, some of the simulated ones."""
     group = dist.new_group(ranks, backend="fake")
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -175,7 +176,7 @@ def with_values() -> Iterator[None]:
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Inside the block what the user has compiled runs as it is written."""
+    """Inside the block, code that the user has compiled runs uncompiled."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled; its import takes seconds
         yield
         return
@@ -185,8 +186,8 @@ def eager() -> Iterator[None]:
 
 @contextmanager
 def optimizers_as_on_accelerators() -> Iterator[None]:
-    """Inside the block optimizers change fake parameters on the CPU many at once (``foreach``) unless told otherwise, as they do on CUDA and XPU:
-    faster there, with intermediate results as large as the parameters."""
+    """Inside the block optimizers update many fake parameters on the CPU in one operation (``foreach``) unless told otherwise, as they do on CUDA and
+    XPU: faster there, but with intermediate results as large as the parameters."""
     devices = optimizer._get_foreach_kernels_supported_devices
     kinds: list[Any] = optimizer._foreach_supported_types  # the list that DTensor adds itself to
     kinds.append(FakeTensor)
@@ -199,20 +200,20 @@ def optimizers_as_on_accelerators() -> Iterator[None]:
 
 @contextmanager
 def allowed_on_fake_tensors(fake: FakeTensorMode, answered: Callable[[str, Any], Any]) -> Iterator[None]:
-    """Inside the block fake tensors allow what torch refuses them.
+    """Inside the block fake tensors support some operations for which torch raises an error.
 
-    ``Module.to`` swaps the contents of fake parameters, which torch refuses while its table of conversions has weak references to them. Code
-    formats a tensor as a number, or copies it to numpy; it gets the same answers as from a :class:`engine.planning.fake_tensors.Simulation`.
+    ``Module.to`` can swap the contents of fake parameters, which torch refuses while its table of conversions has weak references to them. A
+    tensor can be formatted as a number or copied to numpy, with the values that a :class:`engine.planning.fake_tensors.Simulation` assumes.
     """
     swap = torch.utils.swap_tensors
 
-    def forgetting(first: Tensor, second: Tensor) -> None:
+    def swap_without_memo(first: Tensor, second: Tensor) -> None:
         if first.untyped_storage()._cdata == second.untyped_storage()._cdata:
-            return  # converted to what it is: somebody may hold a weak reference to it
+            return  # the tensor keeps its storage, so nothing changes; a weak reference to it may exist
         fake.fake_tensor_converter.tensor_memo.clear()
         swap(first, second)
 
-    def formatted(self: Tensor, form: str) -> str:
+    def as_formatted(self: Tensor, form: str) -> str:
         return format(self.item(), form) if not self.dim() else object.__format__(self, form)
 
     def numbers(self: Tensor, *_: Any, **__: Any) -> Any:
@@ -220,23 +221,23 @@ def allowed_on_fake_tensors(fake: FakeTensorMode, answered: Callable[[str, Any],
         with with_values():
             return torch.ones(self.shape, dtype=self.dtype).numpy()
 
-    def listed(self: Tensor) -> Any:
+    def as_list(self: Tensor) -> Any:
         return numbers(self).tolist()
 
     with (
-        patch.object(torch.utils, "swap_tensors", forgetting),
-        patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # the error itself says it
-        patch.object(FakeTensor, "__format__", formatted, create=True),
+        patch.object(torch.utils, "swap_tensors", swap_without_memo),
+        patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # the error says the same
+        patch.object(FakeTensor, "__format__", as_formatted, create=True),
         patch.object(FakeTensor, "numpy", numbers, create=True),
         patch.object(FakeTensor, "__array__", numbers, create=True),
-        patch.object(FakeTensor, "tolist", listed, create=True),
+        patch.object(FakeTensor, "tolist", as_list, create=True),
     ):
         yield
 
 
 @contextmanager
 def aligned_for(package: str) -> Iterator[None]:
-    """Inside the block code of files whose paths contain ``package`` finds tensors without values aligned in memory."""
+    """Inside the block code in files whose paths contain ``package`` reads 0 as the address of a tensor without values, which counts as aligned."""
 
     def pointer(self: Tensor) -> int:
         return 0 if package in sys._getframe(1).f_code.co_filename else Tensor.data_ptr(self)
@@ -247,8 +248,8 @@ def aligned_for(package: str) -> Iterator[None]:
 
 @contextmanager
 def outside_of_propagation(watch: Callable[[bool], None]) -> Iterator[None]:
-    """Inside the block ``watch(False)`` is called before, and ``watch(True)`` after ``DTensor`` computes the shape of a result, with tensors as
-    large as the whole: they are nobody's memory, and their operations nobody's work."""
+    """Call ``watch(False)`` before, and ``watch(True)`` after each time that ``DTensor`` computes the shape of a result inside the block: it does so
+    with tensors of the global size, which no rank of a real job holds or computes."""
 
     def unwatched(*args: Any, **kwargs: Any) -> Any:
         watch(False)
@@ -263,7 +264,7 @@ def outside_of_propagation(watch: Callable[[bool], None]) -> Iterator[None]:
 
 @contextmanager
 def agreeing_stages() -> Iterator[None]:
-    """Inside the block a pipeline's stage assumes that other stages know as much about the shapes between them as it does; real stages ask each
+    """Inside the block a pipeline's stage assumes that the other stages know as much as it does about the shapes between them; real stages ask each
     other (from torch 2.13 on)."""
 
     def vote(stage: Any, has_backward: bool, received_acc: Any = None) -> Tensor:
@@ -286,16 +287,16 @@ def agreeing_stages() -> Iterator[None]:
 
 
 @contextmanager
-def plain_outputs() -> Iterator[None]:
-    """Inside the block a pipeline's stage releases a fake output when it is sent, as torch does from 2.15 on with plain tensors only."""
+def released_outputs() -> Iterator[None]:
+    """Inside the block a pipeline's stage releases a fake output once it is sent; torch (from 2.15 on) releases ordinary tensors only."""
     name = "_output_slot_is_releasable"
     is_releasable = getattr(PipelineStage, name, None)
     if is_releasable is None:
         yield
         return
 
-    def is_releasable_as_plain(stage: Any, output: Any) -> Any:
-        return is_releasable(stage, _PLAIN if is_fake(output) else output)
+    def is_releasable_if_ordinary(stage: Any, output: Any) -> Any:
+        return is_releasable(stage, _ORDINARY_TENSOR if is_fake(output) else output)
 
-    with patch.object(PipelineStage, name, is_releasable_as_plain):
+    with patch.object(PipelineStage, name, is_releasable_if_ordinary):
         yield

@@ -1,4 +1,5 @@
-"""The run's own epoch, watched: its loader gives the micro-batches of one window again and again, until the windows repeat what they send."""
+"""Runs the run's own epoch under observation: its loader repeats the micro-batches of one window until the windows' communication no longer
+changes."""
 
 from __future__ import annotations
 
@@ -21,31 +22,31 @@ from engine.step.window import Share
 from engine.utils.tree import leaves
 
 MOST_MICRO_BATCHES = 64
-"""Micro-batches of a module that steps by itself, until it does, at most."""
+"""The maximum number of micro-batches until a module that steps the optimizer by itself does so."""
 MOST_WINDOWS = 4
-"""Windows until a trace ends at the latest. The first window makes the optimizer's state. DDP rebuilds its buckets in the second: a window counts
-once it communicates like the window before it."""
+"""The maximum number of windows in a trace. The first window creates the optimizer's state, and DDP rebuilds its buckets in the second: a window
+is final once it communicates like the window before it."""
 _BEFORE_THE_STEP = ("on_fit_start", "on_train_start", "on_train_epoch_start")
-"""Events whose hooks are left out of the plan if they fail for want of values."""
+"""Events whose hooks are left out of the plan if they fail, because they may need values."""
 
 
 class WindowTraced(Exception):
-    """Leaves the epoch: the last window is recorded."""
+    """Raised to leave the epoch once the last window is recorded."""
 
 
 class EndOfTrace(NamedTuple):
-    """The end of a trace."""
+    """How a trace ended."""
 
     micro_batches: int
     """Micro-batches of the recorded window."""
     missing: str | None = None
-    """A sentence on what ended the trace early; ``None``: nothing."""
+    """A sentence on what ended the trace early; ``None``: the trace is complete."""
 
 
 class TracedWindows:
     """Stands for the run's training loader: the micro-batches of one window, again and again.
 
-    Those between the first and the last of a window are alike: one of them is traced, and counts for all.
+    The micro-batches between a window's first and its last are alike: one of them is traced, and represents all of them.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class TracedWindows:
         self._run, self._first_batch, self._shares, self._observer = run, first_batch, shares, observer
         self._loader = run.train_loader
         self.micro_batches = 0
-        """Micro-batches of the window under way so far."""
+        """The number of micro-batches of the current window so far."""
         self._windows_done, self._step_before, self._is_last = 0, 0, False
         self._sent: tuple[Collective, ...] | None = None
 
@@ -69,21 +70,22 @@ class TracedWindows:
         """Do nothing: a trace starts at the beginning of an epoch."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)  # what callbacks read of the user's loader: its length, its first batch
+        return getattr(self._loader, name)  # callbacks read the user's loader: its length, its first batch
 
     def __iter__(self) -> Iterator[Any]:
-        while True:  # :meth:`window_done` ends it
+        while True:  # until :meth:`window_done` raises
             yield from self._window()
 
     def _window(self) -> Iterator[Any]:
+        """Yield the micro-batches of one window, and tell the observer when each begins."""
         run, observer = self._run, self._observer
-        gc.collect()  # what an earlier window left must not be freed in this one
+        gc.collect()  # garbage of an earlier window must not be freed in this one
         batch = fake_batch(self._first_batch)
         observer.begin_window(
             run.module, self._optimization.optimizers, leaves(batch), strategy_facts(run.engine.strategy).kept_tensors()
         )
         self.micro_batches, self._step_before = 0, run.state.step
-        to_trace = _to_trace(self._shares, self._optimization)
+        to_trace = _representatives(self._shares, self._optimization)
         for number, (share, times) in enumerate(to_trace, 1):
             batch = fake_batch(self._first_batch) if batch is None else batch
             observer.next_micro_batch(leaves(batch), count_as=times)
@@ -98,11 +100,12 @@ class TracedWindows:
                 return
 
     def _stepped_by_itself(self) -> bool:
-        """Check whether a module with manual optimization has ended the window."""
+        """Check whether a module with manual optimization has stepped an optimizer in this window, which ends it."""
         return not self._optimization.accumulates and self._run.state.step > self._step_before
 
     def window_done(self, run: Run, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """End a window: the last hook of ``on_train_batch_end``. What the loop does after it (agree to stop, log, validate) is no part of the step.
+        """End a window, as the last hook of ``on_train_batch_end``. What the loop does after the hook (agree to stop, log, validate) is no part of
+        the step.
 
         Raises:
             WindowTraced: the window was the last.
@@ -115,11 +118,11 @@ class TracedWindows:
         if sent == self._sent or self._windows_done == MOST_WINDOWS:
             raise WindowTraced
         self._sent = sent
-        run.control.due_step = NEVER  # a limit ends no plan, and nothing is logged between two windows
+        run.control.due_step = NEVER  # no limit ends a plan, and nothing is logged between two windows
 
 
 class TracedOptimization(Optimization):
-    """Stands for the run's optimization: the same, and the observer hears where in the step the training is."""
+    """Wraps the run's optimization, and tells the observer which phase of the step begins."""
 
     def __init__(self, optimization: Optimization, run: Run, observer: StepObserver) -> None:
         self._optimization, self._run, self._observer = optimization, run, observer
@@ -150,7 +153,7 @@ class TracedOptimization(Optimization):
         return outputs
 
     def step(self) -> None:
-        """Step the optimizers: the window is over."""
+        """Step the optimizers at the end of the window."""
         self._optimization.step()
         self._observer.mark_kept(self._kept())
         self._observer.enter("end")
@@ -159,13 +162,13 @@ class TracedOptimization(Optimization):
 def trace_epoch(
     simulated: SimulatedRun, first_batch: Any, shares: Sequence[Share], observer: StepObserver
 ) -> EndOfTrace:
-    """Run the epoch until a window communicates like the window before it; the last window is recorded."""
+    """Run the epoch until a window communicates like the window before it. The observer has recorded the last window."""
     run, missing_values = simulated.run, simulated.missing_values
     assert run.optimization is not None
     run.optimization = optimization = TracedOptimization(run.optimization, run, observer)
     windows = TracedWindows(run, optimization, first_batch, shares, observer)
     run.loaders.train = windows  # type: ignore[assignment]
-    run.hooks.wrap(_left_out_where_they_fail(missing_values))
+    run.hooks.wrap(_leaving_out_failures(missing_values))
     run.hooks.add("on_train_batch_end", "the plan", windows.window_done)
     optimization.begin()
     call_epoch_hooks(run, (*run.hooks.on_fit_start, *run.hooks.on_train_start))
@@ -189,10 +192,12 @@ def trace_epoch(
     return EndOfTrace(count)
 
 
-def _left_out_where_they_fail(missing_values: MissingValues) -> Callable[[str, Callable[..., Any]], Callable[..., Any]]:
-    """For :meth:`engine.loop.hooks.Hooks.wrap`: hooks before the first step, whose errors leave them out of the plan."""
+def _leaving_out_failures(missing_values: MissingValues) -> Callable[[str, Callable[..., Any]], Callable[..., Any]]:
+    """A wrapper for :meth:`engine.loop.hooks.Hooks.wrap`, so that a hook before the first step that fails does not end the plan."""
 
-    def wrapper(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def guard(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Guard a hook that runs before the traced step: any error of the hook, which may need values that fake tensors do not have, is noted in the
+        plan instead of raised. Other hooks are returned unchanged."""
         if name.rpartition(".")[2] not in _BEFORE_THE_STEP:
             return hook
 
@@ -200,15 +205,16 @@ def _left_out_where_they_fail(missing_values: MissingValues) -> Callable[[str, C
             try:
                 return hook(*args)
             except Exception as error:
-                missing_values.leave_out(hook, error)
+                missing_values.note_left_out(hook, error)
 
         return guarded
 
-    return wrapper
+    return guard
 
 
-def _to_trace(shares: Sequence[Share], optimization: TracedOptimization) -> list[tuple[Share, int]]:
-    """The micro-batches of a window that differ, and how often each comes: those between the first, which makes gradients, and the last are alike."""
+def _representatives(shares: Sequence[Share], optimization: TracedOptimization) -> list[tuple[Share, int]]:
+    """The micro-batches of a window to trace, and how many each represents: those between the first, which creates the gradients, and the last are
+    alike."""
     if not optimization.accumulates:
         return [(share, 1) for share in shares] * MOST_MICRO_BATCHES
     if optimization.evaluates_again or len(shares) < 4:

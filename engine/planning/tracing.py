@@ -1,4 +1,4 @@
-"""Which ranks of a simulated job are traced, and the trace of each from start to end."""
+"""Chooses which ranks of a simulated job are traced, and traces each from start to end."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ from engine.step.window import shares
 from engine.strategies.base import Strategy
 from engine.strategies.mesh_parallel import MeshParallel
 
-EACH_STAGE = 4
-"""Ranks of a pipeline that are all traced. In a longer one a rank whose stages are like those before it is not traced: it computes the same, and
-holds at most as much."""
+MOST_TRACED_SEPARATELY = 4
+"""The maximum number of ranks in a pipeline that are all traced. In a longer pipeline a rank whose stages are like those of the rank before it is not
+traced: it computes the same, and holds at most as much memory."""
 
 
 def trace(job: SimulatedJob, facts: JobFacts) -> list[RankTrace]:
-    """Trace one full step of rank 0; under pipeline parallelism, of one rank for each place in the pipeline.
+    """Trace one full step of rank 0; under pipeline parallelism, of one rank for each group of ranks that do the same (see
+    :data:`MOST_TRACED_SEPARATELY`).
 
-    In a long pipeline a place that is like the place before it is left out. The module, the process's random numbers and torch's process groups
-    are as before afterwards. ``facts`` are collected. For an accelerated ``job.kind`` torch's optimizers choose their implementation as on CUDA
-    rather than as on the CPU, and what a strategy keeps in the host's memory is left out.
+    The module, the process's random numbers and torch's process groups are the same afterwards as before. ``facts`` receives the facts about
+    the job. If ``job.kind`` is an accelerator, torch's optimizers choose their implementation as on CUDA rather than as on the CPU, and the
+    traces leave out what a strategy keeps in the host's memory.
 
     Raises:
         RuntimeError: this process is in a job already, or the module is in a run.
@@ -50,65 +51,70 @@ def trace(job: SimulatedJob, facts: JobFacts) -> list[RankTrace]:
     if isinstance(module, TrainModule) and module.attached:
         raise RuntimeError(f"{type(module).__name__} is in a run: plan before it, or plan a new module")
 
-    places = PipelinePlaces()
+    pipeline = PipelineKnowledge()
     with torch_private.optimizers_as_on_accelerators() if job.kind.is_accelerator else nullcontext():
-        traces = {0: trace_rank(job, 0, facts, places)}
+        traces = {0: trace_rank(job, 0, facts, pipeline)}
         if traces[0] is None:
-            traces[places.with_loss] = trace_rank(job, places.with_loss, JobFacts(), places)
-        to_trace = places.ranks_to_trace()
+            traces[pipeline.loss_rank] = trace_rank(job, pipeline.loss_rank, JobFacts(), pipeline)
+        to_trace = pipeline.ranks_to_trace()
         for rank in to_trace:
-            traces[rank] = traces.get(rank) or trace_rank(job, rank, facts if rank == 0 else JobFacts(), places)
-    return [_standing_for(count, trace) for rank, count in to_trace.items() if (trace := traces[rank]) is not None]
+            traces[rank] = traces.get(rank) or trace_rank(job, rank, facts if rank == 0 else JobFacts(), pipeline)
+    return [_as_representative(trace, count) for rank, count in to_trace.items() if (trace := traces[rank]) is not None]
 
 
-def _standing_for(count: int, trace: RankTrace) -> RankTrace:
-    """The trace of a rank that stands for ``count`` ranks."""
+def _as_representative(trace: RankTrace, count: int) -> RankTrace:
+    """Return ``trace`` marked as the trace of one rank that represents ``count`` ranks, in its ``stands_for`` and in its ``role``."""
     return trace if count == 1 else replace(trace, stands_for=count, role=f"{trace.role}, and {count - 1} more like it")
 
 
 @dataclass
-class PipelinePlaces:
-    """The places of one pipeline, as far as the traces of its ranks have learned them. Under any other strategy, one rank stands for all."""
+class PipelineKnowledge:
+    """The facts about the ranks of one pipeline that are known so far; each traced rank adds to them. Under any other strategy, one rank represents
+    all."""
 
     ranks: tuple[int, ...] = ()
-    """One rank of each stage; under any other strategy one rank."""
-    alike: Sequence[int] = (0,)
-    """For each place among ``ranks`` the first place that computes alike and holds at least as much."""
-    with_loss: int = 0
+    """One rank of each pipeline stage, in order; under any other strategy one rank."""
+    representatives: Sequence[int] = (0,)
+    """For each index in ``ranks``, the index of the rank that is traced in its place: the first one that computes the same and holds at least as
+    much."""
+    loss_rank: int = 0
     """The rank that computes the loss."""
     weighted: bool | None = None
-    """Whether the loss is a ``Loss``, which real ranks tell each other; ``None``: not known yet."""
+    """Whether the module returns a ``Loss``, which the ranks of a real job tell each other; ``None``: not known yet."""
 
     def ranks_to_trace(self) -> dict[int, int]:
-        """The ranks to trace, and how many each stands for."""
-        if len(self.ranks) <= EACH_STAGE:
+        """The ranks to trace, each with the number of ranks that it represents."""
+        if len(self.ranks) <= MOST_TRACED_SEPARATELY:
             return dict.fromkeys(self.ranks, 1)
-        return dict(Counter(self.ranks[place] for place in self.alike))
+        return dict(Counter(self.ranks[index] for index in self.representatives))
 
 
-def trace_rank(job: SimulatedJob, rank: int, facts: JobFacts, places: PipelinePlaces) -> RankTrace | None:
-    """The trace of a rank; ``None`` if the rank with the loss has to be traced before it."""
+def trace_rank(job: SimulatedJob, rank: int, facts: JobFacts, pipeline: PipelineKnowledge) -> RankTrace | None:
+    """Trace one rank. Return ``None`` if the rank that computes the loss has to be traced first."""
     with simulated_run(job, rank, facts) as simulated:
         run = simulated.run
         assert run.train_loader is not None
-        places.ranks = _axes(run).get("pp", (rank,))
+        pipeline.ranks = _axes(run).get("pp", (rank,))
         strategy = run.engine.strategy
-        divided = strategy if isinstance(strategy, MeshParallel) and strategy.pipelined else None
-        if divided is not None:
-            places.with_loss = places.ranks[divided.loss_stage]
-            if rank != places.with_loss and places.weighted is None:
+        pipelined = strategy if isinstance(strategy, MeshParallel) and strategy.pipelined else None
+        if pipelined is not None:
+            pipeline.loss_rank = pipeline.ranks[pipelined.loss_stage]
+            if rank != pipeline.loss_rank and pipeline.weighted is None:
                 return None
         batch, samples = first_batch(run.train_loader)
-        trace = _steps(job, simulated, batch, samples, facts, places)
-        if divided is not None and divided.pipeline is not None:
-            places.weighted, places.alike = bool(divided.pipeline.weighted), strategy_facts(divided).alike()
+        trace = _traced_training(job, simulated, batch, samples, facts, pipeline)
+        if pipelined is not None and pipelined.pipeline is not None:
+            pipeline.weighted, pipeline.representatives = (
+                bool(pipelined.pipeline.weighted),
+                strategy_facts(pipelined).representatives(),
+            )
         module = job.module if isinstance(job.module, TrainModule) else run.module
         missing = (*_compiled(job.fit.settings, module), *_validation(run, job.datamodule, samples))
         return replace(trace, missing=(*trace.missing, *missing))
 
 
-class _AlikeRanks(GradientSync):
-    """The other ranks of a plan: all are like this rank.
+class _IdenticalRanks(GradientSync):
+    """Takes the place of the ranks' exchange about gradients in a plan: every other rank is taken to be like this one, so nothing is sent.
 
     Args:
         strategy: the plan's strategy, which knows when a backward pass has reached parameters.
@@ -121,10 +127,10 @@ class _AlikeRanks(GradientSync):
         return self._strategy.traces(optimizers, models)
 
 
-def _steps(
-    job: SimulatedJob, simulated: SimulatedRun, batch: Any, samples: int, facts: JobFacts, places: PipelinePlaces
+def _traced_training(
+    job: SimulatedJob, simulated: SimulatedRun, batch: Any, samples: int, facts: JobFacts, pipeline: PipelineKnowledge
 ) -> RankTrace:
-    """Set up the training and trace its epoch; ``batch``: a micro-batch of ``samples`` samples."""
+    """Set up the training and trace its epoch, whose micro-batches are all ``batch``, of ``samples`` samples. Return the trace."""
     run = simulated.run
     engine = run.engine
     size = run.window_at(0)
@@ -140,9 +146,9 @@ def _steps(
         run.set_optimizers(run.optimizers, run.schedulers, automatic=False)
         observer.name(run.module)
         if isinstance(engine.strategy, MeshParallel) and engine.strategy.pipeline is not None:
-            engine.strategy.pipeline.weighted = places.weighted
+            engine.strategy.pipeline.weighted = pipeline.weighted
         facts.from_run(run, batch, compiled=bool(job.fit.settings.compile))
-        engine.window.gradient_sync = _AlikeRanks(engine.strategy)
+        engine.window.gradient_sync = _IdenticalRanks(engine.strategy)
         end = trace_epoch(simulated, batch, weights, observer)
     memory = observer.memory
     on_host = memory.move_to_host(strategy_facts(engine.strategy).on_host) if job.kind.is_accelerator else {}
@@ -152,7 +158,7 @@ def _steps(
 
 
 def _recorded(run: Run, observer: StepObserver, timeline: tuple[Moment, ...], samples: int, size: int) -> RankTrace:
-    """The trace of a recorded step, of ``size`` micro-batches with ``samples`` samples each."""
+    """Put together the trace of the recorded step, which had ``size`` micro-batches of ``samples`` samples each."""
     memory = observer.memory
     return RankTrace(
         rank=run.rank,
@@ -170,7 +176,7 @@ def _recorded(run: Run, observer: StepObserver, timeline: tuple[Moment, ...], sa
 
 
 def _compiled(settings: Settings, module: nn.Module) -> list[str]:
-    """A sentence on what is not known of a compiled step, if the step is compiled; ``module``: the user's."""
+    """The sentence that the plan leaves out ``torch.compile``, in a list; an empty list if nothing is compiled. ``module``: the user's module."""
     compiled = (
         getattr(inner, "_compiled_call_impl", None) or type(inner).__name__ == "OptimizedModule"
         for inner in module.modules()
@@ -183,7 +189,8 @@ def _compiled(settings: Settings, module: nn.Module) -> list[str]:
 
 
 def _validation(run: Run, datamodule: DataModule | None, samples: int) -> list[str]:
-    """A sentence on validation, which is not traced, if it may need more memory: only with larger batches than the training's."""
+    """The sentence that validation is not traced, in a list; an empty list if validation needs no more memory than training, whose batches are as
+    large."""
     module, settings = run.module, run.settings
     never_validates = settings.limit_val_batches == 0 or settings.val_every is None
     if never_validates or not overrides(module, "validation_step"):

@@ -92,7 +92,7 @@ def test_nothing_and_callbacks_are_no_yaml() -> None:
         (Compilation(), "blocks", {"blocks": True}),
         (Compilation(), True, {}),
         (StrategyName(), "ddp", {"name": "ddp"}),
-        (StrategyName(), StrategyName().normal("strategy", {"name": "mesh", "tp": 2}), {"name": "mesh", "tp": 2}),
+        (StrategyName(), StrategyName().normalized("strategy", {"name": "mesh", "tp": 2}), {"name": "mesh", "tp": 2}),
         (StrategyName(), object(), None),
         (WholeNumber(0), 1, None),
     ],
@@ -103,7 +103,7 @@ def test_a_key_is_set_in_a_mapping_that_says_the_same(kind: Kind, value: Any, ma
 
 def test_the_mapping_is_a_copy_all_the_way_down() -> None:
     options = {"name": "mesh", "plan": {"up": "colwise"}}
-    mapping = StrategyName().as_mapping(StrategyName().normal("strategy", options))
+    mapping = StrategyName().as_mapping(StrategyName().normalized("strategy", options))
     assert mapping is not None
     mapping["plan"]["up"] = "rowwise"
     assert options["plan"] == {"up": "colwise"}
@@ -123,6 +123,6 @@ def test_the_mapping_is_a_copy_all_the_way_down() -> None:
 )
 def test_a_normal_form_is_its_own_normal_form(kind: Kind, values: list[Any]) -> None:
     for value in values:
-        normal = kind.normal("name", value)
-        assert kind.normal("name", normal) == normal
-        assert type(kind.normal("name", normal)) is type(normal)
+        normal = kind.normalized("name", value)
+        assert kind.normalized("name", normal) == normal
+        assert type(kind.normalized("name", normal)) is type(normal)

@@ -22,7 +22,7 @@ class LocalSGD:
 
     @checking_arguments(but=("accelerator",))  # its strategy is what counts
     def __init__(self, accelerator: Accelerator, model: Any, local_sgd_steps: int, enabled: bool = True) -> None:
-        self.local_sgd_steps = WholeNumber(1).normal("LocalSGD: local_sgd_steps", local_sgd_steps)
+        self.local_sgd_steps = WholeNumber(1).normalized("LocalSGD: local_sgd_steps", local_sgd_steps)
         kind = str(accelerator.distributed_type)
         if kind != "NO" and not kind.startswith("MULTI_"):
             raise NotImplementedError(

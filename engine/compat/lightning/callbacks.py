@@ -192,8 +192,8 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
             message = "ModelCheckpoint(save_weights_only=True): checkpoints are complete; 'fit checkpoint export' writes weights only"
             logger.warning(message)
         count = WholeNumber(0, NEVER, none="never")
-        every_n_train_steps = count.normal("ModelCheckpoint: every_n_train_steps", every_n_train_steps)
-        every_n_epochs = count.normal("ModelCheckpoint: every_n_epochs", every_n_epochs)
+        every_n_train_steps = count.normalized("ModelCheckpoint: every_n_train_steps", every_n_train_steps)
+        every_n_epochs = count.normalized("ModelCheckpoint: every_n_epochs", every_n_epochs)
         default = all(interval is None for interval in (every_n_train_steps, train_time_interval, every_n_epochs))
         epochs = f"{1 if default else every_n_epochs} epochs" if default or every_n_epochs else None
         every: list[Any] = [interval for interval in (every_n_train_steps, train_time_interval, epochs) if interval]
