@@ -142,7 +142,7 @@ class Accelerator(Engine):
     # -- preparing objects ------------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
-        """Prepare objects; see :meth:`engine.Engine.prepare`. ``device_placement``: one entry per object; ``False`` leaves a loader's batches on their device."""
+        """Prepare objects; see :meth:`engine.Engine.prepare`. ``device_placement``: per object; ``False`` leaves a loader's batches on the CPU."""
         if device_placement is None:
             return super().prepare(*args)
         if len(device_placement) != len(args):
@@ -225,7 +225,7 @@ class Accelerator(Engine):
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """Run one micro-batch of an accumulation window; see :meth:`engine.Engine.accumulate`. Under Accelerate's rules, losses are divided by the full window."""
+        """Run a micro-batch; see :meth:`engine.Engine.accumulate`. Under Accelerate's rules, losses are divided by the full accumulation window."""
         state, steps = self.gradient_state, self.gradient_accumulation_steps
         self.step = 0 if self._plugin.sync_with_dataloader and state.end_of_dataloader else self.step + 1
         if self.rules == "accelerate":
@@ -254,7 +254,7 @@ class Accelerator(Engine):
 
     @contextlib.contextmanager
     def trigger_sync_in_backward(self, model: Any) -> Iterator[None]:
-        """Under DDP, reduce a model's gradients in the backward pass in this block, including those that earlier passes have accumulated unreduced."""
+        """Under DDP, reduce a model's gradients in the backward pass in this block, including those that earlier passes left unreduced."""
         if not isinstance(model, DistributedDataParallel):
             yield
             return

@@ -95,7 +95,7 @@ def _fsdp(file: KeyFile) -> Any:
 
 
 def _mixed(part: Section, options: dict[str, Any], half: str | None) -> None:
-    """Translate ``mixed_precision_policy``: a name, or torch's policy of either FSDP version as a mapping. ``half``: the run's 16-bit dtype, if any."""
+    """Translate ``mixed_precision_policy``: a name, or torch's policy of either FSDP version as a mapping. ``half``: the run's 16-bit dtype."""
     policy = part.take_value("mixed_precision_policy")
     if policy is None:
         return

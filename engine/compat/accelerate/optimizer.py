@@ -6,7 +6,7 @@ from engine.step.wrappers import PreparedOptimizer
 
 
 class AcceleratedOptimizer(PreparedOptimizer):
-    """A prepared optimizer. Under Accelerate's rules (``follows``), ``zero_grad`` in a window's last micro-batch clears the whole window's gradients."""
+    """A prepared optimizer. Under Accelerate's rules (``follows``), ``zero_grad`` in a window's last micro-batch clears the window's gradients."""
 
     follows = False
 

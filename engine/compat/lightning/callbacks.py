@@ -173,8 +173,8 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
     FILE_EXTENSION = ".ckpt"
     pickles = False
     """With ``ModelCheckpoint.pickles = True``, each checkpoint that remains at the end of a training is also written as a file beside its folder:
-    weights, hyperparameters and counters in Lightning's format, without optimizers. ``best_model_path`` and the like then name the files, for programs
-    that ``torch.load`` them; resume from the folder."""
+    weights, hyperparameters and counters in Lightning's format, without optimizers. ``best_model_path`` and the like then name the files, for
+    programs that ``torch.load`` them; resume from the folder."""
 
     @checking_arguments()
     def __init__(

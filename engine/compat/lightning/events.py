@@ -58,7 +58,7 @@ class Adapter:
 
     @classmethod
     def subclass_for(cls, kind: type, **attributes: Any) -> type[Self]:
-        """Create the adapter class for objects of class ``kind``, with the name and module of ``kind`` and the attributes ``attributes``."""
+        """Create the adapter class for objects of class ``kind``, with the name and module of ``kind`` and these class attributes."""
         users = tuple(base for base in kind.__mro__ if not is_lightning_class(base))
         return type(kind.__name__, (cls,), {"__module__": kind.__module__, "user_classes": users, **attributes})
 
@@ -80,7 +80,7 @@ def original(value: Any) -> Any:
 
 
 def lightning_arguments(event: str, run_or_trainer: Any, module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Translate an event's arguments to Lightning's, ``(trainer, pl_module, ...)``. Those of a subclass that calls its base are Lightning's already."""
+    """Translate an event's arguments to Lightning's, ``(trainer, pl_module, ...)``. A subclass calling its base passes Lightning's already."""
     if event == "on_train_batch_end" and isinstance(run_or_trainer, Run):
         arguments = (step_output(run_or_trainer, arguments[0]), *arguments[1:])
     elif event in WITH_STAGE and arguments:

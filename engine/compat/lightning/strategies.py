@@ -19,7 +19,7 @@ from engine.strategies.fsdp import FSDP
 
 
 class AsBase(type):
-    """Metaclass of classes with Lightning's names: a call creates an instance of the base class. ``translate`` turns Lightning's arguments into ours."""
+    """Metaclass of classes with Lightning's names: a call creates an object of the base class. ``translate`` converts the arguments."""
 
     translate: Callable[[Any], dict[str, Any]]
 

@@ -48,7 +48,7 @@ GradClipAlgorithmType = StrEnum("GradClipAlgorithmType", {"VALUE": "value", "NOR
 
 
 def seed_everything(value: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Call :func:`engine.seed_everything`; ``None`` means the variable ``PL_GLOBAL_SEED``, or 0. ``workers`` has no effect: they are always seeded."""
+    """Call :func:`engine.seed_everything`; ``None`` means the variable ``PL_GLOBAL_SEED``, or 0. ``workers`` is ignored: they are always seeded."""
     return seed.seed_everything(int(os.environ.get("PL_GLOBAL_SEED", 0)) if value is None else value)
 
 

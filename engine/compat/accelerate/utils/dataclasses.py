@@ -1,4 +1,4 @@
-"""Accelerate's settings objects. Plugins for strategies and compilation are turned into sections of its configuration file, which are then translated."""
+"""Accelerate's settings objects. Plugins for strategies and compilation become sections of its configuration file, which are then translated."""
 
 from __future__ import annotations
 
