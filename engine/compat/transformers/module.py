@@ -34,7 +34,7 @@ class HFModule(TrainModule):
 
     Batches are dicts of the model's arguments, as transformers' collators return them. A loss over tokens is weighted by the number of labels that
     are not -100 (:class:`engine.huggingface.CountedLoss`), so that means over accumulation windows and ranks are exact. It logs ``train/loss``,
-    ``val/loss`` and ``test/loss``, and for language models ``val/perplexity`` and ``test/perplexity``. ``predict_step`` returns the logits, or generates.
+    ``val/loss`` and ``test/loss``, and for language models ``val/perplexity`` and ``test/perplexity``. ``predict_step`` returns logits, or generates.
 
     A checkpoint also contains the files that ``fit checkpoint export`` writes beside the weights: configuration, generation configuration and
     tokenizer. Of a ``PeftModel`` only the adapter is saved and exported.
