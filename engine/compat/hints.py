@@ -37,7 +37,7 @@ _CALLS: dict[str, Callable[..., object]] = {}
 
 
 def find(place: str, name: str) -> str:
-    """What to use instead of ``name``, which ``place`` lacks; an empty string if no known trainer has the name."""
+    """Say what to use instead of ``name``, which ``place`` lacks; an empty string if no known trainer has the name."""
     return ANSWERS.get(place, {}).get(name, "")
 
 

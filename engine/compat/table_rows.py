@@ -20,7 +20,7 @@ class Argument:
     neutral: tuple[Any, ...] = ()
     """The values that change nothing; any other value is an error. :data:`ANY`: no value is. Empty: the drop-in class translates the argument."""
     instead: str = ""
-    """What to do instead: ends the errors of ``Fit``, our class and the drop-in class, and is printed by ``fit migrate``."""
+    """Advice on what to do instead: ends the errors of ``Fit``, our class and the drop-in class, and is printed by ``fit migrate``."""
     drop_in: str = ""
     """Replaces ``instead`` in the drop-in class's error, if ``instead`` mentions something that class lacks."""
     with_validation: str = ""

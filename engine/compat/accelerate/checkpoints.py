@@ -61,7 +61,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def evened(self, even_batches: bool) -> Iterator[None]:
-        """In this block, let ``even_batches`` decide whether the last global batch of map-style datasets is padded."""
+        """Let ``even_batches`` decide, in this block, whether the last global batch of map-style datasets is padded."""
         shards = [
             loader.batch_sampler
             for loader in self._padded_loaders

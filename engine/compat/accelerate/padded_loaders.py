@@ -200,8 +200,8 @@ class DispatchedLoader(PaddedLoader):
 
     def __len__(self) -> int:
         batches_per_step = 1 if self.split_batches else self.group.world_size
-        steps, rest = divmod(len(self.base_dataloader), batches_per_step)
-        return steps + (rest > 0 and not self.drop_last)
+        steps, remainder = divmod(len(self.base_dataloader), batches_per_step)
+        return steps + (remainder > 0 and not self.drop_last)
 
     def _global_batches(self) -> Iterator[tuple[Any, bool]]:
         """Yield the global batches and whether each is the last; yields nothing on other processes than the main one."""
@@ -225,9 +225,9 @@ class DispatchedLoader(PaddedLoader):
         while sent := broadcast_object(group, next(global_batches, None)):
             batch, last = sent
             size, n = int(batch_size(batch) or 0), group.world_size
-            rows, rest = divmod(size, n)
+            rows, remainder = divmod(size, n)
             first = _sliced(batch, slice(0, n)) if first is None else first
-            if last and rest and not self.drop_last:
+            if last and remainder and not self.drop_last:
                 batch, rows = joined([batch, first]), rows + 1
             rank_rows = slice(group.rank * rows, (group.rank + 1) * rows)
             rank_batch = self.slice_fn(batch, rank_rows, process_index=group.rank, num_processes=n)

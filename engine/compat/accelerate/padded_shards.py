@@ -42,9 +42,9 @@ class BatchSamplerShard(BatchSampler):
             )
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(self.batch_sampler), 1 if self.split_batches else self.num_processes)
-        has_remainder = self.even_batches or self.process_index < rest
-        return whole + (rest > 0 and not self.drop_last and has_remainder)
+        whole, remainder = divmod(len(self.batch_sampler), 1 if self.split_batches else self.num_processes)
+        has_remainder = self.even_batches or self.process_index < remainder
+        return whole + (remainder > 0 and not self.drop_last and has_remainder)
 
     def __iter__(self) -> Iterator[Any]:
         if self.batch_size is None or not (self.even_batches or self.split_batches):  # whole batches, in turns
@@ -95,8 +95,8 @@ class IterableDatasetShard(IterableDataset[Any]):
             self.generator.manual_seed(epoch)
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(self.dataset), self.whole)
-        return (whole + (rest > 0 and not self.drop_last)) * (self.whole // self.num_processes)
+        whole, remainder = divmod(len(self.dataset), self.whole)
+        return (whole + (remainder > 0 and not self.drop_last)) * (self.whole // self.num_processes)
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.chain.from_iterable(_process_parts(self.dataset, self.whole, self))

@@ -71,11 +71,9 @@ def _function(method: Any) -> Callable[..., Any]:
         return bound(self)(*args, **kwargs)
 
     if not isinstance(method, property):
-        parameters_of_method = inspect.signature(bound(object()))
+        visible = inspect.signature(bound(object()))
         receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        call.__signature__ = parameters_of_method.replace(
-            parameters=[receiver, *parameters_of_method.parameters.values()]
-        )  # type: ignore[attr-defined]
+        call.__signature__ = visible.replace(parameters=[receiver, *visible.parameters.values()])  # type: ignore[attr-defined]
     return call
 
 

@@ -9,7 +9,7 @@ from engine.compat.lightning.names import REPLACED
 
 
 def refused_hook(name: str, function: Any) -> str:
-    """What to define instead of the method ``name``; an empty string if it is not a hook of an earlier version.
+    """Say what to define instead of the method ``name``; an empty string if it is not a hook of an earlier version.
 
     ``on_epoch_start`` and ``on_epoch_end`` took no argument in a module and two in a callback; with any other number, the class calls it itself.
     """

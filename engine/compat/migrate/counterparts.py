@@ -66,7 +66,7 @@ def counterpart(api: Api) -> Counterpart:
 
 
 def refused(counterpart: object) -> str:
-    """What to do instead of instantiating a class that can only be imported; empty for every other object."""
+    """Say what to do instead of instantiating a class that can only be imported; empty for every other object."""
     return str(vars(counterpart).get("refused", "")).rstrip(".") if inspect.isclass(counterpart) else ""
 
 

@@ -109,7 +109,7 @@ class ClassInfo:
 
 
 Meaning: TypeAlias = "Api | ClassInfo | str | None"
-"""What a name refers to; a ``str`` is the dotted name of a module of the sources, or one that belongs to no source and no library."""
+"""The object that a name refers to; a ``str`` is the dotted name of a module of the sources, or one that belongs to no source and no library."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -161,7 +161,7 @@ class Names:
                     reached.append(inner)
 
     def meaning(self, expression: ast.expr, source: Source, depth: int = 0) -> Meaning:
-        """What a (dotted) name, a subscript or a quoted annotation in ``source`` refers to; ``depth``: the re-exports followed so far."""
+        """Find what a (dotted) name, a subscript or a quoted annotation in ``source`` refers to; ``depth``: the re-exports followed so far."""
         if depth > _REEXPORT_LIMIT:
             return None
         if isinstance(expression, ast.Name):
@@ -241,7 +241,7 @@ class Names:
         return self._looked_up[key]
 
     def _look_up(self, name: str, module: str, depth: int) -> Meaning:
-        """What ``name`` refers to in ``module``: its own entry, a submodule, a star import, or a class nested in a function."""
+        """Find what ``name`` refers to in ``module``: its own entry, a submodule, a star import, or a class nested in a function."""
         if depth > _REEXPORT_LIMIT or module not in self._tables:
             return None
         entry = self._tables[module].get(name)
@@ -273,7 +273,7 @@ class Names:
         return {name.split(".")[0] for name in self.modules}
 
     def _dotted(self, dotted: str, depth: int) -> Meaning:
-        """What an absolute dotted name refers to: a name in the longest module of the sources that it starts with, else a library's name."""
+        """Find what an absolute dotted name refers to: a name in the longest module of the sources that it starts with, else a library's name."""
         parts = dotted.split(".")
         for length in range(len(parts), 0, -1):
             module = ".".join(parts[:length])

@@ -54,7 +54,7 @@ class KnownObject:
         return engine_class, None if self.interop_class is None else member(self.interop_class, name)
 
     def advice_for(self, name: str) -> str:
-        """What to use instead of an attribute that neither class has."""
+        """Say what to use instead of an attribute that neither class has."""
         if name in self.advice:
             return self.advice[name]
         public = [
@@ -102,7 +102,7 @@ _CLASS_FACTS = {
         uncalled={name: f"it is never called: {sentence}" for name, sentence in OF_CHECKPOINTS.items()},
     ),
 }
-"""What the counterparts of a library class do not tell about its instances."""
+"""Facts about instances of a library class that its counterparts do not tell."""
 
 
 def kind_of(cls: ClassInfo) -> str:

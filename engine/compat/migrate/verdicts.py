@@ -322,7 +322,7 @@ def call_verdict(call: ast.Call, callees: Sequence[Callee]) -> tuple[str, list[t
 
 
 def _argument_advice(name: str, callees: Sequence[Callee]) -> str:
-    """What to do about an argument that no callee accepts; ``name`` is empty for too many positional arguments."""
+    """Say what to do about an argument that no callee accepts; ``name`` is empty for too many positional arguments."""
     for callee in callees:
         if name in ARGUMENTS.get(callee.name, {}):
             return ARGUMENTS[callee.name][name]

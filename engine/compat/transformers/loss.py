@@ -147,7 +147,7 @@ def _counted(base: Any) -> CountedFunction | None:
 
 
 def _measure(loss: Tensor, outputs: Mapping[str, Any], batch: Mapping[str, Any]) -> str:
-    """What the loss was averaged over: ``"labels"``, ``"shifted"`` (labels) or ``"samples"``; an empty string if it matches none."""
+    """Find what the loss was averaged over: ``"labels"``, ``"shifted"`` (labels) or ``"samples"``; an empty string if it matches none."""
     logits, labels = outputs.get("logits"), batch.get("labels")
     candidates: list[tuple[str, Tensor]] = []
     if isinstance(logits, Tensor) and isinstance(labels, Tensor):

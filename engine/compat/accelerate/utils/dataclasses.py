@@ -197,7 +197,7 @@ class DistributedDataParallelKwargs(_DDP):
     STATE: ClassVar = {"matrix_approximation_rank": "powersgd_rank", "start_powerSGD_iter": "powersgd_start"}
 
     def to_strategy(self) -> dict[str, Any]:
-        """These settings as the argument ``strategy`` of ``Engine``.
+        """Convert the settings to the argument ``strategy`` of ``Engine``.
 
         Raises:
             ValueError: a setting has no counterpart.
