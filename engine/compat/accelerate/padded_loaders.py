@@ -290,9 +290,8 @@ def padded(
 def _stream_shard(loader: Any, n: int, rank: int, split: bool) -> Any:
     """A copy of a stream's loader that reads only this process's samples; ``split``: batches are split over the processes."""
     data = loader.dataset
-    if (
-        not split and getattr(data, "n_shards", 0) >= n and hasattr(data, "shard")
-    ):  # a dataset of the package ``datasets``
+    # a dataset of the package ``datasets``
+    if not split and getattr(data, "n_shards", 0) >= n and hasattr(data, "shard"):
         return altered(loader, dataset=data.shard(num_shards=n, index=rank))
     shard = IterableDatasetShard(data, loader.batch_size, loader.drop_last, n, rank, split)
     process_batch = loader.batch_size // n if split else loader.batch_size

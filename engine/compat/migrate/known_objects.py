@@ -126,9 +126,8 @@ def object_of_user_class(cls: ClassInfo) -> KnownObject | None:
     known_object = object_of_library(base, all_names_known=False)
     if kind == "callback" and known_object.engine_class is None and known_object.interop_class is None:
         return known_objects()[kind]
-    return (
-        replace(known_object, library="lightning") if base.library == "fabric" else known_object
-    )  # the class's other uses count as Lightning's too
+    # The other uses of a class from Fabric count as Lightning's, too.
+    return replace(known_object, library="lightning") if base.library == "fabric" else known_object
 
 
 def object_of_library(api: Api, *, all_names_known: bool = True) -> KnownObject:
